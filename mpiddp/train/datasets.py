@@ -43,7 +43,6 @@ class Dataset(Protocol):
         The randomness of a data set for training depends only on its seed, the epoch and the image's number,
         not on the rank or on earlier batches.
         """
-        ...
 
 
 @dataclass(frozen=True)

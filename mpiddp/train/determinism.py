@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 import torch
@@ -22,7 +22,7 @@ from mpiddp.train.config import gathered
 from mpiddp.train.datasets import Batch, Data, batches
 from mpiddp.train.measure import counted
 from mpiddp.train.order import Order
-from mpiddp.train.step import State, learning_rate, train_step
+from mpiddp.train.step import State, build_model, build_state, learning_rate, train_step
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 log = logging.getLogger("mpiddp")
@@ -31,16 +31,16 @@ Trace = list[tuple[int, str, int]]  # the step, name and digest of each tensor, 
 
 
 def check_determinism(
-    config: Namespace, data: Data, order: Order, world: mpiddp.World, build: Callable[[], State]
+    config: Namespace, data: Data, order: Order, world: mpiddp.World, copies: list[list[int]]
 ) -> int:
-    """Train the first steps twice, with fresh weights of `build`. A collective. Writes no file.
+    """Train the first steps twice, each time with a fresh model. A collective. Writes no file.
 
     Returns DONE if all bits are equal, STOPPED if the job was requested to stop. If some bits differ, all
     ranks exit with code 1, and the step, the rank and the tensor are printed.
     """
-    first = _train(config, data, order, build())
+    first = _train(config, data, order, copies)
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second
-    second = _train(config, data, order, build()) if first is not None else None
+    second = _train(config, data, order, copies) if first is not None else None
     if first is None or second is None:
         log.info("stopped before the two runs could be compared.")
         return STOPPED
@@ -64,8 +64,9 @@ def check_determinism(
     return DONE
 
 
-def _train(config: Namespace, data: Data, order: Order, state: State) -> Trace | None:
+def _train(config: Namespace, data: Data, order: Order, copies: list[list[int]]) -> Trace | None:
     """Train the first steps, and return their digests; None if the job was requested to stop."""
+    state = build_state(build_model(config, data, data.train.device), config, copies)
     num_steps = min(config.check_determinism, order.steps_per_epoch * config.epochs)
     trace: list[tuple[int, str, Tensor]] = []
     step = 0

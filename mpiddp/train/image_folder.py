@@ -86,8 +86,7 @@ class ImageFolder:
                 f"({', '.join(sorted(FORMATS))}). Each folder there is a class."
             )
         self.num_images = len(self.samples)
-        self.device, self._num_workers = device, config.num_workers
-        self._memory_format = memory_format(config)
+        self.device, self._config = device, config
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment)
@@ -102,13 +101,13 @@ class ImageFolder:
             if problem is not None:
                 raise problem
             images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
-            images = (images * self._scale + self._shift).contiguous(
-                memory_format=self._memory_format
-            )
+            images = images * self._scale + self._shift
+            images = images.contiguous(memory_format=memory_format(self._config))
             yield images, labels.to(self.device, non_blocking=True)
 
     @cached_property
     def _loader(self) -> DataLoader[Any]:
+        num_workers = self._config.num_workers
         # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
         method = "fork" if self.device.type == "cpu" else "forkserver"
         multiprocessing.set_forkserver_preload([__name__])  # else each worker would import torch
@@ -116,10 +115,9 @@ class ImageFolder:
             self._decoder,
             batch_sampler=self._order,
             collate_fn=tuple,  # the decoder delivers whole batches
-            num_workers=self._num_workers,
-            # Evaluations are rare.
-            persistent_workers=self._decoder.augment and self._num_workers > 0,
-            multiprocessing_context=method if self._num_workers else None,
+            num_workers=num_workers,
+            persistent_workers=self._decoder.augment and num_workers > 0,  # evaluations are rare
+            multiprocessing_context=method if num_workers else None,
             worker_init_fn=partial(_leave_stops_to, os.getpid()),
             pin_memory=self.device.type != "cpu",
             generator=torch.Generator(),  # the workers' seeds must not come from the rank's RNG

@@ -70,8 +70,7 @@ def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     """Replace each time by that of the slowest rank. A collective: every rank must call it."""
     all_ranks = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(all_ranks, dist.ReduceOp.MAX)
-    times: list[float] = all_ranks.tolist()
-    return times
+    return list(all_ranks.tolist())
 
 
 def measured(timer: StepTimer, global_batch_size: int, device: torch.device) -> dict[str, Any]:

@@ -78,14 +78,12 @@ class Muon(torch.optim.Optimizer):
         if world_size > 1:
             _gather(shares, rank)
 
-    def _add_to_momentum(
-        self, parameter: Tensor, gradient: Tensor | None, momentum: float
-    ) -> Tensor:
-        """The momentum of this parameter, after this gradient."""
+    def _add_to_momentum(self, weights: Tensor, gradient: Tensor | None, momentum: float) -> Tensor:
+        """The momentum of these weights, after this gradient."""
         assert gradient is not None
-        state = self.state[parameter]
+        state = self.state[weights]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
+            state["momentum_buffer"] = torch.zeros_like(weights)
         buffer: Tensor = state["momentum_buffer"]
         return buffer.mul_(momentum).add_(gradient)
 

@@ -169,12 +169,6 @@ def parse(argv: list[str]) -> Namespace:
     return options
 
 
-def check_options(argv: list[str]) -> tuple[str, bool]:
-    """Check the options before a job starts. Returns the backend, and whether every rank prints."""
-    options = parse(argv)
-    return options.backend or "auto", bool(options.per_rank_log)
-
-
 def _refuse_contradictions(options: Namespace) -> None:
     sharded, is_sharded = f"--parallel {options.parallel}", options.parallel != "ddp"
     goes_back = options.resume not in ("auto", "never")

@@ -46,8 +46,7 @@ class Order:
 
         A micro-batch is the numbers of its images: int64 [≤ batch_size].
         """
-        for batch in self.permutation(epoch).split(self.global_batch_size)[
-            first : self.steps_per_epoch
-        ]:
+        global_batches = self.permutation(epoch).split(self.global_batch_size)
+        for batch in global_batches[first : self.steps_per_epoch]:
             share = torch.tensor_split(batch, self.world_size)[self.rank]
             yield torch.tensor_split(share, self.grad_accum_steps)

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -92,15 +91,14 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # of torch's FSDPModule
 
 
-@contextlib.contextmanager
-def reducing(model: nn.Module, reduces: bool) -> Iterator[None]:
-    """Run a forward and a backward pass in the body, which reduces the gradients over the ranks or not."""
-    skips = not reduces and not is_sharded(model)
+def reducing(model: nn.Module, reduces: bool) -> Any:
+    """The context of a forward and a backward pass, which reduces the gradients over the ranks or not."""
     if is_sharded(model):
         model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
         model.set_is_last_backward(reduces)  # type: ignore[operator]
-    with model.no_sync() if skips else contextlib.nullcontext():  # type: ignore[operator]
-        yield
+    elif not reduces:
+        return model.no_sync()  # type: ignore[operator]
+    return contextlib.nullcontext()
 
 
 def clear_gradients(ddp: nn.Module, config: Namespace) -> None:
@@ -110,11 +108,8 @@ def clear_gradients(ddp: nn.Module, config: Namespace) -> None:
     ddp.zero_grad(set_to_none=not keeps)
 
 
-# fully_shard: each rank keeps a shard of the parameters, gradients and momentum
-
-
 def _shard(model: nn.Module, config: Namespace, copies: list[list[int]]) -> nn.Module:
-    """Shard the parameters, which a block gathers before it computes, and frees afterwards.
+    """Shard the parameters. A block gathers its own before it computes, and frees them afterwards.
 
     With --amp, the gathered parameters and the activations have its dtype, and gradients are averaged in
     fp32. BatchNorm computes in fp32, as under autocast.

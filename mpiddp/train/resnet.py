@@ -112,11 +112,7 @@ ARCHITECTURES = {
     "resnet50": _imagenet(Bottleneck, 3, 4, 6, 3),
     "resnet101": _imagenet(Bottleneck, 3, 4, 23, 3),
     "resnet152": _imagenet(Bottleneck, 3, 8, 36, 3),
-    "resnet20": _cifar(3),
-    "resnet32": _cifar(5),
-    "resnet44": _cifar(7),
-    "resnet56": _cifar(9),
-    "resnet110": _cifar(18),
+    **{f"resnet{6 * depth + 2}": _cifar(depth) for depth in (3, 5, 7, 9, 18)},
     "wide_resnet14_2": Architecture(BasicBlock, (2, 2, 2), (32, 64, 128), "half", "muon"),
 }
 

@@ -100,8 +100,7 @@ def main(options: Namespace) -> int:
             )
 
         if config.check_determinism:
-            fresh = lambda: build_state(build_model(config, data, device), config, copies)  # noqa: E731
-            return check_determinism(config, data, order, world, fresh)
+            return check_determinism(config, data, order, world, copies)
 
         state = build_state(model, config, copies)
         mpiddp.announce(  # what the launcher needs to restart this run, on fewer hosts too
