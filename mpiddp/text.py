@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 _V = TypeVar("_V", bound=Hashable)
@@ -92,6 +93,24 @@ def parse_duration(text: str) -> float:
             f"of at most {MAX_DURATION_DAYS} days"
         )
     return seconds
+
+
+def parse_interval(text: str) -> int | float:
+    """An int of steps for `20`, a float of seconds for `30s` or `1.5h`. Raises ValueError otherwise."""
+    if text.endswith(("s", "m", "h")):
+        return parse_duration(text)
+    try:
+        return parse_whole(text, 1)
+    except ValueError as error:
+        raise ValueError(f"{shown(text)!r} is not {error}, and not a duration") from None
+
+
+def from_here(path: str | Path) -> str:
+    """The path for a message: as a user in the working folder would type it."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except (OSError, ValueError):  # the working folder is gone, or the path is not below it
+        return str(path)
 
 
 def duration(seconds: float) -> str:

@@ -26,8 +26,8 @@ from mpiddp.checkpoints.contents import Resumed, read
 from mpiddp.checkpoints.folder import name_of_step, step_of
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Found, bring, find
-from mpiddp.checkpoints.run import Run, RunDir, from_here
-from mpiddp.checkpoints.save import Saver, SaveSchedule, parse_interval
+from mpiddp.checkpoints.run import Run, RunDir
+from mpiddp.checkpoints.save import Saver, SaveSchedule
 from mpiddp.checkpoints.state import check_entries
 from mpiddp.errors import FAILED, JobFailed, UserError, named_by, print_from_one_rank
 from mpiddp.protocol.variables import AGENT_STORE
@@ -36,6 +36,7 @@ from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current, script_session
 from mpiddp.runtime.join import enter_until_exit, exit_now, join
 from mpiddp.runtime.log import log, log_to_console
+from mpiddp.text import from_here, parse_interval
 from mpiddp.world import World
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
@@ -346,22 +347,18 @@ class Checkpoints:
 def script_coordinator(finish: Callable[[], None]) -> Coordinator:
     """The coordinator of this process. All ranks must call this: they join, unless they have joined before.
 
-    `finish` is called on every rank once its script has succeeded. If it raises an error, the process ends
-    with code 1.
+    `finish` is called on every rank once its script has succeeded. Its error ends the process with code 1.
     """
     session = script_session()
     world = World.from_env()
     if not session.is_member and world.launcher.name == "none":
         log_to_console(0)
         atexit.register(partial(_finish_alone, finish, os.getpid()))
-        only_rank = replace(world, node_rank=0, num_nodes=1)
-        alone = Coordinator(only_rank, None)
+        alone = Coordinator(replace(world, node_rank=0, num_nodes=1), None)
         alone.hostnames = (socket.gethostname(),)
         return alone
     if not session.is_member:
-        has_store = (
-            session.coordinator.connection is not None or os.environ.get(AGENT_STORE) == "True"
-        )
+        has_store = session.coordinator.connection or os.environ.get(AGENT_STORE) == "True"
         if dist.is_initialized() and not has_store:
             raise UserError(
                 "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "

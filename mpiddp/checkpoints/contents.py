@@ -29,13 +29,12 @@ from mpiddp.checkpoints.state import (
     Keys,
     is_sharded,
     mapped,
-    read_error,
     read_tensors,
     stem_of,
     unpacked,
     write_tensors,
 )
-from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.errors import JobFailed, UserError, cause_of, read_error
 
 FACTS = "state.json"
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
@@ -202,8 +201,7 @@ def rng_states(local_rank: int) -> dict[str, Any]:
 def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
     """Restore the states of `rng_states`, as many of them as there are.
 
-    The GPU of the local rank gets the state of the one that the rank had before, perhaps with another
-    number.
+    The GPU of the local rank gets the state of the rank's earlier one, which may have another number.
     """
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])

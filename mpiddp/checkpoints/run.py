@@ -25,7 +25,7 @@ from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.log import log
-from mpiddp.text import escaped
+from mpiddp.text import escaped, from_here
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -33,14 +33,6 @@ if TYPE_CHECKING:
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a mount without a lock manager
 _FLOCK = "hhqqi0q"  # the kernel's struct flock: type, whence, start, length, pid
 _held: set[Path] = set()  # the kernel grants a process its own lock again
-
-
-def from_here(path: str | Path) -> str:
-    """The path for a message: as a user in the working folder would type it."""
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except (OSError, ValueError):  # the working folder is gone, or the path is not below it
-        return str(path)
 
 
 class RunDir:

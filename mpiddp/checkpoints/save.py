@@ -30,7 +30,7 @@ from torch import Tensor
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.contents import rng_states, write_files
 from mpiddp.checkpoints.folder import INDEX, Entry, flush, name_of_step
-from mpiddp.checkpoints.run import Run, from_here
+from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.shards import Boxes, boxes_of, file_of
 from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
@@ -38,7 +38,7 @@ from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
-from mpiddp.text import parse_duration, parse_whole, shown
+from mpiddp.text import from_here
 
 _CLOCK_CHECKS_PER_INTERVAL = 4
 _NICENESS = 10  # of the thread that writes
@@ -327,22 +327,11 @@ def _to_host(state: Any) -> tuple[Any, Callable[[], None]]:
     return copied, wait_for_copies
 
 
-def parse_interval(text: str) -> int | float:
-    """An int of steps for `20`, a float of seconds for `30s` or `1.5h`. Raises ValueError otherwise."""
-    if text.endswith(("s", "m", "h")):
-        return parse_duration(text)
-    try:
-        return parse_whole(text, 1)
-    except ValueError as error:
-        raise ValueError(f"{shown(text)!r} is not {error}, and not a duration") from None
-
-
 class SaveSchedule:
     """Decides after each step whether a save is due, equally on all ranks, which must all call `is_due`.
 
-    For an interval in seconds, a float, rank 0 reads its clock at a few steps that all ranks know. It
-    broadcasts whether a save is due, and the step of the next check. The steps between exchange no message.
-    `step` is the latest one.
+    An int counts steps. For a float, seconds, rank 0 reads its clock at a few steps that all ranks know, and
+    broadcasts whether a save is due, and when it reads it next. `step` is the latest one.
     """
 
     def __init__(
@@ -355,22 +344,22 @@ class SaveSchedule:
         self._checked = (step, self._saved_at)
 
     def is_due(self, step: int) -> bool:
-        if isinstance(self._interval, int):
+        interval = self._interval
+        if isinstance(interval, int):
             previous, self._previous = self._previous, step
             # A script may count samples as steps.
-            return step // self._interval > previous // self._interval
-        interval_s = self._interval
-        if interval_s is None or step < self._next_check:
+            return step // interval > previous // interval
+        if interval is None or step < self._next_check:
             return False
         now = time.monotonic()
         checked_step, checked_at = self._checked
         step_s = max(now - checked_at, 1e-9) / max(step - checked_step, 1)
         self._checked = (step, now)
-        left_s = interval_s - (now - self._saved_at)
+        left_s = interval - (now - self._saved_at)
         is_due = left_s < step_s / 2
         if is_due:
-            self._saved_at, left_s = now, interval_s
-        pause = int(min(left_s, interval_s / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
+            self._saved_at, left_s = now, interval
+        pause = int(min(left_s, interval / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
         # The times of the first steps are too short: the GPU has only queued them.
         pause = max(1, min(pause, 2 * (step - self._start)))
         by_rank = self._coordinator.all_gather_json((is_due, pause), timeout_s=self._timeout_s)

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.errors import JobFailed, UserError, cause_of, read_error
 
 Keys = tuple[Any, ...]  # the path to a value
 
@@ -183,11 +183,6 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
         raise read_error(str(path), error) from None
     except ValueError as error:
         raise UserError(f"{path} was not written by mpiddp: {error}.") from None
-
-
-def read_error(file: str, error: OSError) -> UserError | JobFailed:
-    """Why `file` cannot be read, as one sentence."""
-    return cause_of(error)(f"{file} cannot be read ({error.strerror}).")
 
 
 def packed(nested: Any) -> bytes:

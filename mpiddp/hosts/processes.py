@@ -61,11 +61,8 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
 
 
 def usage_of(pid: int) -> dict[str, float | str]:
-    """The processor time of a process and its running descendants, in seconds, and its main thread's state.
-
-    "D" while that waits for a disk; "" if the kernel does not tell.
-    """
-    ticks, states = 0, {pid: ""}
+    """The processor time of a process with its descendants, in seconds, and its main thread's state."""
+    ticks, states = 0, {pid: ""}  # "D" while it waits for a disk; "" if it has ended
     for each in (pid, *descendants(pid)):
         with suppress(OSError):  # it has ended
             # The state, utime and stime, the 3rd, 14th and 15th field: proc(5)

@@ -39,10 +39,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
-    """Bring everything, and print what came from where. Returns 1 if something could not be brought, else 0.
-
-    Raises UserError where nothing was brought.
-    """
+    """Bring everything, and print what came from where. Returns 1 if something could not be brought."""
     folder = Path(os.path.abspath(options.folder))  # noqa: PTH100 - a link stays one
     above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not above.is_dir():

@@ -317,12 +317,10 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
         if only_first:
             signal.signal(number, before[signal.Signals(number)])
             name = signal.Signals(number).name
-            line = (
-                f"mpiddp: {name}: saving and stopping; another signal kills the training at once.\n"
-            )
-            with contextlib.suppress(
-                OSError
-            ):  # the Ctrl-C may have ended the reader of a pipe as well
+            next_one = "another signal kills the training at once"
+            line = f"mpiddp: {name}: saving and stopping; {next_one}.\n"
+            # The Ctrl-C may have ended the reader of a pipe as well.
+            with contextlib.suppress(OSError):
                 os.write(2, line.encode())
 
     def restore() -> None:

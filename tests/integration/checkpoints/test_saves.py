@@ -24,11 +24,12 @@ import torch.distributed.checkpoint
 import mpiddp
 from mpiddp.checkpoints.contents import Resumed
 from mpiddp.checkpoints.run import RunDir, RunLock, is_locked
-from mpiddp.checkpoints.save import SaveSchedule, parse_interval
+from mpiddp.checkpoints.save import SaveSchedule
 from mpiddp.checkpoints.shards import with_sharded
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
+from mpiddp.text import parse_interval
 from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
