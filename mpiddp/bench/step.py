@@ -29,7 +29,7 @@ def measure(options: Options, jobs: Jobs) -> Result:
     ranks, rounds = counted(jobs.slots, "rank"), counted(options.rounds, "round")
     note(f"step: {ranks}, {rounds} of 3 blocks of {options.steps} steps")
     found = jobs.run("step", options, ranks=jobs.slots)
-    loops = found["loops"]
+    loops, phases = found["loops"], found["phases"]
     return {
         "settings": found["settings"],
         "loops": [
@@ -41,9 +41,7 @@ def measure(options: Options, jobs: Jobs) -> Result:
             }
             for name, seconds in loops.items()
         ],
-        "phases": {
-            name: spread([each[name] for each in found["phases"]]) for name in found["phases"][0]
-        },
+        "phases": {name: spread([each[name] for each in phases]) for name in phases[0]},
         "hosts": found["hosts"],
     }
 

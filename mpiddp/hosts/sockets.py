@@ -111,9 +111,9 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
         elif error.errno == errno.EADDRINUSE:
             kind, why = (
                 JobFailed,
-                f"port {port}, which follows from the ids of Slurm's job and step, ",
+                f"port {port}, which follows from the ids of Slurm's job and step, is ",
             )
-            why += f"is in use on {hostname} ({address}). Start it again, or set MASTER_PORT to a free port."
+            why += f"in use on {hostname} ({address}). Start it again, or set MASTER_PORT to a free port."
         raise kind(why) from None
 
 

@@ -107,11 +107,12 @@ class Attempt:
 
     def _wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until then, and handle what has happened."""
-        for data in self._timers.ready(until):
+        ready = self._timers.ready(until)
+        for data in ready:
             for message in self.server.receive(data) if data is not self.signals else ():
                 self.on_message(message)
         # After the messages, which the signal's sender may have reacted to.
-        for number in self.signals.receive():
+        for number in self.signals.receive() if self.signals in ready else ():
             self.on_signal(number)
         for event in self._timers.due():
             event() if callable(event) else self.on(event)

@@ -48,9 +48,8 @@ class SignalQueue:
         # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
         numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
-        self._before = {
-            each: signal.signal(each, self._handle) for each in (*numbers, signal.SIGCHLD)
-        }
+        numbers.append(signal.SIGCHLD)
+        self._before = {each: signal.signal(each, self._handle) for each in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:

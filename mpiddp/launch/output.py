@@ -238,13 +238,14 @@ class JobOutput:
             return False
         if not chunk:
             return False
-        self.latest[stream.rank] = (self.latest.get(stream.rank, b"") + chunk)[-_LATEST:]
+        rank = stream.rank  # of mpirun's, the other thread may change it
+        self.latest[rank] = (self.latest.get(rank, b"") + chunk)[-_LATEST:]
         if stream.number == 2:
-            self._tail.append((stream.rank, chunk))
+            self._tail.append((rank, chunk))
             self._tail_size += len(chunk)
             while self._tail_size > _TAIL:
                 self._tail_size -= len(self._tail.popleft()[1])
-        if stream.rank == MPIRUN_AT_END:
+        if rank == MPIRUN_AT_END:
             chunk, stream.held = stream.held + chunk, b""
             if len(chunk) <= _TAIL:
                 stream.held = chunk

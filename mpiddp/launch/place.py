@@ -92,6 +92,15 @@ def choose(
 # --- slots and ranks ---
 
 
+def check_gpu_choice(hosts: Hosts, variables: Mapping[str, str]) -> None:
+    """Raise UserError if both the hostfile and -x choose GPUs."""
+    chosen = sorted(variables.keys() & {*VISIBLE})
+    for host in hosts.hosts:
+        if chosen and host.gpus is not None:
+            both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
+            raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
+
+
 def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOptions) -> Hosts:
     """The hosts with known slot counts, but for a host whose GPUs nobody knows."""
     found = [
@@ -104,18 +113,13 @@ def _slots(hosts: Hosts, host: Host, info: HostInfo | None, options: LaunchOptio
     """A host's slots: those of its line, else its GPUs. A scheduler's, which may be cores, are no more."""
     slots, backend = host.slots, options.backend
     is_gloo, is_alone, is_here = backend == "gloo", len(hosts.hosts) == 1, is_this_host(host.name)
-    chosen = sorted(options.variables.keys() & {*VISIBLE})
-    if chosen and host.gpus is not None:
-        both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
-        raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
     may_share = is_alone and (slots or 0) > 1 and not is_gloo
     is_known = bool(info or (is_here and (slots is None or host.gpus or may_share)))
     gpus = _visible_gpus(host, info, options.variables) if is_known else 0
     if slots is None and is_known:
-        is_default = options.host_list == "localhost" or not (
-            options.names_hosts or hosts.scheduler
-        )
+        has_hosts = options.names_hosts or hosts.scheduler
+        is_default = options.host_list == "localhost" or not has_hosts
         if is_default and (options.n, options.npernode) != (None, None):
             gpus = (0 if is_gloo else gpus) or len(os.sched_getaffinity(0))
         return min(host.max_slots or sys.maxsize, gpus or 1)

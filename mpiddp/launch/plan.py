@@ -67,6 +67,7 @@ def make_plan(
     is_first = past is None
     named = read_hosts(options, env) if named is None else named
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
+    place.check_gpu_choice(named, options.variables)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = options.min_hosts if starter.has_scheduler else options.wait_s
     needing = needing or options.spares or options.grow_s
@@ -268,7 +269,7 @@ def search_once(options: LaunchOptions, plan: Plan, avoided: Collection[str] = (
         forget_addresses()
         together = replace(plan.named, hosts=(*plan.hosts.usable[:1], *new))
         checked = run_preflight(options, together, plan.starter, os.environ)
-    except (UserError, JobFailed):
+    except (UserError, JobFailed, OSError):
         return ""
     joining = [host.name for host in new if host not in checked.complaints]
     return f"{all_of(joining)} can join" if joining else ""

@@ -242,7 +242,7 @@ class Pace:
 
 
 def find_stragglers(ranks: Ranks) -> tuple[list[int], str]:
-    """The ranks that make the others wait in the latest steps, the slowest first, and a sentence, or ""."""
+    """The ranks that make the others wait in the latest steps, the slowest first, and what they do."""
     times = {rank: time for rank, pace in ranks.paces.items() if (time := pace.step_time)}
     step_s = [each.step_s for each in times.values()]
     if len(times) < 2 or max(step_s) > _MOST_SPREAD * min(step_s):
@@ -256,20 +256,17 @@ def find_stragglers(ranks: Ranks) -> tuple[list[int], str]:
         if number <= _MOST_LATE * len(times):
             others_s = percentile([times[rank].own_s for rank in by_time[number:]], 50)
             if time.own_s >= factor * others_s:
-                found = by_time[:number]
-                are = "is a straggler: it" if number == 1 else "are stragglers: each"
-                return found, f"{ranks.names(found)} {are} {_works(time, others_s)}"
+                times_as_long = time.own_s / max(others_s, 1e-9)
+                often = f"{times_as_long:.1f}" if times_as_long < 100 else "over 100"
+                works = f"works for {seconds(time.own_s)} in a step of {seconds(time.step_s)}"
+                return by_time[:number], f"{works}, {often} times as long as the others."
     return [], ""
 
 
-def _works(time: StepTime, others_s: float) -> str:
-    """What a straggler does, whose others work for so long in a step."""
-    times = time.own_s / max(others_s, 1e-9)
-    factor = f"{times:.1f} times" if times < 100 else "over 100 times"
-    return (
-        f"works for {seconds(time.own_s)} in a step of {seconds(time.step_s)}, {factor} as long as "
-        "the others."
-    )
+def straggler_sentence(ranks: Ranks, found: Sequence[int], works: str) -> str:
+    """The sentence about some of the ranks of `find_stragglers`; "" for none."""
+    are = "is a straggler: it" if len(found) == 1 else "are stragglers: each"
+    return f"{ranks.names(found)} {are} {works}" if found else ""
 
 
 def seconds(value: float) -> str:

@@ -32,8 +32,8 @@ _CONSEQUENCE_S = 0.3
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 _BY_MPIRUN_S = 0.5  # in which an mpirun that got a signal has ended all ranks
-_Printed: TypeAlias = Mapping[int, Sequence[str]]  # the last lines on stderr, by rank
 _BY_MPIRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_Printed: TypeAlias = Mapping[int, Sequence[str]]  # the last lines on stderr, by rank
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
 _OF_THE_HOST = frozenset(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpiddp.launch.control import ControlServer
-from mpiddp.launch.ranks import WINDOW_S, Ranks, find_stragglers
+from mpiddp.launch.ranks import WINDOW_S, Ranks, find_stragglers, straggler_sentence
 from mpiddp.protocol.channel import Peer
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.viewers import Console
@@ -75,12 +75,14 @@ class Watch:
         if self._newest == before:  # no rank makes steps: nobody is slower than the others
             self.straggler = ""
             return ""
-        latest, self.straggler = find_stragglers(self._ranks)
+        latest, works = find_stragglers(self._ranks)
+        self.straggler = straggler_sentence(self._ranks, latest, works)
         self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in latest}
-        if self._named >= {*latest} or min(self._in_a_row.values()) < CHRONIC:
+        chronic = [rank for rank in latest if self._in_a_row[rank] >= CHRONIC]
+        if self._named >= {*chronic}:
             return ""
-        self._named |= {*latest}
-        return self.straggler
+        self._named |= {*chronic}
+        return straggler_sentence(self._ranks, chronic, works)
 
     def wants_stacks(self, now: float, printed_at: float) -> bool:
         """Whether to ask for the stacks. The last output, at `printed_at`, counts until there are steps."""

@@ -283,9 +283,9 @@ class ChannelServer:
             # Strangers that are late or too many make room, the oldest first. A rank answers at once, so the
             # oldest is none. A rank that is dropped all the same comes again.
             most = PER_RANK * self.world_size + STRANGERS
-            while (oldest := next(iter(self._strangers), None)) is not None and (
-                len(self._strangers) >= most or now - oldest.since > PROOF_TIMEOUT_S
-            ):
+            while oldest := next(iter(self._strangers), None):
+                if len(self._strangers) < most and now - oldest.since <= PROOF_TIMEOUT_S:
+                    break
                 self._forget(oldest).close()
             peer = Peer(connection, self.selector, now)
             self._strangers[peer] = None
@@ -321,14 +321,22 @@ class ChannelServer:
         # Who opens a Unix socket of a launcher is of its user: its folder is closed to others.
         if kind in channel.VIEWS and peer.connection.family == socket.AF_UNIX:
             return [Message(-1, kind, {"viewer": peer}, now)]
-        rank, role = facts["rank"], facts.get("role", channel.RANK)
+        rank = facts["rank"]
+        role = facts.get("role", channel.RANK) if kind == "hello" else channel.RANK
+        if role not in (
+            channel.RANK,
+            channel.SCRIPT,
+        ):  # or the server's own proof would pass for one
+            raise ValueError(role)
         # The time of this comparison reveals nothing: every connection has another challenge.
         is_proved = facts["proof"] == channel.member_proof(self.key, peer.challenge, role, rank)
         if not is_proved or rank not in range(self.world_size):
             raise ValueError(rank)
         proof = channel.mac(self.key, f"server {facts['challenge']}")
         if kind in channel.HANDED_OVER:
-            handed = {each: facts[each] for each in ("stream", "host") if kind == "output"}
+            handed = {}
+            if kind == "output":
+                handed = {"stream": facts["stream"], "host": str(facts["host"])}
             if handed.get("stream", 1) not in channel.STREAMS:
                 raise ValueError(handed)
             # At once: only the challenge was sent before.

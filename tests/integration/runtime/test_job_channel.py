@@ -291,6 +291,9 @@ INTRODUCTIONS = {
     "other rank": lambda challenge: hello(0, member_proof(KEY, challenge, RANK, 1)),
     "another key": lambda challenge: hello(0, member_proof("x", challenge, RANK, 0)),
     "other role": lambda challenge: hello(0, member_proof(KEY, challenge, SCRIPT, 0)),
+    "the server's proof": lambda challenge: hello(
+        0, member_proof(KEY, challenge, "server", 0), role="server"
+    ),
     "a script without its rank": lambda challenge: hello(
         0, member_proof(KEY, challenge, SCRIPT, 0), role=SCRIPT
     ),

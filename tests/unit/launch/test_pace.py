@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mpiddp.launch.ranks import Pace, Ranks, find_stragglers
+from mpiddp.launch.ranks import Pace, Ranks, find_stragglers, straggler_sentence
 from mpiddp.launch.watch import Watch
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress
@@ -75,10 +75,9 @@ def test_ranks_whose_phases_have_no_waiting_are_judged_by_their_cores() -> None:
             pace.add(
                 0.16 * step, {**progress(step, own_s=own_s), "phases": {"steps": step, **told}}
             )
-    assert find_stragglers(ranks) == (
-        [1],
+    assert straggler_sentence(ranks, *find_stragglers(ranks)) == (
         "rank 1 on a is a straggler: it works for 150 ms in a step of 160 ms, 5.0 times as long as the "
-        "others.",
+        "others."
     )
 
 
@@ -102,6 +101,15 @@ def test_ranks_that_do_not_wait_for_each_other_are_not_compared() -> None:
         paces[1].add(second, progress(100 * second, own_s=second))
         if second > 1:
             assert find_stragglers(ranks) == ([], "")
+
+
+def test_a_straggler_is_named_while_others_come_and_go() -> None:
+    job, said = Job(), []
+    for window in range(12):
+        own_s = [0.1] * 4
+        own_s[1], own_s[(0, 2, 3)[window % 3]] = 0.9, 0.8
+        said += job.steps(11, own_s)
+    assert [line.partition(":")[0] for line in said] == ["rank 1 on a is a straggler"]
 
 
 def test_nobody_is_slow_in_a_job_that_makes_no_steps() -> None:
