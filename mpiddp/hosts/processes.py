@@ -63,8 +63,8 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
 def usage_of(pid: int) -> dict[str, float | str]:
     """The processor time of a process with its descendants, in seconds, and its main thread's state."""
     ticks, states = 0, {pid: ""}  # "D" while it waits for a disk; "" if it has ended
-    for each in (pid, *descendants(pid)):
-        with suppress(OSError):  # it has ended
+    with suppress(OSError):  # it has ended, or this process has no file left
+        for each in (pid, *descendants(pid)):
             # The state, utime and stime, the 3rd, 14th and 15th field: proc(5)
             fields = Path(f"/proc/{each}/stat").read_text("latin-1").rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])

@@ -196,6 +196,8 @@ class Child:
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
         self._kills_before = kills_in(group_of())
+        # Children of the shell that the agent may have replaced by exec.
+        self._others = frozenset(descendants(os.getpid()))
         self._process = subprocess.Popen(
             argv,
             env=env,
@@ -333,7 +335,7 @@ class Child:
 
         Returns those processes that cannot be killed.
         """
-        left = end_all(lambda: descendants(os.getpid()), grace_s=grace_s)
+        left = end_all(lambda: descendants(os.getpid(), but=self._others), grace_s=grace_s)
         self.reap()
         return left
 

@@ -75,6 +75,8 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     stop_on(session.stop, signal.SIGUSR1)
     if session.control is None:
         coordinator.claim_key += "+"  # an earlier error has been caught
+        if coordinator.connection is not None and not coordinator.group:  # by hand
+            coordinator.listen(lambda facts: None, partial(_watch, session))
     try:
         yield coordinator
     except BaseException as error:
@@ -135,8 +137,6 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
         os.environ.update(env)
         if listener is not None:
             session.torch_store = serve_store(os.environ, listener.detach())
-    if coordinator.connection is not None:
-        coordinator.listen(lambda facts: None, partial(_watch, session))
     if world.local_world_size is None:  # the local ranks have just been counted
         limit_threads(coordinator.world)
     if file := os.environ.get(ERROR_FILE):
@@ -158,6 +158,7 @@ def _end(session: Session, error: BaseException | None = None) -> None:
         session.coordinator.leave(waits=False)
     elif not ending.is_failure:  # many scripts end with sys.exit(main())
         try:
+            session.finish()
             session.leave()
         except (JobFailed, OSError) as failure:
             session.fail(JobFailed(str(failure)))
@@ -214,6 +215,8 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         except BaseException:  # Python would print it, and end with the script's own code
             traceback.print_exc()
             exit_now(FAILED)
+        if session.control is None and not session.is_over:
+            session.fail_at_exit()  # a handler that is registered now is not called
 
     atexit.register(leave)
     return value

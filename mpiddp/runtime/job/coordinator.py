@@ -272,6 +272,11 @@ class Coordinator:
         self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], object] = lambda: None
     ) -> None:
         """Receive in a thread until the connection ends. `look` is called after all news and each `wake`."""
+        if (
+            self._is_read
+        ):  # a process group follows another one, and news may have come between them
+            self.wake()
+            return
         self.on_news, self._is_read = on_news, True
         wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         threading.Thread(target=self._listen, args=(look, wake), name="mpiddp", daemon=True).start()

@@ -150,8 +150,7 @@ class Session:
             self.before_leaving.pop()()
 
     def leave(self) -> None:
-        """Leave the job after a success. All ranks must call this. Raises JobFailed as `finish` does."""
-        self.finish()
+        """Leave the job after a success. All ranks must call this."""
         self.stop.propose_step(0)
         if self.stop.has_stopped:
             self.count_saves(0)
@@ -168,7 +167,7 @@ class Session:
         # A save in flight goes on after sys.exit() of a script, whose agent ends the others. A claim ends it.
         is_exit = isinstance(error, SystemExit) and self.control is not None
         is_first = is_exit or coordinator.claim_first_failure()
-        is_by_hand = self.control is None and not coordinator.group
+        is_by_hand = self is current() and self.control is None and not coordinator.group
         ending, is_said = ending_of(error), self.has_said_why
         # A later exit code without a sentence follows from an error that was reported.
         if ending.sentence or not is_said:
@@ -363,6 +362,7 @@ def _forget() -> None:
     global _current
     before, _current = _current, Session()
     before.coordinator, before.control = _current.coordinator, None  # code may hold the session
+    before.has_launcher = False
 
 
 os.register_at_fork(after_in_child=_forget)
