@@ -107,17 +107,16 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", "plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _LOGINS_FROM_HERE),
     ]
     where = ("--hostfile", listed) if listed else ("-H", ",".join(names))
-    if os.geteuid() == 0:
-        command.add(_AS_ROOT, "--allow-run-as-root")
-    command.add(_PER_RANK, "-n", str(request.world_size))
-    command.add(_IN_ORDER, *where, "--map-by", "seq")
-    command.add(_WHY[request.bind], "--bind-to", request.bind)
-    for flag, name, value, is_needed, why in parameters:
-        if is_needed and name not in given:
-            command.add(why, flag, name, value)
-    command.add(_FOLDER, "--wdir", request.folder)
-    for name in sorted(command.variables):
-        command.add(_EXPORT, "-x", name)
+    as_root = [(_AS_ROOT, "--allow-run-as-root")] if os.geteuid() == 0 else []
+    command.flags = [
+        *as_root,
+        (_PER_RANK, "-n", str(len(names))),
+        (_IN_ORDER, *where, "--map-by", "seq"),
+        (_WHY[request.bind], "--bind-to", request.bind),
+        *((row[-1], *row[:3]) for row in parameters if row[3] and row[1] not in given),
+        (_FOLDER, "--wdir", request.folder),
+        *((_EXPORT, "-x", name) for name in sorted(command.variables)),
+    ]
 
 
 def _given(request: Request) -> set[str]:
