@@ -109,11 +109,9 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
             kind, why = UserError, f"MASTER_PORT={port} is in use on {hostname} ({address}). "
             why += "Unset it to let mpiddp choose a free port."
         elif error.errno == errno.EADDRINUSE:
-            kind, why = (
-                JobFailed,
-                f"port {port}, which follows from the ids of Slurm's job and step, is ",
-            )
-            why += f"in use on {hostname} ({address}). Start it again, or set MASTER_PORT to a free port."
+            kind, of_slurm = JobFailed, "which follows from the ids of Slurm's job and step"
+            why = f"port {port}, {of_slurm}, is in use on {hostname} ({address}). "
+            why += "Start it again, or set MASTER_PORT to a free port."
         raise kind(why) from None
 
 
