@@ -97,8 +97,8 @@ class Ranks:
                 self.paces.setdefault(rank, Pace()).add(at, facts)
                 if rank == 0:
                     self.shown.update(facts.get("shown", {}))
-            case "stacks":
-                # An agent answers in the place of a script that makes steps.
+            case "stacks" if is_of_script or rank not in self.stacks:
+                # An agent answers in the place of a script that makes steps, unless that is only slow.
                 is_held = not is_of_script and rank in self.steps
                 self.stacks[rank] = {**facts, "is_held": is_held}
             case "log":

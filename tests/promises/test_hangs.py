@@ -56,16 +56,16 @@ def test_a_straggler(here):
 # What is said of rank 1, and the function in whose frame it is; "" if it cannot say so itself.
 STUCK = {
     "lock": (
-        "has made no step for 3 s while the others wait at step 10. Its Python stack follows.",
+        "has made no step for 10 s while the others wait at step 10. Its Python stack follows.",
         "in wait_for_a_lock",
     ),
     "stop": (
-        "has made no step for 3 s and does not answer: it is stopped, or stuck in native code. "
+        "has made no step for 10 s and does not answer: it is stopped, or stuck in native code. "
         "The others wait at step 10.",
         "",
     ),
     "native": (
-        "has made no step for 3 s: native code holds its Python interpreter. "
+        "has made no step for 10 s: native code holds its Python interpreter. "
         "The others wait at step 10. Its Python stack follows.",
         "in hold_the_interpreter",
     ),
@@ -78,7 +78,7 @@ STUCK = {
 def test_hang_timeout(place, how):
     """--hang-timeout ends a job that hangs, and shows the Python stack of the rank at fault."""
     sentence, frame = STUCK[how]
-    options = ("--hang-timeout", "3", *place.where(2))
+    options = ("--hang-timeout", "10", *place.where(2))
     done = place.run("launch", *options, program("one_fails.py"), how)
     assert done.code == 1
     assert f"rank 1 on {place.hosts_of(2)[1]} {sentence}" in done.said, done.stderr
@@ -92,10 +92,12 @@ def test_hang_timeout_of_any_script(here):
     """--hang-timeout works for any script: it counts the optimizer's steps."""
     pipe = here.folder / "pipe"
     os.mkfifo(pipe)
-    options = ("--hang-timeout", "3", *here.where(2))
+    options = ("--hang-timeout", "10", *here.where(2))
     done = here.run("launch", *options, program("unmodified.py"), str(pipe))
     assert done.code == 1
-    named = rf"rank 1 on {here.hosts[0]} has made no step for 3 s while the others wait at step 5\."
+    named = (
+        rf"rank 1 on {here.hosts[0]} has made no step for 10 s while the others wait at step 5\."
+    )
     assert any(re.match(named, line) for line in done.said), done.stderr
     assert "return path.read_text()" in done.stderr
 
@@ -113,7 +115,7 @@ def test_the_others_are_done(here, is_command):
     """A rank that hangs after the others have ended is named with its stack, even within a command."""
     script = here.script(ONE_STAYS, "one_stays.py")
     command = ("--", "sh", "-c", f"{sys.executable} {script}; exit $?")
-    options = ("--hang-timeout", "4", *here.where(2))
+    options = ("--hang-timeout", "10", *here.where(2))
     done = here.run("launch", *options, *(command if is_command else (script,)))
     assert done.code == 1
     assert any(line.startswith(f"rank 0 on {here.hosts[0]} ") for line in done.said), done.stderr

@@ -274,6 +274,16 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
     assert watch.judge_stacks(65.0, 0.0) == []
 
 
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+def test_native_code_does_not_hold_a_script_that_answers_late(order: tuple[bool, bool]) -> None:
+    """Its agent, which the launcher has asked meanwhile, answers for it as well."""
+    ranks = Ranks(["a"])
+    ranks.note(Message(0, "progress", progress(1), 0.0))
+    for from_script in order:
+        ranks.note(Message(0, "stacks", stacks(stack(LOADS)), 5.0, from_script))
+    assert not ranks.stacks[0]["is_held"]
+
+
 EVALUATES = [
     ("/home/me/train.py", 95, "evaluate", "predicted = model(batch)"),
     (f"{SITE}/torch/nn/modules/module.py", 1780, "_call_impl", "return forward_call(*args)"),
