@@ -94,7 +94,7 @@ def main(options: Namespace) -> int:
             refuse_existing_run(out, config)
             if world.rank == 0:
                 check_packages(config.log_to)
-        if config.check_divergence and len(copies) == 1:
+        if world.rank == 0 and config.check_divergence and len(copies) == 1:
             log.warning(
                 "warning: --check-divergence compares nothing: the ranks share one copy of the model."
             )
