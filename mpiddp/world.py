@@ -29,10 +29,9 @@ class RankSource(NamedTuple):
 
     name: str
     proof: tuple[str, ...]
-    rank: str
-    world_size: str
-    local_rank: str = ""  # else the ranks count what is missing when they have joined
-    local_world_size: str = ""
+    # Of the rank, the world size, the local rank and the local world size. The ranks count what is missing at
+    # the end when they have joined.
+    variables: tuple[str, ...]
     vendors: tuple[str, ...] = ()  # of the MPIs that its ranks may load, by mpi4py's get_vendor()
     hides_gpus: bool = False  # each rank may see only its own GPU
     starts_any_program: bool = False  # its ranks may have MASTER_ADDR and _PORT, and need no MPI
@@ -42,33 +41,26 @@ class RankSource(NamedTuple):
         """Whether its ranks may load MPI."""
         return bool(self.vendors)
 
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """The names of its variables that say who a rank is."""
-        names = (self.rank, self.world_size, self.local_rank, self.local_world_size)
-        return tuple(name for name in names if name)
-
 
 def _mpi(name: str, prefix: str, *vendors: str) -> RankSource:
     """The row of an MPI whose variables have the usual names."""
-    proof = tuple(f"{prefix}_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    rank, size, local_rank, local_size = proof
-    return RankSource(name, proof, rank, size, local_rank, local_size, vendors)
+    names = tuple(f"{prefix}_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return RankSource(name, names, names, vendors)
 
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _HYDRA = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_PMIX = ("PMIX_RANK", "PMIX_NAMESPACE")
+_PMIX = RankSource("PMIx", ("PMIX_RANK", "PMIX_NAMESPACE"), ("PMIX_RANK",))
 _MPICHS = ("MPICH", "Intel MPI")
 
 # The innermost source wins, so the order matters: `mpirun … torchrun` is torchrun's job, and the
 # mpirun that started this process takes precedence over a RANK left over in a shell profile.
 RANK_SOURCES = (
-    RankSource("torchrun", ("TORCHELASTIC_RUN_ID",), *TORCH),
+    RankSource("torchrun", ("TORCHELASTIC_RUN_ID",), TORCH),
     _mpi("openmpi", "OMPI_COMM_WORLD", "Open MPI"),
     _mpi("mvapich2", "MV2_COMM_WORLD", "MVAPICH"),
-    RankSource("hydra", _HYDRA, *_PMI, *_HYDRA, vendors=_MPICHS),
+    RankSource("hydra", _HYDRA, (*_PMI, *_HYDRA), _MPICHS),
     # IBM Spectrum MPI is an Open MPI.
     _mpi("jsrun", "JSM_NAMESPACE", "Open MPI")._replace(hides_gpus=True, starts_any_program=True),
     # The shells of flux alloc and flux batch have FLUX_URI only, and a Flux that srun has started
@@ -76,8 +68,8 @@ RANK_SOURCES = (
     RankSource(
         "flux",
         ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
-        *("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
-        vendors=("Open MPI", "MPICH", "Cray MPICH", "Intel MPI", "MVAPICH"),
+        ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+        ("Open MPI", "MPICH", "Cray MPICH", "Intel MPI", "MVAPICH"),
         hides_gpus=True,
         starts_any_program=True,
     ),
@@ -86,27 +78,28 @@ RANK_SOURCES = (
     RankSource(
         "slurm",
         ("SLURM_STEP_ID",),
-        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
         hides_gpus=True,
     ),
     # Slurm's and Flux's plugins for Cray MPICH set the same variables, so both come first.
     RankSource(
         "pals",
         ("PALS_RANKID", "PALS_LOCAL_RANKID"),
-        *("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
-        vendors=("MPICH", "Cray MPICH", "Open MPI"),
+        ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
+        ("MPICH", "Cray MPICH", "Open MPI"),
         starts_any_program=True,
     ),
     # A Hydra that sets no local variables. The sources before it set these two as well.
-    RankSource("hydra", _PMI, *_PMI, vendors=_MPICHS),
+    RankSource("hydra", _PMI, _PMI, _MPICHS),
     # A script within a command of a rank finds these alone, and its GPU may be the only visible one, if the
     # rank's source shows each rank its own.
-    RankSource("env://", TORCH[2:], *TORCH, hides_gpus=True),
-    RankSource("env://", TORCH[:2], *TORCH[:2], hides_gpus=True),  # the pods of a PyTorchJob
+    RankSource("env://", TORCH[2:], TORCH, hides_gpus=True),
+    RankSource("env://", TORCH[:2], TORCH[:2], hides_gpus=True),  # the pods of a PyTorchJob
+    _PMIX,
 )
 
 _OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
-ALONE = RankSource("none", (), "", "")
+ALONE = RankSource("none", (), ())
 
 
 @dataclass(frozen=True)
@@ -161,42 +154,38 @@ class World:
                 each other, or do not include the number of ranks.
         """
         env = os.environ if env is None else env
-        if source := next((each for each in RANK_SOURCES if _present(each, env)), None):
-            return cls._from_row(source, env)
-        if name := next((each for each in _PMIX if each in env), ""):
+        source = next((each for each in RANK_SOURCES if _present(each, env)), None)
+        if source is None:
+            return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
+        if source is _PMIX:
+            name = next(each for each in source.proof if each in env)
             raise UserError(
                 f"{name}={shown(env[name])} is set: a launcher has started this process as one of "
                 "several, but PMIx alone does not say of how many. Start the job with mpiddp launch, "
-                f"mpirun, or srun --mpi=none, or unset {' and '.join(_PMIX)}."
+                f"mpirun, or srun --mpi=none, or unset {' and '.join(source.proof)}."
             )
-        return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
-
-    @classmethod
-    def _from_row(cls, launcher: RankSource, env: Mapping[str, str]) -> World:
-        found = {name: env[name] for name in launcher.variables if name in env}
-        missing = [name for name in launcher.variables if name not in found]
-        if missing:
+        found = {name: env[name] for name in source.variables if name in env}
+        if missing := [name for name in source.variables if name not in found]:
             raise UserError(
-                f"only some of {launcher.name}'s variables are set: found "
-                f"{_listed(found) or launcher.proof[0]}, missing {', '.join(missing)}. "
+                f"only some of {source.name}'s variables are set: found "
+                f"{_listed(found) or source.proof[0]}, missing {', '.join(missing)}. "
                 "Start the job with mpirun, torchrun or srun, or unset these variables."
             )
-        numbers = {}
+        numbers = []
         for name, text in found.items():
             try:
-                numbers[name] = parse_whole(text)
+                numbers.append(parse_whole(text))
             except ValueError as error:
                 raise UserError(f'{name}="{shown(text)}" is not {error}.') from None
-        rank, world_size = numbers[launcher.rank], numbers[launcher.world_size]
-        alone = (0, 1) if world_size == 1 else (None, None)  # the only rank of its host
-        local_rank = numbers.get(launcher.local_rank, alone[0])
-        local_size = numbers.get(launcher.local_world_size, alone[1])
+        rank, world_size, *known = numbers
+        alone: list[int | None] = [0, 1] if world_size == 1 else [None, None]  # on its host
+        local_rank, local_size = known + alone[len(known) :]
         most = world_size if local_size is None else local_size
         if not (rank < world_size and (local_rank or 0) < most <= world_size):
             raise UserError(
                 f"{_listed(found)}: these variables do not come from one launcher. Unset the stale ones."
             )
-        return cls(rank, world_size, local_rank, local_size, launcher)
+        return cls(rank, world_size, local_rank, local_size, source)
 
 
 def _listed(variables: Mapping[str, str]) -> str:
@@ -208,11 +197,10 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
 
     They decide which of several ranks prints an error, where `World.from_env` may have failed.
     """
-    sources = (*RANK_SOURCES, RankSource("PMIx", _PMIX, "PMIX_RANK", ""))
-    for source in (each for each in sources if _present(each, env)):
+    for source in (each for each in RANK_SOURCES if _present(each, env)):
         with suppress(ValueError):  # a stale variable, beside those of the launcher
-            rank, local_rank = env.get(source.rank, ""), env.get(source.local_rank, "0")
-            return parse_whole(rank), parse_whole(local_rank)
+            rank, _, local_rank, *_ = (*source.variables, "", "")
+            return parse_whole(env.get(rank, "")), parse_whole(env.get(local_rank, "0"))
     return 0, 0
 
 

@@ -106,7 +106,7 @@ def _refuse_inside_a_rank(env: Mapping[str, str]) -> None:
     """Refuse to start a job from each rank of another launcher."""
     world = World.from_env(env)
     if world.world_size > 1:
-        name = world.launcher.rank
+        name = world.launcher.variables[0]
         raise UserError(
             f"mpiddp launch starts all ranks itself, but {name}={env[name]} says that this is already one "
             f"of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place of mpiddp "
