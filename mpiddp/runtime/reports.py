@@ -76,19 +76,16 @@ def announce(
     script_session().send("announce", **facts)
 
 
-def announced(env: Mapping[str, str] | None = None) -> Announced | None:
+def announced() -> Announced | None:
     """The global batch that an earlier attempt of this job announced, for a restart with other ranks.
 
         before = mpiddp.announced()
         global_batch_size = before.global_batch_size if before else 512
 
-    Args:
-        env: the variables of a rank, by default those of this process.
-
     Returns:
         None in the first attempt, without `mpiddp launch`, or if no attempt announced a global batch.
     """
-    text = (os.environ if env is None else env).get(ANNOUNCED)
+    text = os.environ.get(ANNOUNCED)
     return Announced(**json.loads(text)) if text else None
 
 
