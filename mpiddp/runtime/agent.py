@@ -32,8 +32,7 @@ from mpiddp.protocol import variables
 from mpiddp.protocol.channel import INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
 from mpiddp.runtime.child import COMMAND, MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
-from mpiddp.runtime.job.connection import Server, connect_to_server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator, Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
 from mpiddp.runtime.output import PAUSE_S, SHORT, Stream
 from mpiddp.world import World, is_joined

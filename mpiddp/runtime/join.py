@@ -71,12 +71,11 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
         yield coordinator
         return
     session.is_member, session.is_over = True, False
-    session.stop.enter_group()
     stop_on(session.stop, signal.SIGUSR1)
     if session.control is None:
         coordinator.claim_key += "+"  # an earlier error has been caught
         if coordinator.connection is not None and not coordinator.group:  # by hand
-            coordinator.listen(lambda facts: None, partial(_watch, session))
+            coordinator.listen(session.obey, partial(_watch, session))
     try:
         yield coordinator
     except BaseException as error:
@@ -178,12 +177,11 @@ def _end(session: Session, error: BaseException | None = None) -> None:
 def _watch(session: Session) -> None:
     """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
     channel = session.coordinator
-    if session.is_over:
-        return
     if not (channel.code_of_failure or channel.is_lost):
         session.stop.agree()
         return
-    time.sleep(_GRACE_S)
+    if not session.is_over:
+        time.sleep(_GRACE_S)
     if not session.is_over:
         if not channel.code_of_failure and channel.world.local_rank == 0:
             name = channel.name(channel.world.rank)

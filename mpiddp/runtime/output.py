@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpiddp.protocol.channel import STREAMS, notice_silence
-from mpiddp.runtime.job.connection import Server, connect_to_server
+from mpiddp.runtime.job.coordinator import Server, connect_to_server
 from mpiddp.world import World
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe

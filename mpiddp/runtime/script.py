@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from mpiddp.errors import STOPPED
-from mpiddp.protocol.variables import CHANNEL, OBSERVER
+from mpiddp.protocol.variables import OBSERVER
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, current, script_session, stop_on
 from mpiddp.world import World
@@ -165,8 +165,7 @@ def _begin(session: Session) -> None:
         os.set_inheritable(listener, False)
     env = json.loads(line)
     os.environ.update(env)
-    if CHANNEL in env:
-        session.connect()
+    script_session()  # which connects it
     if World.from_env().launcher.speaks_mpi:
         from mpiddp.runtime.rendezvous import FinalizedMPI
 

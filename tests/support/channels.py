@@ -12,8 +12,7 @@ from pathlib import Path
 
 from mpiddp.protocol.channel import RANK
 from mpiddp.protocol.server import ChannelServer, TimedSelector
-from mpiddp.runtime.job.connection import Server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.world import World
 
 

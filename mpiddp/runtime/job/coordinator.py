@@ -20,14 +20,14 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
+from mpiddp.errors import DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
 from mpiddp.protocol import channel
-from mpiddp.protocol.channel import CHUNK, RANK, VALUE_LIMIT, Lines, decode, encode
-from mpiddp.runtime.job.connection import NO_MESSAGE, Server, connect_to_server
-from mpiddp.runtime.job.ending import Refused
+from mpiddp.protocol.channel import RANK, UNIX, decode, encode
+from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.world import World
 
 # The values that ranks may exchange. A tuple arrives as a list.
@@ -36,8 +36,23 @@ Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
-_LONGEST = 16 * VALUE_LIMIT  # bytes of an answer, which has a value of every rank
+CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands
+_ATTEMPT_S, _RETRY_S = 10.0, 0.2
+_LONGEST = 16 * channel.VALUE_LIMIT  # bytes of an answer, which has a value of every rank
 _ANSWERS = ("gathered", "no_answer", "claimed", "function", "answer")
+# The errors of a line that is not a message, and of an address that is none.
+_NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
+
+
+class Server(NamedTuple):
+    """Where the server listens, "host:port" or "unix:path", and the key that its members share with it."""
+
+    address: str
+    key: str
+
+
+class AnotherScript(Exception):
+    """Another process of this rank is its script."""
 
 
 class ChannelLost(JobFailed):
@@ -67,15 +82,13 @@ class Coordinator:
         self.is_lost = False  # the server has ended, or has lost rank 0: nothing more is received
         # Gets the messages that nobody waits for.
         self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
-        self._is_read = False  # by a thread
-        self._waker = -1  # of that thread
+        self._waker = -1  # of the thread that listens, if one does
         self._round = 0
-        self._lines = Lines(_LONGEST)
+        self._lines = channel.Lines(_LONGEST)
         self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
         self._changed = threading.Condition()  # of what follows
         # The answers, by the key of a gather or a claim, or by their type; and the values that they bring.
         self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
-        self._called: set[str] = set()  # keys of gathers that this process is called to
         self.claim_key = "first failure"  # another one after an error that the script has caught
         if server is not None:
             self.connection, self.group = connect_to_server(
@@ -105,25 +118,18 @@ class Coordinator:
     # --- what the ranks agree on ---
 
     def all_gather_json(
-        self,
-        value: Value,
-        *,
-        timeout_s: float,
-        key: str = "",
-        unless_failed: bool = False,
-        or_gone: bool = False,
+        self, value: Value, *, timeout_s: float, key: str = "", unless_failed: bool = False
     ) -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
-        A gather that goes on beside others, in a thread, has a `key`. With `or_gone`, the value of a rank
-        whose connection has ended is None. Raises NoAnswer, which names the ranks that did not call within
-        `timeout_s` of the first, and what `ask` raises.
+        A gather that goes on beside others, in a thread, has a `key`. Raises NoAnswer, which names the ranks
+        that did not call within `timeout_s` of the first, and what `ask` raises.
         """
         size = self.world.world_size
         if size == 1:
             return [json.loads(json.dumps(value))]
         key, text = key or self.unique_prefix("exchange"), channel.encode_value(value)
-        options = {"key": key, "timeout_s": timeout_s, "or_gone": or_gone}
+        options = {"key": key, "timeout_s": timeout_s}
         facts, values = self.ask("gather", text, unless_failed=unless_failed, **options)
         if facts["type"] != "no_answer":
             return channel.unlisted(values, size)
@@ -137,22 +143,15 @@ class Coordinator:
         self._round += 1
         return f"{name}/{self._round}"
 
-    def give(self, key: str, value: object, *, calls: bool = False) -> None:
-        """Give this rank's value to a gather without a time limit, and do not wait, see `given`.
-
-        With `calls`, `is_called` becomes true on the other ranks.
-        """
-        facts = {"key": key, "timeout_s": None, "calls": calls, "or_gone": True}
-        self.send("gather", channel.encode_value(value), **facts)
+    def give(self, key: str, value: object) -> None:
+        """Give this rank's value, and do not wait, see `given`. The news "called" calls the others to it."""
+        text = channel.encode_value(value)
+        self.send("gather", text, key=key, timeout_s=None, calls=True, or_gone=True)
 
     def given(self, key: str) -> list[Any] | None:
         """The values of all ranks, None of those that are gone; None until the others have given theirs."""
         answer = self._arrived.get(key)
         return None if answer is None else channel.unlisted(answer[1], self.world.world_size)
-
-    def is_called(self, key: str) -> bool:
-        """Whether another rank calls all ranks to give a value under this key."""
-        return key in self._called
 
     @contextlib.contextmanager
     def all_or_none(self, *, timeout_s: float = 600.0, exits: bool = True) -> Iterator[None]:
@@ -162,15 +161,14 @@ class Coordinator:
         rank exits, with code 2 or 1. Without `exits` all ranks raise it, because a script may catch it and
         continue. A `NoAnswer` is raised at once: the missing rank would be missing here as well.
         """
-        problem, code = "", DONE
+        ending = ending_of(None)
         try:
             yield
+        except NoAnswer:
+            raise
         except (UserError, JobFailed) as error:
-            if isinstance(error, NoAnswer):
-                raise
-            problem = str(error)
-            code = BAD_INPUT if isinstance(error, UserError) else FAILED
-        answers = self.all_gather_json((problem, code), timeout_s=timeout_s)
+            ending = ending_of(error)
+        answers = self.all_gather_json((ending.sentence, ending.code), timeout_s=timeout_s)
         problems = [problem for problem, _ in answers]
         if not any(problems):
             return
@@ -203,8 +201,7 @@ class Coordinator:
     def claim_first_failure(self) -> bool:
         """Whether this rank is the first to fail. If the server has ended, only rank 0 counts as the first.
 
-        Call this as soon as an error is caught: the unwinding breaks connections, and the other ranks then
-        fail as well.
+        Call it as soon as an error is caught: the unwinding breaks connections, and then the others fail too.
         """
         if self.connection is None:
             return True
@@ -222,12 +219,13 @@ class Coordinator:
 
         With `waits`, by default on rank 0, which serves torch's store, wait until all others have left.
         """
-        key = self.unique_prefix("left")
-        if self.world.rank == 0 if waits is None else waits:
-            with contextlib.suppress(NoAnswer, ChannelLost):
-                self.all_gather_json(None, timeout_s=LEAVE_TIMEOUT_S, key=key, or_gone=True)
+        key, value = self.unique_prefix("left"), channel.encode_value(None)
+        waits = self.world.rank == 0 if waits is None else waits
+        if waits and self.connection is not None:
+            with contextlib.suppress(ChannelLost):
+                self.ask("gather", value, key=key, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
         else:
-            self.give(key, None)
+            self.send("gather", value, key=key, timeout_s=None, or_gone=True)
         if self.group == 0:  # the end of a script's connection never is a failure
             self.send("leave")
 
@@ -242,28 +240,25 @@ class Coordinator:
         this one, has failed.
         """
         key = str(facts.get("key", kind))
-        if key not in self._arrived:
-            self._check(unless_failed=unless_failed)
-            try:
+        ends_with = {key, self.claim_key} if unless_failed else {key}
+        try:
+            # After a failure, the others must not go on with its value.
+            if not ends_with & self._arrived.keys():
                 self._send(encode(kind, value, **facts))
-            except OSError:
-                raise self.lost() from None
+        except OSError:
+            raise self.lost() from None
         with self._changed:
-            while key not in self._arrived:
-                self._check(unless_failed=unless_failed)
-                if self._is_read:
+            while not ends_with & self._arrived.keys():
+                if self.is_lost:
+                    raise self.lost()
+                if self._waker >= 0:
                     self._changed.wait()
                 else:
                     self.receive()
+            if key not in self._arrived:
+                raise AnotherFailed
             # Two threads may claim at once, and wait for one answer.
             return self._arrived[key] if kind == "claim" else self._arrived.pop(key)
-
-    def _check(self, *, unless_failed: bool) -> None:
-        if self.is_lost:
-            raise self.lost()
-        # The others must not go on with its value.
-        if unless_failed and self.claim_key in self._arrived:
-            raise AnotherFailed
 
     def lost(self) -> ChannelLost:
         return ChannelLost(f"rank {self.world.rank} has lost the connection to the other ranks.")
@@ -272,26 +267,21 @@ class Coordinator:
         self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], object] = lambda: None
     ) -> None:
         """Receive in a thread until the connection ends. `look` is called after all news and each `wake`."""
-        if (
-            self._is_read
-        ):  # a process group follows another one, and news may have come between them
-            self.wake()
-            return
-        self.on_news, self._is_read = on_news, True
-        wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        threading.Thread(target=self._listen, args=(look, wake), name="mpiddp", daemon=True).start()
+        if self._waker < 0:
+            self.on_news, self._waker = on_news, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            threading.Thread(target=self._listen, args=(look,), name="mpiddp", daemon=True).start()
+        self.wake()  # a process group follows another one, and news may have come between them
 
     def wake(self) -> None:
         """Let the listening thread look. A handler of a signal may call this."""
-        with contextlib.suppress(OSError):  # it is full, or the script has closed it
-            os.write(self._waker, b"\n")
+        with contextlib.suppress(OSError, ValueError):  # the script has closed it, or there is none
+            os.eventfd_write(self._waker, 1)
 
-    def _listen(self, look: Callable[[], object], wake: int) -> None:
+    def _listen(self, look: Callable[[], object]) -> None:
         assert self.connection is not None
-        poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
+        poll, file, wake = select.poll(), self.connection.fileno(), self._waker
+        poll.register(file, select.POLLIN)
         poll.register(wake, select.POLLIN)
-        file = self.connection.fileno()
         while True:
             look()
             if self.is_lost:
@@ -299,7 +289,7 @@ class Coordinator:
             ready = dict(poll.poll())
             if wake in ready:
                 with contextlib.suppress(OSError):
-                    os.read(wake, 4096)
+                    os.eventfd_read(wake)
             if file in ready:
                 self.receive()
 
@@ -308,25 +298,96 @@ class Coordinator:
         assert self.connection is not None
         news = []
         try:
-            chunk = self.connection.recv(CHUNK)
+            chunk = self.connection.recv(channel.CHUNK)
             messages = [decode(line) for line in self._lines.split(chunk)]
-        except (OSError, *NO_MESSAGE):  # it has ended, or the script has closed it
+        except (OSError, *_NO_MESSAGE):  # it has ended, or the script has closed it
             chunk, messages = b"", []
         with self._changed:
+            self.is_lost |= not chunk
             for facts, value in messages:
                 match facts["type"]:
                     case kind if kind in _ANSWERS:
                         self._arrived[facts.get("key", kind)] = facts, value
-                    case "called":
-                        self._called.add(facts["key"])
                     case "failed":
                         self.code_of_failure = facts["code"]
                     case "lost":
                         self.is_lost = True
                     case _:
                         news.append(facts)
-            if not chunk:
-                self.is_lost = True
             self._changed.notify_all()
         for facts in news:
             self.on_news(facts)
+
+
+# --- the connection, with proofs on both sides: see `mpiddp.protocol.channel` ---
+
+
+def connect_to_server(
+    server: Server, world: World, kind: str, *, answer_s: float | None = None, **facts: object
+) -> tuple[socket.socket, int]:
+    """Connect, and introduce this rank by a message of this kind.
+
+    A launcher that is stopped (Ctrl-Z) answers late: its kernel accepts the connection. So there is no limit
+    while a connection stands, which ends with the launcher or its host. A running launcher limits the start.
+    The server beside rank 0 answers in `answer_s`.
+
+    Returns the connection, and the group of the member: 0 of the ranks, n of their n-th scripts. Raises
+    AnotherScript if this rank has a script already, and JobFailed if the server cannot be reached.
+    """
+    deadline = time.monotonic() + (answer_s or CONNECT_TIMEOUT_S)
+    while True:
+        try:
+            return _connect(server, world.rank, kind, facts, answer_s)
+        except _NO_MESSAGE:  # another program listens there, or the server of another job
+            why, is_final = "it is not the server of this job", True
+        except OSError as error:
+            why = str(error)
+            # Strangers may hold all connections. Rank 0 may not listen yet, but a launcher always does.
+            is_final = isinstance(error, ConnectionRefusedError) and answer_s is None
+        if is_final or time.monotonic() >= deadline:
+            break
+        time.sleep(_RETRY_S)
+    name = "the launcher" if answer_s is None else "rank 0's channel"
+    host, _, port = server.address.rpartition(":")
+    where = f"on {server.address}" if server.address.startswith(UNIX) else f"at {host} port {port}"
+    raise JobFailed(
+        f"rank {world.rank} on {world.hostname} cannot reach {name} {where} ({why}). "
+        "Check that it is running and that no firewall blocks the port."
+    )
+
+
+def _connect(
+    server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_s: float | None
+) -> tuple[socket.socket, int]:
+    """Prove that this process is of the job, and check that the server is."""
+    with contextlib.ExitStack() as stack:
+        if server.address.startswith(UNIX):
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connection.settimeout(_ATTEMPT_S)
+            connection.connect(server.address.removeprefix(UNIX))
+        else:
+            host, _, port = server.address.rpartition(":")
+            connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
+            stack.enter_context(connection)
+        channel.notice_silence(connection)
+        connection.settimeout(answer_s)
+        challenge = _next(connection)["challenge"]
+        line, proof = channel.introduction(server.key, challenge, kind, rank, facts)
+        connection.sendall(line)
+        answer = _next(connection)
+        if answer["type"] == "taken":
+            raise AnotherScript
+        if answer["type"] != "received" or answer["proof"] != proof:
+            raise ValueError("no proof")
+        connection.settimeout(None)
+        stack.pop_all()
+        return connection, answer.get("group", 0)
+
+
+def _next(connection: socket.socket) -> dict[str, Any]:
+    """The next message. What follows it is left to the connection's owner."""
+    with connection.makefile("rb", buffering=0) as bytes_of_it:
+        line = bytes_of_it.readline(channel.UNPROVED_LINE_LIMIT)
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the connection has ended")
+    return decode(line[:-1])[0]

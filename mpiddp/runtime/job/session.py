@@ -28,15 +28,16 @@ from typing import Any
 from mpiddp.errors import print_error
 from mpiddp.protocol.channel import MOST_SHOWN, SCRIPT, SHOWN_BYTES, TEXT_LIMIT, encode, is_short
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
-from mpiddp.runtime.job.connection import AnotherScript, Server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import AnotherScript, Coordinator, Server
 from mpiddp.runtime.job.ending import Ending, ending_of
 from mpiddp.world import World, is_joined
 
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 PROGRESS_EVERY_S = 0.5
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
+_KEY = "stop"  # of the gather of the proposals
 _END_S = 2.0  # for this rank to be ended after another has failed
+_ONLY_FIRST = "mpiddp: %s: saving and stopping; another signal kills the training at once.\n"
 
 
 class Session:
@@ -65,20 +66,13 @@ class Session:
         self._sent_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
 
-    def connect(self) -> None:
-        """Connect this script to the server of its job, which its rank's variables name."""
-        server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""))
-        self.coordinator = Coordinator(World.from_env(), server, SCRIPT)
-        self.has_launcher = JOB in os.environ
-        self.coordinator.listen(self._obey, self.stop.agree)
-
-    def _obey(self, facts: Mapping[str, Any]) -> None:
-        """Act on a message of the launcher. The agent ends this process, so "end" is none of its."""
+    def obey(self, facts: Mapping[str, Any]) -> None:
+        """Act on news: of the launcher, or a call. The agent ends this process, so "end" is none of them."""
         match facts["type"]:
-            case "stop" if self.stop.supports_stop:
-                self.stop.note_request()
-            case "stop":
+            case "stop" if not self.stop.supports_stop:
                 os.kill(os.getpid(), signal.SIGTERM)
+            case "stop" | "called":
+                self.stop.is_requested = True
             case "stacks":
                 with contextlib.suppress(OSError):  # no file is left, not even to import
                     from mpiddp.hosts.processes import usage_of
@@ -151,7 +145,6 @@ class Session:
 
     def leave(self) -> None:
         """Leave the job after a success. All ranks must call this."""
-        self.stop.propose_step(0)
         if self.stop.has_stopped:
             self.count_saves(0)
         # The first rank that exits with a code other than 0 ends the others, which may still save.
@@ -163,25 +156,21 @@ class Session:
         The first rank to fail says what is wrong; errors of connections follow from it, and would only hide
         it. `is_printed`: Python has printed the error.
         """
-        coordinator = self.coordinator
+        coordinator, ending, is_said = self.coordinator, ending_of(error), self.has_said_why
         # A save in flight goes on after sys.exit() of a script, whose agent ends the others. A claim ends it.
         is_exit = isinstance(error, SystemExit) and self.control is not None
         is_first = is_exit or coordinator.claim_first_failure()
         is_by_hand = self is current() and self.control is None and not coordinator.group
-        ending, is_said = ending_of(error), self.has_said_why
         # A later exit code without a sentence follows from an error that was reported.
         if ending.sentence or not is_said:
             self.has_said_why = bool(ending.sentence)
-            if self.control is not None:
-                self.tell_agent("error", **ending.facts)
-            else:
+            self.tell_agent("error", **ending.facts)
+            if self.control is None:
                 self.send("failed", **ending.facts)
-        if is_first and not is_said and not self.has_launcher:
-            line = ending.sentence if ending.is_refusal and not is_printed else ""
-            if is_by_hand:
-                line = ending.line(coordinator.name(coordinator.world.rank))
-            if line:
-                print_error(line)
+        is_shown = is_by_hand or (ending.is_refusal and not is_printed)
+        line = ending.line(coordinator.name(coordinator.world.rank)) if is_shown else ""
+        if line and is_first and not is_said and not self.has_launcher:
+            print_error(line)
         may_follow = ending.is_verdict or ending.is_refusal or isinstance(error, RuntimeError)
         if may_follow and not is_first and not is_printed:
             time.sleep(_END_S)
@@ -208,19 +197,12 @@ class StopRequest:
         self._calls = 0
         self._denied = 0  # the latest call at which the ranks do not stop
         self.steps_before = 0  # of the run, which another process has made
-        self._key = "stop"  # of the gather of the proposals
         self._proposed: int | None = None
         self._step: int | None = None  # after which all ranks stop, once it is decided
         self.has_stopped = False  # this script ends early, as requested
         # A plain flag: a signal handler that waits for a lock could wait for its own thread.
         self.is_requested = False
         self.supports_stop = False  # whether the script calls `should_stop`
-
-    def enter_group(self) -> None:
-        """The ranks meet again. What they proposed when they left the last group counts no longer."""
-        with self._changed:
-            if self._proposed is not None and self._step is None:
-                self._key, self._proposed = f"{self._key}+", None
 
     def declare_support(self) -> None:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
@@ -276,30 +258,21 @@ class StopRequest:
             self._session.tell_agent("stopped")
 
     def agree(self) -> None:
-        """Advance the agreement, without waiting. The thread that receives calls this after all news."""
+        """Advance the agreement, without waiting. The thread that receives calls this after all news.
+
+        A rank that has left its process group proposes as well. One that is gone gives no step.
+        """
         coordinator = self._session.coordinator
-        is_called = self.is_requested or coordinator.is_called(self._key)
-        if coordinator.world.world_size == 1 or self._step is not None or not is_called:
+        if coordinator.world.world_size == 1 or self._step is not None or not self.is_requested:
             return
-        self.is_requested = True
-        self.propose_step(_AHEAD)
-        steps = coordinator.given(self._key)
-        if steps is not None:
+        if self._proposed is None:
             with self._changed:
-                # A rank that had ended before its first call of `should_stop` gives none.
+                self._proposed = self._calls + _AHEAD
+            coordinator.give(_KEY, self._proposed)
+        if (steps := coordinator.given(_KEY)) is not None:
+            with self._changed:
                 self._step = max(step for step in steps if step is not None)
                 self._changed.notify_all()
-
-    def propose_step(self, ahead: int) -> None:
-        """Propose the step `ahead` of the present one, once, and do not pass it before the decision.
-
-        A rank that leaves proposes its present step, with `ahead` 0.
-        """
-        with self._changed:
-            if self._proposed is not None:
-                return
-            self._proposed = self._calls + ahead
-        self._session.coordinator.give(self._key, self._proposed, calls=self.is_requested)
 
 
 def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = False) -> None:
@@ -315,19 +288,17 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
         stop.note_request()
         if only_first:
             signal.signal(number, before[signal.Signals(number)])
-            name = signal.Signals(number).name
-            next_one = "another signal kills the training at once"
-            line = f"mpiddp: {name}: saving and stopping; {next_one}.\n"
             # The Ctrl-C may have ended the reader of a pipe as well.
             with contextlib.suppress(OSError):
-                os.write(2, line.encode())
+                os.write(2, (_ONLY_FIRST % signal.Signals(number).name).encode())
 
     def restore() -> None:
         """A forked child is no rank."""
         for number in before:
             if signal.getsignal(number) is on_signal:
-                ignores = number == signal.SIGUSR1
-                signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
+                signal.signal(
+                    number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL
+                )
 
     if before and threading.main_thread() is threading.current_thread():
         for number in before:
@@ -353,8 +324,12 @@ def script_session() -> Session:
     session = current()
     if not session.coordinator.connection and CHANNEL in os.environ and is_joined(os.environ):
         with contextlib.suppress(AnotherScript):
-            session.connect()
-            atexit.register(session.fail_at_exit)
+            server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""))
+            session.coordinator = Coordinator(World.from_env(), server, SCRIPT)
+            session.has_launcher = JOB in os.environ
+            session.coordinator.listen(session.obey, session.stop.agree)
+            if session.control is None:
+                atexit.register(session.fail_at_exit)
     return session
 
 

@@ -22,8 +22,7 @@ from zlib import crc32
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import sockets
 from mpiddp.protocol.variables import AGENT_STORE, JOIN_TIMEOUT_S, TIMEOUT, VERBOSE
-from mpiddp.runtime.job.connection import Server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.runtime.rendezvous import result
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from mpiddp.runtime.rendezvous.mpi import over_mpi

@@ -139,8 +139,8 @@ def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher):
 
 
 IMPATIENT = """
-from mpiddp.runtime.job import connection
-connection.CONNECT_TIMEOUT_S = connection._ATTEMPT_S = 0.2
+from mpiddp.runtime.job import coordinator
+coordinator.CONNECT_TIMEOUT_S = coordinator._ATTEMPT_S = 0.2
 """
 
 

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import NoAnswer, UserError
-from mpiddp.runtime.job.connection import Server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator, Server
 from tests.support.channels import member, serving
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S

@@ -1,6 +1,6 @@
 """The job channel: what ranks agree on, how long they wait, and what a stranger can do to them.
 
-Tests mpiddp/protocol/channel.py, server.py, mpiddp/runtime/job/connection.py and coordinator.py.
+Tests mpiddp/protocol/channel.py, server.py and mpiddp/runtime/job/coordinator.py.
 python -m pytest tests/integration/runtime/test_job_channel.py
 """
 
@@ -29,8 +29,13 @@ from mpiddp.protocol.channel import (
     member_proof,
 )
 from mpiddp.protocol.server import ChannelServer, Message, TimedSelector
-from mpiddp.runtime.job.connection import AnotherScript, Server
-from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
+from mpiddp.runtime.job.coordinator import (
+    AnotherFailed,
+    AnotherScript,
+    ChannelLost,
+    Coordinator,
+    Server,
+)
 from mpiddp.world import World
 from tests.support.channels import connect, cut, progress
 from tests.support.errors import error
@@ -155,26 +160,29 @@ def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_com
 
 def test_a_gather_calls_the_others_also_those_that_connect_later(job):
     first, second = job.connect(0), job.connect(1)
-    first.give("stop", 5)  # as a rank that leaves
-    second.give("stop", 4, calls=True)
+    first.give("stop", 5)
+    assert job.hears(second, "called")["key"] == "stop"
+    second.give("stop", 4)
     third = job.connect(2)
-    until(lambda: third.is_called("stop"))
+    assert job.hears(third, "called")
     assert third.given("stop") is None
-    third.give("stop", 3, calls=True)
+    third.give("stop", 3)
     for each in (first, second, third):
         assert until(partial(each.given, "stop")) == [5, 4, 3]
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
     first, second, third = job.all()
-    second.give("left", None)
-    waits = job.call(first.all_gather_json, None, key="left", timeout_s=600, or_gone=True)
+    second.leave()
+    waits = job.call(first.leave)
     until(lambda: job.selector.next_at < float("inf"))
+    assert not waits.done()
     cut(third)
-    assert waits.result(PATIENCE_S) == [None] * 3
-    again = job.call(second.all_gather_json, 2, key="again", timeout_s=600, or_gone=True)
-    assert first.all_gather_json(1, key="again", timeout_s=600, or_gone=True) == [1, 2, None]
-    assert again.result(PATIENCE_S) == [1, 2, None]
+    waits.result(PATIENCE_S)
+    first.give("again", 1)
+    second.give("again", 2)
+    for each in (first, second):
+        assert until(partial(each.given, "again")) == [1, 2, None]
 
 
 def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job):

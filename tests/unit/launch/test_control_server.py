@@ -25,8 +25,7 @@ from mpiddp.launch.control import ControlServer
 from mpiddp.protocol.channel import RANK, SCRIPT, encode
 from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.job.connection import Server, connect_to_server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator, Server, connect_to_server
 from mpiddp.world import World
 from tests.support.channels import connect, cut, place_to_listen, progress
 from tests.support.errors import error

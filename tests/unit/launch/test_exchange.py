@@ -23,8 +23,7 @@ from mpiddp.protocol.channel import SCRIPT, value_mac
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, pickled_error, received_function, unpickled
-from mpiddp.runtime.job.connection import Server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.world import World
 from tests.support.channels import connect, cut, place_to_listen
 from tests.support.errors import error
