@@ -290,7 +290,7 @@ class Checkpoints:
         run = self._run
         if run is None or os.getpid() != self._pid:
             return
-        failure = ending_of(error).sentence if error else ""
+        failure = ending_of(error).error if error else ""
         if not self._has_ended and (run.rank == 0 or failure):
             facts = {"rank": run.rank, "host": socket.gethostname(), "outcome": outcome}
             self._records.note(event="ended", **facts, failure=failure)

@@ -320,7 +320,7 @@ class Child:
         if reason and (reason["code"] == ending.code or ending.signal == signal.SIGTERM):
             error, traceback = reason["error"], reason["traceback"]
             return Ending(reason["code"], error, traceback, reason["is_verdict"])
-        return ending._replace(sentence=_recorded_error(os.environ.get(ERROR_FILE, "")))
+        return ending._replace(error=_recorded_error(os.environ.get(ERROR_FILE, "")))
 
     @property
     def lack_of_memory(self) -> dict[str, int | None]:

@@ -168,7 +168,7 @@ class Coordinator:
             raise
         except (UserError, JobFailed) as error:
             ending = ending_of(error)
-        answers = self.all_gather_json((ending.sentence, ending.code), timeout_s=timeout_s)
+        answers = self.all_gather_json((ending.error, ending.code), timeout_s=timeout_s)
         problems = [problem for problem, _ in answers]
         if not any(problems):
             return

@@ -6,6 +6,7 @@ ranks end.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 from mpiddp import errors
@@ -26,10 +27,10 @@ class Refused(SystemExit):
 
 
 class Ending(NamedTuple):
-    """The end of a rank."""
+    """The end of a rank, with the fields of a message "failed"."""
 
     code: int  # of its process, as its parent sees it: [0, 255]; 0 if it has not failed
-    sentence: str = ""  # what went wrong, if anybody says it
+    error: str = ""  # what went wrong, as a sentence, if anybody says it
     traceback: str = ""  # of a bug of the script; "" where the sentence, or the code, says it all
     is_verdict: bool = False  # the sentence names what failed, which may be another rank
     signal: int = 0  # that killed it
@@ -41,30 +42,25 @@ class Ending(NamedTuple):
     @property
     def is_refusal(self) -> bool:
         """Whether it is bad input, which the rank itself has to print."""
-        return self.code == BAD_INPUT and bool(self.sentence)
+        return self.code == BAD_INPUT and bool(self.error)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields of a message "failed": the beginning of a sentence, and the end of a traceback."""
-        return {
-            "code": self.code,
-            "error": self.sentence[:TEXT_LIMIT],
-            "traceback": self.traceback[-TEXT_LIMIT:],
-            "is_verdict": self.is_verdict,
-            "signal": self.signal,
-        }
+        """What a message can hold of it: the beginning of the sentence, and the end of the traceback."""
+        error, traceback = self.error[:TEXT_LIMIT], self.traceback[-TEXT_LIMIT:]
+        return self._replace(error=error, traceback=traceback)._asdict()
 
     def line(self, rank: str) -> str:
         """The line that names `rank`, "" if the rank has printed why, or stops on request."""
         if self.traceback:
-            return f"{rank} failed: {self.sentence}"
+            return f"{rank} failed: {self.error}"
         if self.is_verdict or self.is_refusal:
-            return self.sentence
+            return self.error
         if self.code in (DONE, BAD_INPUT, STOPPED):
             return ""
         if self.signal:
             return f"{rank} was killed by {signal_name(self.signal)}"
-        return f"{rank} ended with exit code {self.code}{': ' * bool(self.sentence)}{self.sentence}"
+        return f"{rank} ended with exit code {self.code}{': ' * bool(self.error)}{self.error}"
 
 
 def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Ending:
@@ -90,12 +86,9 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
         return Ending(BAD_INPUT, lacking)
     import traceback  # takes 5 ms, and few ranks need it
 
-    try:
-        said = str(error)
-    except Exception:  # its own __str__ fails
-        said = ""
-    kind = type(error).__name__
-    sentence = f"{kind}: {said}" if said else kind
+    sentence = type(error).__name__
+    with contextlib.suppress(Exception):  # its own __str__ fails
+        sentence = f"{sentence}: {error}".removesuffix(": ")
     code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
     return Ending(code, sentence, "".join(traceback.format_exception(error)))
 

@@ -35,7 +35,6 @@ from mpiddp.world import World, is_joined
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 PROGRESS_EVERY_S = 0.5
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
-_KEY = "stop"  # of the gather of the proposals
 _END_S = 2.0  # for this rank to be ended after another has failed
 _ONLY_FIRST = "mpiddp: %s: saving and stopping; another signal kills the training at once.\n"
 
@@ -118,10 +117,7 @@ class Session:
                 self._shown[name] = value
 
     def log_to(self, folder: Path) -> None:
-        """Write this rank's output, from its first line on, to files in `folder`, if its agent copies it.
-
-        Not if the user has named another folder.
-        """
+        """Let the agent write all output to files in `folder`, unless the user has named another one."""
         if self.control is not None and self.has_launcher and not os.environ.get(LOG_DIR):
             folder.mkdir(parents=True, exist_ok=True)  # here, where an error is the script's own
             self.tell_agent("log_to", folder=str(folder))
@@ -162,8 +158,8 @@ class Session:
         is_first = is_exit or coordinator.claim_first_failure()
         is_by_hand = self is current() and self.control is None and not coordinator.group
         # A later exit code without a sentence follows from an error that was reported.
-        if ending.sentence or not is_said:
-            self.has_said_why = bool(ending.sentence)
+        if ending.error or not is_said:
+            self.has_said_why = bool(ending.error)
             self.tell_agent("error", **ending.facts)
             if self.control is None:
                 self.send("failed", **ending.facts)
@@ -268,8 +264,8 @@ class StopRequest:
         if self._proposed is None:
             with self._changed:
                 self._proposed = self._calls + _AHEAD
-            coordinator.give(_KEY, self._proposed)
-        if (steps := coordinator.given(_KEY)) is not None:
+            coordinator.give("stop", self._proposed)
+        if (steps := coordinator.given("stop")) is not None:
             with self._changed:
                 self._step = max(step for step in steps if step is not None)
                 self._changed.notify_all()
@@ -336,8 +332,8 @@ def script_session() -> Session:
 def _forget() -> None:
     global _current
     before, _current = _current, Session()
-    before.coordinator, before.control = _current.coordinator, None  # code may hold the session
-    before.has_launcher = False
+    # Code may hold the session.
+    before.coordinator, before.control, before.has_launcher = _current.coordinator, None, False
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -361,7 +357,6 @@ def _stacks() -> str:
     """The Python stacks of all threads of this process except this one, the main thread's first."""
     import traceback  # takes 5 ms
 
-    main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = {
         ident: f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -369,5 +364,5 @@ def _stacks() -> str:
         if ident != threading.get_ident()
     }
     # The end of a long stack is where the thread is.
-    first = stacks.pop(main or 0, "")[-TEXT_LIMIT:]
+    first = stacks.pop(threading.main_thread().ident or 0, "")[-TEXT_LIMIT:]
     return "\n".join([first, *stacks.values()])[:TEXT_LIMIT]

@@ -56,7 +56,7 @@ def test_a_bug_has_a_traceback(error: Exception, sentence: str) -> None:
         raise error
     except Exception as caught:
         found = ending_of(caught)
-    assert (found.code, found.sentence, found.is_verdict) == (1, sentence, False)
+    assert (found.code, found.error, found.is_verdict) == (1, sentence, False)
     assert found.traceback.startswith("Traceback")
     assert found.traceback.endswith(f"{sentence}\n")
     assert found.line("rank 1") == f"rank 1 failed: {sentence}"
@@ -88,4 +88,4 @@ class Odd(Exception):
 
 
 def test_an_error_whose_text_cannot_be_had() -> None:
-    assert ending_of(Odd()).sentence == "Odd"
+    assert ending_of(Odd()).error == "Odd"
