@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from mpiddp.bench.allreduce import Options
 from mpiddp.bench.figures import Result
-from mpiddp.bench.ranks.training import EXCHANGE_TIMEOUT_S, hosts_of
+from mpiddp.bench.ranks.training import hosts_of
 from mpiddp.runtime.join import join
-from mpiddp.runtime.torch.process_group import BACKENDS, choose_backend, default_group, device_of
+from mpiddp.runtime.torch.process_group import choose_backend, process_group
 from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.world import World
 
@@ -19,15 +19,12 @@ WARMUP = 3
 def rank(world: World, options: Options, training: list[str]) -> Result:
     with join(world) as coordinator:
         with coordinator.all_or_none():
-            has_gpu = choose_backend(None) == "nccl"
-            backends = [each for each in reversed(BACKENDS) if each == "gloo" or has_gpu]
-            if options.backend:
-                backends = [choose_backend(options.backend)]
-            devices = [device_of(coordinator.world, backend) for backend in backends]
+            backends = ["gloo", "nccl"] if choose_backend(None) == "nccl" else ["gloo"]
         hosts = hosts_of(coordinator)
         found = []
-        for backend, device in zip(backends, devices, strict=True):
-            with default_group(coordinator, backend, device, timeout_s=EXCHANGE_TIMEOUT_S):
+        for backend in [options.backend] if options.backend else backends:
+            with process_group(world, backend=backend) as joined:
+                device = torch.device(str(joined.device))
                 for size in options.sizes:
                     seconds = _time(size, device, options.seconds, options.repeats)
                     found.append({"backend": backend, "bytes": size, "seconds": seconds})

@@ -15,7 +15,7 @@ from mpiddp.bench.figures import Result
 from mpiddp.bench.machine import machine
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.join import join
-from mpiddp.runtime.torch.process_group import choose_backend, default_group, device_of
+from mpiddp.runtime.torch.process_group import process_group
 from mpiddp.train.config import resolve
 from mpiddp.train.datasets import Data, open_data
 from mpiddp.train.measure import StepTimer
@@ -56,13 +56,12 @@ def started(world: World, training: Sequence[str]) -> Iterator[Job]:
     with join(world) as coordinator:
         with coordinator.all_or_none():
             options = parse(list(training))
-            backend = choose_backend(options.backend)
-            device = device_of(coordinator.world, backend)
-            config = resolve(options, coordinator.world.world_size, device)
-        hosts = hosts_of(coordinator)
-        with default_group(coordinator, backend, device, timeout_s=EXCHANGE_TIMEOUT_S):
+        with process_group(world, backend=options.backend) as joined:
+            device = torch.device(str(joined.device))
+            with coordinator.all_or_none():
+                config = resolve(options, joined.world_size, device)
             choose_kernels(config)
-            yield Job(coordinator, config, backend, device, hosts)
+            yield Job(coordinator, config, str(joined.backend), device, hosts_of(coordinator))
 
 
 def synthetic_job(world: World, training: Sequence[str]) -> contextlib.AbstractContextManager[Job]:

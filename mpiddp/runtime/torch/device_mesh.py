@@ -7,7 +7,6 @@ all of them refuse with one sentence.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,49 +50,38 @@ def mesh(
             "mpiddp.mesh needs a process group. Call mpiddp.init() or "
             "torch.distributed.init_process_group before it."
         )
-    hostname, problem = socket.gethostname(), ""
+    is_gloo, hostname = dist.get_backend() == "gloo", socket.gethostname()
     gpu = torch.accelerator.current_accelerator(check_available=True)
-    type_ = "cpu" if gpu is None or dist.get_backend() == "gloo" else gpu.type
-    checked: dict[str, int] = {}
-    try:
-        checked = check_sizes(sizes)
-        type_ = torch.device(type_ if device_type is None else device_type).type
-    except UserError as error:
-        problem = str(error)
-    except (RuntimeError, TypeError):
-        problem = f"device_type={device_type!r}: expected a type of device such as cuda or cpu."
-    arguments = {**dict(sorted(checked.items())), "device_type": type_}
+    default = "cpu" if gpu is None or is_gloo else gpu.type
+    type_ = str(default if device_type is None else device_type).partition(":")[0]
+    arguments = {**dict(sorted(sizes.items())), "device_type": type_}
     across = ", tp_across_hosts=True" if tp_across_hosts else ""
     call = f"mesh({', '.join(f'{name}={value!r}' for name, value in arguments.items())}{across})"
     # Beside NCCL's group: a script may not have chosen its GPU yet.
-    group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    group = None if is_gloo else dist.new_group(backend="gloo")
     answers: list[Any] = [None] * dist.get_world_size()
-    machine = f"{hostname} {machine_id()}"
-    dist.all_gather_object(answers, (problem, call, hostname, machine), group=group)
+    dist.all_gather_object(answers, (call, hostname, f"{hostname} {machine_id()}"), group=group)
+    calls, names, machines = zip(*answers, strict=True)
     try:  # of the same answers, so every rank comes to the same result
-        hosts = _hosts_that_agree(answers)
+        if other := next((rank for rank, each in enumerate(calls) if each != calls[0]), 0):
+            raise UserError(
+                f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}. Call it with "
+                "the same arguments on all ranks."
+            )
+        # Several machines, such as containers, may have one name.
+        hosts = names if len(set(names)) == len(set(machines)) else machines
+        checked = check_sizes(sizes)
         resolved = resolve(checked, hosts, unit="rank", tp_across_hosts=tp_across_hosts)
         if not tp_across_hosts:
-            Layout(resolved, tuple(hosts)).require_tp_inside_hosts()
+            Layout(resolved, hosts).require_tp_inside_hosts()
+        try:
+            torch.device(type_)
+        except RuntimeError:
+            wrong = f"device_type={device_type!r}"
+            raise UserError(f"{wrong}: expected a type of device such as cuda or cpu.") from None
     except UserError as error:
         if dist.get_rank() == 0:
             print_error(f"mpiddp.mesh: {error}")
         dist.barrier(group)  # the first rank that exits makes its launcher end the others
         raise SystemExit(BAD_INPUT) from None
     return init_device_mesh(type_, tuple(resolved.values()), mesh_dim_names=tuple(resolved))
-
-
-def _hosts_that_agree(answers: Sequence[tuple[str, str, str, str]]) -> Sequence[str]:
-    """The host of each rank. Raises UserError if a rank has a problem, or if their calls differ."""
-    problems, calls, names, machines = zip(*answers, strict=True)
-    if any(problems):
-        rank, problem = next((rank, each) for rank, each in enumerate(problems) if each)
-        raise UserError(problem if all(problems) else f"rank {rank}: {problem}")
-    if len(set(calls)) > 1:
-        other = next(rank for rank, call in enumerate(calls) if call != calls[0])
-        raise UserError(
-            f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}. Call it with the same "
-            "arguments on all ranks."
-        )
-    # Several machines, such as containers, may have one name.
-    return names if len(set(names)) == len(set(machines)) else machines

@@ -140,26 +140,25 @@ def _compared_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, with_shards: bool
 ) -> dict[str, Tensor]:
     """The parameters and the optimizer's state, by name, type and shape."""
-    sharded: set[int] = set()  # parameters in modules of FSDP, which are plain tensors
+    sharded: set[Tensor] = set()  # parameters in modules of FSDP, which are plain tensors
     # Not loaded: the model has no such module.
     if not with_shards and (fsdp := sys.modules.get("torch.distributed.fsdp")):
         for module in model.modules():
             if isinstance(module, fsdp.FullyShardedDataParallel):
-                sharded.update(map(id, module.parameters()))
-    names = {id(each): name for name, each in model.named_parameters()}
-    found: list[tuple[str, Any]] = [
-        (name, each) for name, each in model.named_parameters() if id(each) not in sharded
-    ]
+                sharded.update(module.parameters())
+    names = {each: name for name, each in model.named_parameters()}
+    # With the parameter to which each belongs.
+    found: list[tuple[str, Any, Tensor]] = [(name, each, each) for each, name in names.items()]
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
-        if id(parameter) not in sharded:
-            name = names.get(id(parameter), "a parameter of another model")
-            for path, leaf in tree_flatten_with_path(state)[0]:
-                key = keystr(path).strip("[']")
-                found.append((f"{key} of {name}", leaf))
+        name = names.get(parameter, "a parameter of another model")
+        for path, leaf in tree_flatten_with_path(state)[0]:
+            key = keystr(path).strip("[']")
+            found.append((f"{key} of {name}", leaf, parameter))
     return {
         f"{name}: {each.dtype} {list(each.shape)}": each
-        for name, each in found
-        if isinstance(each, Tensor) and (with_shards or not hasattr(each, "to_local"))
+        for name, each, parameter in found
+        if isinstance(each, Tensor) and parameter not in sharded
+        if with_shards or not hasattr(each, "to_local")
     }
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S, Coordinator
+from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import enter_until_exit, join
@@ -21,7 +21,6 @@ from mpiddp.runtime.script import await_gloo
 from mpiddp.world import World
 
 COLLECTIVE_TIMEOUT_S = 600.0
-BACKENDS = ("nccl", "gloo")
 
 
 @contextlib.contextmanager
@@ -55,9 +54,10 @@ def process_group(
         SystemExit: code 2, on every rank, after rank 0 has printed the reason.
     """
     with join(world, keep_mpi=keep_mpi) as coordinator:
+        session, world = current(), coordinator.world
         with coordinator.all_or_none():
             backend = choose_backend(backend)
-            device = device_of(coordinator.world, backend)
+            device = device_of(world, backend)
         with coordinator.all_or_none():
             backends = coordinator.all_gather_json(backend, timeout_s=AGREE_TIMEOUT_S)
             ranks = {each: coordinator.name(backends.index(each)) for each in backends}
@@ -66,8 +66,37 @@ def process_group(
                 raise UserError(
                     f"the backend differs: {shown}. Set it on all ranks: --backend gloo (or nccl)."
                 )
-        with default_group(coordinator, backend, device, timeout_s=timeout_s):
-            yield replace(coordinator.world, backend=backend, device=str(device))
+        is_gloo = backend == "gloo"
+        if not is_gloo:  # before NCCL starts, or every rank opens a context on GPU 0
+            torch.accelerator.set_device_index(device)
+        dist.init_process_group(
+            backend,
+            store=store_of_group(coordinator, timeout_s),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=None if is_gloo else device,
+        )
+        destroys = True
+        try:
+            if is_gloo:
+                # A rank that needs no other and ends would cut off those that still connect to it.
+                dist.barrier()
+            yield replace(world, backend=backend, device=str(device))
+        except BaseException as error:
+            is_failure = ending_of(error, has_stopped=session.stop.has_stopped).is_failure
+            if session is current() and is_failure and not isinstance(error, Refused):
+                # Claim it before the group is destroyed, which makes the other ranks fail as well.
+                coordinator.claim_first_failure()
+                # NCCL would wait for operations of the others, and delay the report.
+                destroys = is_gloo
+            raise
+        finally:
+            # A script of torchrun's kind may have destroyed it itself.
+            if destroys and session is current() and dist.is_initialized():
+                if is_gloo:
+                    await_gloo()
+                dist.destroy_process_group()
 
 
 def init(
@@ -82,43 +111,6 @@ def init(
     """
     group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
     return enter_until_exit(group)
-
-
-@contextlib.contextmanager
-def default_group(
-    coordinator: Coordinator, backend: str, device: torch.device, *, timeout_s: float
-) -> Iterator[None]:
-    """torch.distributed's default process group of the coordinator's ranks, destroyed at the end."""
-    if device.type != "cpu":  # before NCCL starts, or every rank opens a context on GPU 0
-        torch.accelerator.set_device_index(device)
-    dist.init_process_group(
-        backend,
-        store=store_of_group(coordinator, timeout_s),
-        rank=coordinator.world.rank,
-        world_size=coordinator.world.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type != "cpu" else None,
-    )
-    session, destroys = current(), True
-    try:
-        if backend == "gloo":
-            # A rank that needs no other and ends would cut off those that still connect to it.
-            dist.barrier()
-        yield
-    except BaseException as error:
-        is_failure = ending_of(error, has_stopped=session.stop.has_stopped).is_failure
-        if session is current() and is_failure and not isinstance(error, Refused):
-            # Claim it before the group is destroyed, which makes the other ranks fail as well.
-            coordinator.claim_first_failure()
-            # NCCL would wait for operations of the others, and delay the report.
-            destroys = backend == "gloo"
-        raise
-    finally:
-        # A script of torchrun's kind may have destroyed it itself.
-        if destroys and session is current() and dist.is_initialized():
-            if backend == "gloo":
-                await_gloo()
-            dist.destroy_process_group()
 
 
 def choose_backend(requested: str | None) -> str:
