@@ -108,12 +108,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) -> str:
-    """The ranks that differ, and the first tensor that does.
-
-    Args:
-        ranks: the names of N ranks.
-        digests: of each rank, by the name of the tensor: [N]. Not all ranks have the same.
-    """
+    """The ranks that differ, by their names [N] and digests [N] by tensor, and the first tensor that does."""
     tensors = list(digests[0])
     for rank, each in zip(ranks, digests, strict=True):
         if other := set(tensors) ^ each.keys():
@@ -146,7 +141,7 @@ def _compared_tensors(
         for module in model.modules():
             if isinstance(module, fsdp.FullyShardedDataParallel):
                 sharded.update(module.parameters())
-    names = {each: name for name, each in model.named_parameters()}
+    names: dict[Tensor, str] = {each: name for name, each in model.named_parameters()}
     # With the parameter to which each belongs.
     found: list[tuple[str, Any, Tensor]] = [(name, each, each) for each, name in names.items()]
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
