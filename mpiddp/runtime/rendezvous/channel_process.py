@@ -11,14 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.protocol.server import NEVER, PER_RANK, ChannelServer, TimedSelector
+from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
 
-# A batch system and a terminal signal every process of a job, and the ranks may still save.
-_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LAST_S = 5.0  # in which the ranks end that have learned that rank 0 is gone
 
 # Without `site`, whose .pth files may cost more than this process.
@@ -33,9 +30,8 @@ def serve_beside(listener: socket.socket, key: str, world_size: int) -> None:
 
     The end of rank 0, whose process this is, ends the job, unless it has left before.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
     code = [_CODE, str(Path(__file__).parents[3]), str(listener.fileno()), str(world_size)]
-    try:
+    with listener:
         subprocess.run(
             [sys.executable, "-I", "-S", "-c", *code],
             input=key.encode(),  # all users of the host see a command line
@@ -45,13 +41,13 @@ def serve_beside(listener: socket.socket, key: str, world_size: int) -> None:
             start_new_session=True,
             check=True,
         )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        listener.close()
 
 
 def main() -> None:
     """Be the process of `serve_beside`: a child of it, for which no script waits."""
+    # A batch system signals every process of a job, and the ranks may still save.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     if os.fork():
         os._exit(0)
     key, file, world_size = sys.stdin.read(), int(sys.argv[2]), int(sys.argv[3])
@@ -63,18 +59,18 @@ def main() -> None:
 def serve(server: ChannelServer) -> None:
     """Serve until rank 0 is gone, and all other members with it or soon after."""
     has_left = is_gone = False
-    ends_at = NEVER
-    while not (is_gone and not server.has_members) and time.monotonic() < ends_at:
-        for data in server.selector.ready(ends_at):
+    while server.has_members or not is_gone:
+        for data in server.selector.ready():
             for message in server.receive(data):
                 if "connection" in message.facts:  # only a launcher takes output
                     message.facts["connection"].close()
                 elif message.rank == 0 and not message.from_script:
                     has_left |= message.kind == "leave"
                     is_gone |= message.kind == "lost"
-        if is_gone and not has_left and ends_at == NEVER:
+        if is_gone and not has_left:
             # It serves torch's store, without which the others form no process group.
+            has_left = True
             server.send_all("lost")
-            ends_at = time.monotonic() + _LAST_S
+            server.selector.after(_LAST_S, sys.exit)
         for end_a_wait in server.selector.due():
             end_a_wait()
