@@ -143,8 +143,7 @@ class Agent:
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
         from mpiddp.runtime.rendezvous.meet import meet
 
-        launched = self.coordinator if self.coordinator.has_launcher else None
-        with meet(self.world, self._own_info, launched) as met:
+        with meet(self.coordinator, self._own_info) as met:
             self._met(*met)
         if self.child is None:
             with self.coordinator.all_or_none():

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from mpiddp.errors import FAILED, JobFailed, UserError, print_error
+from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, ERROR_FILE, RUN_ID
 from mpiddp.runtime.gpu import limit_threads
@@ -41,6 +41,9 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session, current, script_session, stop_on
 from mpiddp.runtime.log import log_to_console
+from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
+from mpiddp.runtime.rendezvous.result import RankInfo
+from mpiddp.runtime.script import import_torch
 from mpiddp.world import World, is_joined
 
 Value = TypeVar("Value")
@@ -89,11 +92,9 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
 
 def _as_script(world: World, session: Session) -> None:
     """Meet the scripts of the other ranks, whose agents have met."""
-    from mpiddp.runtime.rendezvous.meet import joining_timeout_s
     from mpiddp.runtime.rendezvous.store import serve_store
 
-    env = os.environ
-    coordinator = session.coordinator
+    env, coordinator = os.environ, session.coordinator
     if coordinator.connection is None and world.world_size > 1:
         raise UserError(
             f"rank {world.rank} has a script already, or lacks {CHANNEL} and {CHANNEL_SECRET}: only the "
@@ -125,17 +126,18 @@ def _as_script(world: World, session: Session) -> None:
 
 def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     """Meet the other ranks, and prepare this process for what it runs."""
-    from mpiddp.runtime.rendezvous.meet import meet
-    from mpiddp.runtime.rendezvous.result import RankInfo
     from mpiddp.runtime.rendezvous.store import serve_store
-    from mpiddp.runtime.script import import_torch
 
     import_torch()
-    own = partial(RankInfo.of_this_process, world)
-    with meet(world, own, keep_mpi=keep_mpi) as (coordinator, env, listener):
-        os.environ.update(env)
-        if listener is not None:
-            session.torch_store = serve_store(os.environ, listener.detach())
+    ranks, own = Coordinator(world, None), partial(RankInfo.of_this_process, world)
+    try:
+        with meet(ranks, own, keep_mpi=keep_mpi) as (coordinator, env, listener):
+            os.environ.update(env)
+            if listener is not None:
+                session.torch_store = serve_store(env, listener.detach())
+    except UserError as error:  # such as a foreign MPI: the ranks have not met
+        print_from_one_rank(str(error), world.rank, world.local_rank)
+        raise SystemExit(BAD_INPUT) from None
     if world.local_world_size is None:  # the local ranks have just been counted
         limit_threads(coordinator.world)
     if file := os.environ.get(ERROR_FILE):

@@ -66,7 +66,7 @@ class AnotherFailed(Exception):
 class Coordinator:
     """The ranks of `world`, as one process sees them, and its connection to the server of their job.
 
-    Without a server, a single rank has no connection. `role` is of a rank, or of its script.
+    Without a server there is no connection. `role` is of a rank, or of its script.
     """
 
     def __init__(
@@ -77,6 +77,8 @@ class Coordinator:
         self.hostnames: tuple[str, ...] = ()  # [world_size], once the ranks have met; for sentences
         self.has_launcher = False  # which prints why a job failed
         self.connection: socket.socket | None = None
+        # Gathers a text of every rank in the place of the server: MPI, while ranks meet.
+        self.exchange: Callable[[str], list[str]] | None = None
         self.group = 0  # of the ranks; n of their n-th scripts
         self.code_of_failure = 0  # of the rank whose failure ends this one
         self.is_lost = False  # the server has ended, or has lost rank 0: nothing more is received
@@ -128,6 +130,8 @@ class Coordinator:
         size = self.world.world_size
         if size == 1:
             return [json.loads(json.dumps(value))]
+        if self.exchange is not None:
+            return [json.loads(each) for each in self.exchange(json.dumps(value))]
         key, text = key or self.unique_prefix("exchange"), channel.encode_value(value)
         options = {"key": key, "timeout_s": timeout_s}
         facts, values = self.ask("gather", text, unless_failed=unless_failed, **options)
@@ -182,7 +186,7 @@ class Coordinator:
                 # Print it: a script's logging.config may have switched the log off.
                 print_error(sentence)
         # The first rank to exit makes mpirun kill rank 0, even in the middle of its sentence.
-        self.leave(waits=None if self.has_launcher else True)
+        self.leave(waits=True)
         raise Refused(code, "\n".join(sentences) if self.has_launcher else "")
 
     def name(self, rank: int) -> str:
@@ -221,7 +225,9 @@ class Coordinator:
         """
         key, value = self.unique_prefix("left"), channel.encode_value(None)
         waits = self.world.rank == 0 if waits is None else waits
-        if waits and self.connection is not None:
+        if waits and self.exchange is not None:
+            self.exchange("")
+        elif waits and self.connection is not None:
             with contextlib.suppress(ChannelLost):
                 self.ask("gather", value, key=key, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
         else:

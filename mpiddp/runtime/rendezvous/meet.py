@@ -1,6 +1,7 @@
 """The ranks meet: over MPI, or over a channel that they find without it.
 
-    with meet(world, lambda: RankInfo.of_this_process(world)) as (coordinator, variables, listener): ...
+    ranks = Coordinator(world, None)
+    with meet(ranks, lambda: RankInfo.of_this_process(world)) as (ranks, variables, listener): ...
 
 A rank's agent comes here, and by hand the rank itself. Whatever they meet over gathers a value of every rank,
 and there is one course: every rank tells the others who it is, rank 0 compares them and listens on its
@@ -37,40 +38,33 @@ Met = tuple[Coordinator, dict[str, str], socket.socket | None]
 
 
 @contextlib.contextmanager
-def meet(
-    world: World, own: Own, launched: Coordinator | None = None, *, keep_mpi: bool = False
-) -> Iterator[Met]:
+def meet(ranks: Coordinator, own: Own, *, keep_mpi: bool = False) -> Iterator[Met]:
     """Meet the other ranks. All ranks must call this. MPI is finalized after the body, which takes a while.
 
-    `own`, what the others learn of this rank, is called once MPI has begun, and may wait. `launched` is
-    connected to the launcher; without one, rank 0 serves the job channel.
+    `ranks` may be connected to the launcher; without one, rank 0 serves the job channel. `own`, what the
+    others learn of this rank, is called once MPI has begun, and may wait.
     """
-    env, timeout_s = os.environ, joining_timeout_s()
-    if launched is not None:
+    env, world, timeout_s = os.environ, ranks.world, joining_timeout_s()
+    if ranks.has_launcher:
         timeout_s += _LAUNCHER_HEAD_START_S
     is_alone = world.world_size == 1
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
     has_address = is_named and world.launcher.starts_any_program
-    if world.launcher.speaks_mpi and not is_alone and not has_address:
-        with over_mpi(world, own, timeout_s, launched, keep_mpi=keep_mpi) as (info, gather):
-            yield _met(world, info, gather, launched, timeout_s)
-        return
-    if launched is not None:
-        coordinator = launched
-    elif is_alone and env.get(AGENT_STORE) != "True":
-        coordinator = Coordinator(world, None)
-    else:
-        world, coordinator = _by_address(world, timeout_s)
-    info = own()
-    with coordinator.all_or_none():
-        gather = partial(coordinator.all_gather_json, timeout_s=timeout_s)
-        met = _met(world, info, gather, coordinator, timeout_s)
-    yield met
+    with contextlib.ExitStack() as stack:
+        if world.launcher.speaks_mpi and not is_alone and not has_address:
+            info = stack.enter_context(over_mpi(ranks, own, timeout_s, keep_mpi=keep_mpi))
+        else:
+            if not ranks.has_launcher and not (is_alone and env.get(AGENT_STORE) != "True"):
+                ranks = _by_address(world, timeout_s)
+            info = own()
+        with ranks.all_or_none():
+            met = _met(info, ranks, timeout_s)
+        yield met
 
 
-def _by_address(world: World, timeout_s: float) -> tuple[World, Coordinator]:
-    """The channel of ranks that know the address of rank 0, which is set in the world."""
+def _by_address(world: World, timeout_s: float) -> Coordinator:
+    """The channel of ranks that know the address of rank 0, which is set in their world."""
     address, port = address_of_rank_0(world, os.environ)
     world = replace(world, master_addr=address, master_port=port)
     if os.environ.get(AGENT_STORE) == "True":
@@ -82,14 +76,29 @@ def _by_address(world: World, timeout_s: float) -> tuple[World, Coordinator]:
         server = Server(f"{address}:{port}", key)
         if world.rank == 0:
             serve_beside(sockets.bind(address, port, world.hostname), key, world.world_size)
-    return world, Coordinator(world, server, answer_s=timeout_s)
+    return Coordinator(world, server, answer_s=timeout_s)
 
 
 def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
-    """Where the ranks expect rank 0, by the user's variables or Slurm's."""
+    """Where the ranks expect rank 0: by the user's MASTER_ADDR and MASTER_PORT, else by Slurm's variables.
+
+    Slurm's port is computed from job and step, in [20000, 52767], because nothing can carry the number of a
+    free port from rank 0 to the others. Two steps on one host seldom get the same port.
+    """
     address, port = env.get("MASTER_ADDR", ""), sockets.port_in(env)
     if world.launcher.name == "slurm":
-        address, port = slurm_address(env)
+        from mpiddp.hosts.allocations import expand_nodelist
+
+        port = port or 20000 + crc32(" ".join(_slurm_ids(env)).encode()) % 32768
+        nodelist = env.get("SLURM_STEP_NODELIST", "")
+        try:
+            first, *others = [address] if address else expand_nodelist(nodelist)
+        except ValueError as error:
+            raise UserError(
+                f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not that of a Slurm step: {error}. '
+                "Start the job with srun, or set MASTER_ADDR and MASTER_PORT."
+            ) from None
+        address = first if address or others else result.LOOPBACK
     elif not (address and env.get("MASTER_PORT")):
         raise UserError(
             f"RANK={world.rank} and WORLD_SIZE={world.world_size} are set. Without MPI, the ranks need "
@@ -100,50 +109,29 @@ def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
     return sockets.resolve(address) if is_on_one_host else sockets.resolve_own(address), port
 
 
-def slurm_address(env: Mapping[str, str]) -> tuple[str, int]:
-    """Rank 0's host and port in this step. The user's MASTER_ADDR and MASTER_PORT are honoured.
-
-    The port is computed from job and step, in [20000, 52767], because nothing can carry the number of a
-    free port from rank 0 to the others. Two steps on one host seldom get the same port.
-    """
-    from mpiddp.hosts.allocations import expand_nodelist
-
-    address, nodelist = env.get("MASTER_ADDR"), env.get("SLURM_STEP_NODELIST", "")
-    try:
-        first, *others = [address] if address else expand_nodelist(nodelist)
-    except ValueError as error:
-        raise UserError(
-            f'SLURM_STEP_NODELIST="{shown(nodelist)}" is not that of a Slurm step: {error}. '
-            "Start the job with srun, or set MASTER_ADDR and MASTER_PORT."
-        ) from None
-    port = 20000 + crc32(" ".join(_slurm_ids(env)).encode()) % 32768
-    return first if address or others else result.LOOPBACK, sockets.port_in(env) or port
-
-
 def _slurm_ids(env: Mapping[str, str]) -> list[str]:
     return [env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
 
 
-def _met(
-    world: World, info: RankInfo, gather: Gather, coordinator: Coordinator | None, timeout_s: float
-) -> Met:
-    """The one course. It raises the same on every rank. Without a coordinator, rank 0 serves the channel."""
-    env = os.environ
+def _met(info: RankInfo, ranks: Coordinator, timeout_s: float) -> Met:
+    """The one course. Rank 0 serves the channel of `ranks` that have agreed over MPI alone."""
+    env, world = os.environ, ranks.world
+    gather = partial(ranks.all_gather_json, timeout_s=timeout_s)
     infos = result.gathered(gather(info))
     _from_rank_0(world, gather, partial(result.check_alike, infos, env))
     address, port, listener = _place(world, infos, gather)
     world = result.joined(world, infos, address, port)
-    if coordinator is None:
+    if ranks.connection is None and world.world_size > 1:
         server = _from_rank_0(world, gather, partial(_serve, world))
-        coordinator = Coordinator(world, Server(*server), answer_s=timeout_s)
-    coordinator.world = world
-    coordinator.hostnames = tuple(info.hostname for info in infos)
+        ranks = Coordinator(world, Server(*server), answer_s=timeout_s)
+    ranks.world = world
+    ranks.hostnames = tuple(info.hostname for info in infos)
     interface = infos[world.rank].interface_for(address, result.requested_interface(env))
     if env.get(VERBOSE):
         places = _places(world, infos) if world.rank == 0 else ""
         own = f"rank {world.rank} on {world.hostname} uses {interface}\n"
         print(f"{places}{own}", end="", flush=True)
-    return coordinator, result.variables_of(world, interface, infos[0].run_id), listener
+    return ranks, result.variables_of(world, interface, infos[0].run_id), listener
 
 
 def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket.socket | None]:
@@ -180,13 +168,13 @@ def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket
     for other in listeners.values():
         other.close()
     if listener is not None:
-        # Accept and close the attempts in the backlog, so that the store sees only its clients.
+        # Accept and close the attempts in the backlog, so that the store sees only its clients. None connects
+        # before all ranks have met.
         listener.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
                 listener.accept()[0].close()
         listener.setblocking(True)
-    gather(None)  # a script that connects to torch's store before would be drained too
     return found, ports[found], listener
 
 

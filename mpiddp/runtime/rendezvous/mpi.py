@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import re
 import sys
@@ -16,11 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import BAD_INPUT, JobFailed, UserError, print_error, print_from_one_rank
+from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.ending import Refused
 from mpiddp.runtime.rendezvous import FinalizedMPI
-from mpiddp.runtime.rendezvous.result import Gather, Own, RankInfo, requested_interface
+from mpiddp.runtime.rendezvous.result import Own, RankInfo, requested_interface
 from mpiddp.world import World
 
 _OMPI_TCP = "OMPI_MCA_btl_tcp_if"
@@ -28,39 +28,21 @@ _OMPI_TCP = "OMPI_MCA_btl_tcp_if"
 
 @contextlib.contextmanager
 def over_mpi(
-    world: World, own: Own, timeout_s: float, launcher: Coordinator | None, *, keep_mpi: bool
-) -> Iterator[tuple[RankInfo, Gather]]:
-    """Begin MPI, and finalize it after the body, unless `keep_mpi`. A refusal ends every rank by code 2.
+    ranks: Coordinator, own: Own, timeout_s: float, *, keep_mpi: bool
+) -> Iterator[RankInfo]:
+    """Begin MPI, let `ranks` agree over it in the body, and finalize it, unless `keep_mpi`.
 
-    MPI may take `timeout_s` to begin, and so may the body, whose UserError or JobFailed has to be the same on
-    every rank. `launcher` learns when MPI begins, and prints a refusal; else the ranks do. Yields what `own`
-    returned, and a function that gathers a value of every rank, by rank.
+    MPI may take `timeout_s` to begin, and so may the body. Yields what `own` returned.
     """
-    try:
-        with _watched(timeout_s):
-            MPI = _load_mpi(world, launcher, keep_mpi=keep_mpi)
-    except UserError as error:
-        if launcher is not None:
-            raise
-        print_from_one_rank(str(error), world.rank, world.local_rank)
-        raise SystemExit(BAD_INPUT) from None
+    with _watched(timeout_s):
+        MPI = _load_mpi(ranks, keep_mpi=keep_mpi)
     comm = MPI.COMM_WORLD
-
-    def gather(value: Any) -> list[Any]:
-        # JSON, because mpi4py would pickle objects.
-        return [json.loads(text) for text in comm.allgather(json.dumps(value))]
-
     info = own()
+    ranks.exchange = comm.allgather
     with _watched(timeout_s):
         try:
-            yield info, gather
-        except (UserError, JobFailed) as error:
-            is_printed_here = launcher is None and isinstance(error, UserError)
-            if is_printed_here and world.rank == 0:
-                print_error(error)
-            comm.Barrier()  # the first rank that exits makes mpirun kill the others
-            if is_printed_here:
-                raise SystemExit(BAD_INPUT) from None
+            yield info
+        except Refused:
             raise
         except BaseException:
             # While MPI is initialized, a rank that only raises leaves all others hanging in a collective.
@@ -68,6 +50,7 @@ def over_mpi(
             comm.Abort(1)
             raise
         finally:
+            ranks.exchange = None
             if not keep_mpi:
                 MPI.Finalize()
                 sys.modules.pop("mpi4py.MPI", None)
@@ -88,10 +71,11 @@ def _watched(timeout_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _load_mpi(world: World, launcher: Coordinator | None, *, keep_mpi: bool) -> Any:
+def _load_mpi(ranks: Coordinator, *, keep_mpi: bool) -> Any:
     """mpi4py's MPI, initialized, if it is the same MPI as the mpirun that started this process."""
     import mpi4py
 
+    world = ranks.world
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = keep_mpi
     defaults = _mpi_defaults(world, keep_mpi=keep_mpi)
@@ -113,11 +97,10 @@ def _load_mpi(world: World, launcher: Coordinator | None, *, keep_mpi: bool) -> 
                 f"mpirun is {started_by} but mpi4py loaded {vendor} ({library[1] if library else 'libmpi'}). "
                 "Set MPI4PY_LIBMPI or reinstall."
             )
-        say = launcher.send if launcher is not None else lambda kind, **facts: None
         if not MPI.Is_initialized():
-            say("mpi_init", active=True)  # many MPIs end the process when it fails
+            ranks.send("mpi_init", active=True)  # many MPIs end the process when it fails
             MPI.Init()
-            say("mpi_init", active=False)
+            ranks.send("mpi_init", active=False)
     finally:
         for name in defaults:  # processes that ranks start later must not inherit them
             del os.environ[name]

@@ -9,18 +9,20 @@ from __future__ import annotations
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.rendezvous.meet import joining_timeout_s, slurm_address
+from mpiddp.runtime.rendezvous.meet import address_of_rank_0, joining_timeout_s
 from mpiddp.runtime.reports import announce
 from mpiddp.text import shown
+from mpiddp.world import World
 from tests.support.errors import error
 
 
 @pytest.mark.parametrize("value", ["[1-]", ",", "", "n[0-999999999]"])
 def test_a_list_of_nodes_that_slurm_never_writes(value: str) -> None:
-    env = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": value}
+    env = {"SLURM_STEP_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    env["SLURM_STEP_NODELIST"] = value
     sentence = error("not that of a Slurm", f'SLURM_STEP_NODELIST="{shown(value)}"')
     with pytest.raises(UserError, match=sentence):
-        slurm_address(env)
+        address_of_rank_0(World.from_env(env), env)
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "0", "nan", "x", "-1"])
