@@ -152,10 +152,11 @@ class Session:
         The first rank to fail says what is wrong; errors of connections follow from it, and would only hide
         it. `is_printed`: Python has printed the error.
         """
-        coordinator, ending, is_said = self.coordinator, ending_of(error), self.has_said_why
+        coordinator, is_said = self.coordinator, self.has_said_why
         # A save in flight goes on after sys.exit() of a script, whose agent ends the others. A claim ends it.
         is_exit = isinstance(error, SystemExit) and self.control is not None
         is_first = is_exit or coordinator.claim_first_failure()
+        ending = ending_of(error)
         is_by_hand = self is current() and self.control is None and not coordinator.group
         # A later exit code without a sentence follows from an error that was reported.
         if ending.error or not is_said:
@@ -292,9 +293,8 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
         """A forked child is no rank."""
         for number in before:
             if signal.getsignal(number) is on_signal:
-                signal.signal(
-                    number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL
-                )
+                ignores = number == signal.SIGUSR1
+                signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
 
     if before and threading.main_thread() is threading.current_thread():
         for number in before:
