@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NoReturn
 
 from mpiddp.errors import UserError
@@ -82,20 +83,21 @@ def examples(prog: str) -> str:
 class OneSentenceParser(argparse.ArgumentParser):
     """argparse that raises its errors as UserError, without printing the usage."""
 
+    elsewhere: Mapping[str, str] = MappingProxyType({})  # by patterns of other programs' options
+
     def format_help(self) -> str:
         usage, _, rest = super().format_help().partition("\n\n")
         return "\n\n".join(part for part in (usage, examples(self.prog), rest) if part)
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
-        hint = self.hint(unknown[1]) if unknown else ""
+        hint = ""
+        if unknown := re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL):
+            actions = self._option_string_actions.items()
+            known = [name for name, action in actions if action.help != argparse.SUPPRESS]
+            name = unknown[1].replace("_", "-")
+            here = [text for each, text in self.elsewhere.items() if re.fullmatch(each, name)]
+            hint = f" {here[0]}." if here else did_you_mean(unknown[1], known)
         raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
-
-    def hint(self, option: str) -> str:
-        """What somebody meant by an unknown option: a known one that is near; "" if there is none."""
-        actions = self._option_string_actions.items()
-        known = [name for name, action in actions if action.help != argparse.SUPPRESS]
-        return did_you_mean(option, known)
 
 
 class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):

@@ -54,18 +54,14 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The whole command line. Durations are in seconds; None is "not given".
+    """The whole command line. Durations are in seconds; None is "not given"."""
 
-    job: what each rank runs: a script, -m and a module, or -- and any program, each with its arguments.
-    backend: the one that the job's own options request, if known.
-    variables: those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
-    prefix: of MPIDDP_PREFIX: whether each line of output begins with its rank: "auto", "always" or "never".
-    """
-
+    # What each rank runs: a script, -m and a module, or -- and any program, each with its arguments.
     job: tuple[str, ...] = ()
-    backend: str | None = None
+    backend: str | None = None  # that the job's own options request, if known
+    # Those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
     variables: Mapping[str, str] = field(default_factory=dict)
-    prefix: str = "auto"
+    prefix: str = "auto"  # of MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
 
     hostfile: str | None = None
     host_list: str | None = None
@@ -205,15 +201,6 @@ _ELSEWHERE = {
 }
 
 
-class _Parser(OneSentenceParser):
-    """It knows what other launchers call an option."""
-
-    def hint(self, option: str) -> str:
-        name = option.replace("_", "-")
-        here = [text for pattern, text in _ELSEWHERE.items() if re.fullmatch(pattern, name)]
-        return f" {here[0]}." if here else super().hint(option)
-
-
 _EXAMPLES = """\
 Start a script, or any command, on every slot of a hostfile, with one mpirun.
 
@@ -228,7 +215,7 @@ Options of mpiddp launch come before the script. What follows the script is the 
 
 def option_parser() -> argparse.ArgumentParser:
     """The parser. `module` or `script` of its values holds the job's command line."""
-    parser = _Parser(
+    parser = OneSentenceParser(
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
         description=_EXAMPLES,
@@ -237,9 +224,9 @@ def option_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    is_help: dict[str, Any] = {"action": _Help, "nargs": 0, "default": argparse.SUPPRESS}
-    parser.add_argument("-h", "--help", help="show the most used options", **is_help)
-    parser.add_argument("--help-all", help="show every option", **is_help)
+    parser.elsewhere = _ELSEWHERE
+    parser.add_argument("-h", "--help", action=_Help, help="show the most used options")
+    parser.add_argument("--help-all", action="help", help="show every option")
     add_options(parser)
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
@@ -249,15 +236,14 @@ def option_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Help(argparse.Action):
-    """Print the help of the parser, or its short form, and exit."""
+class _Help(argparse._HelpAction):
+    """Print the short help, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        for action in parser._actions if rest[-1] != "--help-all" else ():
+        for action in parser._actions:
             if f"\n  {action.dest} " in _OPTIONS:
                 action.help = _HIDDEN
-        parser.print_help()
-        raise SystemExit(0)
+        super().__call__(parser, *rest)
 
 
 def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
