@@ -133,9 +133,9 @@ def _source() -> str:
 def print_from_one_rank(sentence: str, rank: int, local_rank: int | None) -> None:
     """Print a sentence that every rank may have, without communication. The caller then exits.
 
-    Rank 0 prints at once, and its exit makes most launchers end the other ranks. After a pause, the
-    first rank of each host that is still running prints too, because only that host may have the
-    problem. If the local rank is not known (None), every rank does.
+    Rank 0 prints at once, and its exit makes most launchers end the other ranks. After a pause, the first
+    rank of each host that still runs prints too: only that host may have the problem. If the local rank is
+    not known (None), every rank does.
     """
     if rank != 0:
         time.sleep(2.0)
@@ -168,10 +168,7 @@ def read_error(file: str, error: OSError) -> UserError | JobFailed:
 
 @contextlib.contextmanager
 def named_by(option: str) -> Iterator[None]:
-    """Raise an error of a file in the body as one sentence that begins with `option`, "" for none.
-
-    UserError and JobFailed are raised as by `cause_of`.
-    """
+    """Raise an error of a file in the body as `cause_of` says: one sentence that begins with `option`."""
     try:
         yield
     except OSError as error:
@@ -182,10 +179,9 @@ def named_by(option: str) -> Iterator[None]:
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """The contents of a regular file of at most `limit` bytes.
+    """The contents of a regular file of at most `limit` bytes: a pipe or a device may never end.
 
-    Raises:
-        OSError: it cannot be read, or is larger, or is a pipe or a device, which may never end.
+    Raises OSError for any other file.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -18,10 +18,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 
 
 def escaped(text: str, *, keep: str = "") -> str:
-    """The text without effects on a terminal: an escape character becomes "\\x1b", the end of a line "\\n".
-
-    The characters of `keep` are not escaped.
-    """
+    """The text without effects on a terminal: "\\x1b" for an escape character. Those of `keep` stay."""
     return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
@@ -64,10 +61,9 @@ def shown(text: str) -> str:
 
 
 def parse_whole(text: str, low: int = 0, high: int | None = None) -> int:
-    """The whole number in `text`, in [low, high). `high` is at most a billion unless it is given.
+    """The whole number in `text`, in [low, high), by default below a billion.
 
-    Raises:
-        ValueError: any other text. The message is the expectation: "a whole number, 1 or more".
+    Raises ValueError for any other text. Its message is the expectation: "a whole number, 1 or more".
     """
     below = _WHOLE_BELOW if high is None else high
     # int() refuses more than 4,300 digits. A number with one more than `below` is too large in any case.
@@ -80,11 +76,7 @@ def parse_whole(text: str, low: int = 0, high: int | None = None) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """The seconds in "90", "90s", "55m" or "1.5h".
-
-    Raises:
-        ValueError: any other text, 0, or more than MAX_DURATION_DAYS.
-    """
+    """The seconds in "90", "90s", "55m" or "1.5h". Raises ValueError for any other text, and for 0."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)([smh]?)", text, re.ASCII)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
     if not 0 < seconds <= MAX_DURATION_DAYS * 86400:
@@ -136,9 +128,8 @@ def percentile(values: Collection[float], percent: int) -> float:
     """
     ordered = sorted(values)
     index, rest = divmod(percent * (len(ordered) - 1), 100)
-    if rest == 0:
-        return ordered[index]
-    return (ordered[index] * (100 - rest) + ordered[index + 1] * rest) / 100
+    low, high = ordered[index], ordered[index + bool(rest)]
+    return low + (high - low) * rest / 100
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
