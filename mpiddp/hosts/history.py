@@ -129,7 +129,7 @@ def parse(line: bytes) -> Event | None:
     return event if all(isinstance(word, str) for word in words) and event.concerned else None
 
 
-def doubts(path: Path, hosts: Sequence[Host]) -> dict[str, str]:
+def doubts(path: Path | None, hosts: Sequence[Host]) -> dict[str, str]:
     """Why a job would do better without some of the hosts, by their keys."""
     events = read(path)
     found = {host: record_of(host.key, events).doubt for host in hosts}

@@ -83,11 +83,6 @@ class Hosts:
     def world_size(self) -> int:
         return sum(host.ranks for host in self.hosts)
 
-    @property
-    def total_slots(self) -> int:
-        """The sum of all slots. Raises UserError if a host's count is not known."""
-        return sum(slots_of(self, host) for host in self.hosts)
-
     def where(self, host: Host) -> str:
         """The host's position in the input, for an error: `hosts.txt:3`, or `-H`."""
         return self.source if host.line is None else f"{self.source}:{host.line}"

@@ -28,37 +28,26 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class JobNetwork(NamedTuple):
-    """The network of a job.
+    """The network of a job."""
 
-    - interface: this machine's, None if no single one leads to all hosts.
-    - networks: those that MPI must use on all hosts ("10.0.0.0/24", or the name of an interface that all
-      have), empty if they are not known.
-    - control_address: this machine's address for all ranks; "" only in a dry run that does not know it.
-    """
-
-    interface: Interface | None = None
+    interface: Interface | None = None  # this machine's, None if no single one leads to all hosts
+    # Those that MPI must use on all hosts ("10.0.0.0/24", or the name of an interface that all have), empty
+    # if they are not known.
     networks: tuple[str, ...] = ()
-    control_address: str = "127.0.0.1"
+    control_address: str = "127.0.0.1"  # this machine's for all ranks; "" in a dry run without one
 
 
 class Request(NamedTuple):
-    """The job to start and its hosts, independent of the MPI.
+    """The job to start and its hosts, independent of the MPI."""
 
-    hosts: in the order of the ranks, each with its number, under the names that mpirun gets.
-    job: the command of a rank. With `is_command`, its script may run in a container.
-    variables: all that the ranks get, by name. env: the user's environment, which mpirun inherits.
-    mpi_args: the user's own arguments for mpirun.
-    """
-
-    hosts: Hosts
-    job: tuple[str, ...]
+    hosts: Hosts  # in the order of the ranks, each with its number, as mpirun gets its name
+    job: tuple[str, ...]  # the command of a rank
     folder: str
-    variables: Mapping[str, str] = _NOTHING
-    env: Mapping[str, str] = _NOTHING
+    variables: Mapping[str, str] = _NOTHING  # all that the ranks get
+    env: Mapping[str, str] = _NOTHING  # the user's environment, which mpirun inherits
     network: JobNetwork = JobNetwork()
     bind: str = "none"
-    mpi_args: tuple[str, ...] = ()
-    is_command: bool = False
+    mpi_args: tuple[str, ...] = ()  # the user's own arguments for mpirun
 
     @property
     def world_size(self) -> int:
@@ -79,15 +68,12 @@ class Request(NamedTuple):
 
 @dataclass
 class Command:
-    """A command line, the variables to set in its environment, and the files to write for it, in `folder`.
-
-    flags: for each its reason, and then its arguments. variables: the names of those that the ranks get.
-    """
+    """A command line, the variables to set in its environment, and the files to write for it, in `folder`."""
 
     program: str
-    flags: list[tuple[str, ...]]
+    flags: list[tuple[str, ...]]  # for each its reason, and then its arguments
     job: tuple[str, ...]
-    variables: set[str] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)  # the names of those that the ranks get
     folder: str = "."
     settings: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # their texts by their paths
@@ -141,35 +127,26 @@ class Command:
 
 
 class Starter(NamedTuple):
-    """A program that starts ranks, with all that is particular to its kind.
+    """A program that starts ranks, with all that is particular to its kind."""
 
-    - name: of the kind, and the version of an installed one.
-    - version: the pattern of its --version output.
-    - add_flags: adds flags for a request, variables and files to the command.
-    - library: the file name of its libmpi, "" if the ranks need none.
-    - daemon: the program that it starts on the other hosts, in the folder of mpirun.
-    - has_scheduler: a scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is
-      left of a job, and may let a start wait.
-    - stop_signal: what ends it. Open MPI's takes SIGHUP like SIGTERM, and can do without SIGTERM. Hydra's
-      survives a SIGTERM to all processes of a job until the ranks have saved. Intel MPI's, a shell script,
-      cannot be shielded. srun passes SIGTERM on to its tasks.
-    - proves_signals: its exit code 128 + N proves that signal N has killed a rank. Elsewhere that may be the
-      starter's own code, or that of a rank that it has ended.
-    - cuts_own_name: it always cuts this machine's name at the first dot.
-    - program, libmpi: of an installed one, absolute paths. No libmpi: mpi4py finds the library itself.
-    """
-
-    name: str
-    version: re.Pattern[str]
-    add_flags: Callable[[Request, Command], None]
-    library: str = ""
-    daemon: str = ""
+    name: str  # of the kind, and the version of an installed one
+    version: re.Pattern[str]  # in its --version output
+    add_flags: Callable[[Request, Command], None]  # adds variables and files too
+    library: str = ""  # the file name of its libmpi, "" if the ranks need none
+    daemon: str = ""  # the program that it starts on the other hosts, in the folder of mpirun
+    # A scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is left of a job,
+    # and may let a start wait.
     has_scheduler: bool = False
+    # What ends it. Open MPI's takes SIGHUP like SIGTERM, and can do without SIGTERM. Hydra's survives a
+    # SIGTERM to all processes of a job until the ranks have saved. Intel MPI's, a shell script, cannot be
+    # shielded. srun passes SIGTERM on to its tasks.
     stop_signal: signal.Signals = signal.SIGTERM
+    # Its exit code 128 + N proves that signal N has killed a rank. Elsewhere that may be the starter's own
+    # code, or that of a rank that it has ended.
     proves_signals: bool = False
-    cuts_own_name: bool = False
-    program: Path = Path()
-    libmpi: Path | None = None
+    cuts_own_name: bool = False  # it always cuts this machine's name at the first dot
+    program: Path = Path()  # of an installed one, an absolute path
+    libmpi: Path | None = None  # the same; None: mpi4py finds the library itself
 
     def compose(
         self,
@@ -180,15 +157,13 @@ class Starter(NamedTuple):
     ) -> Command:
         """The command that starts `request` on exactly its hosts and in its order.
 
-        arguments: more of them for the job. variables: more of them for the ranks. scratch: the folder of the
-        command's files.
+        With more arguments for the job, more variables for the ranks, and its files in the folder `scratch`.
         """
         every = {**request.variables, **variables}
         # The others are inherited from the user's environment.
         own = {name: value for name, value in every.items() if request.env.get(name) != value}
         command = Command(str(self.program), [], (*request.job, *arguments), {*every}, scratch)
         self.add_flags(request, command)
-        if request.mpi_args:
-            command.add("--mpi-args, as you wrote them", *request.mpi_args)
+        command.add("--mpi-args, as you wrote them" if request.mpi_args else "", *request.mpi_args)
         command.settings = {**own, **command.settings, **own}
         return command

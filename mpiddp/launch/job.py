@@ -11,7 +11,7 @@ import json
 import os
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_hosts
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Ranks
+from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.verdict import Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
@@ -42,6 +42,7 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     Raises UserError or JobFailed if the first attempt cannot be started.
     """
     plan = make_plan(options, os.environ)
+    options = replace(options, push=False, wait_s=None)  # a restart has pauses of its own
     stop_at = started_at + (options.stop_after_s or float("inf"))
     name = Path(options.command[0]).name
     with SignalQueue() as signals, closing(Console(name)) as console:
@@ -62,17 +63,17 @@ class Job:
     console: Console
     stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
     exchange: Exchange | None = None
+    known: Announcement = NOTHING_ANNOUNCED  # by the attempts so far
+    restarts: int = 0
+    failures: int = 0  # restarts that count
+    in_a_row: int = 0  # failures without a step between them: the pause grows only for these
+    at_fault: str = ""  # the host that ended the latest attempt, by its key
+    grown_from: Plan | None = None  # until a job on more hosts makes a step
 
     def __post_init__(self) -> None:
         self.past = Past(enough=len(self.plan.hosts.usable))
-        self.known = NOTHING_ANNOUNCED  # by the attempts so far
         self.run_id = os.urandom(8).hex()
-        self.restarts = 0
-        self.failures = 0  # restarts that count
-        self.in_a_row = 0  # failures without a step between them: the pause grows only for these
-        self.at_fault = ""  # the host that ended the latest attempt, by its key
         self.may_grow = self.options.grow_s is not None
-        self.grown_from: Plan | None = None  # until a job on more hosts makes a step
 
     def run(self) -> Outcome:
         planned: Plan | Outcome | None = self.plan
@@ -96,11 +97,10 @@ class Job:
             outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
         if outcome.made_steps:
             self.grown_from = None
-        plan, named, doubts = self.plan, self.plan.named, dict(self.past.doubts)
-        at_fault = outcome.host_at_fault and key_of(outcome.host_at_fault, named)
-        # Else its user or its input ended it.
-        if plan.memory and outcome.code in (DONE, FAILED, STOPPED):
-            used = [key_of(host.name, named) for host in plan.request.hosts.hosts]
+        plan, doubts = self.plan, dict(self.past.doubts)
+        at_fault = outcome.host_at_fault and key_of(outcome.host_at_fault, plan.named)
+        if outcome.code in (DONE, FAILED, STOPPED):  # else its user or its input ended it
+            used = [key_of(host.name, plan.named) for host in plan.request.hosts.hosts]
             history.note(plan.memory, used, {at_fault: outcome.sentence} if at_fault else {})
         if at_fault and at_fault == self.at_fault:
             doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
@@ -114,30 +114,28 @@ class Job:
         others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
         has_scheduler, job = starter.has_scheduler, os.urandom(8).hex()
         ranks = Ranks(request.names_of_ranks)
+        announced = {"global_batch_size": known.global_batch_size, "world_size": known.world_size}
         settings = {
             names.JOB: job,
             names.OUTPUT: options.log_ranks,
             names.RUN_ID: self.run_id,
             names.RESTART_COUNT: str(self.restarts),
             names.MAX_RESTARTS: str(options.max_restarts),
+            names.ANNOUNCED: json.dumps(announced) if known.global_batch_size else "",
+            names.RUN_DIR: known.run_dir,
         }
-        if (batch := known.global_batch_size) is not None:
-            announced = {"global_batch_size": batch, "world_size": known.world_size}
-            settings[names.ANNOUNCED] = json.dumps(announced)
-        if known.run_dir:
-            settings[names.RUN_DIR] = known.run_dir
         with ExitStack() as stack:
             folder = stack.enter_context(private_folder(os.environ))
             selector = stack.enter_context(TimedSelector())
             # A container may have a /tmp of its own, without this launcher's socket.
-            has_path = not (others or has_scheduler or request.is_command)
+            has_path = not (others or has_scheduler or options.job[0] == "--")
             where = folder / "control" if has_path else request.network.control_address
             server = ControlServer(where, ranks.world_size, selector)
             stack.enter_context(closing(server))
             self.console.attempts += 1
             if self.exchange is not None:
                 self.exchange.begin(server)
-            settings |= server.settings
+            settings = {name: value for name, value in settings.items() if value} | server.settings
             command = starter.compose(request, known.resume_args, settings, str(folder))
             has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
             output = JobOutput(ranks.world_size, has_prefix=has_prefix, shows_end=options.verbose)
@@ -147,11 +145,9 @@ class Job:
             search = grows if self.may_grow else None
             attempt = Attempt(options, ranks, server, mpirun, output, *own, search)
             is_all_shown = attempt.run()
-            elsewhere = {host.name for host in others}
-            here = {rank for rank, host in enumerate(ranks.hosts) if host not in elsewhere}
+            here = frozenset(rank for rank, host in enumerate(ranks.hosts) if is_this_host(host))
             printed = output.last_errors if is_all_shown else {}
-            end = mpirun.end._replace(beside=frozenset(here))
-            outcome = verdict(ranks, end, attempt.history, printed)
+            outcome = verdict(ranks, mpirun.end._replace(beside=here), attempt.history, printed)
             if is_all_shown:
                 output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
         if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:

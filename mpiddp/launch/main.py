@@ -17,12 +17,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
-from mpiddp.hosts.hostfile import Hosts
 from mpiddp.launch import log
 from mpiddp.launch.command import LEFT_OUT
 from mpiddp.launch.control import Exchange
@@ -37,11 +36,8 @@ from mpiddp.world import World, leave_enclosing_job
 
 
 def main(argv: list[str]) -> int:
-    """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 its ranks refused their
-    input, 75 stopped on request, 130 interrupted.
-
-    Raises:
-        UserError: bad input, found before anything started.
+    """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 its ranks refused their input, 75
+    stopped on request, 130 interrupted. Raises UserError for bad input, found before anything started.
     """
     started_at = time.monotonic()
     open_closed_streams()
@@ -52,21 +48,24 @@ def main(argv: list[str]) -> int:
     if home != "~":
         os.environ.setdefault("HOME", home)  # a service may lack it, and Open MPI needs it
     if not (is_nested or options.names_hosts or in_slurm_terminal(os.environ)):
-        _refuse_inside_a_rank(os.environ)
-    # Imported here, so that --help and a wrong option answer at once.
-    from mpiddp.launch.place import wanted_hosts
-    from mpiddp.launch.plan import make_plan, read_hosts, working_folder
-
+        world = World.from_env(os.environ)
+        if world.world_size > 1:  # each rank of another launcher would start a job
+            name = world.launcher.variables[0]
+            raise UserError(
+                f"mpiddp launch starts all ranks itself, but {name}={os.environ[name]} says that this is "
+                f"already one of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place "
+                f"of mpiddp launch, or start it once; -H localhost starts a job on this machine alone."
+            )
     if options.dry_run:
+        # Imported here, so that --help and a wrong option answer at once.
+        from mpiddp.launch.plan import make_plan
+
         plan = make_plan(options, os.environ)
         command = plan.starter.compose(plan.request)
         hidden = command.settings.keys() & options.variables.keys()
         print(command.explained(hidden))
         _say_left_out(hidden)
         return 0
-    if options.push:
-        hosts = read_hosts(options, os.environ)
-        _push(hosts, working_folder(os.environ), wanted_hosts(hosts, options)[1])
     from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
 
     outcome = run(options, started_at)
@@ -83,35 +82,6 @@ def _say_left_out(names: Iterable[str]) -> None:
     """Name the variables whose values a printed command lacks."""
     if missing := ", ".join(sorted(names)):
         log.info(f"{LEFT_OUT} replaces values that are never printed here. Fill in: {missing}")
-
-
-def _push(hosts: Hosts, folder: str, least: int) -> None:
-    """Push `folder` and the environment of this Python to the other hosts, to `least` in all."""
-    from mpiddp.hosts import push
-
-    if not hosts.transport.is_ssh:
-        raise UserError(
-            f"--push needs ssh, and {hosts.transport.name} reaches the hosts of this job."
-        )
-    pushed = push.push(hosts.usable, push.default_folders(folder), min_hosts=least)
-    for host, failure in pushed.failures.items():
-        log.error(f"not pushed to {host.name}: {failure}")
-    for note in pushed.notes:
-        log.info(note)
-    if any(pushed.sent.values()):
-        log.info("; ".join(push.summary(pushed, dry_run=False)))
-
-
-def _refuse_inside_a_rank(env: Mapping[str, str]) -> None:
-    """Refuse to start a job from each rank of another launcher."""
-    world = World.from_env(env)
-    if world.world_size > 1:
-        name = world.launcher.variables[0]
-        raise UserError(
-            f"mpiddp launch starts all ranks itself, but {name}={env[name]} says that this is already one "
-            f"of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place of mpiddp "
-            f"launch, or start it once; -H localhost starts a job on this machine alone."
-        )
 
 
 # --- a function of mpiddp.spawn ---

@@ -33,33 +33,27 @@ _Route = tuple[str, str]  # this machine's address and the host's, as a connecti
 
 
 class Past(NamedTuple):
-    """What earlier jobs, or the earlier attempts of this job, have taught about its hosts.
+    """What earlier jobs, or the earlier attempts of this job, have taught about its hosts."""
 
-    doubts: why the job would do better without a host, by its key. Those of earlier jobs are only said. Where
-        it can, a job does without hosts that its own attempts have shown.
-    enough: the number of hosts of the first attempt; None before it.
-    max_ranks: the most ranks that the job has announced.
-    """
-
+    # Why the job would do better without a host, by its key. Those of earlier jobs are only said. Where it
+    # can, a job does without hosts that its own attempts have shown.
     doubts: Mapping[str, str] = MappingProxyType({})
-    enough: int | None = None
-    max_ranks: int | None = None
+    enough: int | None = None  # the number of hosts of the first attempt; None before it
+    max_ranks: int | None = None  # the most that the job has announced
 
 
-def wanted_hosts(
-    hosts: Hosts, options: LaunchOptions, enough: int | None = None
-) -> tuple[int, int]:
-    """The number of hosts that the job takes, and the fewest with which it starts. `enough`: see Past."""
+def wanted_hosts(hosts: Hosts, options: LaunchOptions, past: Past) -> tuple[int, int]:
+    """The number of hosts that the job takes, and the fewest with which it starts."""
     usable, spares, min_hosts = len(hosts.usable), options.spares, options.min_hosts
     wanted = usable - spares
     if wanted < 1:
         given = f"{hosts.source} has {counted(usable, 'host')}"
         raise UserError(f"--spares {spares} leaves no host for the ranks: {given}.")
     if wanted < (min_hosts or 1):
-        given = counted(wanted, "host") + " given"
-        given += f" beside {counted(spares, 'spare')}" if spares else ""
-        raise UserError(f"only {given}, but --min-hosts is {min_hosts}.")
-    return wanted, min_hosts or min(wanted, enough or wanted)
+        beside = f" beside {counted(spares, 'spare')}" if spares else ""
+        given = f"only {counted(wanted, 'host')} given{beside}"
+        raise UserError(f"{given}, but --min-hosts is {min_hosts}.")
+    return wanted, min_hosts or min(wanted, past.enough or wanted)
 
 
 def choose(
@@ -92,43 +86,27 @@ def choose(
 # --- slots and ranks ---
 
 
-def check_gpu_choice(hosts: Hosts, variables: Mapping[str, str]) -> None:
-    """Raise UserError if both the hostfile and -x choose GPUs."""
-    chosen = sorted(variables.keys() & {*VISIBLE})
-    for host in hosts.hosts:
-        if chosen and host.gpus is not None:
-            both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
-            raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
-
-
-def with_slots(hosts: Hosts, infos: Mapping[Host, HostInfo], options: LaunchOptions) -> Hosts:
-    """The hosts with known slot counts, but for a host whose GPUs nobody knows."""
-    found = [
-        replace(host, slots=_slots(hosts, host, infos.get(host), options)) for host in hosts.hosts
-    ]
-    return replace(hosts, hosts=tuple(found))
-
-
-def _slots(hosts: Hosts, host: Host, info: HostInfo | None, options: LaunchOptions) -> int | None:
+def _slots(hosts: Hosts, host: Host, info: HostInfo | None, options: LaunchOptions) -> int:
     """A host's slots: those of its line, else its GPUs. A scheduler's, which may be cores, are no more."""
-    slots, backend = host.slots, options.backend
-    is_gloo, is_alone, is_here = backend == "gloo", len(hosts.hosts) == 1, is_this_host(host.name)
+    backend, is_here, is_alone = options.backend, is_this_host(host.name), len(hosts.hosts) == 1
+    is_gloo, slots = backend == "gloo", host.slots or 0
+    if host.slots is None and not (info or is_here):  # nobody has asked it
+        if not options.dry_run:
+            return slots_of(hosts, host)
+        assumed = "a dry run contacts no host: assuming slots=1"
+        log.info(f"{host.name} has no slot count, and {assumed}")
+        return 1
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
-    may_share = is_alone and (slots or 0) > 1 and not is_gloo
-    is_known = bool(info or (is_here and (slots is None or host.gpus or may_share)))
-    gpus = _visible_gpus(host, info, options.variables) if is_known else 0
-    if slots is None and is_known:
+    may_share = is_alone and slots > 1 and not is_gloo
+    is_asked = info or (is_here and (host.slots is None or host.gpus or may_share))
+    gpus = _visible_gpus(host, info, options.variables) if is_asked else 0
+    if host.slots is None:
         has_hosts = options.names_hosts or hosts.scheduler
         is_default = options.host_list == "localhost" or not has_hosts
         if is_default and (options.n, options.npernode) != (None, None):
             gpus = (0 if is_gloo else gpus) or len(os.sched_getaffinity(0))
         return min(host.max_slots or sys.maxsize, gpus or 1)
-    if slots is None and options.dry_run:
-        assumed = "a dry run contacts no host: assuming slots=1"
-        log.info(f"{host.name} has no slot count, and {assumed}")
-        return 1
-    # Without a preflight, this host is judged only if it is the only one.
-    if slots is None or not 0 < gpus < slots or is_gloo or not (info or is_alone):
+    if is_gloo or not 0 < gpus < slots:
         return slots
     found = f"{host.name} has {counted(gpus, 'GPU')} but {slots} slots"
     if hosts.scheduler:
@@ -169,11 +147,12 @@ def _visible_gpus(host: Host, info: HostInfo | None, variables: Mapping[str, str
 
 def place(
     hosts: Hosts,
+    infos: Mapping[Host, HostInfo],
     starter: Starter,
     options: LaunchOptions,
+    max_ranks: int | None = None,
     *,
     may_be_fewer: bool = False,
-    max_ranks: int | None = None,
 ) -> Hosts:
     """The hosts that take ranks, each with its number, under the names that mpirun gets.
 
@@ -181,11 +160,14 @@ def place(
     hosts are left out, so fewer ranks than -n may start.
     """
     n, npernode = options.n, options.npernode
-    room = {host: min(slots_of(hosts, host), npernode or sys.maxsize) for host in hosts.hosts}
+    room = {host: _slots(hosts, host, infos.get(host), options) for host in hosts.hosts}
+    if not options.names_hosts:
+        log.info(f"no hosts given: using {hosts.source}, slots={sum(room.values())}")
     for host, slots in room.items():
         if 0 < slots < (npernode or 0):
             where = f"{host.name} ({hosts.where(host)})"
             raise UserError(f"--npernode {npernode} is more than the {slots} slots of {where}.")
+        room[host] = min(slots, npernode or slots)
     total = sum(room.values())
     if n is not None and n > total and not may_be_fewer:
         within = f" with --npernode {npernode}" if npernode else ""
@@ -229,6 +211,12 @@ def ranks_by_host(hosts: Hosts) -> list[str]:
         lines.append(f"{host.name}: rank{f's {first}-{last}' if host.ranks > 1 else f' {first}'}")
         first = last + 1
     return lines
+
+
+def key_of(name: str, named: Hosts) -> str:
+    """The key in the list of hosts of one that mpirun got as `name`: this machine under its own name."""
+    here = (host.key for host in named.hosts if is_this_host(host.name))
+    return next(here, name.lower()) if is_this_host(name) else name.lower()
 
 
 # --- the network ---
@@ -297,9 +285,3 @@ def _route(name: str) -> _Route | None:
         packet.connect((found[0][0], 9))  # an error: there is no address, or no route
         return str(packet.getsockname()[0]), str(packet.getpeername()[0])
     return None
-
-
-def key_of(name: str, named: Hosts) -> str:
-    """The key in the list of hosts of one that mpirun got as `name`: this machine under its own name."""
-    here = (host.key for host in named.hosts if is_this_host(host.name))
-    return next(here, name.lower()) if is_this_host(name) else name.lower()

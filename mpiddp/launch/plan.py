@@ -1,6 +1,6 @@
 """The plan of a job: from the options of `mpiddp launch` to the request for one command.
 
-options -> read_hosts -> run_preflight -> choose -> with_slots -> place -> find_network -> Request
+options -> read_hosts -> run_preflight -> choose -> place -> find_network -> Request
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import NamedTuple
 from mpiddp.errors import JobFailed, UserError, cause_of, check_program
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
-from mpiddp.hosts.gpus import hides_all_gpus
+from mpiddp.hosts.gpus import VISIBLE, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.launch import log, place
-from mpiddp.launch.command import JobNetwork, Request, Starter
+from mpiddp.launch.command import Request, Starter
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
 from mpiddp.launch.preflight import Checked, Needs, preflight
@@ -39,17 +39,13 @@ _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart
 
 
 class Plan(NamedTuple):
-    """One attempt at a job: the starter, and the request for it.
-
-    named: the hosts that were to choose from. hosts: those that were chosen, before their ranks were placed.
-    memory: the history of the named hosts; None for this one.
-    """
+    """One attempt at a job: the starter, and the request for it."""
 
     starter: Starter
     request: Request
-    named: Hosts
-    hosts: Hosts
-    memory: Path | None
+    named: Hosts  # that were to choose from
+    hosts: Hosts  # that were chosen, before their ranks were placed
+    memory: Path | None  # the history of the named hosts; None for this one
 
 
 def make_plan(
@@ -65,9 +61,8 @@ def make_plan(
     if a machine failed.
     """
     is_first = past is None
-    named = read_hosts(options, env) if named is None else named
+    named = named or read_hosts(options, env)
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
-    place.check_gpu_choice(named, options.variables)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = options.min_hosts if starter.has_scheduler else options.wait_s
     needing = needing or options.spares or options.grow_s
@@ -76,24 +71,21 @@ def make_plan(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
-    wanted, least = place.wanted_hosts(named, options, past and past.enough)
     resolve_all([host.name for host in named.hosts])
     # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
     has_memory = not (_is_local(named) or names.DRILL in env)
     memory = history.file_of(options.hostfile) if has_memory else None
-    past = past or (Past(history.doubts(memory, named.usable)) if memory else Past())
-    # The first attempt may wait for hosts; a restart has pauses of its own.
-    wait_s = options.wait_s if is_first and options.wait_s else 0.0
-    checked = run_preflight(options, named, starter, env, wait_s=wait_s)
+    past = past or Past(history.doubts(memory, named.usable))
+    wanted, least = place.wanted_hosts(named, options, past)
+    if options.push and not options.dry_run:
+        _push(named, working_folder(env), least)
+    checked = run_preflight(options, named, starter, env)
     if checked.silent:
         history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(named, checked.complaints, wanted, least, past)
-    with_counts = place.with_slots(chosen, checked.infos, options)
-    if not options.names_hosts:
-        log.info(f"no hosts given: using {named.source}, slots={with_counts.total_slots}")
     may_be_fewer = len(chosen.usable) < max(wanted, past.enough or 0)
     placed = place.place(
-        with_counts, starter, options, may_be_fewer=may_be_fewer, max_ranks=past.max_ranks
+        chosen, checked.infos, starter, options, past.max_ranks, may_be_fewer=may_be_fewer
     )
     if is_first:
         place.check_log_ranks(options.log_ranks, placed.world_size)
@@ -114,14 +106,13 @@ def make_plan(
         hosts=placed,
         job=(str(PYTHON), *runs, *options.job),
         folder=working_folder(env),
-        variables=variables_of_ranks(options, starter, placed, network, env),
         env=env,
         network=network,
         bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
         mpi_args=options.mpi_args,
-        is_command=options.job[0] == "--",
     )
-    return Plan(starter, request, named, chosen, memory)
+    variables = variables_of_ranks(options, starter, request)
+    return Plan(starter, request._replace(variables=variables), named, chosen, memory)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -137,6 +128,10 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         hosts = parse_host_list(options.host_list)
     else:
         hosts = find_allocation(env) or THIS_MACHINE
+    for host in hosts.hosts:
+        if host.gpus is not None and (chosen := sorted({*VISIBLE} & options.variables.keys())):
+            both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
+            raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
     if options.exclude is None:
         return hosts
     excluded = {name.strip().lower() for name in options.exclude.split(",")}
@@ -157,13 +152,24 @@ def _is_local(named: Hosts) -> bool:
     return all(is_this_host(host.name) for host in named.usable)
 
 
+def _push(named: Hosts, folder: str, least: int) -> None:
+    """Push `folder` and the environment of this Python to the other hosts, to `least` in all."""
+    from mpiddp.hosts import push  # few jobs need it
+
+    if not named.transport.is_ssh:
+        reaches = f"{named.transport.name} reaches the hosts of this job"
+        raise UserError(f"--push needs ssh, and {reaches}.")
+    pushed = push.push(named.usable, push.default_folders(folder), min_hosts=least)
+    for host, failure in pushed.failures.items():
+        log.error(f"not pushed to {host.name}: {failure}")
+    for note in pushed.notes:
+        log.info(note)
+    if any(pushed.sent.values()):
+        log.info("; ".join(push.summary(pushed, dry_run=False)))
+
+
 def run_preflight(
-    options: LaunchOptions,
-    named: Hosts,
-    starter: Starter,
-    env: Mapping[str, str],
-    *,
-    wait_s: float = 0.0,
+    options: LaunchOptions, named: Hosts, starter: Starter, env: Mapping[str, str]
 ) -> Checked:
     """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
 
@@ -186,7 +192,7 @@ def run_preflight(
         program=program,
         uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
-    return preflight(named.usable, needs, named.transport, wait_s=wait_s)
+    return preflight(named.usable, needs, named.transport, wait_s=options.wait_s or 0.0)
 
 
 def working_folder(env: Mapping[str, str]) -> str:
@@ -203,21 +209,17 @@ def working_folder(env: Mapping[str, str]) -> str:
 
 
 def variables_of_ranks(
-    options: LaunchOptions,
-    starter: Starter,
-    placed: Hosts,
-    network: JobNetwork,
-    env: Mapping[str, str],
+    options: LaunchOptions, starter: Starter, request: Request
 ) -> dict[str, str]:
     """All variables that the ranks get. The launcher's own, and its options, precede -x and --env-file."""
-    has_scheduler, exports = starter.has_scheduler, options.variables
+    hosts, env, exports = request.hosts.hosts, request.env, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
-    networks = ",".join(network.networks)
+    networks = ",".join(request.network.networks)
     own = {
-        names.PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in placed.hosts),
+        names.PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
         # A scheduler chooses the GPUs of each host itself.
-        names.GPUS: "" if has_scheduler else gpu_table(placed.hosts, env, exports),
+        names.GPUS: "" if starter.has_scheduler else gpu_table(hosts, env, exports),
         names.INTERFACE: networks if options.interface else "",
         names.TIMEOUT: f"{options.timeout_s:.12g}" if options.timeout_s else "",
         names.BIND: "gpu" if options.bind == "gpu" else "",

@@ -28,7 +28,7 @@ from mpiddp.text import all_of, duration, listed
 PAUSE_S = 1.0  # between two attempts to reach a host
 _NEW_KEY = "Host key verification failed"
 
-# The modules that are sent to the hosts, each after those that it imports.
+# The modules that are sent to the hosts, each after those that it imports. They need only a Python.
 TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, facts)
 
 
@@ -63,25 +63,20 @@ class HostInfo:
 
 
 class Checked(NamedTuple):
-    """What a preflight has found; nothing if none was run.
+    """What a preflight has found; nothing if none was run."""
 
-    infos: what each host has. complaints: why some hosts cannot be used, a sentence for each.
-    silent: of the complaints, those about hosts that have not answered.
-    """
-
-    infos: Mapping[Host, HostInfo]
-    complaints: Mapping[Host, str]
-    silent: Mapping[Host, str]
+    infos: Mapping[Host, HostInfo]  # what each host has
+    complaints: Mapping[Host, str]  # why some hosts cannot be used, a sentence for each
+    silent: Mapping[Host, str]  # of the complaints, those about hosts that have not answered
 
 
 def preflight(
     hosts: Sequence[Host], needs: Needs, transport: Transport = SSH, *, wait_s: float = 0.0
 ) -> Checked:
     """Ask each host until it answers once, for at most `wait_s` after the first time."""
-    waits_until = time.monotonic() + wait_s
-    program, found, answers = probe_program(needs), dict[Host, Any](), dict[Host, Answer]()
-    failures = dict[Host, str]()
-    waiting, said = [*hosts], list[Host]()
+    program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
+    found, failures, answers = dict[Host, Any](), dict[Host, str](), dict[Host, Answer]()
+    waits_until, waiting, said = time.monotonic() + wait_s, [*hosts], list[Host]()
     while True:
         new, failed, newest = ask_hosts(
             waiting,
@@ -92,12 +87,9 @@ def preflight(
             transport=transport,
             fix="Install it at the same path on every host, or copy it there: mpiddp hosts push",
         )
-        found, answers, failures = found | new, answers | newest, failures | failed
-        silent = [
-            host
-            for host, answer in answers.items()
-            if host not in found and not answer.has_failed_there
-        ]
+        found, failures, answers = found | new, failures | failed, answers | newest
+        unanswered = [host for host in answers if host not in found]
+        silent = [host for host in unanswered if not answers[host].has_failed_there]
         # Only people change a host's key.
         waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
         left_s = waits_until - time.monotonic()
@@ -108,8 +100,7 @@ def preflight(
             log.info(f"waiting for {some} (up to {duration(max(1.0, left_s))})")
         time.sleep(min(PAUSE_S, left_s))
         names.forget_addresses()  # a name may resolve by now
-    infos: dict[Host, HostInfo] = {}
-    complaints: dict[Host, str] = {}
+    infos, complaints = dict[Host, HostInfo](), dict[Host, str]()
     first: HostInfo | None = None  # without a complaint
     for host, answer in answers.items():
         if host in found:
@@ -126,11 +117,6 @@ def preflight(
     if transport.hint and silent:
         complaints[silent[-1]] += f"\n{transport.hint}"
     return Checked(infos, complaints, {host: complaints[host] for host in silent})
-
-
-def probe_program(needs: Needs) -> str:
-    """A Python program that prints a host's HostInfo. It needs the standard library alone."""
-    return program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
 
 
 def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:

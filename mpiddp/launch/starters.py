@@ -300,24 +300,19 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
     if found is None:
         raise UserError(problem)
     # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
-    starter = identify(Path(found).absolute(), env)
-    # mpi4py finds a library beside Python by itself, and takes the one that the user names.
-    finds_itself = starter.program.parent == python.parent
-    is_named = explicit is None and env.get("MPI4PY_LIBMPI")
-    return starter._replace(libmpi=None) if finds_itself or is_named else starter
-
-
-def identify(program: Path, env: Mapping[str, str]) -> Starter:
-    """Run `program --version` (a few milliseconds) and find its library beside it."""
-    answer = program_version(str(program), env)
+    program = Path(found).absolute()
+    answer = program_version(str(program), env)  # takes a few milliseconds
     if answer is None:
         raise UserError(
             f"{program} --version cannot run, or does not answer in {VERSION_S:g} s. "
             "Name another mpirun: --mpirun PATH"
         )
+    # mpi4py finds a library beside Python by itself, and takes the one that the user names.
+    is_named = explicit is None and env.get("MPI4PY_LIBMPI")
     for kind in STARTERS:
         if match := kind.version.search(answer):
-            libmpi = _find_library(kind.library, program)
+            finds_itself = is_named or program.parent == python.parent
+            libmpi = None if finds_itself else _find_library(kind.library, program)
             return kind._replace(name=f"{kind.name} {match[1]}", program=program, libmpi=libmpi)
     *names, last = dict.fromkeys(kind.name for kind in STARTERS if not kind.has_scheduler)
     raise UserError(

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ import pytest
 from mpiddp.doctor import job, network
 from mpiddp.hosts import facts, gpus, interfaces, processes
 from mpiddp.hosts.facts import host_info, links
-from mpiddp.hosts.remote import CHECK_PYTHON
-from mpiddp.launch.preflight import TRAVELLING, Needs, probe_program
+from mpiddp.hosts.remote import CHECK_PYTHON, program_that_prints
+from mpiddp.launch.preflight import TRAVELLING, Needs
 from tests.support.patience import PATIENCE_S
 
 SENT = (interfaces, gpus, facts, network, job, processes)
@@ -37,7 +38,8 @@ def run_bare(program, folder):
 
 def test_the_program_needs_only_the_standard_library(tmp_path):
     needs = Needs(sys.executable, "/nowhere/mpirun", "/bin/sh", str(tmp_path), path="")
-    done = run_bare(probe_program(needs), tmp_path)
+    program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
+    done = run_bare(program, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     info = json.loads(done.stdout)
     assert {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8"} in info["interfaces"]

@@ -31,7 +31,7 @@ def kept(
     past: Past = FIRST,
 ) -> str:
     options = LaunchOptions(spares=spares, min_hosts=min_hosts)
-    wanted = wanted_hosts(hosts, options, past.enough)
+    wanted = wanted_hosts(hosts, options, past)
     found = choose(hosts, complaints or {}, *wanted, past)
     return "".join(host.name for host in found.hosts)
 

@@ -24,10 +24,9 @@ from mpiddp.launch.place import (
     place,
     ranks_by_host,
     requested_network,
-    with_slots,
 )
 from mpiddp.launch.preflight import HostInfo
-from mpiddp.launch.starters import identify
+from mpiddp.launch.starters import find_starter
 from tests.support.errors import error
 from tests.unit.launch.test_starters import MPIS
 
@@ -39,8 +38,8 @@ def placed(hosts: Hosts, gpus: dict[str, int], backend: str | None = None) -> Ho
         for host in hosts.hosts
         if host.name in gpus
     }
-    options = LaunchOptions(backend=backend)
-    return place(with_slots(hosts, infos, options), MPIS["openmpi5"], options)
+    options = LaunchOptions(backend=backend, host_list="-H")
+    return place(hosts, infos, MPIS["openmpi5"], options)
 
 
 def ranks(hosts: Hosts) -> list[int]:
@@ -60,10 +59,10 @@ def test_ranks_fill_the_slots_in_order() -> None:
         (9, None, {"may_be_fewer": True}, "c1 a3 b2"),
         (9, 1, {"may_be_fewer": True}, "c1 a1 b1"),
     ):
-        found = place(hosts, starter, LaunchOptions(n=n, npernode=npernode), **limits)
+        found = place(hosts, {}, starter, LaunchOptions(n=n, npernode=npernode), **limits)
         assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
-        place(hosts, starter, LaunchOptions(n=7))
+        place(hosts, {}, starter, LaunchOptions(n=7))
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
@@ -207,5 +206,6 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
     ],
 )
 def test_kind_and_version(tmp_path: Path, answer: str, name: str, daemon: str) -> None:
-    starter = identify(fake_mpirun(tmp_path, answer), os.environ)
+    mpirun = str(fake_mpirun(tmp_path, answer))
+    starter = find_starter("mpirun", mpirun, Path("/venv/bin/python"), os.environ)
     assert (starter.name, starter.daemon) == (name, daemon)
