@@ -33,10 +33,7 @@ _WRONG = {
 
 # package that an import may miss: the extra of this distribution that installs it
 EXTRA_OF = {
-    "torch": "train",
-    "numpy": "train",
-    "mpi4py": "train",
-    "PIL": "train",
+    **dict.fromkeys(("torch", "numpy", "mpi4py", "PIL"), "train"),
     "cloudpickle": "spawn",
     "bokeh": "report",
 }
@@ -179,10 +176,7 @@ def named_by(option: str) -> Iterator[None]:
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """The contents of a regular file of at most `limit` bytes: a pipe or a device may never end.
-
-    Raises OSError for any other file.
-    """
+    """The contents of a regular file of at most `limit` bytes. Raises OSError: a device may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open("rb") as file:

@@ -168,7 +168,7 @@ def _jobs(
     hosts = plan.request.hosts
     return Jobs(
         tuple(as_arguments(fewer, values)),
-        plan.request.world_size,
+        plan.request.hosts.world_size,
         max(host.ranks for host in hosts.hosts),
         plan.starter.name,
         values.timeout,

@@ -50,10 +50,6 @@ class Request(NamedTuple):
     mpi_args: tuple[str, ...] = ()  # the user's own arguments for mpirun
 
     @property
-    def world_size(self) -> int:
-        return self.hosts.world_size
-
-    @property
     def names_of_ranks(self) -> list[str]:
         """The name of each rank's host."""
         return [host.name for host in self.hosts.hosts for _ in range(host.ranks)]
@@ -148,21 +144,12 @@ class Starter(NamedTuple):
     program: Path = Path()  # of an installed one, an absolute path
     libmpi: Path | None = None  # the same; None: mpi4py finds the library itself
 
-    def compose(
-        self,
-        request: Request,
-        arguments: Sequence[str] = (),
-        variables: Mapping[str, str] = _NOTHING,
-        scratch: str = ".",
-    ) -> Command:
-        """The command that starts `request` on exactly its hosts and in its order.
-
-        With more arguments for the job, more variables for the ranks, and its files in the folder `scratch`.
-        """
-        every = {**request.variables, **variables}
+    def compose(self, request: Request, scratch: str = ".") -> Command:
+        """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
+        variables, env = request.variables, request.env
         # The others are inherited from the user's environment.
-        own = {name: value for name, value in every.items() if request.env.get(name) != value}
-        command = Command(str(self.program), [], (*request.job, *arguments), {*every}, scratch)
+        own = {name: value for name, value in variables.items() if env.get(name) != value}
+        command = Command(str(self.program), [], request.job, {*variables}, scratch)
         self.add_flags(request, command)
         command.add("--mpi-args, as you wrote them" if request.mpi_args else "", *request.mpi_args)
         command.settings = {**own, **command.settings, **own}

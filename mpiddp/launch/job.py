@@ -42,7 +42,8 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     Raises UserError or JobFailed if the first attempt cannot be started.
     """
     plan = make_plan(options, os.environ)
-    options = replace(options, push=False, wait_s=None)  # a restart has pauses of its own
+    # A restart finds what was pushed, and has pauses of its own.
+    options = replace(options, push=False, wait_s=None)
     stop_at = started_at + (options.stop_after_s or float("inf"))
     name = Path(options.command[0]).name
     with SignalQueue() as signals, closing(Console(name)) as console:
@@ -71,7 +72,8 @@ class Job:
     grown_from: Plan | None = None  # until a job on more hosts makes a step
 
     def __post_init__(self) -> None:
-        self.past = Past(enough=len(self.plan.hosts.usable))
+        self.doubts: dict[str, str] = {}  # see Past
+        self.enough = len(self.plan.hosts.usable)
         self.run_id = os.urandom(8).hex()
         self.may_grow = self.options.grow_s is not None
 
@@ -91,21 +93,20 @@ class Job:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
         self.known = self.known.after(outcome.announcement)
-        # The job stopped to grow, and had saved its steps.
-        saved = self.grown_from is not None and self.may_grow and not outcome.made_steps
-        if saved and outcome.code == INTERRUPTED:
-            outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
         if outcome.made_steps:
             self.grown_from = None
-        plan, doubts = self.plan, dict(self.past.doubts)
+        if self.grown_from and self.may_grow and outcome.code == INTERRUPTED:
+            # The job stopped to grow, and had saved its steps.
+            outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
+        plan = self.plan
         at_fault = outcome.host_at_fault and key_of(outcome.host_at_fault, plan.named)
-        if outcome.code in (DONE, FAILED, STOPPED):  # else its user or its input ended it
+        # Else its user or its input ended it.
+        if plan.memory and outcome.code in (DONE, FAILED, STOPPED):
             used = [key_of(host.name, plan.named) for host in plan.request.hosts.hosts]
             history.note(plan.memory, used, {at_fault: outcome.sentence} if at_fault else {})
         if at_fault and at_fault == self.at_fault:
-            doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
+            self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
-        self.past = Past(doubts, self.past.enough, self.known.max_ranks)
         return outcome
 
     def _run_mpirun(self) -> Outcome:
@@ -115,7 +116,7 @@ class Job:
         has_scheduler, job = starter.has_scheduler, os.urandom(8).hex()
         ranks = Ranks(request.names_of_ranks)
         announced = {"global_batch_size": known.global_batch_size, "world_size": known.world_size}
-        settings = {
+        own = {
             names.JOB: job,
             names.OUTPUT: options.log_ranks,
             names.RUN_ID: self.run_id,
@@ -135,17 +136,20 @@ class Job:
             self.console.attempts += 1
             if self.exchange is not None:
                 self.exchange.begin(server)
-            settings = {name: value for name, value in settings.items() if value} | server.settings
-            command = starter.compose(request, known.resume_args, settings, str(folder))
+            given = {name: value for name, value in own.items() if value} | server.settings
+            resumed, variables = (*request.job, *known.resume_args), {**request.variables, **given}
+            request = request._replace(job=resumed, variables=variables)
+            command = starter.compose(request, str(folder))
             has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
             output = JobOutput(ranks.world_size, has_prefix=has_prefix, shows_end=options.verbose)
             mpirun = MpirunProcess(starter, command, output)
-            own = (self.signals, self.console, self.stop_at, self.exchange)
-            grows = partial(search_hosts, options, self.plan, self.past.doubts)
+            of_job = (self.signals, self.console, self.stop_at, self.exchange)
+            grows = partial(search_hosts, options, self.plan, [*self.doubts])
             search = grows if self.may_grow else None
-            attempt = Attempt(options, ranks, server, mpirun, output, *own, search)
+            attempt = Attempt(options, ranks, server, mpirun, output, *of_job, search)
             is_all_shown = attempt.run()
-            here = frozenset(rank for rank, host in enumerate(ranks.hosts) if is_this_host(host))
+            there = {host.name for host in others}
+            here = frozenset(rank for rank, host in enumerate(ranks.hosts) if host not in there)
             printed = output.last_errors if is_all_shown else {}
             outcome = verdict(ranks, mpirun.end._replace(beside=here), attempt.history, printed)
             if is_all_shown:
@@ -161,8 +165,7 @@ class Job:
             return None
         if outcome.stop is Stop.TO_GROW:
             return self._grow(outcome)
-        before = self.grown_from
-        if before and not outcome.made_steps and outcome.code in (FAILED, BAD_INPUT):
+        if (before := self.grown_from) and outcome.code in (FAILED, BAD_INPUT):
             # Return to the hosts with which the job has run. It does not count.
             outcome.log()
             self.grown_from, self.may_grow = None, False
@@ -191,7 +194,7 @@ class Job:
         if isinstance(planned, Outcome):  # the hosts of before have just worked
             log.error(planned.sentence)
             planned = before
-        if planned.request.world_size > before.request.world_size:
+        if planned.request.hosts.world_size > before.request.hosts.world_size:
             self.grown_from = before
         else:  # each search in vain costs a stop and a start
             self.may_grow = False
@@ -215,7 +218,8 @@ class Job:
                     named = read_hosts(self.options, os.environ, is_first=False)
                 except (UserError, JobFailed) as error:
                     log.error(f"{error} The hosts of before are used until the list is right.")
-                planned = make_plan(self.options, os.environ, named, self.past)
+                past = Past(self.doubts, self.enough, self.known.max_ranks)
+                planned = make_plan(self.options, os.environ, named, past)
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:
@@ -226,13 +230,11 @@ class Job:
         """Let the next attempt run this plan, and say so."""
         self.plan = plan
         self.restarts += 1
-        request, known = plan.request, self.known
-        log.info(f"restarting on {all_of([host.name for host in request.hosts.hosts])}{count}.")
-        if known.global_batch_size is not None and request.world_size != known.world_size:
-            log.info(
-                f"{counted(request.world_size, 'rank')} instead of {known.world_size}; the global batch "
-                f"stays at {known.global_batch_size}."
-            )
+        hosts, known = plan.request.hosts, self.known
+        log.info(f"restarting on {all_of([host.name for host in hosts.hosts])}{count}.")
+        if known.global_batch_size is not None and hosts.world_size != known.world_size:
+            ranks = f"{counted(hosts.world_size, 'rank')} instead of {known.world_size}"
+            log.info(f"{ranks}; the global batch stays at {known.global_batch_size}.")
         return plan
 
     def _must_stop(self, within_s: float = 0.0) -> bool:

@@ -60,8 +60,8 @@ def main(argv: list[str]) -> int:
         # Imported here, so that --help and a wrong option answer at once.
         from mpiddp.launch.plan import make_plan
 
-        plan = make_plan(options, os.environ)
-        command = plan.starter.compose(plan.request)
+        starter, request, *_ = make_plan(options, os.environ)
+        command = starter.compose(request)
         hidden = command.settings.keys() & options.variables.keys()
         print(command.explained(hidden))
         _say_left_out(hidden)
@@ -88,10 +88,7 @@ def _say_left_out(names: Iterable[str]) -> None:
 
 
 def launch_function(argv: list[str]) -> int:
-    """Launch the job of the caller at the other end of the socket `argv[0]`. The exit codes are launch's.
-
-    When the caller is gone, the job stops as on SIGTERM.
-    """
+    """Launch the job of the caller at the other end of the socket `argv[0]`. The exit codes are launch's."""
     started_at = time.monotonic()
     open_closed_streams()
     # The caller may ignore it, as a shell's background process does, and still send it.
@@ -136,17 +133,16 @@ def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
 def _report(outcome: Outcome, exchange: Exchange, caller: socket.socket) -> None:
     """Send the caller the results, or the error of the rank that failed first, and then the outcome."""
     rank, host = (outcome.first.rank, outcome.first.host) if outcome.first else (None, "")
-    answers = exchange.results
-    if outcome.code not in (DONE, STOPPED):
-        answers = {each: body for each, body in exchange.errors.items() if each == rank}
-    for each, body in answers.items():
-        caller.sendall(encode("answer", body, rank=each))
+    is_done = outcome.code in (DONE, STOPPED)
+    for each, body in (exchange.results if is_done else exchange.errors).items():
+        if is_done or each == rank:
+            caller.sendall(encode("answer", body, rank=each))
     final = {"code": outcome.code, "sentence": outcome.sentence, "rank": rank, "host": host}
     caller.sendall(encode("outcome", b"", **final))
 
 
 def _end_with(caller: socket.socket) -> None:
-    """Stop the job when the caller has ended, however it did."""
+    """Stop the job, as on SIGTERM, when the caller has ended, however it did."""
     with contextlib.suppress(OSError):
         caller.recv(1)  # it sends nothing more
     os.kill(os.getpid(), signal.SIGTERM)

@@ -2,8 +2,7 @@
 
     mpiddp launch --help-all
 
-The parser reads the options before the script; those after it are the script's. No other module sees its
-namespace.
+The parser reads the options before the script; those after it are the script's.
 """
 
 from __future__ import annotations
@@ -161,17 +160,16 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
         name, *spellings, value = flags.split()
         if only and not {group.title.split()[0], name} & {*only}:
             continue
-        default, more = LaunchOptions.__dataclass_fields__[name].default, dict[str, Any]()
+        default = LaunchOptions.__dataclass_fields__[name].default
+        more: dict[str, Any] = {"metavar": value, "type": _PARSERS.get(value)}
         if isinstance(default, bool):
             spellings.append(value)
-            more["action"] = "store_false" if default else "store_true"
+            more = {"action": "store_false" if default else "store_true"}
         elif value.startswith("{"):
-            more["choices"] = value.strip("{}").split(",")
-        else:
-            more |= {"metavar": value, "type": _PARSERS.get(value)}
-            if default == ():
-                default, more["action"] = [], "append"
-        if name == "log_ranks":
+            more = {"choices": value.strip("{}").split(",")}
+        elif default == ():
+            default, more["action"] = [], "append"
+        elif name == "log_ranks":
             default = os.environ.get(names.LOG_RANKS) or default
         every = [flag.strip("()") for flag in spellings]
         every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
@@ -300,8 +298,7 @@ _OWN_PARSER = re.compile(r"\b(argparse|ArgumentParser|click|typer|fire|hydra|abs
 def refuse_misplaced(job: Sequence[str], verb: str) -> None:
     """Point out an option of the launcher that stands behind a script whose own parser does not name it."""
     script, *arguments = job
-    flags = [each.partition("=")[0] for each in arguments]
-    flags = [flag for flag in flags if flag in _MISPLACED]
+    flags = [each for each in (text.partition("=")[0] for text in arguments) if each in _MISPLACED]
     if not flags or script in ("-m", "--"):
         return
     text = Path(script).read_text(errors="replace").replace("_", "-")

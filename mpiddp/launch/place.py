@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
-from types import MappingProxyType
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
@@ -37,7 +36,7 @@ class Past(NamedTuple):
 
     # Why the job would do better without a host, by its key. Those of earlier jobs are only said. Where it
     # can, a job does without hosts that its own attempts have shown.
-    doubts: Mapping[str, str] = MappingProxyType({})
+    doubts: Mapping[str, str]
     enough: int | None = None  # the number of hosts of the first attempt; None before it
     max_ranks: int | None = None  # the most that the job has announced
 
@@ -51,8 +50,8 @@ def wanted_hosts(hosts: Hosts, options: LaunchOptions, past: Past) -> tuple[int,
         raise UserError(f"--spares {spares} leaves no host for the ranks: {given}.")
     if wanted < (min_hosts or 1):
         beside = f" beside {counted(spares, 'spare')}" if spares else ""
-        given = f"only {counted(wanted, 'host')} given{beside}"
-        raise UserError(f"{given}, but --min-hosts is {min_hosts}.")
+        only = f"only {counted(wanted, 'host')} given{beside}"
+        raise UserError(f"{only}, but --min-hosts is {min_hosts}.")
     return wanted, min_hosts or min(wanted, past.enough or wanted)
 
 
@@ -93,8 +92,7 @@ def _slots(hosts: Hosts, host: Host, info: HostInfo | None, options: LaunchOptio
     if host.slots is None and not (info or is_here):  # nobody has asked it
         if not options.dry_run:
             return slots_of(hosts, host)
-        assumed = "a dry run contacts no host: assuming slots=1"
-        log.info(f"{host.name} has no slot count, and {assumed}")
+        log.info(f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1")
         return 1
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
     may_share = is_alone and slots > 1 and not is_gloo
@@ -150,14 +148,13 @@ def place(
     infos: Mapping[Host, HostInfo],
     starter: Starter,
     options: LaunchOptions,
-    max_ranks: int | None = None,
-    *,
-    may_be_fewer: bool = False,
+    past: Past,
+    wanted: int,
 ) -> Hosts:
     """The hosts that take ranks, each with its number, under the names that mpirun gets.
 
-    The ranks of -n, and at most `max_ranks`, fill the slots (or --npernode) in order. With `may_be_fewer`,
-    hosts are left out, so fewer ranks than -n may start.
+    The ranks of -n fill the slots (or --npernode) in order. On fewer hosts than `wanted`, or than at first,
+    fewer ranks may start.
     """
     n, npernode = options.n, options.npernode
     room = {host: _slots(hosts, host, infos.get(host), options) for host in hosts.hosts}
@@ -169,48 +166,35 @@ def place(
             raise UserError(f"--npernode {npernode} is more than the {slots} slots of {where}.")
         room[host] = min(slots, npernode or slots)
     total = sum(room.values())
-    if n is not None and n > total and not may_be_fewer:
+    if n is not None and n > total and len(hosts.usable) >= max(wanted, past.enough or 0):
         within = f" with --npernode {npernode}" if npernode else ""
         each = listed([f"{host.name}={slots}" for host, slots in room.items()])
         raise UserError(
             f"-n {n} is more than the {total} slots of {hosts.source}{within} ({each})."
         )
-    left = min(limit for limit in (total, n, max_ranks) if limit is not None)
+    left = min(limit for limit in (total, n, past.max_ranks) if limit is not None)
+    # A restart may have fewer ranks.
+    shown_ranks = options.log_ranks.split(",") if past.enough is None else ()
+    if missing := [each for each in shown_ranks if each.isdigit() and int(each) >= left]:
+        ranks = "rank 0 only" if left == 1 else f"ranks 0 to {left - 1}"
+        no = f"there is no rank {listed(missing)}; the job has {ranks}"
+        raise UserError(f"--log-ranks {shown(options.log_ranks)}: {no}.")
     placed, own = [], list[Host]()
     for host, slots in room.items():
-        if not (ranks := min(left, slots)):
+        if not (count := min(left, slots)):
             continue
-        left -= ranks
+        left -= count
         if is_this_host(host.name) and not starter.has_scheduler:
             own.append(host)
             # This machine under its own name: mpirun recognizes it by that, and does not use ssh to reach it.
             name = socket.gethostname()
             name = name.partition(".")[0] if starter.cuts_own_name else name
             host = replace(host, name=name, user=None, port=None)
-        placed.append(replace(host, ranks=ranks))
+        placed.append(replace(host, ranks=count))
     if len(own) > 1:
         both = f"{own[0].name} and {own[1].name} are both this machine"
         raise UserError(f"{hosts.where(own[1])}: {both}. Merge them into one.")
     return replace(hosts, hosts=tuple(placed))
-
-
-def check_log_ranks(selection: str, world_size: int) -> None:
-    """Raise UserError if the job has no such rank."""
-    numbers = [each for each in selection.split(",") if each.isdigit()]
-    if missing := listed([each for each in numbers if int(each) >= world_size]):
-        ranks = "rank 0 only" if world_size == 1 else f"ranks 0 to {world_size - 1}"
-        no = f"there is no rank {missing}; the job has {ranks}"
-        raise UserError(f"--log-ranks {shown(selection)}: {no}.")
-
-
-def ranks_by_host(hosts: Hosts) -> list[str]:
-    """One line per host with its ranks: "node1: ranks 0-3"."""
-    lines, first = [], 0
-    for host in hosts.hosts:
-        last = first + host.ranks - 1
-        lines.append(f"{host.name}: rank{f's {first}-{last}' if host.ranks > 1 else f' {first}'}")
-        first = last + 1
-    return lines
 
 
 def key_of(name: str, named: Hosts) -> str:
@@ -228,10 +212,8 @@ def find_network(
     """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
     others = [host.name for host in placed.hosts if not is_this_host(host.name)]
     routes = [_route(name) for name in others]
-    if requested is None:
-        interface, networks = _shared_network(routes, infos)
-    else:
-        interface, networks = requested_network(requested)
+    found = _shared_network(routes, infos) if requested is None else requested_network(requested)
+    interface, networks = found
     address = "127.0.0.1"
     if others:
         address = interface.address if interface else next((r[0] for r in routes if r), "")
@@ -244,10 +226,7 @@ def find_network(
 
 
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
-    """This machine's interface of --interface, and what it is on every host: names or networks.
-
-    All hosts have it, maybe in different networks.
-    """
+    """This machine's interface of --interface, and what it is on every host: names, or its networks."""
     present = interfaces()
     found = [interface for interface in present if interface.matches(requested)]
     if not found:
@@ -265,10 +244,9 @@ def _shared_network(
     """This machine's interface of all routes to the others, and its network if they are all in it."""
     sources = {route[0] if route else None for route in routes}
     present = interfaces() if len(sources) == 1 else []
-    found = [each for each in present if each.address in sources and not each.is_loopback]
-    if not found:
+    mine = (each for each in present if each.address in sources and not each.is_loopback)
+    if (own := next(mine, None)) is None:
         return None, ()
-    own = found[0]
     network = ip_network(own.network)
     if not all(route and ip_address(route[1]) in network for route in routes):
         return own, ()

@@ -60,21 +60,19 @@ def make_plan(
     have taught; None for the first, which knows of earlier jobs. Raises UserError for bad input and JobFailed
     if a machine failed.
     """
-    is_first = past is None
     named = named or read_hosts(options, env)
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
-    needing = options.min_hosts if starter.has_scheduler else options.wait_s
-    needing = needing or options.spares or options.grow_s
-    if needing and (starter.has_scheduler or not options.check):
+    needing = (options.min_hosts if starter.has_scheduler else options.wait_s) or options.spares
+    if (needing or options.grow_s) and (starter.has_scheduler or not options.check):
         raise UserError(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
     resolve_all([host.name for host in named.hosts])
     # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
-    has_memory = not (_is_local(named) or names.DRILL in env)
-    memory = history.file_of(options.hostfile) if has_memory else None
+    has_none = _is_local(named) or names.DRILL in env
+    memory = None if has_none else history.file_of(options.hostfile)
     past = past or Past(history.doubts(memory, named.usable))
     wanted, least = place.wanted_hosts(named, options, past)
     if options.push and not options.dry_run:
@@ -83,13 +81,8 @@ def make_plan(
     if checked.silent:
         history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(named, checked.complaints, wanted, least, past)
-    may_be_fewer = len(chosen.usable) < max(wanted, past.enough or 0)
-    placed = place.place(
-        chosen, checked.infos, starter, options, past.max_ranks, may_be_fewer=may_be_fewer
-    )
-    if is_first:
-        place.check_log_ranks(options.log_ranks, placed.world_size)
-    infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
+    placed = place.place(chosen, checked.infos, starter, options, past, wanted)
+    infos = checked.infos.values()
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
@@ -98,21 +91,23 @@ def make_plan(
         if own := network.interface:
             log.info(f"{own.name} ({own.address}) leads to the other hosts")
     if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
-        for line in place.ranks_by_host(placed):
-            log.info(line)
-    is_run = options.job[:3] == ("-m", "mpiddp", "run")  # the ranks then join by themselves
-    runs = () if is_run else ("-m", "mpiddp", "run")
+        last = -1
+        for host in placed.hosts:
+            first, last = last + 1, last + host.ranks
+            ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+            log.info(f"{host.name}: {ranks}")
+    run = ("-m", "mpiddp", "run")  # the command of a rank, which joins the job
     request = Request(
         hosts=placed,
-        job=(str(PYTHON), *runs, *options.job),
+        job=(str(PYTHON), *(() if options.job[:3] == run else run), *options.job),
         folder=working_folder(env),
         env=env,
         network=network,
         bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
         mpi_args=options.mpi_args,
     )
-    variables = variables_of_ranks(options, starter, request)
-    return Plan(starter, request._replace(variables=variables), named, chosen, memory)
+    request = request._replace(variables=rank_variables(options, starter, request))
+    return Plan(starter, request, named, chosen, memory)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -208,9 +203,7 @@ def working_folder(env: Mapping[str, str]) -> str:
     return str(here)
 
 
-def variables_of_ranks(
-    options: LaunchOptions, starter: Starter, request: Request
-) -> dict[str, str]:
+def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
     """All variables that the ranks get. The launcher's own, and its options, precede -x and --env-file."""
     hosts, env, exports = request.hosts.hosts, request.env, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
@@ -239,39 +232,37 @@ def search_hosts(
 ) -> tuple[list[str], threading.Event]:
     """Search every `--grow` for hosts that can join the job, until the returned event is set.
 
-    What a search has found is added to the returned list: "node1 can join". A search reads files, resolves
-    names and logs in to hosts, any of which may hang. So a thread searches, which ends with the process.
+    The returned list gets what is found. A search reads files, resolves names and logs in to hosts, any of
+    which may hang. So a thread searches, which ends with the process.
     """
-    found: list[str] = []
-    is_over = threading.Event()
+    found, is_over = list[str](), threading.Event()
 
     def search() -> None:
         while not is_over.wait(options.grow_s):
-            if news := search_once(options, plan, avoided):
-                found.append(news)
+            found.extend(search_once(options, plan, avoided))
 
     threading.Thread(target=search, daemon=True).start()
     return found, is_over
 
 
-def search_once(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> str:
-    """Search once for hosts that `plan` could use, but for those `avoided`: "node1 can join", or "".
+def search_once(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> list[str]:
+    """Search once for hosts that `plan` could use, but for those `avoided`: ["node1 can join"], or [].
 
     It contacts hosts that could add ranks, and the first of the job, whose versions they must have. A list of
     hosts in error, as while it is edited, and a machine that fails, are for the next search.
     """
-    if options.n is not None and plan.request.world_size >= options.n:
-        return ""
+    if options.n is not None and plan.request.hosts.world_size >= options.n:
+        return []
     used = {host.key for host in plan.hosts.hosts}
     try:
         listed = read_hosts(options, os.environ, is_first=False).usable
         new = [host for host in listed if host.key not in {*used, *avoided}]
         if not new or len(listed) - options.spares <= len(plan.hosts.usable):
-            return ""
+            return []
         forget_addresses()
         together = replace(plan.named, hosts=(*plan.hosts.usable[:1], *new))
         checked = run_preflight(options, together, plan.starter, os.environ)
     except (UserError, JobFailed, OSError):
-        return ""
+        return []
     joining = [host.name for host in new if host not in checked.complaints]
-    return f"{all_of(joining)} can join" if joining else ""
+    return [f"{all_of(joining)} can join"] if joining else []

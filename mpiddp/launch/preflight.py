@@ -88,8 +88,7 @@ def preflight(
             fix="Install it at the same path on every host, or copy it there: mpiddp hosts push",
         )
         found, failures, answers = found | new, failures | failed, answers | newest
-        unanswered = [host for host in answers if host not in found]
-        silent = [host for host in unanswered if not answers[host].has_failed_there]
+        silent = [each for each in answers if not (each in found or answers[each].has_failed_there)]
         # Only people change a host's key.
         waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
         left_s = waits_until - time.monotonic()

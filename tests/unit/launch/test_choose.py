@@ -19,7 +19,7 @@ from mpiddp.launch.plan import THIS_MACHINE, read_hosts, working_folder
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
 NO_RANK = Host("d", slots=0)
-FIRST = Past()
+FIRST = Past({})
 
 
 def kept(

@@ -20,9 +20,9 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import place as places
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import (
+    Past,
     find_network,
     place,
-    ranks_by_host,
     requested_network,
 )
 from mpiddp.launch.preflight import HostInfo
@@ -39,7 +39,7 @@ def placed(hosts: Hosts, gpus: dict[str, int], backend: str | None = None) -> Ho
         if host.name in gpus
     }
     options = LaunchOptions(backend=backend, host_list="-H")
-    return place(hosts, infos, MPIS["openmpi5"], options)
+    return place(hosts, infos, MPIS["openmpi5"], options, Past({}), 0)
 
 
 def ranks(hosts: Hosts) -> list[int]:
@@ -49,20 +49,21 @@ def ranks(hosts: Hosts) -> list[int]:
 def test_ranks_fill_the_slots_in_order() -> None:
     hosts = parse_host_list("c.invalid:1,none.invalid:0,a.invalid:3,b.invalid:2")
     starter = MPIS["mpich"]
-    for n, npernode, limits, expected in (
-        (None, None, {}, "c1 a3 b2"),
-        (2, None, {}, "c1 a1"),
-        (None, 1, {}, "c1 a1 b1"),
-        (2, 1, {}, "c1 a1"),
-        (None, None, {"max_ranks": 3}, "c1 a2"),
-        (4, None, {"max_ranks": 5}, "c1 a3"),
-        (9, None, {"may_be_fewer": True}, "c1 a3 b2"),
-        (9, 1, {"may_be_fewer": True}, "c1 a1 b1"),
+    for n, npernode, past, wanted, expected in (
+        (None, None, Past({}), 3, "c1 a3 b2"),
+        (2, None, Past({}), 3, "c1 a1"),
+        (None, 1, Past({}), 3, "c1 a1 b1"),
+        (2, 1, Past({}), 3, "c1 a1"),
+        (None, None, Past({}, max_ranks=3), 3, "c1 a2"),
+        (4, None, Past({}, max_ranks=5), 3, "c1 a3"),
+        (9, None, Past({}), 4, "c1 a3 b2"),  # a host is missing
+        (9, 1, Past({}, enough=4), 3, "c1 a1 b1"),
     ):
-        found = place(hosts, {}, starter, LaunchOptions(n=n, npernode=npernode), **limits)
+        options = LaunchOptions(n=n, npernode=npernode)
+        found = place(hosts, {}, starter, options, past, wanted)
         assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
-        place(hosts, {}, starter, LaunchOptions(n=7))
+        place(hosts, {}, starter, LaunchOptions(n=7), Past({}, enough=3), 3)
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
@@ -115,7 +116,6 @@ def test_this_machine_gets_its_own_name() -> None:
         ("far.invalid", 1, None),
         (own, 2, None),
     ]
-    assert ranks_by_host(hosts) == ["far.invalid: rank 0", f"{own}: ranks 1-2"]
     assert is_this_host("127.0.0.1")
     assert not is_this_host("192.0.2.1")  # reserved for documentation
 

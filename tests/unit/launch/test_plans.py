@@ -148,10 +148,12 @@ def test_the_key_of_a_host_that_mpirun_got(name: str, key: str) -> None:
 
 
 def test_a_verbose_plan_says_what_it_takes(plan: Plan, tmp_path: Path) -> None:
-    err = plan("-H", "a.invalid:1,b.invalid:1", "-v")[2].splitlines()
-    assert err[:2] == [
+    err = plan("-H", "a.invalid:1,b.invalid:2", "-v")[2].splitlines()
+    assert err == [
         f"mpiddp: Open MPI 5.0.11, {tmp_path}/mpirun",
         "mpiddp: ssh reaches the other hosts",
+        "mpiddp: a.invalid: rank 0",
+        "mpiddp: b.invalid: ranks 1-2",
     ]
     err = plan("-H", "localhost:1", "-v", "--interface", "127.0.0.1")[2].splitlines()
     assert err[1:3] == [

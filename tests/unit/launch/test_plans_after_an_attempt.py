@@ -115,7 +115,7 @@ def test_a_growth_that_finds_no_host_is_the_last(
     jobs: Jobs, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = jobs("--grow", "1h")
-    assert job.plan_next(TO_GROW).request.world_size == 1
+    assert job.plan_next(TO_GROW).request.hosts.world_size == 1
     assert f"mpiddp: the job has not grown. {NO_GROWTH}" in capfd.readouterr().err
     assert not job.may_grow
 
@@ -173,7 +173,7 @@ def test_an_excluded_host_may_be_gone_from_the_list(jobs: Jobs) -> None:
     job = jobs("--max-restarts", "1", "--exclude", "b")
     list_hosts("localhost slots=2")
     planned = job.plan_next(Outcome(FAILED))
-    assert planned.request.world_size == 2
+    assert planned.request.hosts.world_size == 2
 
 
 def test_the_pause_ends_with_the_time_of_the_job(

@@ -122,12 +122,11 @@ def test_open_mpi_keeps_full_names(name: str, is_kept: bool) -> None:
     assert ("prte_keep_fqdn_hostnames" in argv_of("openmpi5", request)) is is_kept
 
 
-def test_what_an_attempt_adds() -> None:
-    """Variables that mpirun inherits are not set again."""
+def test_variables_that_mpirun_inherits_are_not_set_again() -> None:
     env = {**ENV, "SAME": "1"}
-    added = {"SAME": "1", "RESTARTS": "2"}
-    command = MPIS["mpich"].compose(UNEQUAL._replace(env=env), ("--resume", "a b"), added)
-    assert command.job == (*JOB, "--resume", "a b")
+    variables = {**ENV, "SAME": "1", "RESTARTS": "2"}
+    command = MPIS["mpich"].compose(UNEQUAL._replace(env=env, variables=variables))
+    assert command.job == JOB
     assert follows(command.argv, "-genvlist", "PATH,RESTARTS,SAME,TOKEN,UCX_TLS")
     assert command.settings == {"RESTARTS": "2", "UCX_TLS": "tcp,self"}
 

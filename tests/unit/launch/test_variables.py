@@ -17,7 +17,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.launch.command import JobNetwork, Request
 from mpiddp.launch.options import LaunchOptions, parse_options
-from mpiddp.launch.plan import variables_of_ranks
+from mpiddp.launch.plan import rank_variables
 from mpiddp.launch.starters import STARTERS, find_starter
 from mpiddp.launch.variables import (
     forwarded,
@@ -106,7 +106,7 @@ def test_the_ranks_are_told_their_network(kind: Any, env: dict[str, str]) -> Non
     placed = Hosts("", tuple(Host(name, ranks=1) for name in ("localhost", "far.invalid")))
     starter = kind._replace(program=Path("/mpi/bin/starter"))
     request = Request(placed, (), "/home/me", env=env, network=network)
-    found = variables_of_ranks(LaunchOptions(), starter, request)
+    found = rank_variables(LaunchOptions(), starter, request)
     assert found.get("MASTER_ADDR") == env.get("MASTER_ADDR")
     assert found["MPIDDP_NETWORKS"] == "eth0"
     assert "MPIDDP_TIMEOUT" not in found
