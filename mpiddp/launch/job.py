@@ -45,8 +45,7 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     # A restart finds what was pushed, and has pauses of its own.
     options = replace(options, push=False, wait_s=None)
     stop_at = started_at + (options.stop_after_s or float("inf"))
-    name = Path(options.command[0]).name
-    with SignalQueue() as signals, closing(Console(name)) as console:
+    with SignalQueue() as signals, closing(Console(Path(options.command[0]).name)) as console:
         return Job(options, plan, signals, console, stop_at, exchange).run()
 
 
@@ -218,8 +217,8 @@ class Job:
                     named = read_hosts(self.options, os.environ, is_first=False)
                 except (UserError, JobFailed) as error:
                     log.error(f"{error} The hosts of before are used until the list is right.")
-                past = Past(self.doubts, self.enough, self.known.max_ranks)
-                planned = make_plan(self.options, os.environ, named, past)
+                past = Past(named, self.doubts, self.enough, self.known.max_ranks)
+                planned = make_plan(self.options, os.environ, past)
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:

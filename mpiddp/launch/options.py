@@ -1,8 +1,6 @@
 """The options of `mpiddp launch`: a record with a field for each, and a table with spellings and help.
 
-    mpiddp launch --help-all
-
-The parser reads the options before the script; those after it are the script's.
+mpiddp launch --help-all
 """
 
 from __future__ import annotations

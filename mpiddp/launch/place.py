@@ -32,8 +32,9 @@ _Route = tuple[str, str]  # this machine's address and the host's, as a connecti
 
 
 class Past(NamedTuple):
-    """What earlier jobs, or the earlier attempts of this job, have taught about its hosts."""
+    """The hosts to choose from, and what earlier jobs, or the earlier attempts of this job, have shown."""
 
+    named: Hosts  # as their list was last read without an error
     # Why the job would do better without a host, by its key. Those of earlier jobs are only said. Where it
     # can, a job does without hosts that its own attempts have shown.
     doubts: Mapping[str, str]
@@ -41,12 +42,12 @@ class Past(NamedTuple):
     max_ranks: int | None = None  # the most that the job has announced
 
 
-def wanted_hosts(hosts: Hosts, options: LaunchOptions, past: Past) -> tuple[int, int]:
+def wanted_hosts(options: LaunchOptions, past: Past) -> tuple[int, int]:
     """The number of hosts that the job takes, and the fewest with which it starts."""
-    usable, spares, min_hosts = len(hosts.usable), options.spares, options.min_hosts
+    usable, spares, min_hosts = len(past.named.usable), options.spares, options.min_hosts
     wanted = usable - spares
     if wanted < 1:
-        given = f"{hosts.source} has {counted(usable, 'host')}"
+        given = f"{past.named.source} has {counted(usable, 'host')}"
         raise UserError(f"--spares {spares} leaves no host for the ranks: {given}.")
     if wanted < (min_hosts or 1):
         beside = f" beside {counted(spares, 'spare')}" if spares else ""
@@ -55,15 +56,13 @@ def wanted_hosts(hosts: Hosts, options: LaunchOptions, past: Past) -> tuple[int,
     return wanted, min_hosts or min(wanted, past.enough or wanted)
 
 
-def choose(
-    named: Hosts, complaints: Mapping[Host, str], wanted: int, least: int, past: Past
-) -> Hosts:
+def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) -> Hosts:
     """The hosts that the job takes, but for its spares, which are the last.
 
     A spare takes the place of each host with a complaint; without enough of them, such hosts are left out, as
     long as `least` remain. So is a host that this job doubts.
     """
-    reasons = dict(complaints)
+    named, reasons = past.named, dict(complaints)
     left = [host for host in named.usable if host not in reasons]
     if reasons and len(left) < least:
         raise UserError("\n".join(dict.fromkeys(reasons.values())))
@@ -124,8 +123,7 @@ def _visible_gpus(host: Host, info: HostInfo | None, variables: Mapping[str, str
 
     Without `info`, the host is this machine. The preflight has named others whose tool does not answer.
     """
-    own = os.environ if is_this_host(host.name) else forwarded(os.environ)
-    env = {**own, **variables}
+    env = {**(os.environ if is_this_host(host.name) else forwarded(os.environ)), **variables}
     if hides_all_gpus(env):
         return 0
     names = [] if info else gpu_names(env.get("PATH"))

@@ -48,19 +48,13 @@ class Plan(NamedTuple):
     memory: Path | None  # the history of the named hosts; None for this one
 
 
-def make_plan(
-    options: LaunchOptions,
-    env: Mapping[str, str],
-    named: Hosts | None = None,
-    past: Past | None = None,
-) -> Plan:
+def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None = None) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
-    named: the hosts to choose from, by default those of the options. past: what the attempts before this one
-    have taught; None for the first, which knows of earlier jobs. Raises UserError for bad input and JobFailed
-    if a machine failed.
+    past: None for the first attempt, which reads the hosts, and knows of earlier jobs. Raises UserError for
+    bad input and JobFailed if a machine failed.
     """
-    named = named or read_hosts(options, env)
+    named = past.named if past else read_hosts(options, env)
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = (options.min_hosts if starter.has_scheduler else options.wait_s) or options.spares
@@ -73,14 +67,14 @@ def make_plan(
     # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
     has_none = _is_local(named) or names.DRILL in env
     memory = None if has_none else history.file_of(options.hostfile)
-    past = past or Past(history.doubts(memory, named.usable))
-    wanted, least = place.wanted_hosts(named, options, past)
+    past = past or Past(named, history.doubts(memory, named.usable))
+    wanted, least = place.wanted_hosts(options, past)
     if options.push and not options.dry_run:
         _push(named, working_folder(env), least)
     checked = run_preflight(options, named, starter, env)
     if checked.silent:
         history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
-    chosen = place.choose(named, checked.complaints, wanted, least, past)
+    chosen = place.choose(past, checked.complaints, wanted, least)
     placed = place.place(chosen, checked.infos, starter, options, past, wanted)
     infos = checked.infos.values()
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)

@@ -21,6 +21,7 @@ from pathlib import Path
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.facts import VERSION_S, program_version
+from mpiddp.hosts.transport import Transport
 from mpiddp.launch.command import Command, Request, Starter
 from mpiddp.text import shown
 
@@ -85,7 +86,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         # mpiruns, twelve at a time, 10 ended with "The PMIx server's listener thread failed to start", and of
         # 6,300 with a folder each, none.
         command.settings["PRTE_MCA_prte_local_tmpdir_base"] = command.folder
-    agent, why_agent = _agent(request)
+    agent, why_agent = _agent(request.hosts.transport) if several else ("", "")
     needs_agent = why_agent and "plm_ssh_agent" not in given
     # For each: its option, its name, its value, whether this job needs it, and why. The first three keep its
     # components from following a scheduler's variables. Names that this one was built without do no harm.
@@ -118,11 +119,9 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     ]
 
 
-def _agent(request: Request) -> tuple[str, str]:
-    """The program for the other hosts and the reason, "" where it is Open MPI's own choice."""
-    transport, agent, reasons = request.hosts.transport, "ssh -x", list[str]()
-    if len(request.hosts.hosts) == 1:
-        return "", ""
+def _agent(transport: Transport) -> tuple[str, str]:
+    """The program for the other hosts, and why; no reason where it is Open MPI's own choice."""
+    agent, reasons = "ssh -x", list[str]()
     if not transport.is_ssh:
         agent = " ".join(transport.agent)
         reasons.append(f"{transport.name} reaches the hosts of the job, without ssh")

@@ -19,7 +19,6 @@ from mpiddp.launch.plan import THIS_MACHINE, read_hosts, working_folder
 A, B, C = Host("a"), Host("b"), Host("c")
 ALL = Hosts("file", (A, B, C))
 NO_RANK = Host("d", slots=0)
-FIRST = Past({})
 
 
 def kept(
@@ -28,11 +27,12 @@ def kept(
     *,
     spares: int = 0,
     min_hosts: int | None = None,
-    past: Past = FIRST,
+    doubts: dict[str, str] | None = None,
+    enough: int | None = None,
 ) -> str:
     options = LaunchOptions(spares=spares, min_hosts=min_hosts)
-    wanted = wanted_hosts(hosts, options, past)
-    found = choose(hosts, complaints or {}, *wanted, past)
+    past = Past(hosts, doubts or {}, enough)
+    found = choose(past, complaints or {}, *wanted_hosts(options, past))
     return "".join(host.name for host in found.hosts)
 
 
@@ -71,8 +71,8 @@ def test_a_host_that_fails_ends_the_start_unless_fewer_are_enough() -> None:
 def test_an_avoided_host_is_left_out_if_the_options_allow(
     min_hosts: int | None, enough: int | None, expected: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    past = Past({"b": "b has failed"}, enough)
-    assert kept(Hosts("file", (B, C, A)), min_hosts=min_hosts, past=past) == expected
+    doubts, hosts = {"b": "b has failed"}, Hosts("file", (B, C, A))
+    assert kept(hosts, min_hosts=min_hosts, doubts=doubts, enough=enough) == expected
     said = "b has failed: --exclude HOST does without it."
     said = "leaving out a host: b has failed." if expected == "ca" else said
     assert capfd.readouterr().err == f"mpiddp: {said}\n"

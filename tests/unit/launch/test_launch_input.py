@@ -39,7 +39,7 @@ def placed(hosts: Hosts, gpus: dict[str, int], backend: str | None = None) -> Ho
         if host.name in gpus
     }
     options = LaunchOptions(backend=backend, host_list="-H")
-    return place(hosts, infos, MPIS["openmpi5"], options, Past({}), 0)
+    return place(hosts, infos, MPIS["openmpi5"], options, Past(hosts, {}), 0)
 
 
 def ranks(hosts: Hosts) -> list[int]:
@@ -50,20 +50,20 @@ def test_ranks_fill_the_slots_in_order() -> None:
     hosts = parse_host_list("c.invalid:1,none.invalid:0,a.invalid:3,b.invalid:2")
     starter = MPIS["mpich"]
     for n, npernode, past, wanted, expected in (
-        (None, None, Past({}), 3, "c1 a3 b2"),
-        (2, None, Past({}), 3, "c1 a1"),
-        (None, 1, Past({}), 3, "c1 a1 b1"),
-        (2, 1, Past({}), 3, "c1 a1"),
-        (None, None, Past({}, max_ranks=3), 3, "c1 a2"),
-        (4, None, Past({}, max_ranks=5), 3, "c1 a3"),
-        (9, None, Past({}), 4, "c1 a3 b2"),  # a host is missing
-        (9, 1, Past({}, enough=4), 3, "c1 a1 b1"),
+        (None, None, Past(hosts, {}), 3, "c1 a3 b2"),
+        (2, None, Past(hosts, {}), 3, "c1 a1"),
+        (None, 1, Past(hosts, {}), 3, "c1 a1 b1"),
+        (2, 1, Past(hosts, {}), 3, "c1 a1"),
+        (None, None, Past(hosts, {}, max_ranks=3), 3, "c1 a2"),
+        (4, None, Past(hosts, {}, max_ranks=5), 3, "c1 a3"),
+        (9, None, Past(hosts, {}), 4, "c1 a3 b2"),  # a host is missing
+        (9, 1, Past(hosts, {}, enough=4), 3, "c1 a1 b1"),
     ):
         options = LaunchOptions(n=n, npernode=npernode)
         found = place(hosts, {}, starter, options, past, wanted)
         assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
-        place(hosts, {}, starter, LaunchOptions(n=7), Past({}, enough=3), 3)
+        place(hosts, {}, starter, LaunchOptions(n=7), Past(hosts, {}, enough=3), 3)
 
 
 def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
