@@ -18,8 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.
 LONGEST_FIRST = """
-    checkpoints training doctor start python stop failures restarts hangs hosts allocations output gpu
-    refusals packaging variables page_commands run_sh
+    start checkpoints failures stop doctor python training allocations restarts hangs hosts output gpu
+    variables refusals packaging page_commands run_sh
 """
 
 

@@ -14,7 +14,8 @@ from mpiddp.bench import loader
 from mpiddp.bench.figures import aligned, ratios, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, time_command
 from mpiddp.train.options import option_parser as train_parser
-from tests.support.ranks import ROOT, run_command
+from tests.support.place import Here
+from tests.support.ranks import ROOT, run_command, script
 
 
 def test_a_command_has_a_limit():
@@ -64,23 +65,22 @@ print(*set(last.values()))
 def test_every_loop_reads_the_images_that_the_options_ask_for(name, tmp_path):
     """--low-res-epochs was accepted, and the images were whole ones."""
     training = ("--arch=resnet20", "--batch-size=2", "--low-res-epochs=1", "--backend=gloo")
-    done = run_command([sys.executable, "-c", SIZES, name, *training], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "24"
+    done = Here(tmp_path).fork(script(tmp_path, SIZES), name, *training).assert_ok()
+    assert done.lines[-1] == "24"
 
 
 SCRIPTS = ("reference", "saving", "scale", "random_faults", "mutants", "gpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_of_benchmarks_has_help_and_a_row(script):
-    done = run_command([sys.executable, "-m", f"benchmarks.{script}", "--help"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_of_benchmarks_has_help_and_a_row(name):
+    done = run_command([sys.executable, "-m", f"benchmarks.{name}", "--help"])
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: python -m benchmarks.{script} ")
+    assert done.stdout.startswith(f"usage: python -m benchmarks.{name} ")
     table = (ROOT / "benchmarks/README.md").read_text()
-    assert f"\n| {script} |" in table
-    for command in re.findall(rf"^\| {script} \|.*`{script} ?([^`]*)`", table, re.M):
+    assert f"\n| {name} |" in table
+    for command in re.findall(rf"^\| {name} \|.*`{name} ?([^`]*)`", table, re.M):
         known = set(re.findall(r"--[a-z][a-z-]*|-H", done.stdout))
         if "Takes the options of mpiddp train too" in " ".join(done.stdout.split()):
             known |= set(train_parser()._option_string_actions)

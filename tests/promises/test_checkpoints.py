@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -37,8 +38,8 @@ from tests.support.training import (
     verified,
 )
 
-MODEL = ("-m", "mpiddp", "train", "--backend=gloo", "--arch=resnet20", "--log-every=1")
-OPTIONS = (*MODEL[3:], "--use-syn", "--batch-size=2", "--epochs=1")
+MODEL = ("--backend=gloo", "--arch=resnet20", "--log-every=1")
+OPTIONS = (*MODEL, "--use-syn", "--batch-size=2", "--epochs=1")
 SAVE_ALL = ("--save-every=1", "--keep=99")
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 PRIVATE = Path("/run/run-of-a-test")  # each host has its own
@@ -88,14 +89,14 @@ def flip_a_bit(file: Path, at: float = 0.5) -> None:
 )  # fmt: skip
 def test_training_resumes_bit_for_bit(here, ranks, options):
     """A training that is stopped and resumed ends with the same bits as one that never stopped."""
-    launch = ("launch", *here.where(ranks), *two_epochs(here), *options.split())
+    train = (*two_epochs(here), *options.split(), *SAVE_ALL)
     whole = here.folder / "whole"
-    here.run(*launch, *SAVE_ALL, f"--out={whole}").assert_ok()
+    here.train(*train, f"--out={whole}", ranks=ranks).assert_ok()
     step = random.Random(options).randrange(1, 6)
     resumed = crashed_after(step, whole, here.folder / "resumed")
     with (resumed / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": {step + 1}, "train_loss": 99}}\n{{"step": {step + 1}, "tr')
-    done = here.run(*launch, *SAVE_ALL, f"--out={resumed}").assert_ok()
+    done = here.train(*train, f"--out={resumed}", ranks=ranks).assert_ok()
     assert resumed_step(done) == step
     assert steps_kept(resumed) == [1, 2, 3, 4, 5, 6]
     assert unequal(contents(resumed, 6), contents(whole, 6)) == []
@@ -120,8 +121,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Tests use copies of them.
     """
     place = Here(tmp_path_factory.mktemp("sharded"))
-    save = (program("sharded_script.py"), "save", "run", "sharded")
-    place.run("launch", *place.where(2), *save, "whole", "whole").assert_ok()
+    save = (program("sharded_script.py"), "save", "run", "sharded", "whole", "whole")
+    place.fork(*save, ranks=2).assert_ok()
     return place.folder / "run"
 
 
@@ -162,8 +163,8 @@ def test_stopped_script_resumes_under_any_launcher(here, undisturbed):
 
 def test_state_of_a_script(here):
     """A script gets its model, optimizer, schedulers, values and random numbers back as they were saved."""
-    script = ("python", program("script_state.py"), "run")
-    first, second = (here.run(*script).assert_ok() for _ in range(2))
+    script = (program("script_state.py"), "run")
+    first, second = (here.fork(*script).assert_ok() for _ in range(2))
     assert json.loads(first.lines[-1]) == json.loads(second.lines[-1])
     assert steps_kept(here.folder / "run") == [1]
 
@@ -174,9 +175,9 @@ def test_state_of_a_script(here):
 def test_each_rank_gets_its_own_state(here):
     """All ranks get the shared state back, and each rank its own state and random numbers."""
     job = program("per_rank.py")
-    here.run("launch", *here.where(2), job, "run").assert_ok()
-    for ranks, start in ((3, ("launch", *here.where(3))), (1, ("python",))):
-        done = here.run(*start, job, "run").assert_ok()
+    here.fork(job, "run", ranks=2).assert_ok()
+    for ranks in (3, 1):
+        done = here.fork(job, "run", ranks=ranks).assert_ok()
         found = sorted(json.loads(line) for line in done.lines if line.startswith("["))
         for rank, (number, own, world_size, state) in enumerate(each[1:] for each in found):
             existed = rank < 2
@@ -198,16 +199,15 @@ def test_shards_at_any_number_of_ranks(here, sharded):
         for run, into in resumes:
             name = f"{run} {into} {ranks}"
             job += [str(shutil.copytree(sharded.with_name(run), here.folder / name)), into]
-        here.run("launch", *here.where(ranks), *job).assert_ok()
+        here.fork(*job, ranks=ranks).assert_ok()
 
 
 def test_ddp_fsdp_and_exports_continue_each_other(here):
     """A training resumes under ddp, under fsdp, or from an export, which is a plain state_dict."""
-    options = (*two_epochs(here), "--amp=off", "--lr=0.01", *SAVE_ALL)
-    launch = ("launch", *here.where(2), *options, "--global-batch-size=8")
+    train = (*two_epochs(here), "--amp=off", "--lr=0.01", *SAVE_ALL, "--global-batch-size=8")
     fsdp, whole = here.folder / "fsdp", here.folder / "whole"
-    here.run(*launch, "--parallel=fsdp", f"--out={fsdp}").assert_ok()
-    here.run("checkpoints", "export", step_folder(fsdp, 3), whole).assert_ok()
+    here.train(*train, "--parallel=fsdp", f"--out={fsdp}", ranks=2).assert_ok()
+    here.fork("checkpoints", "export", step_folder(fsdp, 3), whole).assert_ok()
     verified(whole)
     names = torch.load(whole / "model.pt").keys()
     found = {}
@@ -217,7 +217,7 @@ def test_ddp_fsdp_and_exports_continue_each_other(here):
         ("from ddp", "fsdp", step_folder(here.folder / "ddp", 4)),
     ):
         options = (f"--parallel={parallel}", f"--resume={checkpoint}")
-        here.run(*launch, *options, f"--out={here.folder / name}").assert_ok()
+        here.train(*train, *options, f"--out={here.folder / name}", ranks=2).assert_ok()
         found[name] = losses(here.folder / name)
         expected = {step: loss for step, loss in losses(fsdp).items() if step in found[name]}
         assert found[name] == pytest.approx(expected, rel=1e-4), name
@@ -237,7 +237,7 @@ def test_each_image_once_an_epoch(here):
     repeated = 0
     for ranks, kill_after in ((2, 5), (3, 7), (1, None)):
         env = {} if kill_after is None else {"KILL_AFTER_STEPS": str(kill_after)}
-        done = here.run("launch", *here.where(ranks), *train, env=env)
+        done = here.fork(*train, ranks=ranks, env=env)
         assert (done.code == 0) == (kill_after is None), done.stderr
         first = resumed_step(done) + 1
         repeated += sum(step >= first for step in used)
@@ -293,9 +293,10 @@ def test_keep_counts_verified_checkpoints(here):
 
 def test_timed_saves(here):
     """With saves every so many seconds, all ranks save at the same steps."""
-    train = (*MODEL, "--use-syn", "--batch-size=4", "--epochs=1", "--steps-per-epoch=20")
-    options = ("--save-every=0.05s", "--parallel=fsdp", "--out=run")  # each rank writes its shards
-    here.run("launch", *here.where(2), *train, *options).assert_ok()
+    train = (*OPTIONS, "--steps-per-epoch=20", "--save-every=0.05s")
+    here.train(
+        *train, "--parallel=fsdp", "--out=run", ranks=2
+    ).assert_ok()  # each writes its shards
     before, last = steps_kept(here.folder / "run")
     assert before < last == 20
 
@@ -324,9 +325,9 @@ def test_lost_last_save_is_a_failure(here, launcher):
 
 def test_records_of_a_script(here):
     """mpiddp.log_metrics keeps one record for each step, even after a resume, and writes NaN as null."""
-    here.run("python", program("records.py"), "run", "1", "4").assert_ok()
+    here.fork(program("records.py"), "run", "1", "4").assert_ok()
     shutil.rmtree(step_folder(here.folder / "run", 4))
-    here.run("python", program("records.py"), "run", "3", "6").assert_ok()
+    here.fork(program("records.py"), "run", "3", "6").assert_ok()
     found = records(here.folder / "run")
     assert [each["step"] for each in found] == [1, 2, 3, 4, 5, 6]
     assert [each["first"] for each in found] == [1, 1, 3, 3, 3, 3]
@@ -357,7 +358,7 @@ WRONGS = {"config": "width 1, now 2", "model": "size mismatch", "no resume": "st
 def test_wrong_resume_is_refused_by_all_ranks(here):
     """A checkpoint of another config or model, or a forgotten resume(), is refused, without a restart."""
     job = (program("wrong_resume.py"), "run")
-    here.run("launch", *here.where(1), *job, "nothing").assert_ok()
+    here.fork(*job, "nothing").assert_ok()
     for wrong, words in WRONGS.items():
         ranks = 2 if wrong == "model" else 1
         done = here.run("launch", *here.where(ranks), "--max-restarts", "3", *job, wrong)
@@ -435,15 +436,8 @@ def cut(file: Path) -> None:
 )
 def test_damaged_checkpoint_gives_way(here, parallel, name, damage):
     """If the newest checkpoint is damaged, the run names the file and resumes the checkpoint before it."""
-    options = (*MODEL[3:], "--use-syn", "--global-batch-size=4", "--epochs=1")
-    options += ("--steps-per-epoch=3", *SAVE_ALL, "--out=run")
-
-    def train(*more: str) -> Done:
-        if parallel == "ddp":
-            return here.train(*options, *more)
-        launch = ("launch", *here.where(2), "-m", "mpiddp", "train")
-        return here.run(*launch, *options, "--parallel=fsdp", *more)
-
+    options = (*OPTIONS, "--steps-per-epoch=3", *SAVE_ALL, f"--parallel={parallel}", "--out=run")
+    train = partial(here.train, *options, ranks=2 if parallel == "fsdp" else 0)
     assert train("--stop-at-step=2").code == 75
     run = here.folder / "run"
     damage(step_folder(run, 2) / name)
@@ -456,7 +450,7 @@ def test_damaged_checkpoint_gives_way(here, parallel, name, damage):
 def test_foreign_checkpoint_is_refused(here):
     """A checkpoint under a wrong name is refused, and no file of a checkpoint can run code."""
     saved, renamed, forged = (here.folder / name for name in ("saved", "renamed", "forged"))
-    here.run("python", program("records.py"), saved, "1", "2").assert_ok()
+    here.fork(program("records.py"), saved, "1", "2").assert_ok()
     shutil.copytree(saved, renamed)  # it would stay the newest one, and a run would repeat steps
     step_folder(renamed, 2).rename(step_folder(renamed, 9))
     folder = step_folder(shutil.copytree(saved, forged), 2)
@@ -468,7 +462,7 @@ def test_foreign_checkpoint_is_refused(here):
     proof = sha256((folder / "manifest.json").read_bytes()).hexdigest()
     (folder / "COMPLETE").write_text(proof)
     for run in (renamed, forged):
-        done = here.run("python", program("records.py"), run, "1", "4")
+        done = here.fork(program("records.py"), run, "1", "4")
         assert done.code in (1, 2), done.stdout
         assert "step_0000000" in done.stderr
     assert not (here.folder / "run-code").exists()
@@ -527,42 +521,35 @@ def apart(hosts: Hosts) -> Hosts:
     return hosts
 
 
-def launch(hosts: Hosts, names: str, *options: str) -> Done:
-    """`mpiddp launch -H NAMES …` on the first of the named hosts."""
-    argv = [sys.executable, "-m", "mpiddp", "launch", "-H", names, *options]
-    done = hosts[names.partition(":")[0]].run(argv, env=ENV, cwd=hosts.folder)
-    return Done(done.returncode, done.stdout, done.stderr)
-
-
 def private(hosts: Hosts, name: str) -> Path:
     return hosts[name].path(PRIVATE)
 
 
 def test_lost_host_of_rank_0(apart):
     """Hosts without a shared disk each keep every checkpoint. The loss or damage of one loses nothing."""
-    train = (*MODEL, "--use-syn", "--batch-size=8", "--epochs=1", "--steps-per-epoch=8")
+    train = ("train", *MODEL, "--use-syn", "--batch-size=8", "--epochs=1", "--steps-per-epoch=8")
     train += ("--amp=off", "--save-every=2", f"--out={PRIVATE}")
-    done = launch(apart, "node0:1,node1:1", *train, "--stop-at-step=3")
+    done = apart.fork("node0:1,node1:1", *train, "--stop-at-step=3")
     assert done.code == 75, done.stderr
     node0, node1, node2 = (private(apart, name) for name in apart.hosts)
     assert steps_kept(node0) == steps_kept(node1) == [2, 3]
 
     flip_a_bit(step_folder(node0, 3) / "model.pt")
-    done = launch(apart, "node0:1,node1:1", *train, "--stop-at-step=5")
+    done = apart.fork("node0:1,node1:1", *train, "--stop-at-step=5")
     assert (done.code, resumed_step(done)) == (75, 3), done.stderr
     assert "step_00000003: model.pt does not match its SHA-256; another host" in done.stdout
     assert steps_kept(node0) == steps_kept(node1) == [4, 5]
     kept = contents(node0, 5)
 
     # node0 is lost; the new first host has no checkpoint yet.
-    done = launch(apart, "node2:1,node1:1", *train, "--stop-at-step=6")
+    done = apart.fork("node2:1,node1:1", *train, "--stop-at-step=6")
     assert (done.code, resumed_step(done)) == (75, 5), done.stderr
     assert steps_kept(node2) == [5, 6]
     assert unequal(contents(node2, 5), kept) == []
 
     # node0 comes back with older checkpoints, the newest of them damaged.
     cut(step_folder(node0, 5) / "model.pt")
-    done = launch(apart, "node0:1,node1:1", *train).assert_ok()
+    done = apart.fork("node0:1,node1:1", *train).assert_ok()
     assert resumed_step(done) == 6
     assert steps_kept(node0) == steps_kept(node1) == [6, 8]
     assert list(losses(node1)) == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -570,30 +557,30 @@ def test_lost_host_of_rank_0(apart):
 
 def test_lost_host_of_shards(apart):
     """Without a shared disk, each shard is on two hosts. The loss of one host loses no step."""
-    train = (*MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1", "--steps-per-epoch=8")
-    train += ("--save-every=2", "--parallel=fsdp", f"--out={PRIVATE}")
+    train = ("train", *MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1")
+    train += ("--steps-per-epoch=8", "--save-every=2", "--parallel=fsdp", f"--out={PRIVATE}")
     nodes = [private(apart, name) for name in apart.hosts]
 
     def shards(node: Path, step: int) -> list[str]:
         return sorted(path.name for path in verified(step_folder(node, step)).glob("shard_*"))
 
-    assert launch(apart, "node0:1,node1:1,node2:1", *train, "--stop-at-step=4").code == 75
+    assert apart.fork("node0:1,node1:1,node2:1", *train, "--stop-at-step=4").code == 75
     for node, kept in zip(nodes, ("02", "01", "12"), strict=True):
         assert shards(node, 4) == [f"shard_0000{rank}.pt" for rank in kept]
 
     shutil.rmtree(nodes[2])
-    done = launch(apart, "node1:1,node0:1", *train, "--stop-at-step=6")
+    done = apart.fork("node1:1,node0:1", *train, "--stop-at-step=6")
     assert (done.code, resumed_step(done)) == (75, 4), done.stderr
     for node in nodes[:2]:
         assert shards(node, 6) == ["shard_00000.pt", "shard_00001.pt"]
 
-    done = launch(apart, "node0:1,node1:1,node2:1", *train).assert_ok()
+    done = apart.fork("node0:1,node1:1,node2:1", *train).assert_ok()
     assert resumed_step(done) == 6
     assert list(losses(nodes[0])) == [1, 2, 3, 4, 5, 6, 7, 8]
 
     shutil.rmtree(nodes[1])
     shutil.rmtree(nodes[2])  # of step 8, node0 has the shards of two of three ranks; of step 6, all
-    done = launch(apart, "node0:1", *train).assert_ok()
+    done = apart.fork("node0:1", *train).assert_ok()
     assert resumed_step(done) == 6
     assert "step_00000008: shard_00001.pt" in done.stdout
 
@@ -601,7 +588,8 @@ def test_lost_host_of_shards(apart):
 def test_script_on_hosts_apart(apart, undisturbed):
     """A script on hosts without a shared disk survives a kill, and the loss of a host with its disk."""
     job = str(example(apart.folder / "job", each_step=DIES, run=str(PRIVATE)))
-    done = launch(apart, "node0:1,node1:1", "--max-restarts", "1", job).assert_ok()
+    where = ("-H", "node0:1,node1:1", "--max-restarts", "1")
+    done = apart.run("launch", *where, job, env=ENV).assert_ok()
     assert resumed_step(done) == 15
     nodes = [private(apart, name) for name in apart.hosts]
     assert steps_kept(nodes[0]) == steps_kept(nodes[1]) == [35, 40]
@@ -610,7 +598,7 @@ def test_script_on_hosts_apart(apart, undisturbed):
     shutil.rmtree(nodes[0])
     shutil.rmtree(step_folder(nodes[1], 40))
     (apart.folder / "model.pt").unlink()
-    done = launch(apart, "node2:1,node1:1", job).assert_ok()
+    done = apart.run("launch", "-H", "node2:1,node1:1", job, env=ENV).assert_ok()
     assert resumed_step(done) == 35
     assert steps_kept(nodes[2]) == steps_kept(nodes[1]) == [35, 40]
     assert unequal(weights(apart.folder), weights(undisturbed)) == []
@@ -618,13 +606,12 @@ def test_script_on_hosts_apart(apart, undisturbed):
 
 def test_hsdp_resumes_bit_for_bit(hosts):
     """On a shared disk, hsdp saves each shard once, resumes bit for bit, and can continue as ddp."""
-    train = (*MODEL, "--use-syn", "--global-batch-size=24", "--epochs=1", "--steps-per-epoch=6")
-    train += ("--amp=off", "--lr=0.01", *SAVE_ALL)
-    where = "node0:2,node1:2"
+    train = ("node0:2,node1:2", "train", *MODEL, "--use-syn", "--global-batch-size=24")
+    train += ("--epochs=1", "--steps-per-epoch=6", "--amp=off", "--lr=0.01", *SAVE_ALL)
     whole = hosts.folder / "whole"
-    launch(hosts, where, *train, "--parallel=hsdp", f"--out={whole}").assert_ok()
+    hosts.fork(*train, "--parallel=hsdp", f"--out={whole}").assert_ok()
     resumed = crashed_after(4, whole, hosts.folder / "resumed")
-    done = launch(hosts, where, *train, "--parallel=hsdp", f"--out={resumed}").assert_ok()
+    done = hosts.fork(*train, "--parallel=hsdp", f"--out={resumed}").assert_ok()
     assert resumed_step(done) == 4
     expected = contents(whole, 6)
     assert unequal(contents(resumed, 6), expected) == []
@@ -633,7 +620,7 @@ def test_hsdp_resumes_bit_for_bit(hosts):
     assert saved == 2 * summary(whole)["num_parameters"]  # and the momentum
 
     options = ("--parallel=ddp", f"--resume={step_folder(whole, 4)}", "--out=ddp")
-    launch(hosts, where, *train, *options).assert_ok()
+    hosts.fork(*train, *options).assert_ok()
     assert losses(hosts.folder / "ddp") == pytest.approx(
         {step: losses(whole)[step] for step in (5, 6)}, rel=1e-4
     )

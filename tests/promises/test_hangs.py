@@ -125,10 +125,10 @@ def test_the_others_are_done(here, is_command):
 
 def test_ctrl_z(here):
     """The time in which the launcher is suspended, as by Ctrl-Z, does not count as a hang."""
-    options = (*LONG_GRACE, "--hang-timeout", "3", *here.where(2))
+    options = (*LONG_GRACE, "--hang-timeout", "10", *here.where(2))
     job = here.start("launch", *options, program("one_fails.py"), "never").until("step ")
     job.signal(signal.SIGSTOP)
-    time.sleep(6)  # longer than --hang-timeout
+    time.sleep(12)  # longer than --hang-timeout
     job.signal(signal.SIGCONT)
     job.until("step ", times=job.stdout.count("step ") + 2)
     job.signal(signal.SIGTERM)
@@ -177,10 +177,10 @@ def test_a_rank_that_does_not_join(place, mpi, module, text, last_words):
     """A rank that does not join within --timeout is named, with the line of Python that it executes."""
     env = troubled(place, module, text)
     script = place.script("import torch\nprint('ran', flush=True)")
-    done = place.run("launch", *place.where(2), "--timeout", "4", script, env=env, mpi=mpi)
+    done = place.run("launch", *place.where(2), "--timeout", "10", script, env=env, mpi=mpi)
     assert (done.code, done.stdout) == (1, "")
     where = place.hosts_of(2)[1]
-    missing = rf"only 1 of 2 ranks joined in 4 s\. Missing: rank 1 on {where}\. "
+    missing = rf"only 1 of 2 ranks joined in 10 s\. Missing: rank 1 on {where}\. "
     words = last_words.format(re.escape(f"{place.folder}/trouble/torch.py"))
     assert any(re.fullmatch(f"{missing}Its last words: {words}", line) for line in done.said)
     eventually(lambda: not place.processes("python"))

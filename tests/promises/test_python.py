@@ -124,7 +124,7 @@ def groups(text: str, name: str) -> list[list[int]]:
 def test_mesh_on_unequal_hosts(hosts):
     """mpiddp.mesh keeps tensor-parallel groups within hosts, even with unequal slots."""
     job = (program("mesh_groups.py"), "plain")
-    done = hosts.run("launch", "-H", "node0:4,node1:2", *job, "tp=2").assert_ok()
+    done = hosts.fork("node0:4,node1:2", *job, "tp=2").assert_ok()
     assert groups(done.stdout, "tp") == [[0, 1], [2, 3], [4, 5]]
     assert groups(done.stdout, "dp") == [[0, 2, 4], [1, 3, 5]]
     refused = hosts.run("launch", *hosts.where(2), *job, "tp=2")
@@ -135,8 +135,7 @@ def test_mesh_on_unequal_hosts(hosts):
     dealt = hosts.run(*mpirun, *ranks, "tp=2")  # ranks 0 and 1 are on two hosts
     assert dealt.code == 2, dealt.stderr
     assert dealt.stderr.count("mpiddp.mesh: tp=2") == 1
-    across = (*hosts.where(2), *job, "tp=2", "tp_across_hosts")
-    done = hosts.run("launch", *across).assert_ok()
+    done = hosts.fork("node0:1,node1:1", *job, "tp=2", "tp_across_hosts").assert_ok()
     assert groups(done.stdout, "tp") == [[0, 1]]
 
 
@@ -178,13 +177,13 @@ def test_mesh_is_planned_without_the_cluster(here):
 def test_hybrid_example(here):
     """examples/hybrid.py combines data and tensor parallelism, and has the losses of one process."""
 
-    def losses(*start: str) -> list[float]:
-        done = here.run(*start).assert_ok()
+    def losses(ranks: int, *options: str) -> list[float]:
+        done = here.fork(HYBRID, *options, ranks=ranks).assert_ok()
         return [float(each) for each in re.findall(r"step \d+: loss ([0-9.]+)", done.stdout)]
 
-    one = losses("python", HYBRID)
+    one = losses(0)
     assert one[-1] < one[0] / 2  # it learns, so a wrong gradient shows
-    assert losses("launch", *here.where(4), HYBRID, "--tp", "2") == pytest.approx(one, rel=1e-4)
+    assert losses(4, "--tp", "2") == pytest.approx(one, rel=1e-4)
 
 
 def bench(here: Here, name: str, *options: str) -> dict[str, Any]:
@@ -350,11 +349,11 @@ def test_log_to(here):
     for package in ("mlflow_skinny", "wandb"):
         installs.environment(package)
     data = tiny_data.image_folder(here.folder / "data", 9, 3)
-    train = ("train", "--backend=gloo", "--arch=resnet20", "--dataset=image-folder", "--epochs=2")
+    train = ("--backend=gloo", "--arch=resnet20", "--dataset=image-folder", "--epochs=2")
     train += (f"--data-dir={data}", "--image-size=32", "--global-batch-size=8", "--log-every=1")
     train += (f"--log-to={','.join(READERS)}", "--num-workers=0", "--out=run")
-    assert here.run(*train, "--stop-at-step=2", env=env).code == 75
-    here.run(*train, env=env).assert_ok()
+    assert here.train(*train, "--stop-at-step=2", env=env).code == 75
+    here.train(*train, env=env).assert_ok()
     found = records(here.folder / "run")
     for tool, reads in READERS.items():
         reader = f"import json\n{reads}\nprint(json.dumps(found))"
@@ -365,5 +364,5 @@ def test_log_to(here):
     shutil.rmtree(here.folder / "run")
     (here.folder / "run").mkdir()
     (here.folder / "run/tensorboard").write_text("in the way")
-    done = here.run(*train, "--log-to=tensorboard", env=env).assert_ok()
+    done = here.train(*train, "--log-to=tensorboard", env=env).assert_ok()
     assert done.stderr.count("warning: --log-to tensorboard: ") == 1, done.stderr

@@ -282,9 +282,9 @@ def launcher(request: pytest.FixtureRequest, hosts: Hosts) -> Run:
 
 @pytest.fixture(scope="module")
 def weights(cluster: Cluster) -> str:
-    """The digest of the weights that ranks of torchrun on one host have trained, the eleventh launcher."""
+    """The digest of the weights that forks on one host have trained, as the pods of a PyTorchJob do."""
     with Hosts.on(cluster, "reference") as hosts:
-        done = hosts.run(*TORCHRUN, "--nproc-per-node=2", *TRAIN, "run", env=ENV).assert_ok()
+        done = hosts.fork("node0:2", *TRAIN, "run", env=ENV).assert_ok()
         assert "2 on 1 host" in done.stdout
         return digest(hosts.folder / "run")
 

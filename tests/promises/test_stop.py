@@ -85,7 +85,7 @@ def test_the_printed_command_resumes(here):
     for seconds in (4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
         folder = here.folder / str(seconds)
         folder.mkdir()
-        options = (*LONG_GRACE, "--stop-after", str(seconds), *here.where(2))
+        options = (*LONG_GRACE, "--stop-after", str(seconds), *here.where(1))
         done = here.run("launch", *options, "-m", "mpiddp", "train", *train, cwd=folder)
         if done.code != 130:
             break
@@ -180,7 +180,7 @@ def test_after_the_grace_period(here):
 
 def test_a_save_outlasts_the_grace_period(here):
     """A rank that is saving has more time than --grace, and a line says that it is still saving."""
-    job = stopping(here, "--grace", "1", save_s=4)
+    job = stopping(here, "--grace", "5", save_s=9)
     job.signal(signal.SIGTERM)
     done = job.wait()
     assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr

@@ -8,6 +8,8 @@ import random
 import re
 import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +124,8 @@ def first_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dic
         folder.mkdir()
         job = (program("watched_training.py"), str(folder), *options, *more)
         job += ("--global-batch-size=23", f"--out={folder}/run")
-        here.run("launch", *here.where(int(ranks)), *job, env={"PLAIN": "1"}).assert_ok()
+        here.fork(*job, ranks=int(ranks), env={"PLAIN": "1"}).assert_ok()
         found[split] = (torch.load(folder / "first.pt"), folder / "run")
-    here.clear()
     return found
 
 
@@ -163,13 +164,13 @@ def test_sync_bn(here):
     options += ("--epochs=1", "--num-workers=0", "--global-batch-size=32", "--lr=0.05")
 
     here.train(*options, "--out=alone").assert_ok()
-    train(here, 3, *options, "--sync-bn", "--out=synced").assert_ok()
+    here.train(*options, "--sync-bn", "--out=synced", ranks=3).assert_ok()
     alone, synced = (contents(here.folder / name, 3)["model"] for name in ("alone", "synced"))
     # Without --sync-bn, they differ by more than 4e-3.
     assert max((alone[name] - synced[name]).abs().max().item() for name in alone) < 2e-4
 
 
-def halves_the_state(place: Place, where: tuple[str, ...], ranks: int, parallel: str) -> None:
+def halves_the_state(place: Place, fork: Callable[..., Done], ranks: int, parallel: str) -> None:
     """This parallelism has the losses of ddp, and each rank holds half of the state."""
     found = {}
     for name, share in (("ddp", 1), (parallel, 1 / 2)):
@@ -177,7 +178,7 @@ def halves_the_state(place: Place, where: tuple[str, ...], ranks: int, parallel:
         folder.mkdir()
         job = (program("watched_training.py"), str(folder), *SYNTHETIC, "--steps-per-epoch=10")
         options = (f"--parallel={name}", "--lr=0.001", f"--out={folder}/run")
-        place.run("launch", *where, *job, *options).assert_ok()
+        fork(*job, *options).assert_ok()
         found[name] = losses(folder / "run")
         for rank in range(ranks):
             own, one_copy = map(int, (folder / f"bytes_{rank}").read_text().split())
@@ -189,12 +190,12 @@ def halves_the_state(place: Place, where: tuple[str, ...], ranks: int, parallel:
 
 def test_fsdp_has_the_losses_of_ddp(here):
     """fsdp has the losses of ddp, and each rank holds only its share of the state."""
-    halves_the_state(here, here.where(2), 2, "fsdp")
+    halves_the_state(here, partial(here.fork, ranks=2), 2, "fsdp")
 
 
 def test_hsdp_shards_within_a_host(hosts):
     """hsdp has the losses of ddp, and shards within each host."""
-    halves_the_state(hosts, ("-H", "node0:2,node1:2"), 4, "hsdp")
+    halves_the_state(hosts, partial(hosts.fork, "node0:2,node1:2"), 4, "hsdp")
 
 
 # The same numbers each time
@@ -247,7 +248,7 @@ def test_seed(here):
 def test_determinism_is_checked(here):
     """--check-determinism trains twice, and compares every tensor bit for bit."""
     options = ("--check-determinism=3", "--parallel=fsdp", "--out=run")
-    done = train(here, 2, *SYNTHETIC, *options).assert_ok()
+    done = here.train(*SYNTHETIC, *options, ranks=2).assert_ok()
     assert "two runs of 3 steps from the same start are equal bit for bit" in done.stdout
     assert not (here.folder / "run").exists()
 
@@ -260,7 +261,7 @@ def test_first_difference_is_named(here, ranks, what, first):
     """If two runs differ, --check-determinism names the first step, rank and tensor that differ."""
     last = ranks - 1
     job = (program("faulty_training.py"), "noise", what, str(last), *SYNTHETIC)
-    done = here.run("launch", *here.where(ranks), *job, "--check-determinism=2", "--out=run")
+    done = here.fork(*job, "--check-determinism=2", "--out=run", ranks=ranks)
     assert done.code == 1, done.stdout
     assert re.search(rf"step 1, .*rank {last} on .*{first}", done.stderr), done.stderr
 
@@ -288,7 +289,7 @@ def test_diverged_training_is_not_saved(here):
     done = here.run("launch", *here.where(2), "--max-restarts", "1", *job).assert_ok()
     assert "momentum_buffer of fc.weight (1 of 118 tensors)" in done.stderr
     assert re.search("resuming from .*step 2$", done.stdout, re.MULTILINE), done.stdout
-    train(here, 2, *options[:-1], "--out=sound").assert_ok()
+    here.train(*options[:-1], "--out=sound", ranks=2).assert_ok()
     sound = contents(here.folder / "sound", 6)
     assert unequal(contents(here.folder / "faulty", 6), sound) == []
 
@@ -297,7 +298,7 @@ def test_diverged_copies_of_shards(hosts):
     """Under hsdp, --check-divergence finds a bit that differs between two copies of a shard."""
     options = (*SYNTHETIC, "--parallel=hsdp", "--check-divergence=4", "--save-every=2")
     job = (program("faulty_training.py"), "flip", "parameter", "3", "4", *options)
-    done = hosts.run("launch", "-H", "node0:2,node1:2", *job, "--steps-per-epoch=6", "--out=run")
+    done = hosts.fork("node0:2,node1:2", *job, "--steps-per-epoch=6", "--out=run")
     assert done.code == 1, done.stdout
     assert re.search(r"rank 1 on node0 and rank 3 on node1 differ.*fc.weight", done.stderr)
     assert steps_kept(hosts.folder / "run") == [2]
@@ -360,7 +361,7 @@ def test_cifar10_is_learned(here):
     except JobFailed as error:
         lacking(f"this test needs the real data: {error}")
     options = (f"--data-dir={data}", "--epochs=1", "--steps-per-epoch=75")
-    train(here, 2, *options, "--out=run").assert_ok()
+    here.train(*options, "--out=run", ranks=2).assert_ok()
     found = summary(here.folder / "run")
     assert found["test_accuracy"] >= 0.4
     assert (found["test_images"], found["steps"], found["global_batch_size"]) == (10_000, 75, 128)
@@ -390,7 +391,7 @@ def test_reduced_precision(here):
         found = {}
         for option in ("--amp=off", *options):
             run = (*common, option, "--check-divergence=4", f"--out=run{ranks}{option}")
-            (here.train(*run) if ranks == 1 else train(here, ranks, *run)).assert_ok()
+            here.train(*run, ranks=ranks).assert_ok()
             found[option] = losses(here.folder / f"run{ranks}{option}")
         full = found.pop("--amp=off")
         for option, reduced in found.items():
@@ -401,7 +402,7 @@ def test_reduced_precision(here):
 def test_loss_that_is_no_number(here):
     """A loss that is NaN or infinite is reported once, with its step."""
     options = ("--steps-per-epoch=4", "--lr=1e300", "--out=run")
-    done = train(here, 2, *SYNTHETIC, *options).assert_ok()
+    done = here.train(*SYNTHETIC, *options, ranks=2).assert_ok()
     assert len(re.findall(r"the loss is (nan|inf) at step 2", done.stderr)) == 1, done.stderr
 
 
@@ -452,7 +453,7 @@ def test_gpt_example(here):
     resumed = here.folder / "resumed"
     shutil.copytree(run, resumed)
     shutil.rmtree(step_folder(resumed, 300))
-    here.run("launch", *here.where(2), *job, "--save-every=100", "--out=resumed").assert_ok()
+    here.fork(*job, "--save-every=100", "--out=resumed", ranks=2).assert_ok()
     assert unequal(contents(resumed, 300), contents(run, 300)) == []
 
 
@@ -462,7 +463,7 @@ def test_gpt_is_divided(here):
     layouts = ("--tp=2", "--tp=2 --fsdp", "--pp=2 --microbatches=2", "--tp=2 --pp=2", "--tp=4")
     wrong = "without_sum_gradients --tp=2"
     split = json.dumps([[*tiny, *layout.split()] for layout in (*layouts, wrong)])
-    done = here.run("launch", *here.where(4), program("gpt_layouts.py"), split).assert_ok()
+    done = here.fork(program("gpt_layouts.py"), split, ranks=4).assert_ok()
     *found, different = json.loads(done.lines[-1])
     for layout, differences in zip(layouts, found, strict=True):
         assert differences.keys() == {"loss", "gradients", "weights"}
@@ -478,7 +479,9 @@ def test_copied_example(here):
     found = []
     for ranks in (2, 1):
         run = here.folder / f"runs/{ranks}"
-        done = here.run(*mpirun_command(ranks, here.folder / "train.py", run)).assert_ok()
+        job = (here.folder / "train.py", run)
+        start = here.fork(*job, ranks=1) if ranks == 1 else here.run(*mpirun_command(2, *job))
+        done = start.assert_ok()
         assert "epoch 2: step 30, loss " in done.stdout
         found.append(torch.load(step_folder(run, 30) / "model.pt"))
     torch.testing.assert_close(found[0], found[1])
@@ -511,7 +514,7 @@ def test_pitfalls(here):
     assert "saved by rank 0: the file is 6 times that of rank 0\n" in text
     assert "saved by all ranks: the file is 6 times" not in text
     assert "the ranks of 2 add up to 1\n" in text
-    hang = ("--hang-timeout", "5s", str(folder / "collective_on_one_rank.py"))
+    hang = ("--hang-timeout", "10s", str(folder / "collective_on_one_rank.py"))
     done = here.run("launch", *here.where(2), *hang)
     assert done.code == 1, done.stderr
     assert "dist.all_reduce(mean_loss, group=metrics)" in done.stderr

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked import LIMIT_S, OF_TRAINING, in_a_child
+from mpiddp.arguments import VERBS
+from tests.support.forked import LIMIT_S, OF_TRAINING, Rank, in_children
 
 FILE = Path(__file__).with_name("refusals.txt")
 ROOT = FILE.parents[2]
@@ -50,7 +51,8 @@ def run(line: str, folder: Path) -> str:
     with tempfile.TemporaryFile() as output:
         if is_mpiddp:
             file = output.fileno()
-            code = in_a_child(words[count + 1 :], env, folder, file, file)
+            command = ("-m", *words[count:])
+            code = in_children(command, [Rank(env)], folder, file, file)
         else:
             code = subprocess.run(
                 ["sh", "-c", line],
@@ -94,6 +96,11 @@ def answered(section: str, folder: Path) -> str:
 
 def all_answered() -> str:
     """refusals.txt with what its commands print now."""
+    for name, _ in VERBS.values():
+        import_module(
+            f"mpiddp.{name.partition(':')[0]}"
+        )  # once for all children; none of them needs torch
+    assert "torch" not in sys.modules
     header, *sections = re.split(r"^(?=## )", FILE.read_text(), flags=re.MULTILINE)
     texts = [header]
     for section in sections:
@@ -113,7 +120,7 @@ EXPECTED = by_title(FILE.read_text())
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    """The sections now, from a process that has imported nothing else."""
+    """The sections now, from a process that has imported little else."""
     done = subprocess.run(
         [sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, text=True
     )

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
+from mpiddp.drill import rehearse
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED
+from mpiddp.launch.options import parse_options
+from tests.support import forked
 from tests.support.ranks import ROOT
 
 FOLDER = "tests/programs"
@@ -12,11 +23,18 @@ SCRIPT = f"{FOLDER}/drilled.py"
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect of SCRIPT. `fault` on `ranks` ranks shows it, and the cause must have these `words`."""
+    """A defect of SCRIPT. `fault` on `ranks` ranks shows it, and the cause must have these `words`.
+
+    Of the faults, only a signal to all processes depends on how the ranks were started.
+    """
 
     fault: str
     ranks: int
     words: str
+
+    @property
+    def needs_launcher(self) -> bool:
+        return "signal ended" in self.words
 
 
 DEFECTS = {
@@ -51,6 +69,10 @@ class Right:
     package: str = ""
     faults: str = "kill,kill-in-save"
 
+    @property
+    def needs_launcher(self) -> bool:
+        return "launcher" in self.faults
+
 
 _TRAIN = "-m mpiddp train --use-syn --arch resnet20 --batch-size 2 --save-every 5 --epochs 2"
 RIGHT = {
@@ -61,10 +83,54 @@ RIGHT = {
     ),
     "accelerate": Right((f"{FOLDER}/accelerated.py", "{out}"), "accelerate", "kill-in-save"),
     "snapshot": Right((f"{FOLDER}/snapshot.py", "{out}"), faults="kill"),
-    "plain": Right((SCRIPT, "{out}"), faults="kill,kill-in-save,full,hang,launcher,timeout"),
+    "plain": Right((SCRIPT, "{out}"), faults="full,hang,launcher,timeout"),
 }  # fmt: skip
 
 
 def command(*arguments: str) -> list[str]:
     """The arguments with the absolute paths of scripts, so that any folder can be the working one."""
     return [str(ROOT / each) if each.startswith("tests/") else each for each in arguments]
+
+
+class _Launch:
+    """In the place of the Popen of `mpiddp launch` on this machine: the ranks are forks."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        stdout: IO[str],
+        stderr: IO[str],
+        **others: object,
+    ) -> None:
+        self.code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the ranks get it as well
+            options = parse_options([*argv[argv.index("launch") + 1 :]], "mpiddp launch")
+            of_ranks = forked.variables(["localhost"] * (options.n or 1), "127.0.0.1")
+            ranks = [forked.Rank({**env, **each}) for each in of_ranks]
+            files = stdout.fileno(), stderr.fileno()
+            code = forked.in_children(options.job, ranks, cwd, *files)
+            os._exit(code if code in (DONE, BAD_INPUT, STOPPED) else FAILED)
+
+    def poll(self) -> int | None:
+        if self.code is None and (status := os.waitpid(self.pid, os.WNOHANG)) != (0, 0):
+            self.code = os.waitstatus_to_exitcode(status[1])
+        return self.code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> _Launch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def ranks_are_forks() -> None:
+    """In this process, a drill of a script on this machine starts no launcher."""
+    rehearse.subprocess = SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=_Launch)

@@ -1,55 +1,156 @@
-"""mpiddp in forks of one process: many commands, of which none imports what another has imported already."""
+"""Ranks as forks of one process: none of them imports what another has imported already.
+
+`Here.fork` and `Hosts.fork` (place.py) run them, with the variables by which a PyTorchJob's ranks find each
+other. Promises of a launcher need one; those of a training or a script do not: every launcher trains the same
+bits (test_start.py).
+"""
+
+from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import json
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 from mpiddp import cli
+from mpiddp.protocol.variables import OBSERVER
 from tests.support.ranks import ROOT
 
-LIMIT_S = 300
+LIMIT_S = 600
 OF_TRAINING = ("mpiddp.train.train", "torch._dynamo")  # two thirds of the time of a short one
+OF_RANKS = (
+    *OF_TRAINING,
+    *("mpiddp.checkpoints.checkpoints", "mpiddp.runtime.torch.process_group"),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.profiler", "numpy.ma"),
+)
 
 
-def in_a_child(
-    arguments: Sequence[str], env: Mapping[str, str], folder: Path, out: int, err: int
+class Rank(NamedTuple):
+    """The variables of a rank, and the pid 1 of its host in a test cluster; 0 for this machine."""
+
+    env: Mapping[str, str]
+    host: int = 0
+
+
+def variables(hosts: Sequence[str], address: str) -> list[dict[str, str]]:
+    """Those of a rank on each of these hosts. Rank 0 listens at the address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(hosts)),
+            "LOCAL_RANK": str(hosts[:rank].count(host)),
+            "LOCAL_WORLD_SIZE": str(hosts.count(host)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def in_children(
+    arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: int, err: int
 ) -> int:
-    """The exit code of mpiddp with these arguments. What it changes ends with the child."""
-    if (child := os.fork()) == 0:
-        code = 99
+    """The exit code of ranks that run a verb of mpiddp, or a script. What it changes ends with them.
+
+    It is the first one that is not 0. If a signal ends a rank, the others are killed.
+    """
+    code, left = 0, {_start(arguments, rank, folder, out, err) for rank in ranks}
+    while left:
+        pid, status = os.wait()
+        left.discard(pid)
+        ended = os.waitstatus_to_exitcode(status)
+        code = code or ended
+        if ended < 0:
+            for each in left:
+                os.kill(each, signal.SIGKILL)
+    return code
+
+
+def _start(arguments: Sequence[str], rank: Rank, folder: Path, out: int, err: int) -> int:
+    """The pid of a child that does so."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        atexit._clear()  # the parent's temporary folders are not this process's to remove
+        if rank.host:
+            _enter(rank.host)
+        signal.alarm(LIMIT_S)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a fork of this fork opens the number anew
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        os.environ.clear()
+        os.environ.update(rank.env)
+        os.chdir(folder)
         try:
-            signal.alarm(LIMIT_S)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(out, 1)
-            os.dup2(err, 2)
-            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
-            os.environ.clear()
-            os.environ.update(env)
-            os.chdir(folder)
-            sys.argv = ["mpiddp", *arguments]
-            try:
-                code = cli.main([*arguments])
-            except SystemExit as exit:
-                code = exit.code if isinstance(exit.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            code = _called(arguments)
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        threading._shutdown()  # as at Python's end
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _enter(host: int) -> None:
+    """Go on in a child, on a host of a test cluster."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    kinds = ("pid", "net", "uts", "ipc", "mnt")
+    for file in [os.open(f"/proc/{host}/ns/{kind}", os.O_RDONLY) for kind in kinds]:
+        if libc.setns(file, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    if child := os.fork():  # only a child is in the namespace of pids
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+    set_pdeathsig = 1  # linux/prctl.h
+    libc.prctl(set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
+def _called(arguments: Sequence[str]) -> int:
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [each for each in path if each and each not in sys.path]
+    if observer := os.environ.get(OBSERVER):
+        import_module(observer).observe()
+    if arguments[0].endswith(".py"):
+        sys.argv = [*arguments]
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+        return 0
+    words = [*arguments[2:]] if arguments[0] == "-m" else [*arguments]
+    sys.argv = ["mpiddp", *words]
+    if words[:1] == ["drill"]:
+        from tests.support import drills  # it imports this module
+
+        drills.ranks_are_forks()
+    return cli.main(words)
 
 
 @cache
-def _server() -> "subprocess.Popen[str]":
+def _server() -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
         cwd=ROOT,
@@ -62,23 +163,30 @@ def _server() -> "subprocess.Popen[str]":
     return process
 
 
-def train(
-    arguments: Sequence[str], env: Mapping[str, str], folder: Path, out: Path, err: Path
-) -> int:
-    """The exit code of `mpiddp ARGUMENTS…`, a training without a launcher."""
+def run(arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: Path, err: Path) -> int:
+    """`in_children` of a process that has imported torch. The ranks print into the two files."""
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
-    job = [list(arguments), dict(env), *map(str, (folder, out, err))]
+    job = [[*arguments], [*map(list, ranks)], *map(str, (folder, out, err))]
     server.stdin.write(f"{json.dumps(job)}\n")
     server.stdin.flush()
-    return int(server.stdout.readline())
+    try:
+        return int(server.stdout.readline())
+    except BaseException:  # the time limit of a test: the answer would be the next one's
+        server.kill()
+        _server.cache_clear()
+        raise
 
 
 if __name__ == "__main__":
-    for module in OF_TRAINING:
+    for module in OF_RANKS:
         import_module(module)
+    gc.freeze()  # a child's collector would copy all pages
     for line in sys.stdin:
-        arguments, env, folder, out, err = json.loads(line)
+        arguments, ranks, folder, out, err = json.loads(line)
         with open(out, "w") as stdout, open(err, "w") as stderr:  # noqa: PTH123
-            print(in_a_child(arguments, env, folder, stdout.fileno(), stderr.fileno()), flush=True)
+            files = stdout.fileno(), stderr.fileno()
+            print(
+                in_children(arguments, [Rank(*each) for each in ranks], folder, *files), flush=True
+            )

@@ -235,6 +235,11 @@ class Place(ABC):
             job.process.kill()
             job.process.wait()
 
+    def _fork(self, argv: tuple[Arg, ...], ranks: list[forked.Rank]) -> Done:
+        out, err = self.folder / ".fork.out", self.folder / ".fork.err"
+        code = forked.run([os.fspath(each) for each in argv], ranks, self.folder, out, err)
+        return Done(code, _text(out), _text(err))
+
     def _command(self, argv: tuple[Arg, ...], mpi: str | None) -> list[str]:
         first, *rest = [os.fspath(each) for each in argv]
         if first in VERBS:
@@ -272,12 +277,18 @@ class Here(Place):
         with suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
-    def train(self, *options: Arg, env: Mapping[str, str] | None = None) -> Done:
-        """Run `mpiddp train OPTIONS…` without a launcher, in a fork of a process that has imported torch."""
-        out, err = self.folder / ".train.out", self.folder / ".train.err"
-        arguments = ["train", *(os.fspath(each) for each in options)]
-        code = forked.train(arguments, clean_env(env), self.folder, out, err)
-        return Done(code, _text(out), _text(err))
+    def fork(self, *argv: Arg, ranks: int = 0, env: Mapping[str, str] | None = None) -> Done:
+        """Run a verb of mpiddp, or a script, on so many ranks, which are forks (support/forked.py).
+
+        With 0, it has no variables of a rank, as without a launcher.
+        """
+        of_ranks = forked.variables(["localhost"] * ranks, "127.0.0.1") if ranks else [{}]
+        own = clean_env(env)
+        return self._fork(argv, [forked.Rank({**own, **each}) for each in of_ranks])
+
+    def train(self, *options: Arg, ranks: int = 0, env: Mapping[str, str] | None = None) -> Done:
+        """Run `mpiddp train OPTIONS…` so."""
+        return self.fork("train", *options, ranks=ranks, env=env)
 
     def _popen(
         self, argv: list[str], env: Mapping[str, str], cwd: Path, stdin: int, out: int, err: int
@@ -326,6 +337,19 @@ class Hosts(Place):
         slots = {name: names.count(name) for name in names}
         file.write_text("".join(f"{name} slots={count}\n" for name, count in slots.items()))
         return ("--hostfile", str(file))
+
+    def fork(self, where: str, *argv: Arg, env: Mapping[str, str] | None = None) -> Done:
+        """Run a verb of mpiddp, or a script, on ranks that are forks; `where`: "node0:2,node1:2"."""
+        counts = (each.split(":") for each in where.split(","))
+        names = [name for name, count in counts for _ in range(int(count))]
+        own = {"OMP_NUM_THREADS": "1", **(env or {})}
+        ranks = [
+            forked.Rank({**self[name].login(), **own, **each}, self[name].pid)
+            for name, each in zip(
+                names, forked.variables(names, self[names[0]].address), strict=True
+            )
+        ]
+        return self._fork(argv, ranks)
 
     def processes(self, marker: str = "") -> list[Process]:
         return [

@@ -33,6 +33,7 @@ from mpiddp.text import parse_interval
 from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
+from tests.support.place import Here
 from tests.support.ranks import clean_env, mpirun, script
 
 
@@ -101,9 +102,7 @@ mpiddp.Checkpoints(sys.argv[1]).resume()
 
 
 def test_a_kill_while_the_run_opens_leaves_nothing_for_ever(tmp_path):
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
-    killed = subprocess.run(command, env=clean_env(), timeout=PATIENCE_S)
-    assert killed.returncode == -9
+    assert Here(tmp_path).fork(script(tmp_path, KILLED), "run").code == -9
     assert [path for path in (tmp_path / "run").rglob("*") if "seen-by" in path.name]
     saved(tmp_path / "run", 1)
     assert not [path for path in (tmp_path / "run").rglob("*") if "seen-by" in path.name]
@@ -140,8 +139,7 @@ with mpiddp.process_group() as world:
 
 
 def test_ranks_that_save_different_steps_are_refused(tmp_path):
-    done = mpirun(2, script(tmp_path, OTHER_STEPS), str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    done = Here(tmp_path).fork(script(tmp_path, OTHER_STEPS), "run", ranks=2).assert_ok()
     sentence = r"rank 0 on \S+ saves step 10, rank 1 on \S+ saves step 20\. All ranks .*"
     lines = [line for line in done.stdout.splitlines() if "saves step" in line]
     assert [bool(re.fullmatch(sentence, line)) for line in lines] == [True, True], done.stdout
@@ -168,9 +166,9 @@ def test_a_save_of_one_rank_is_named_with_the_scripts_line(tmp_path):
     assert f"save() of step 2 in {path}:9 has waited 0.5 s for the other ranks" in done.stderr
     assert "rank 1 on" in done.stderr
     # The other rank ends, as after a stop: there it meets the rank that saves.
-    done = mpirun(2, path, str(tmp_path / "other"), "0")
-    assert done.returncode != 0
-    assert re.search(r"rank 0 on \S+ saves step 2, rank 1 on \S+ closes\.", done.stderr)
+    ended = Here(tmp_path).fork(path, "other", "0", ranks=2)
+    assert ended.code != 0
+    assert re.search(r"rank 0 on \S+ saves step 2, rank 1 on \S+ closes\.", ended.stderr)
 
 
 SENT = """
@@ -194,8 +192,7 @@ with mpiddp.process_group() as world:
 
 
 def test_a_file_travels_to_the_ranks_that_keep_it_alone(tmp_path):
-    done = mpirun(3, script(tmp_path, SENT), str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    Here(tmp_path).fork(script(tmp_path, SENT), tmp_path, ranks=3).assert_ok()
     assert [(tmp_path / f"at{rank}/a.pt").exists() for rank in range(3)] == [False, False, True]
 
 
@@ -219,8 +216,7 @@ def bytes_read() -> int:
 
 
 def test_shards_are_read_as_they_are_used(tmp_path):
-    done = mpirun(2, script(tmp_path, SHARDED), str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
+    Here(tmp_path).fork(script(tmp_path, SHARDED), "run", ranks=2).assert_ok()
     folder = tmp_path / "run/checkpoints/step_00000002"
     files = list(folder.glob("shard_*"))
     size = sum(path.stat().st_size for path in files)

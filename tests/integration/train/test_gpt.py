@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from examples.gpt.batches import Step, bucketed, collate, count_targets, packed, padded
 from examples.gpt.model import GPT, IGNORED, Shape, summed_loss
-from tests.support.ranks import ROOT, run_command
+from tests.support.place import Here
+from tests.support.ranks import ROOT
 from tests.support.training import contents, records, unequal
 
 WIDTH, RANKS, VOCABULARY = 40, 2, 11
@@ -107,15 +107,13 @@ TEXT = "".join(f"{DRAWN.randrange(10)} is {DRAWN.choice(['odd', 'even'])}.\n" fo
 def test_mixed_precision_learns_and_resumes(tmp_path):
     """float16 with a GradScaler, whose scale is saved."""
     (tmp_path / "text").write_text(TEXT)
-    first = [sys.executable, SCRIPT, "--text=text", "--out=run", *TINY]
-    first += ["--precision=float16", "--steps=100", "--save-every=60"]
-    done = run_command(first, tmp_path)
-    assert done.returncode == 0, done.stderr
+    job = (SCRIPT, "--text=text", "--out=run", *TINY)
+    job += ("--precision=float16", "--steps=100", "--save-every=60")
+    Here(tmp_path).fork(*job).assert_ok()
     end = contents(tmp_path / "run", 100)
     assert end["scaler"]
     assert all(each.dtype == torch.float32 for each in end["model"].values())
     shutil.rmtree(tmp_path / "run/checkpoints/step_00000100")
-    done = run_command(first, tmp_path)
-    assert done.returncode == 0, done.stderr
+    Here(tmp_path).fork(*job).assert_ok()
     assert unequal(contents(tmp_path / "run", 100), end) == []
     assert records(tmp_path / "run")[-1]["loss"] < 1.5

@@ -116,7 +116,7 @@ class Host:
             *("nsenter", f"--target={self.pid}", "--mount", "--uts", "--ipc", "--net", "--pid"),
             *("setsid", "setpriv", *become),
             *("env", "--ignore-environment", f"--chdir={cwd or self.home(name)}"),
-            *(f"{key}={value}" for key, value in {**self._login(name), **(env or {})}.items()),
+            *(f"{key}={value}" for key, value in {**self.login(name), **(env or {})}.items()),
             *(os.fspath(argument) for argument in argv),
         ]
 
@@ -179,7 +179,8 @@ class Host:
             left = self.processes()
         return found
 
-    def _login(self, user: str) -> dict[str, str]:
+    def login(self, user: str = "root") -> dict[str, str]:
+        """The variables of a login."""
         return {
             "HOME": self.home(user),
             "USER": user,
