@@ -4,10 +4,9 @@
     mpirun … python -m mpiddp run -- ./any_command
 
 The agent is the standard library and mpi4py, never torch. It starts the script's Python at once, which
-imports torch while the agent meets the others over MPI. Then one line down a pipe says "go". From then on it
-waits in one loop for the script's output, for the launcher, for signals and for the end of the script, which
-it sees by wait(). It alone says how the script ended. A command begins once the ranks have met, and ends in
-the same way.
+imports torch while the agent meets the others over MPI. A command starts once the ranks have met. Then the
+agent waits in one loop for the output, the launcher, signals and the end of the child, which it sees by
+wait(). It alone says how the child ended.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import select
 import signal
 import socket
@@ -51,8 +49,8 @@ def main(argv: list[str]) -> int:
     """Run `mpiddp run ARGV`: be a rank of a job, and return the exit code of its program."""
     program = parse(argv)
     if is_joined(os.environ):  # a rank's command, or a process that it has started
-        python = {SCRIPT: [sys.executable], MODULE: [sys.executable, "-m"]}.get(program.kind, [])
-        argv = [*python, program.name, *program.args]
+        python = {SCRIPT: [sys.executable], MODULE: [sys.executable, "-m"]}
+        argv = [*python.get(program.kind, []), program.name, *program.args]
         program.check()
         os.execvp(argv[0], argv)
     # Not by os._exit: MPICH tells its mpirun in a handler of atexit that a rank has finalized MPI.
@@ -63,8 +61,7 @@ class Agent:
     """One rank."""
 
     def __init__(self, program: Program, world: World) -> None:
-        self.program = program
-        self.world = world
+        self.program, self.world = program, world
         self.name = f"rank {world.rank} on {world.hostname}"
         address, key = os.environ.pop(variables.ADDRESS, ""), os.environ.pop(variables.SECRET, "")
         self._launcher = Server(address, key) if address and key else None
@@ -108,12 +105,6 @@ class Agent:
         if self._ends_on_request or not ending.is_failure:
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=self._ends_on_request)
-        elif ending.signal and self.program.kind != COMMAND:  # a shell says 128 + N of a command
-            # As the script has ended, so that the MPI sees the signal too.
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if ending.signal != signal.SIGKILL:
-                signal.signal(ending.signal, signal.SIG_DFL)
-            os.kill(os.getpid(), ending.signal)
         return ending.code
 
     # --- beginning ---
@@ -133,11 +124,12 @@ class Agent:
         except UserError as problem:
             self._problem = str(problem)
         allow_open(_SOCKETS_PER_RANK * self.world.world_size + OPEN_BESIDES)
-        if self._launcher is not None:
-            self.files[0] = self._stdin(self._launcher)
+        if self._launcher is not None and self.world.rank == 0:
+            self.files[0] = connect_to_server(self._launcher, self.world, INPUT)[0].detach()
+        elif self._launcher is not None:
+            self.files[0] = os.open(os.devnull, os.O_RDONLY)
         if self.program.kind != COMMAND and not self._problem:
-            self.child = Child.of_script(self.program, self.files)
-            self.files = {}
+            self.child = Child(self.program, self.files)
         if self._launcher is not None:
             self._connect(self._launcher)
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
@@ -147,13 +139,7 @@ class Agent:
             self._met(*met)
         if self.child is None:
             with self.coordinator.all_or_none():
-                self.child = Child.of_command(self.program, self.files)
-
-    def _stdin(self, launcher: Server) -> int:
-        """The file of the child's stdin: on rank 0 that of the launcher."""
-        if self.world.rank == 0:
-            return connect_to_server(launcher, self.world, INPUT)[0].detach()
-        return os.open(os.devnull, os.O_RDONLY)
+                self.child = Child(self.program, self.files)
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, and the streams that it shows."""
@@ -161,7 +147,7 @@ class Agent:
         self.coordinator = Coordinator(world, launcher)
         self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
-        self._send("started", host=world.hostname, pid=os.getpid())
+        self.coordinator.send("started", host=world.hostname, pid=os.getpid())
         for stream in self._streams:
             if is_shown(self._selection, world.rank, stream.number):
                 stream.connect(launcher, world)
@@ -176,7 +162,7 @@ class Agent:
             for stream in self._streams:
                 path = folder / f"rank_{self.world.rank:05d}.{STREAMS[stream.number][3:]}"
                 stream.write_to(path)
-        self._send("log", path=str(path))
+        self.coordinator.send("log", path=str(path))
 
     def _own_info(self) -> RankInfo:
         """What the other ranks learn of this one, once its script has imported torch.
@@ -188,12 +174,10 @@ class Agent:
 
         while self.child is not None and "ready" not in self.child.said:
             self._wait()
-            if self._code is not None:
-                raise SystemExit(self._code)
             if self.child.status is not None:
                 line = ending_of_process(self.child.status).line(self.name)
                 raise JobFailed(f"{line}, before it had joined.")
-        self._send("joining", timeout_s=joining_timeout_s())
+        self.coordinator.send("joining", timeout_s=joining_timeout_s())
         is_on_several_hosts = self.world.local_world_size != self.world.world_size
         files = self.program.files if is_on_several_hosts and not self._problem else []
         return RankInfo.of_this_process(self.world, self._problem, files)
@@ -214,7 +198,7 @@ class Agent:
         if threads := limit_threads(coordinator.world):  # only now known
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
-        if store is not None and not (self.child is not None and self.child.imports_torch):
+        if store is not None and (self.child is None or not self.child.imports_torch):
             reserve(store)  # a process of the program may listen there
             store = None
         if self.child is not None:
@@ -234,8 +218,7 @@ class Agent:
                 self._end(FAILED)
         while child.status is None:
             self._wait()
-        self._hear(child)
-        ending = child.ending(is_stopping=self._is_stopping)
+        ending = child.ending()
         self._report(ending)
         if child.end(_END_S):  # what is left cannot be killed
             for stream in self._streams:
@@ -272,20 +255,17 @@ class Agent:
         if 0 < longest < SHORT:
             time.sleep(PAUSE_S)
         if child is not None:
-            self._hear(child)
-            child.reap()
+            child.reap()  # then, what an ended script has said last is there
+            child.hear()
+            if log := child.said.pop("log_to", None):
+                self._log_to(Path(log["folder"]))
         if connection is not None and connection.fileno() in ready:
             channel.receive()
         if self._wakeup is not None and self._wakeup in ready:
             for number in os.read(self._wakeup, 4096):
-                self._on_signal(number)
+                if number != signal.SIGCHLD:
+                    self._on_signal(number)
         self._see_failure()
-
-    def _hear(self, child: Child) -> None:
-        """Take what the script has said."""
-        child.hear()
-        if log := child.said.pop("log_to", None):
-            self._log_to(Path(log["folder"]))
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher."""
@@ -301,7 +281,9 @@ class Agent:
                 child = self.child
                 text, pid = ("", os.getpid()) if child is None else (child.stack(), child.pid)
                 if text is not None:  # the script answers
-                    self._send("stacks", text=text[-TEXT_LIMIT:], step=0, **usage_of(pid))
+                    self.coordinator.send(
+                        "stacks", text=text[-TEXT_LIMIT:], step=0, **usage_of(pid)
+                    )
 
     def _see_failure(self) -> None:
         """Another rank has failed, or the server of the job is gone."""
@@ -322,22 +304,18 @@ class Agent:
 
     def _on_signal(self, number: int) -> None:
         """Pass a signal on, or end with the daemon of the MPI."""
-        if number == signal.SIGCHLD:
-            return  # every turn of the loop collects the children
         if number == signal.SIGTERM and os.getppid() != self._parent:
             self._end(FAILED)
-            return
-        self._passed.add(number)
-        if self.child is not None:
-            self.child.pass_on(number)
+        else:
+            self._passed.add(number)
+            if self.child is not None:
+                self.child.pass_on(number)
 
     def _end(self, code: int) -> None:
         """End the script and all that it has started, because of another rank."""
-        if self._code is None:
-            self._code = code
-        self._ends_at = _NEVER
-        if self.child is None:
-            raise SystemExit(code)
+        self._code, self._ends_at = self._code or code, _NEVER
+        if self.child is None or self._wakeup is None:  # the ranks have not met
+            raise SystemExit(self._code)
         self.child.end(_END_S if self.child.is_command else 0.0)
 
     # --- the end ---
@@ -355,20 +333,16 @@ class Agent:
         self._ends_on_request = has_stopped or bool(was_asked and ending.code in ends)
         if self._ends_on_request or not ending.is_failure:
             if ending.code == STOPPED and not has_stopped:
-                self._send("stopped")  # a command says so by its code alone
+                self.coordinator.send("stopped")  # a command says so by its code alone
             # Not by os._exit(0) in the middle of its work.
             has_left = self.program.kind == COMMAND or "left" in said or ending.is_failure
-            self._send("done" if has_left else "exited")
+            self.coordinator.send("done" if has_left else "exited")
             return
         if self._launcher is not None:
             memory = {} if self.child is None else self.child.lack_of_memory
-            self._send("failed", **ending.facts, **memory)
+            self.coordinator.send("failed", **ending.facts, **memory)
         elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
             line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
         self.coordinator.fail(ending.code)
-
-    def _send(self, kind: str, **facts: object) -> None:
-        """Tell the launcher. Without one, nobody acts on it."""
-        self.coordinator.send(kind, b"", **facts)

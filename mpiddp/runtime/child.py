@@ -1,4 +1,4 @@
-"""What a rank runs, a script, a module or a command, and its process: start, hear, and end it with all of it.
+"""What a rank runs, and its process.
 
 The child leads a process group of its own: a signal to the rank's group reaches the agent alone, which
 passes it on once. The agent adopts the orphans of its child, so it finds every process that the child has
@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import STOPPED, UserError, cause_of, check_program, named_by, read_limited
+from mpiddp.errors import UserError, cause_of, check_program, named_by, read_limited
 from mpiddp.hosts.processes import descendants, end_all, group_of, kills_in, signal_at_parents_end
 from mpiddp.protocol.channel import LINE_LIMIT, Lines
 from mpiddp.protocol.variables import AGENT_STORE, ERROR_FILE, GPUS, PLACEMENT, RUN_ID
@@ -75,17 +75,16 @@ class Program(NamedTuple):
 
         Of a module, look for the first part of its name alone: the agent imports nothing of the user's.
         """
-        name, path, before = self.name, Path(self.name), sys.path[0]
-        if self.kind == MODULE:
+        name, path = self.name, Path(self.name)
+        if self.kind == COMMAND:
+            check_program(name, os.environ.get("PATH"))
+        elif self.kind == MODULE:
             sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
             first = name.partition(".")[0]
-            try:
-                if not first or find_spec(first) is None:
-                    where = f"{Path.cwd()} and in the installed packages"
-                    raise UserError(f"module {name} not found (looked in {where}).")
-            finally:
-                sys.path[0] = before
-        elif self.kind == SCRIPT:
+            if not first or find_spec(first) is None:
+                where = f"{Path.cwd()} and in the installed packages"
+                raise UserError(f"module {name} not found (looked in {where}).")
+        else:
             with named_by(""):
                 if not path.exists():
                     raise UserError(f"{name} not found (looked in {Path.cwd()}).")
@@ -98,8 +97,6 @@ class Program(NamedTuple):
                         f"{name} is no regular file, and each rank reads its script from the disk."
                     )
                 path.open("rb").close()
-        elif self.kind == COMMAND:
-            check_program(name, os.environ.get("PATH"))
 
     @property
     def may_use_torch(self) -> bool:
@@ -108,34 +105,27 @@ class Program(NamedTuple):
         Such a script begins at once. If it does use torch after all, it works, but nobody counts the steps of
         its optimizers, nor keeps a stranger's SIGTERM from the workers of its loaders.
         """
-        if self.kind != SCRIPT:
-            return self.kind == MODULE
-        try:
-            text = Path(self.name).read_bytes()
-        except OSError:  # python will say why
-            return True
-        return bool(_HIDES_TORCH.search(text) or _imported_by(text) - _WITHOUT_TORCH)
+        if self.kind == SCRIPT:
+            with contextlib.suppress(OSError):  # python will say why
+                text = Path(self.name).read_bytes()
+                return bool(_HIDES_TORCH.search(text) or _imported_by(text) - _WITHOUT_TORCH)
+        return self.kind != COMMAND
 
     @property
     def files(self) -> list[tuple[str, str]]:
         """The script and the modules beside it that it imports, each with its SHA-256."""
-        if self.kind != SCRIPT:
-            return []
         found: dict[str, str] = {}
-        folder, todo = Path(self.name).parent, [Path(self.name)]
-        while todo:
-            path = todo.pop()
-            name = str(path.relative_to(folder))
-            if name not in found:
-                # Python will say why, if the script ever imports it.
-                with contextlib.suppress(OSError):
-                    text = path.read_bytes()
-                    found[name] = sha256(text).hexdigest()
-                    for first in _imported_by(text):
-                        if (module := folder / f"{first}.py").is_file():
-                            todo.append(module)
-                        elif (folder / first).is_dir():  # a package counts as a whole
-                            todo += (folder / first).rglob("*.py")
+        seen: set[str] = set()
+        folder, todo = Path(self.name).parent, [Path(self.name)] if self.kind == SCRIPT else []
+        for path in todo:  # which grows
+            with contextlib.suppress(OSError):  # Python will say why, if the script ever imports it
+                text = path.read_bytes()
+                found[str(path.relative_to(folder))] = sha256(text).hexdigest()
+                for first in _imported_by(text) - seen:
+                    seen.add(first)
+                    module = folder / f"{first}.py"
+                    # A package counts as a whole.
+                    todo += [module] if module.is_file() else (folder / first).rglob("*.py")
         return sorted(found.items())
 
 
@@ -175,78 +165,57 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class Child:
-    """The process of a rank's script, or of its command.
+    """The process of a rank's script, which waits for `go` once it has imported torch, or of its command.
 
-    `files` are open files of this process, by the child's file descriptor, and are closed here. `control` has
-    both ends of the connection to a script, this process's first.
+    `files` are open files of this process, by the child's file descriptor, and are closed here. Raises
+    UserError or JobFailed if the process cannot be started.
     """
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        files: Mapping[int, int],
-        control: tuple[socket.socket, socket.socket] | None = None,
-    ) -> None:
-        self.is_command = control is None
-        self.imports_torch = False  # before the ranks have met
+    def __init__(self, program: Program, files: Mapping[int, int]) -> None:
+        self.is_command = program.kind == COMMAND
+        self.imports_torch = program.may_use_torch  # before the ranks have met
         self.status: int | None = None  # its exit code, -N for signal N, once it has ended
-        self.control: socket.socket | None = None  # to the script, until that has closed it
         self.said: dict[str, dict[str, Any]] = {}  # by the script, by type; "error" is why it fails
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
         self._kills_before = kills_in(group_of())
         # Children of the shell that the agent may have replaced by exec.
         self._others = frozenset(descendants(os.getpid()))
-        self._process = subprocess.Popen(
-            argv,
-            env=env,
-            stdin=files.get(0),
-            stdout=files.get(1),
-            stderr=files.get(2),
-            pass_fds=[control[1].fileno()] if control else (),
-            preexec_fn=partial(_begin, os.getpid()),
-        )
-        self.pid = self._process.pid
-        for file in files.values():
-            os.close(file)
-        if control is not None:
-            self.control = control[0]
-            self.control.setblocking(False)
-            control[1].close()
-
-    @classmethod
-    def of_script(cls, program: Program, files: Mapping[int, int]) -> Child:
-        """A script, which waits for `go` once it has imported torch, if it may use it."""
         ours, theirs = socket.socketpair()
-        imports_torch = program.may_use_torch
-        argv = [sys.executable, "-c", _START % imports_torch, str(theirs.fileno())]
-        argv += [program.kind, program.name, *program.args]
-        child = cls(argv, os.environ, files, (ours, theirs))
-        child.imports_torch = imports_torch
-        return child
-
-    @classmethod
-    def of_command(cls, program: Program, files: Mapping[int, int]) -> Child:
-        """A command. Raises UserError or JobFailed if it cannot be started."""
-        env = command_environment(os.environ)
+        self.control: socket.socket | None = ours  # to the script, until that has closed it
+        argv, env, passed = [program.name, *program.args], dict(os.environ), [theirs.fileno()]
+        if self.is_command:
+            env, passed = command_environment(env), []
+        else:
+            start = [sys.executable, "-c", _START % self.imports_torch, str(theirs.fileno())]
+            argv = [*start, program.kind, *argv]
         try:
-            return cls([program.name, *program.args], env, files)
+            self._process = subprocess.Popen(
+                argv,
+                env=env,
+                stdin=files.get(0),
+                stdout=files.get(1),
+                stderr=files.get(2),
+                pass_fds=passed,
+                preexec_fn=partial(_begin, os.getpid()),
+            )
         except OSError as error:
             hint = " A script begins with a line such as #!/bin/sh."
             hint *= error.errno == errno.ENOEXEC
             sentence = f"{escaped(program.name)} cannot be started: {error.strerror}.{hint}"
             raise cause_of(error)(sentence) from None
+        finally:
+            for file in files.values():
+                os.close(file)
+            theirs.close()
+        self.pid = self._process.pid
 
     def go(self, env: Mapping[str, str], store: socket.socket | None) -> None:
         """Let the script begin, with these variables. `store`: where rank 0 serves torch's store."""
-        assert self.control is not None
-        line = json.dumps(env).encode() + b"\n"
-        self.control.setblocking(True)
         with contextlib.suppress(ConnectionError):  # the script has ended
-            sent = socket.send_fds(self.control, [line], [store.fileno()] if store else [])
-            self.control.sendall(line[sent:])
-        self.control.setblocking(False)
+            if self.control is not None:
+                socket.send_fds(self.control, [b" "], [store.fileno()] if store else [])
+                self.control.sendall(json.dumps(env).encode() + b"\n")
         if store is not None:
             store.close()
 
@@ -254,7 +223,7 @@ class Child:
         """Take what the script has said."""
         while self.control is not None:
             try:
-                chunk = self.control.recv(1 << 16)
+                chunk = self.control.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:
@@ -308,12 +277,11 @@ class Child:
                 if pid == self.pid:
                     self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
 
-    def ending(self, *, is_stopping: bool) -> Ending:
-        """What wait() says, with the script's own reason. `is_stopping`: a launcher has requested a stop."""
+    def ending(self) -> Ending:
+        """What wait() says, with the script's own reason."""
         assert self.status is not None
         ending = ending_of_process(self.status)
-        has_stopped = ending.code == STOPPED and ("stopped" in self.said or is_stopping)
-        if has_stopped or not ending.is_failure:
+        if not ending.is_failure:
             return ending
         # A script that has failed may be ended before it has printed all.
         reason = self.said.get("error", {})
@@ -345,14 +313,13 @@ def _begin(agent: int) -> None:
     signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != agent:
         os._exit(1)
-    takes_terminal = False
-    with contextlib.suppress(OSError):  # stdin is none
-        takes_terminal = os.tcgetpgrp(0) == os.getpgrp()
+    before = os.getpgrp()
     os.setpgid(0, 0)
-    if takes_terminal:  # whose Ctrl-C the agent would get
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-        os.tcsetpgrp(0, os.getpid())
-        signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    with contextlib.suppress(OSError):  # stdin is no terminal
+        if os.tcgetpgrp(0) == before:  # whose Ctrl-C the agent would get
+            signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+            os.tcsetpgrp(0, os.getpid())
+            signal.signal(signal.SIGTTOU, signal.SIG_DFL)
 
 
 def _recorded_error(path: str) -> str:

@@ -1,7 +1,7 @@
 """The function of `mpiddp.spawn`: its caller pickles it, every rank runs it and answers with its result.
 
-It is the module that `mpiddp launch` runs on every rank. The function comes from the launcher, and the answer
-goes back to it, over the connection of the rank's script: see `mpiddp.launch.control.Exchange`.
+It is the module that `mpiddp launch` runs on every rank. Function and answer travel over the connection of
+the rank's script to the launcher, see `mpiddp.launch.control.Exchange`.
 
 cloudpickle pickles what `__main__` and a notebook define by value, and the rest by name. The other hosts have
 the installed packages, but not the files beside the caller's script. So these modules are pickled by value.
@@ -19,6 +19,7 @@ import sys
 import traceback
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -129,10 +130,9 @@ def unpickled(body: bytes) -> Any:
 
 def _is_defined_here(kind: type) -> bool:
     """Whether a loaded module has this class under its name."""
-    found: object = sys.modules.get(kind.__module__)
-    for name in kind.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is kind
+    with contextlib.suppress(KeyError, AttributeError):
+        return attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind
+    return False
 
 
 # --- in a rank ---
@@ -140,12 +140,10 @@ def _is_defined_here(kind: type) -> bool:
 
 def main() -> None:
     """Run the function as this rank, in the process of its script, and answer with its result."""
-    for stream in (sys.stdout, sys.stderr):  # a cell shows lines while the function runs
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a cell shows lines while the function runs
     session = current()
     with join() as coordinator:
-        host = coordinator.world.hostname
         try:
             with coordinator.all_or_none():
                 facts, body = received_function(coordinator)
@@ -154,7 +152,7 @@ def main() -> None:
                         linecache.cache[file] = entry
                 # What the function imports may lie beside the caller's script, if this host has that folder.
                 sys.path += [each for each in facts["path"] if each not in sys.path]
-                function, args = unpickled_function(facts, body, host)
+                function, args = unpickled_function(facts, body, coordinator.world.hostname)
             sys.argv[0] = facts["name"]
             try:
                 result = function(*args)

@@ -6,6 +6,7 @@ the cores of the NUMA node to which the kernel says that its GPU is attached.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -23,10 +24,7 @@ _MOST_CORES = 1 << 16
 
 
 def prepare(world: World) -> None:
-    """Choose the GPUs, cores and threads of this rank, which torch reads when it is imported.
-
-    A variable of OpenMP that the user has set takes precedence.
-    """
+    """Choose the GPUs, cores and threads of this rank, which torch reads when it is imported."""
     choose_gpus(world)
     bind_to_gpu(world)
     limit_threads(world)
@@ -93,23 +91,19 @@ def gpu_address(world: World, env: Mapping[str, str]) -> str:
     index = 0 if len(visible) == 1 and world.launcher.hides_gpus else world.local_rank
     if index is None or index >= len(visible):
         return ""
-    try:
+    with contextlib.suppress(ValueError, IndexError):  # a name, or a number that no tool lists
         return addresses[parse_whole(visible[index].strip())]
-    except (ValueError, IndexError):  # a name, or a number that no tool lists
-        return ""
+    return ""
 
 
 def near_cores(address: str, sysfs: Path = _SYSFS) -> set[int]:
     """The cores of the NUMA node of a PCI device; empty if the kernel knows none."""
-    try:
+    cores: set[int] = set()
+    with contextlib.suppress(OSError, ValueError):
         node = (sysfs / "bus/pci/devices" / address / "numa_node").read_text().strip()
         # "-1" on a machine, or a virtual one, that does not say. Else "0-3,8-11".
         text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text()
-        parts = [part.partition("-") for part in text.strip().split(",")]
-        return {
-            core
-            for first, _, last in parts
-            for core in range(parse_whole(first), parse_whole(last or first, high=_MOST_CORES) + 1)
-        }
-    except (OSError, ValueError):
-        return set()
+        for part in text.strip().split(","):
+            first, _, last = part.partition("-")
+            cores |= {*range(parse_whole(first), parse_whole(last or first, high=_MOST_CORES) + 1)}
+    return cores

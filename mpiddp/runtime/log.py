@@ -1,7 +1,6 @@
 """What a rank prints of us: its log, `logging.getLogger("mpiddp")` with its handler.
 
-`log_to_console` prints the INFO records of rank 0 on stdout, and the warnings of every rank on stderr. It
-never ends the run, neither when the reader of stdout is gone nor when the disk is full.
+A log never ends the run, neither when the reader of stdout is gone nor when the disk is full.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno > logging.INFO else sys.stdout
-        try:
+        # The terminal is gone, the disk is full, or the script has closed or replaced the stream.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             # A path may be any bytes, which the stream cannot encode.
             encoding = getattr(stream, "encoding", None) or "utf-8"
             text = self.format(record).encode(encoding, "backslashreplace").decode(encoding)
-            print_line(text, stream)
-        except BrokenPipeError:  # the reader is gone
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no descriptor
+            try:
+                print_line(text, stream)
+            except BrokenPipeError:  # the reader is gone, and Python's own flush at exit would fail
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        except (OSError, ValueError, AttributeError):
-            pass  # the terminal is gone, the disk is full, or the script has closed or replaced the stream
 
 
 def log_to_console(rank: int) -> None:
-    """Print the log of this process. Call this as soon as the rank is known."""
-    log.setLevel(logging.INFO)
+    """Print the INFO records of rank 0, and the warnings of every rank, as soon as the rank is known."""
     log.propagate = False
-    log.handlers = [each for each in log.handlers if not isinstance(each, _ConsoleHandler)]
-    handler = _ConsoleHandler(logging.INFO if rank == 0 else logging.WARNING)
-    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    own = _ConsoleHandler(logging.INFO if rank == 0 else logging.WARNING)
+    others = [each for each in log.handlers if not isinstance(each, _ConsoleHandler)]
+    log.handlers = [*others, own]

@@ -7,7 +7,6 @@ and nothing is lost. Without a launcher, the script has the streams of the MPI.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import socket
@@ -34,8 +33,6 @@ def _new_stream(number: int) -> tuple[int, int]:
         with contextlib.suppress(OSError, termios.error):  # a container without /dev/pts
             reader, writer = os.openpty()
             tty.setraw(writer)  # it passes all bytes on unchanged
-            size = fcntl.ioctl(number, termios.TIOCGWINSZ, bytes(8))
-            fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
             return reader, writer
     return os.pipe()
 
@@ -82,14 +79,22 @@ class Stream:
                 chunk = os.read(self.source, _CHUNK)
             if chunk:
                 self._save(chunk)
-                self._forward(chunk)
+                self._unsent += chunk
             else:
                 self.end()
-        if self.connection is not None and (events := ready.get(self.connection.fileno())):
-            if events & (select.POLLERR | select.POLLHUP):
-                self._lose()
-            else:
-                self._send()
+        if self.connection is not None:
+            try:
+                if ready.get(self.connection.fileno(), 0) & (select.POLLERR | select.POLLHUP):
+                    raise ConnectionResetError
+                if self._unsent:
+                    del self._unsent[: self.connection.send(self._unsent[: 4 * _CHUNK])]
+            except BlockingIOError:
+                pass
+            except OSError:  # the launcher is gone, and the files still get everything
+                self.connection.close()
+                self.connection = None
+        if self.connection is None:
+            self._unsent.clear()
         return len(chunk)
 
     def end(self) -> None:
@@ -97,22 +102,6 @@ class Stream:
         if self.source is not None:
             os.close(self.source)
             self.source = None
-
-    def _send(self) -> None:
-        try:
-            if self.connection is not None:
-                del self._unsent[: self.connection.send(self._unsent[: 4 * _CHUNK])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._lose()
-
-    def _lose(self) -> None:
-        """The launcher is gone. The files still get everything."""
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
-        self._unsent.clear()
 
     def write_to(self, path: Path) -> None:
         """Write to this file, beginning with what was read so far. It grows at a restart."""
@@ -140,9 +129,4 @@ class Stream:
                 self._has_complained = True
                 name = STREAMS[self.number]
                 gap = f"mpiddp: {self._rank}: its log of {name} has a gap: {error.strerror}.\n"
-                self._forward(gap.encode(errors="backslashreplace"))
-
-    def _forward(self, chunk: bytes) -> None:
-        if self.connection is not None:
-            self._unsent += chunk
-            self._send()
+                self._unsent += gap.encode(errors="backslashreplace")

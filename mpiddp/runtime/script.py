@@ -3,9 +3,8 @@
     python -c "from mpiddp.runtime.script import main; main(…)" FD (script | module) NAME [ARGS ...]
 
 A rank's agent starts this before it meets the other ranks (`mpiddp.runtime.agent`), so torch is imported
-meanwhile, unless the script clearly does without. Then a line arrives over the file FD: the variables that a
-script finds under torchrun, and where the server of the job is. No function of Python is replaced: the agent
-sees how this process ends.
+meanwhile, unless the script clearly does without. No function of Python is replaced: the agent sees how this
+process ends.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from mpiddp.errors import STOPPED
@@ -35,9 +33,6 @@ from mpiddp.protocol.variables import OBSERVER
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, current, script_session, stop_on
 from mpiddp.world import World
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import Optimizer
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -71,23 +66,26 @@ def main(*, imports_torch: bool) -> None:
             import_torch()
     session.tell_agent("ready")
     sys.argv = sys.argv[3:]
+    error: BaseException | None = None
     try:
         _begin(session)
         _run(kind, name)
-        _leave(session)
-    except BaseException as error:
-        session.error = error
-        if not ending_of(error, has_stopped=session.stop.has_stopped).is_failure:
-            _leave(session)
-            raise
+    except BaseException as caught:
+        session.error = error = caught
+    if not ending_of(error, has_stopped=session.stop.has_stopped).is_failure:
+        session.tell_agent("left")
+        if not session.is_member:  # else a handler of atexit leaves
+            session.leave()
+    elif error is not None:
         ending = session.fail(error)
-        if isinstance(error, SystemExit):
-            raise
         if ending.traceback:  # else it is a sentence
             frames = script_frames(error.__traceback__)
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
             sys.excepthook(type(error), error.with_traceback(frames), frames)
-        raise SystemExit(ending.code) from None
+        if not isinstance(error, SystemExit):
+            error = SystemExit(ending.code)
+    if error is not None:
+        raise error
 
 
 def await_gloo() -> None:
@@ -151,18 +149,15 @@ def import_torch() -> None:
 def _begin(session: Session) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    The agent sends the variables to set, and on rank 0 the file where it serves torch's store.
+    The agent sends a space, with the file on rank 0 where it serves torch's store; and a line: the variables
+    that a script finds under torchrun, and where the server of the job is.
     """
-    assert session.control is not None
-    line = b""
-    listeners: list[int] = []
-    while not line.endswith(b"\n"):
-        chunk, found, _, _ = socket.recv_fds(session.control, 1 << 16, 1)
-        if not chunk:
-            os._exit(1)
-        line, listeners = line + chunk, listeners + found
-    for listener in listeners:
-        os.set_inheritable(listener, False)
+    control = session.control
+    assert control is not None
+    _, listeners, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    line = control.makefile("rb").readline()
+    if not line.endswith(b"\n"):
+        os._exit(1)
     env = json.loads(line)
     os.environ.update(env)
     script_session()  # which connects it
@@ -196,10 +191,10 @@ def _report_optimizer_steps(report: Callable[[int], None]) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+    counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
     newest = 0
 
-    def count(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def count(optimizer: object, args: object, kwargs: object) -> None:
         nonlocal newest
         if torch.compiler.is_compiling():
             return
@@ -232,13 +227,6 @@ def _run(kind: str, name: str) -> None:
     exec(compile(Path(name).read_bytes(), file, "exec", dont_inherit=True), vars(main_module))
 
 
-def _leave(session: Session) -> None:
-    """Leave the job after a success, unless a handler of atexit does."""
-    session.tell_agent("left")
-    if not session.is_member:
-        session.leave()
-
-
 def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run `mpiddp train`, a program that uses public names only: it joins in its process group.
 
@@ -260,14 +248,10 @@ def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
 
 def script_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames that lead to the script; all of it if no other is left."""
-    frame: Any = traceback
-    while frame is not None:
-        file = frame.tb_frame.f_code.co_filename
-        if not file.startswith(("<frozen ", _OURS)):
-            return frame  # type: ignore[no-any-return]
-        frame = frame.tb_next
-    return None
+    """The traceback without the frames that lead to the script."""
+    while traceback and traceback.tb_frame.f_code.co_filename.startswith(("<frozen ", _OURS)):
+        traceback = traceback.tb_next
+    return traceback
 
 
 def leave_sigterm_to_rank() -> None:

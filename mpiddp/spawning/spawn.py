@@ -21,7 +21,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeAlias, TypeVar
 
-from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
+from mpiddp.errors import (
+    BAD_INPUT,
+    DONE,
+    INTERRUPTED,
+    STOPPED,
+    JobFailed,
+    RankFailed,
+    UserError,
+    named_by,
+)
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
@@ -119,12 +128,8 @@ def spawn(
         env=dict(env or {}),
         max_result_bytes=max_result_bytes,
     )
-    try:
+    with named_by("mpiddp.spawn:"):
         outcome, answers = _launched(call, cwd)
-    except OSError as error:
-        if error.filename:
-            raise UserError(f"mpiddp.spawn: {error.filename}: {error.strerror}.") from None
-        raise JobFailed(f"mpiddp.spawn cannot start a launcher: {error.strerror}.") from None
     code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
     if code in (DONE, STOPPED):
         name = name_of(function)

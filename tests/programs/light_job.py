@@ -20,36 +20,36 @@ from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import OUTPUT
 from tests.support.patience import PATIENCE_S
 
-# A rank's agent, whose command does without the other ranks.
+# A rank's agent, whose script does without the other ranks.
 RANK = """
-import os, socket, sys
+import sys, tempfile
+from pathlib import Path
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.runtime.agent import Agent
-from mpiddp.runtime.child import COMMAND, Child, Program
-from mpiddp.world import World
+from mpiddp.runtime.child import SCRIPT, Child, Program
+from mpiddp.world import TORCH, World
 
 class Alone(Agent):
     def _begin(self):
         adopt_orphans()
         self._catch_signals()
         self._connect(self._launcher)
-        control = socket.socketpair()
-        script = FIRST.format(number=control[1].fileno(), rank=rank) + sys.argv[3]
-        os.environ["RANK"] = str(rank)
-        command = [sys.executable, "-c", script]
-        self.child = Child(command, os.environ, self.files, control)
+        self.child = Child(self.program, self.files)
+        self.child.go(dict(zip(TORCH, sys.argv[1:3] * 2)), None)
 
 FIRST = '''
-import os, signal, socket, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from mpiddp.runtime.job.session import current
-rank = {rank}
-current().control, current().has_launcher = socket.socket(fileno={number}), True
-os.set_inheritable({number}, False)
+rank = int(os.environ["RANK"])
+current().has_launcher = True
 '''
 rank, world_size = int(sys.argv[1]), int(sys.argv[2])
 world = World(rank, world_size, rank, world_size, hostname="node1")
-sys.exit(Alone(Program(COMMAND, "python"), world).run())
+with tempfile.TemporaryDirectory() as folder:
+    script = Path(folder, "script.py")
+    script.write_text(FIRST + sys.argv[3])
+    sys.exit(Alone(Program(SCRIPT, str(script)), world).run())
 """
 
 

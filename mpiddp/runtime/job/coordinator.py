@@ -99,7 +99,7 @@ class Coordinator:
             # It would hide this one's end.
             os.register_at_fork(after_in_child=self.connection.close)
 
-    def send(self, kind: str, value: bytes = b"", **facts: object) -> None:
+    def send(self, kind: str, value: bytes = b"", /, **facts: object) -> None:
         """Send a message. A lost connection is left to whoever receives."""
         with contextlib.suppress(OSError):
             self._send(encode(kind, value, **facts))

@@ -45,8 +45,9 @@ from mpiddp.world import World
 class Alone(Agent):
     def _begin(self):
         self._connect(self._launcher)
-        command = [sys.executable, "-c", "import os, sys, time\\n" + sys.argv[1]]
-        self.child = Child(command, os.environ, {})
+        os.environ["TORCHELASTIC_RUN_ID"] = "1"
+        code = "import os, sys, time\\n" + sys.argv[1]
+        self.child = Child(Program(COMMAND, sys.executable, ("-c", code)), {})
 
 try:
     sys.exit(Alone(Program(COMMAND, "python"), World(1, 2, 1, 2)).run())
