@@ -16,7 +16,6 @@ import ctypes
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -73,9 +72,9 @@ class Agent:
         self._streams = [Stream(each, self.name) for each in STREAMS if self._selection]
         # Those of the child, by its file descriptors. Without a launcher, it has those of the MPI.
         self.files = {stream.number: stream.theirs for stream in self._streams}
-        self._parent = os.getppid()
-        # Nothing would end this rank without its parent, the daemon of MPI or Slurm.
-        self._has_daemon = world.launcher.speaks_mpi or world.launcher.name == "slurm"
+        # This process's parent. Without it, nothing would end this rank.
+        has_daemon = world.launcher.speaks_mpi or world.launcher.name == "slurm"
+        self._daemon = os.getppid() if has_daemon else None
         self._problem = ""  # why this rank cannot begin
         self._is_stopping = False  # the launcher has requested a stop
         self._ends_on_request = False
@@ -111,7 +110,7 @@ class Agent:
 
     def _begin(self) -> None:
         """Start the script, and meet the other ranks meanwhile."""
-        if self._has_daemon:
+        if self._daemon is not None:
             signal_at_parents_end(signal.SIGKILL)
         # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -135,8 +134,24 @@ class Agent:
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
         from mpiddp.runtime.rendezvous.meet import meet
 
-        with meet(self.coordinator, self._own_info) as met:
-            self._met(*met)
+        with meet(self.coordinator, self._own_info) as (coordinator, env, store):
+            # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no
+            # orphan of the script's.
+            adopt_orphans()
+            self._catch_signals()
+            self.coordinator = coordinator
+            coordinator.on_news = self._obey
+            if coordinator.connection is not None:
+                env[variables.CHANNEL] = coordinator.address
+                env[variables.CHANNEL_SECRET] = coordinator.key
+            if threads := limit_threads(coordinator.world):  # only now known
+                env["OMP_NUM_THREADS"] = str(threads)
+            os.environ.update(env)
+            if store is not None and (self.child is None or not self.child.imports_torch):
+                reserve(store)  # a process of the program may listen there
+                store = None
+            if self.child is not None:
+                self.child.go(env, store)
         if self.child is None:
             with self.coordinator.all_or_none():
                 self.child = Child(self.program, self.files)
@@ -182,28 +197,6 @@ class Agent:
         files = self.program.files if is_on_several_hosts and not self._problem else []
         return RankInfo.of_this_process(self.world, self._problem, files)
 
-    def _met(
-        self, coordinator: Coordinator, env: dict[str, str], store: socket.socket | None
-    ) -> None:
-        """The ranks have met: let the script begin."""
-        # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
-        # of the script's.
-        adopt_orphans()
-        self._catch_signals()
-        self.coordinator = coordinator
-        coordinator.on_news = self._obey
-        if coordinator.connection is not None:
-            env[variables.CHANNEL] = coordinator.address
-            env[variables.CHANNEL_SECRET] = coordinator.key
-        if threads := limit_threads(coordinator.world):  # only now known
-            env["OMP_NUM_THREADS"] = str(threads)
-        os.environ.update(env)
-        if store is not None and (self.child is None or not self.child.imports_torch):
-            reserve(store)  # a process of the program may listen there
-            store = None
-        if self.child is not None:
-            self.child.go(env, store)
-
     # --- the loop ---
 
     def _serve(self) -> Ending:
@@ -212,9 +205,9 @@ class Agent:
         assert child is not None
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
             trim(0)  # MPI's memory: this process needs little more, as long as the script runs
-        if self._has_daemon:
+        if self._daemon is not None:
             signal_at_parents_end(signal.SIGTERM)
-            if os.getppid() != self._parent:
+            if os.getppid() != self._daemon:
                 self._end(FAILED)
         while child.status is None:
             self._wait()
@@ -297,14 +290,13 @@ class Agent:
         elif channel.is_lost:
             lost = "the launcher" if self._launcher is not None else "rank 0"
             if self._launcher is not None or self.world.local_rank == 0:
-                sentence = f"{self.name}: lost the connection to {lost}; exiting.\n"
                 with contextlib.suppress(OSError):
-                    os.write(2, sentence.encode())
+                    print_error(f"{self.name}: lost the connection to {lost}; exiting.")
             self._end(FAILED)
 
     def _on_signal(self, number: int) -> None:
         """Pass a signal on, or end with the daemon of the MPI."""
-        if number == signal.SIGTERM and os.getppid() != self._parent:
+        if number == signal.SIGTERM and self._daemon not in (None, os.getppid()):
             self._end(FAILED)
         else:
             self._passed.add(number)
