@@ -180,10 +180,7 @@ class Agent:
         self.coordinator.send("log", path=str(path))
 
     def _own_info(self) -> RankInfo:
-        """What the other ranks learn of this one, once its script has imported torch.
-
-        A rank whose script hangs there has not joined.
-        """
+        """What the other ranks learn of this one, once its script has imported torch: it has joined."""
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s
         from mpiddp.runtime.rendezvous.result import RankInfo
 

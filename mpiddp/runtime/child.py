@@ -71,16 +71,13 @@ class Program(NamedTuple):
     args: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise UserError, or JobFailed for a broken disk, if it is not there.
-
-        Of a module, look for the first part of its name alone: the agent imports nothing of the user's.
-        """
+        """Raise UserError, or JobFailed for a broken disk, if it is not there."""
         name, path = self.name, Path(self.name)
         if self.kind == COMMAND:
             check_program(name, os.environ.get("PATH"))
         elif self.kind == MODULE:
             sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
-            first = name.partition(".")[0]
+            first = name.partition(".")[0]  # no more: the agent imports nothing of the user's
             if not first or find_spec(first) is None:
                 where = f"{Path.cwd()} and in the installed packages"
                 raise UserError(f"module {name} not found (looked in {where}).")
@@ -88,14 +85,11 @@ class Program(NamedTuple):
             with named_by(""):
                 if not path.exists():
                     raise UserError(f"{name} not found (looked in {Path.cwd()}).")
-                if path.is_dir():
-                    raise UserError(
-                        f"{name} is a folder, not a script. To run a module: mpiddp run -m MODULE"
-                    )
                 if not path.is_file():
-                    raise UserError(
-                        f"{name} is no regular file, and each rank reads its script from the disk."
-                    )
+                    what = "no regular file, and each rank reads its script from the disk."
+                    if path.is_dir():
+                        what = "a folder, not a script. To run a module: mpiddp run -m MODULE"
+                    raise UserError(f"{name} is {what}")
                 path.open("rb").close()
 
     @property
@@ -299,10 +293,7 @@ class Child:
         return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
 
     def end(self, grace_s: float) -> Collection[int]:
-        """End all that is left: by SIGTERM, if there is time for it, and by SIGKILL after `grace_s`.
-
-        Returns those processes that cannot be killed.
-        """
+        """End all that is left, see `end_all`. Returns the processes that cannot be killed."""
         left = end_all(lambda: descendants(os.getpid(), but=self._others), grace_s=grace_s)
         self.reap()
         return left

@@ -231,16 +231,14 @@ def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes
 
 
 def pickled_error(error: BaseException) -> bytes:
-    """The pickle of an exception's traceback, and of the pickle of the exception.
-
-    The latter is b"" if it has none of a usual size. The caller may lack its class.
-    """
+    """The pickle of an error's traceback, and of its own pickle: b"" if it has none of a usual size."""
     frames, body = script_frames(error.__traceback__), b""
     text = "".join(traceback.format_exception(type(error), error, frames))
     with contextlib.suppress(Exception):
         import cloudpickle
 
         body = cloudpickle.dumps(error)
+    # The caller may lack the error's class.
     return pickle.dumps((text[-_MAX_TRACEBACK:], body if len(body) <= _LARGEST_ERROR else b""))
 
 

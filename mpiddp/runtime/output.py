@@ -21,10 +21,9 @@ from mpiddp.world import World
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _MOST_UNSENT = 1 << 17  # bytes; then the stream is read no further
-_MOST_UNFILED = 1 << 18  # bytes that wait for the name of a folder
+_MOST_UNFILED = 1 << 20  # bytes that wait for the name of a folder; the rest is only shown
 # A script that prints many short lines would wake the agent for each.
 SHORT, PAUSE_S = 2048, 0.005
-_MISSING = b"\nmpiddp: %d bytes are missing here: they were printed before the folder was named.\n"
 
 
 def _new_stream(number: int) -> tuple[int, int]:
@@ -47,7 +46,6 @@ class Stream:
         self.connection: socket.socket | None = None  # to the launcher, if it shows this stream
         self._file: int | None = None
         self._unfiled = bytearray()  # until there is a file
-        self._dropped = 0  # bytes that `_unfiled` could not take
         self._unsent = bytearray()
         self._has_complained = False
 
@@ -109,16 +107,12 @@ class Stream:
         if self._file is not None:
             os.close(self._file)
         self._file = file
-        missing = _MISSING % self._dropped if self._dropped else b""
-        self._save(bytes(self._unfiled) + missing)
-        self._unfiled.clear()
-        self._dropped = 0
+        self._save(self._unfiled)
+        self._unfiled = bytearray()
 
-    def _save(self, chunk: bytes) -> None:
+    def _save(self, chunk: bytes | bytearray) -> None:
         if self._file is None:
-            room = _MOST_UNFILED - len(self._unfiled)
-            self._unfiled += chunk[:room]
-            self._dropped += len(chunk[room:])
+            self._unfiled += chunk[: _MOST_UNFILED - len(self._unfiled)]
             return
         rest = memoryview(chunk)
         try:

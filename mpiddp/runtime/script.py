@@ -100,8 +100,9 @@ def await_gloo() -> None:
         states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
         for thread in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # it has ended
-                # "tid (name) state …"
-                name, _, rest = (thread / "stat").read_text().rpartition(") ")
+                name, _, rest = (
+                    (thread / "stat").read_text().rpartition(") ")
+                )  # "tid (name) state …"
                 if name.endswith(f"({_GLOO}"):
                     states.append(rest[0])
         if not states:

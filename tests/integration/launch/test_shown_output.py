@@ -66,26 +66,21 @@ def read_until(reader: int, end: bytes) -> bytes:
     return text
 
 
-def test_a_file_that_is_opened_late_says_how_much_it_lacks(tmp_path):
-    """It holds the first lines, and those that come once it is there."""
+def test_a_file_that_is_opened_late_has_the_first_lines(tmp_path):
+    """It holds the first MiB, and what comes once it is there."""
     code = f"""
-for number in range(400):
+for number in range(1600):
     os.write(1, b"%999d\\n" % number)
 for _ in range(2):
     current().log_to(Path({str(tmp_path)!r}))
-file = Path({str(tmp_path / "rank_00000.out")!r})
-while not (file.exists() and b"missing" in file.read_bytes()):
+while not Path({str(tmp_path / "rank_00000.out")!r}).exists():
     time.sleep(0.01)
 print("late")
 """
     out, _ = run(code)
-    before, missing, after = re.split(
-        rb"\nmpiddp: (\d+) bytes are missing here: they were printed before the folder was named.\n",
-        (tmp_path / "rank_00000.out").read_bytes(),
-    )
-    assert out == before + out[len(before) : len(before) + int(missing)] + after
-    assert len(before) >= 1 << 18
-    assert after.endswith(b"late\n")
+    text = (tmp_path / "rank_00000.out").read_bytes()
+    assert out.startswith(text[: 1 << 20])
+    assert text.endswith(b"late\n")
 
 
 def test_a_file_that_cannot_be_written_is_named_and_loses_no_shown_line(tmp_path):
