@@ -21,16 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeAlias, TypeVar
 
-from mpiddp.errors import (
-    BAD_INPUT,
-    DONE,
-    INTERRUPTED,
-    STOPPED,
-    JobFailed,
-    RankFailed,
-    UserError,
-    named_by,
-)
+from mpiddp import errors
+from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
@@ -128,7 +120,7 @@ def spawn(
         env=dict(env or {}),
         max_result_bytes=max_result_bytes,
     )
-    with named_by("mpiddp.spawn:"):
+    with errors.named_by("mpiddp.spawn:"):
         outcome, answers = _launched(call, cwd)
     code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
     if code in (DONE, STOPPED):
@@ -164,10 +156,7 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
     how = "mpiddp.spawn starts all ranks itself, but this process is already a part of a job"
     if is_joined(env) or JOB in env:
         raise UserError(f"{how} of mpiddp. Call it once, outside of the job.")
-    if in_slurm_terminal(env):
-        return
-    world = World.from_env(env)
-    if world.world_size > 1:
+    if not in_slurm_terminal(env) and (world := World.from_env(env)).world_size > 1:
         raise UserError(
             f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}). Start the script once, "
             "with python."
@@ -185,10 +174,6 @@ def _launched(
     answers: dict[int, bytes] = {}
     outcome = None
     ours, theirs = socket.socketpair()
-    streams = {1: sys.stdout, 2: sys.stderr}
-    for stream in streams.values():
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
     # If anything fails here, the launcher finds its socket closed, and stops the job.
     with ours:
         with theirs:
@@ -196,13 +181,13 @@ def _launched(
                 [sys.executable, "-m", "mpiddp", "launch-function", str(theirs.fileno())],
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
-                stdout=None if _is_own(streams[1], 1) else subprocess.PIPE,
-                stderr=None if _is_own(streams[2], 2) else subprocess.PIPE,
+                stdout=_flushed(sys.stdout, 1),
+                stderr=_flushed(sys.stderr, 2),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C reaches it once, from here
             )
         with _forwarded_interrupts(launcher):
-            pairs = zip((launcher.stdout, launcher.stderr), streams.values(), strict=True)
+            pairs = ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr))
             copies = [
                 threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs if pair[0]
             ]
@@ -226,11 +211,12 @@ def _launched(
     return outcome, answers
 
 
-def _is_own(stream: Any, number: int) -> bool:
-    """Whether a text stream writes to this file descriptor, so that the launcher can use it itself."""
+def _flushed(stream: Any, number: int) -> int | None:
+    """None for a text stream of this file descriptor, which the launcher can use itself; else PIPE."""
     with suppress(OSError, ValueError, AttributeError):  # of a cell, of a test, closed, None
-        return bool(stream.fileno() == number)
-    return False
+        stream.flush()
+        return None if stream.fileno() == number else subprocess.PIPE
+    return subprocess.PIPE
 
 
 @contextmanager
