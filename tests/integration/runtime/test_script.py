@@ -7,6 +7,8 @@ python -m pytest tests/integration/runtime/test_script.py
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -203,3 +205,32 @@ def test_children_of_a_rank_end_at_its_end_and_keep_their_own_handler_of_sigterm
         command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "own handler: 7\nleft\n", "")
+
+
+ASKED = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *args: sys.exit(print("asked", flush=True)))
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_sigterm_reaches_a_script_whose_shell_has_ended(tmp_path):
+    """As of a rank alone that was started with nohup."""
+    command = f"{sys.executable} -m mpiddp run {script(tmp_path, ASKED)} & echo $!; read _"
+    with subprocess.Popen(
+        ["sh", "-c", command],
+        env=clean_env(),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as shell:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        pid = int(shell.stdout.readline())
+        assert shell.stdout.readline() == "ready\n"
+        shell.stdin.close()
+        shell.wait(PATIENCE_S)
+        os.kill(pid, signal.SIGTERM)
+        assert shell.stdout.read() == "asked\n"
