@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mpiddp.launch.control import SignalQueue
 from mpiddp.launch.job import Job
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan
-from mpiddp.protocol.channel import RANK, decode, encode, encode_value, member_proof
+from mpiddp.protocol.channel import RANK, decode, encode, member_proof
 from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.protocol.viewers import Console
@@ -49,7 +50,7 @@ def launcher(ranks: int) -> None:
     request = Request(named, ("true",), ".")
     plan = Plan(STARTERS[1]._replace(program=mpirun), request, named, named, None)
     since = time.monotonic()
-    with SignalQueue() as signals:
+    with closing(SignalQueue()) as signals:
         outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).run()
     assert outcome.code == 0, outcome
     report(since)
@@ -121,7 +122,7 @@ def _connect(address: str, key: str, ranks: int) -> list[socket.socket]:
 
 def _agree(connections: Sequence[socket.socket]) -> None:
     for number in range(2):
-        value = encode_value([number, "equal"])
+        value = json.dumps([number, "equal"]).encode()
         line = encode("gather", value, key=f"exchange/{number}", timeout_s=600)
         for connection in connections:
             connection.sendall(line)

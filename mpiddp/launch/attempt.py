@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, unique
+from functools import partial
 from typing import Any
 
 from mpiddp.hosts.processes import end_all, signal_all
@@ -30,7 +31,7 @@ from mpiddp.protocol.viewers import Console
 # Time limits for:
 START_TIMEOUT_S = 120.0  # the first rank to start; disk caches may be cold
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
-END_S = 2.0  # ranks to end after an "end" message
+END_S = 1.0  # ranks to end after an "end" message
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
 EXIT_S = 10.0  # mpirun to end once no rank is left
 SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them saves
@@ -44,11 +45,10 @@ CHECK_S = 1.0  # the next check of the ranks' steps, or of their saves
 class Phase(IntEnum):
     """What the ranks are doing. An attempt only moves on, never back."""
 
-    STARTING = 0  # none has started
-    JOINING = 1  # some have not joined the job
-    RUNNING = 2  # all have joined. With `--grow` they may be asked to stop after their present step
-    STOPPING = 3  # the user has asked them to stop, or to grow they have made their last step
-    ENDING = 4  # they are being ended
+    STARTING = 0  # some have not joined the job
+    RUNNING = 1  # all have joined. With `--grow` they may be asked to stop after their present step
+    STOPPING = 2  # the user has asked them to stop, or to grow they have made their last step
+    ENDING = 3  # they are being ended
 
 
 @dataclass(eq=False)
@@ -75,11 +75,11 @@ class Attempt:
         self._stacks = Stacks(self.ranks, self.server, self.console)
         self._found: list[str] = []  # by the search: hosts that can join
         self._has_ended = threading.Event()
-        start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
-        self._start_timeout_s = self._join_timeout_s = start_timeout_s
+        # All ranks may import torch from a slow file system.
+        self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._timers.after(self.stop_at - time.monotonic(), self.request_stop)
         if not self.mpirun.starter.has_scheduler:  # srun may wait for other job steps to end
-            self._timers.after(self._start_timeout_s, Event.LATE)
+            self._allow(self._start_timeout_s)
 
     # --- the loop ---
 
@@ -128,7 +128,7 @@ class Attempt:
                 break
             self._wait(time.monotonic() + 0.02)
         if late:
-            signal_all(self.mpirun.agents, signal.SIGKILL)
+            signal_all(partial(self.mpirun.left, agents=True), signal.SIGKILL)
         while not (is_finished := self.output.finish(0.05)) and self._may_wait_since(began_at):
             self._wait(time.monotonic() + 0.05)
         return is_finished
@@ -144,7 +144,7 @@ class Attempt:
         late = [rank for rank in self.output.open_ranks if rank not in connected]
         if late := [rank for rank in late if self.ranks.hosts[rank] not in silent]:
             return self.ranks.names(late)
-        return "a rank" if self.mpirun.agents() else ""
+        return "a rank" if self.mpirun.left(agents=True) else ""
 
     # --- what happens ---
 
@@ -175,7 +175,7 @@ class Attempt:
 
     def on_message(self, message: Message) -> None:
         """React to a message of a rank, or of a viewer."""
-        ranks, facts = self.ranks, message.facts
+        ranks, facts, joining = self.ranks, message.facts, self.ranks.said["joining"]
         ranks.note(message)
         match message.kind:
             case "output":
@@ -192,19 +192,18 @@ class Attempt:
                 needs = "A job needs three open files for each rank (ulimit -n)."
                 self._end_job(f"ranks cannot connect: {facts['error']}. {needs}")
             case "started":
-                self.on(Event.STARTED)
+                if len(ranks.said["started"]) == 1:
+                    self._allow(self._start_timeout_s)
                 if self.history.stop is Stop.BY_USER:
                     self.server.request_stop(message.rank)
-            case "mpi_init" if not ranks.joining and len(ranks.in_mpi_init) <= 1:
+            case "mpi_init" if not joining and len(ranks.in_mpi_init) <= 1:
                 own_s = self.options.timeout_s or JOIN_TIMEOUT_S
                 # "active": MPI waits for all ranks.
-                self._join_timeout_s = own_s if facts["active"] else self._start_timeout_s
-                self.on(Event.FIRST_JOINED)
+                self._allow(own_s if facts["active"] else self._start_timeout_s)
             case "joining":
-                self._join_timeout_s = facts["timeout_s"]
-                if len(ranks.joining) == 1:
-                    self.on(Event.FIRST_JOINED)
-                if len(ranks.joining) == ranks.world_size:
+                if len(joining) == 1:
+                    self._allow(facts["timeout_s"])
+                if len(joining) == ranks.world_size:
                     self.on(Event.ALL_JOINED)
             case "stopped" if self.history.stop is Stop.TO_GROW:
                 self.on(Event.LAST_STEP)
@@ -214,23 +213,22 @@ class Attempt:
         if ranks.done and not self.server.connected and self._phase is not Phase.ENDING:
             self._timers.after(EXIT_S, self._end_mpirun)
 
-    def _end_unstarted(self) -> None:
-        """mpirun hangs, and no other limit would end it."""
-        why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
-        self._end_job(f"no rank has started in {self._start_timeout_s:g} s: {why}")
-
-    def _await_rest(self) -> None:
-        """A rank has started, or is the first to join. All may import torch from a slow file system."""
-        self._enter(Phase.JOINING)
-        self._timers.after(self._join_timeout_s, Event.LATE)
+    def _allow(self, limit_s: float) -> None:
+        """Give the ranks so long to join, or the first one to start."""
+        self._limit_s = limit_s
+        self._timers.after(limit_s, Event.LATE)
 
     def _ask_missing(self) -> None:
-        self._stacks.collect(self._report_missing, interrupts=True)
+        if self.ranks.said["started"]:
+            self._stacks.collect(self._report_missing, interrupts=True)
+        else:  # no other limit would end an mpirun that hangs
+            why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
+            self._end_job(f"no rank has started in {self._limit_s:g} s: {why}")
 
     def _report_missing(self) -> None:
         """Name the ranks that have not joined. If others wait for them, that ends the job."""
-        sentence = missing_sentence(self.ranks, self._join_timeout_s)
-        if self.ranks.joining or self.ranks.in_mpi_init:
+        sentence = missing_sentence(self.ranks, self._limit_s)
+        if self.ranks.said["joining"] or self.ranks.in_mpi_init:
             self._end_job(sentence)
         else:
             self.output.log(sentence)
@@ -288,7 +286,7 @@ class Attempt:
             return
         self.server.request_stop(*self.server.connected)
         self._begin_grace()
-        if self.ranks.supports_stop:
+        if self.ranks.said["supports_stop"]:
             stopping = "the ranks are saving and stopping; another signal kills them at once."
             self.output.log(f"{self._stop_reason}: {stopping}")
 
@@ -324,17 +322,17 @@ class Attempt:
     def _fail(self) -> None:
         """Give a failure time: most starters end the other ranks, and the ranks' own watch always does."""
         self.history.failed_in_stop = self.history.stop is Stop.BY_USER
-        self._enter(Phase.ENDING)
         # Only this process notices a host that has stopped answering.
-        spread_s = 0.0 if self.ranks.silent_hosts else SPREAD_S
-        self._timers.after(spread_s, self._end_ranks)
-        self._timers.after(spread_s + 1.0, self._end_mpirun)
+        self._end_after(0.0 if self.ranks.silent_hosts else SPREAD_S)
 
     def _end_job(self, reason: str) -> None:
         self.history.ended_because = reason
+        self._end_after(0.0)
+
+    def _end_after(self, seconds: float) -> None:
         self._enter(Phase.ENDING)
-        self._end_ranks()
-        self._timers.after(END_S, self._end_mpirun)
+        self._timers.after(seconds, self._end_ranks)
+        self._timers.after(seconds + END_S, self._end_mpirun)
 
     def _end_ranks(self) -> None:
         self.server.send_all("end", code=1)
@@ -361,18 +359,16 @@ class Event(Enum):
     """What the ranks, the user and the clock do, and what follows in each phase; `__` is nothing."""
 
     # fmt: off
-    #              STARTING           JOINING          RUNNING          STOPPING       ENDING
-    STARTED      = _A._await_rest,    __,              __,              __,            __
-    FIRST_JOINED = __,                _A._await_rest,  __,              __,            __
-    ALL_JOINED   = __,                _A._run_on,      __,              __,            __
-    LAST_STEP    = __,                __,              _A._begin_grace, __,            __
-    FAILED       = _A._fail,          _A._fail,        _A._fail,        _A._fail,      __
-    STOP         = _A._ask_all,       _A._ask_all,     _A._ask_all,     _A._ask_all,   __
-    SECOND_STOP  = (_A._kill_now,) * len(Phase)
+    #             STARTING         RUNNING          STOPPING       ENDING
+    ALL_JOINED  = _A._run_on,      __,              __,            __
+    LAST_STEP   = __,              _A._begin_grace, __,            __
+    FAILED      = _A._fail,        _A._fail,        _A._fail,      __
+    STOP        = _A._ask_all,     _A._ask_all,     _A._ask_all,   __
+    SECOND_STOP = (_A._kill_now,) * len(Phase)
     # Timers whose action depends on the phase:
-    LATE         = _A._end_unstarted, _A._ask_missing, __,              __,            __
-    SEE_STEPS    = __,                __,              _A._see_steps,   __,            __
-    SEE_GRACE    = __,                __,              __,              _A._see_grace, __
+    LATE        = _A._ask_missing, __,              __,            __
+    SEE_STEPS   = __,              _A._see_steps,   __,            __
+    SEE_GRACE   = __,              __,              _A._see_grace, __
     # fmt: on
 
     def __init__(self, *actions: Callable[[Attempt], None] | None) -> None:

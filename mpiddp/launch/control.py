@@ -33,7 +33,7 @@ _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 
 
 class SignalQueue:
-    """STOP_SIGNALS and SIGCHLD within a `with`. Its file descriptor is readable when one has arrived.
+    """STOP_SIGNALS and SIGCHLD until it is closed. Its file descriptor is readable when one has arrived.
 
     The kernel may deliver a signal to another thread. Python then runs no handler before the selector
     returns, but writes the number to `sender` at once.
@@ -43,22 +43,16 @@ class SignalQueue:
         self._receiver, self.sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._first_at: dict[int, float] = {}
         self._interrupts = False
-
-    def __enter__(self) -> SignalQueue:
         # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
         numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
         numbers.append(signal.SIGCHLD)
         self._before = {each: signal.signal(each, self._handle) for each in numbers}
-        return self
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
-        self.close()
-
-    def close(self) -> None:
         os.close(self._receiver)
         os.close(self.sender)
 

@@ -45,7 +45,8 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     # A restart finds what was pushed, and has pauses of its own.
     options = replace(options, push=False, wait_s=None)
     stop_at = started_at + (options.stop_after_s or float("inf"))
-    with SignalQueue() as signals, closing(Console(Path(options.command[0]).name)) as console:
+    name = Path(options.command[0]).name
+    with closing(SignalQueue()) as signals, closing(Console(name)) as console:
         return Job(options, plan, signals, console, stop_at, exchange).run()
 
 

@@ -130,9 +130,9 @@ class Screen:
         self._draw(begin + lines)
 
     def show_status(self, lines: Sequence[str]) -> None:
-        """Show these lines below all others on a terminal, in place of the last ones, if it reads now."""
+        """Show these lines below all others on a terminal, in place of the last ones, once it reads."""
+        self._status = [line.encode(errors="backslashreplace") for line in lines]
         if self.is_terminal and is_writable(self._target):
-            self._status = [line.encode(errors="backslashreplace") for line in lines]
             self._draw(b"")
 
     def close(self) -> None:

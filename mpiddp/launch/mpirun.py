@@ -99,15 +99,10 @@ class MpirunProcess:
         self._was_ended = True
         signal_all(self.left, signal.SIGKILL)
 
-    def left(self) -> list[int]:
-        """The job's processes on this host, without the ranks' agents."""
+    def left(self, *, agents: bool = False) -> list[int]:
+        """The job's processes here but for the ranks' agents; or these, which may still send output."""
         found = descendants(os.getpid(), but=self._strangers)
-        return [pid for pid, name in found.items() if name != OUTPUT_PROCESS]
-
-    def agents(self) -> list[int]:
-        """The ranks' agents that still run on this host. They may have output to send."""
-        found = descendants(os.getpid(), but=self._strangers)
-        return [pid for pid, name in found.items() if name == OUTPUT_PROCESS]
+        return [pid for pid, name in found.items() if (name == OUTPUT_PROCESS) is agents]
 
 
 @contextmanager

@@ -20,9 +20,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -73,8 +74,7 @@ class JobOutput:
         self._of_mpirun: list[_Stream] = []
         self._streams: dict[int, _Stream] = {}  # that have not ended, by file
         self._said: dict[str, str] = {}  # the sentences of the launcher, by what they are about
-        self._sentences: deque[str] = deque()  # of these, that are not shown yet
-        self._status: Sequence[str] = []
+        self._to_show: deque[Callable[[], None]] = deque()  # of the launcher itself, for the thread
         self.latest: dict[int, bytes] = {}  # the end of what each rank has printed last
         self._tail: deque[tuple[int, bytes]] = deque()  # of stderr
         self._tail_size = 0
@@ -118,14 +118,15 @@ class JobOutput:
         is_new = (about or sentence) not in self._said
         if is_new and (is_error or not log.is_quiet):
             self._said[about or sentence] = sentence
-            self._sentences.append(sentence)
-            os.eventfd_write(self._wake, 1)
+            self._show(partial(self._screens[2].show_lines, log.line(sentence)))
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others there."""
-        if lines != self._status:
-            self._status = lines
-            os.eventfd_write(self._wake, 1)
+        self._show(partial(self._screens[2].show_status, lines))
+
+    def _show(self, action: Callable[[], None]) -> None:
+        self._to_show.append(action)
+        os.eventfd_write(self._wake, 1)
 
     def begin_end(self) -> None:
         """The job stops or has failed: what mpirun prints from now on waits for the verdict."""
@@ -210,23 +211,18 @@ class JobOutput:
                     os.eventfd_read(file)
                     continue
                 if not self._take(self._streams[file]):
-                    self._end(self._streams.pop(file))
+                    self._end(file)
                 self._copied_at = time.monotonic()
-            self._say()
-        for stream in self._of_mpirun:
-            while self._take(stream, is_last=True):
+            self._show_own()
+        for file, stream in list(self._streams.items()):
+            while stream.rank < 0 and self._take(stream, is_last=True):
                 pass
-            stream.file.close()
-        for stream in self._of_ranks():
-            self._end(stream)
-        self._streams.clear()
-        self._say()
+            self._end(file)
+        self._show_own()
 
-    def _say(self) -> None:
-        screen = self._screens[2]
-        while self._sentences:
-            screen.show_lines(log.line(self._sentences.popleft()))
-        screen.show_status(self._status)
+    def _show_own(self) -> None:
+        while self._to_show:
+            self._to_show.popleft()()
 
     def _take(self, stream: _Stream, *, is_last: bool = False) -> bool:
         """Take what a stream has brought, and keep the end of that. False at its end."""
@@ -253,11 +249,11 @@ class JobOutput:
         self._screens[stream.number].show(stream, chunk)
         return True
 
-    def _end(self, stream: _Stream) -> None:
-        self._poll.unregister(stream.file)
-        if stream.rank >= 0:
-            stream.file.close()
-            self._screens[stream.number].end(stream)
+    def _end(self, file: int) -> None:
+        stream = self._streams.pop(file)
+        self._poll.unregister(file)
+        stream.file.close()
+        self._screens[stream.number].end(stream)
 
 
 def _send_stdin(connection: socket.socket) -> None:

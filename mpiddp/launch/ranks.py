@@ -5,7 +5,7 @@ Only the event loop changes it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,24 +50,18 @@ class Ranks:
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts = hosts
         self.world_size = len(hosts)
-        self.started: dict[int, dict[str, Any]] = {}
-        self.joining: set[int] = set()
+        # The latest message of each rank, by kind: of the kinds that are only remembered.
+        self.said: dict[str, dict[int, Message]] = defaultdict(dict)
         self.in_mpi_init: set[int] = set()
-        self.done: dict[int, float] = {}  # ended without an error, and when
-        self.exited: set[int] = set()  # of these: without leaving the job
-        self.stopped: set[int] = set()  # after their last step, on request
+        self.done: dict[int, Message] = {}  # ended without an error
         self.failures: dict[int, Message] = {}  # failed or lost, the first message of a rank
-        self.claimed_at: dict[int, float] = {}  # when a rank last began to fail
         # The reports of scripts within a command, which explain the rank's own report if that follows.
         self.script_failures: dict[int, Message] = {}
-        self.supports_stop: set[int] = set()
         self.saving: dict[int, float] = {}  # and since when
         self.last_saved_at = 0.0  # when a rank last ended a save
-        self.steps: dict[int, tuple[int, float]] = {}  # and since when
         self.paces: dict[int, Pace] = {}  # of their latest steps
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
         self.stacks: dict[int, dict[str, Any]] = {}
-        self.logs: dict[int, str] = {}
         self.announcement = NOTHING_ANNOUNCED
 
     def note(self, message: Message) -> None:
@@ -85,38 +79,28 @@ class Ranks:
                 self.script_failures.pop(rank, None)
             return
         match kind:
-            case "started":
-                self.started[rank] = facts
-            case "joining" | "supports_stop" | "stopped":
-                getattr(self, kind).add(rank)
+            case "started" | "joining" | "log" | "supports_stop" | "stopped" | "claim":
+                self.said[kind][rank] = message
             case "mpi_init":
                 (self.in_mpi_init.add if facts["active"] else self.in_mpi_init.discard)(rank)
             case "progress":
-                if self.steps.get(rank, (-1, 0.0))[0] != facts["step"]:  # it may begin anew
-                    self.steps[rank] = (facts["step"], at)
                 self.paces.setdefault(rank, Pace()).add(at, facts)
                 if rank == 0:
                     self.shown.update(facts.get("shown", {}))
             case "stacks" if is_of_script or rank not in self.stacks:
                 # An agent answers in the place of a script that makes steps, unless that is only slow.
-                is_held = not is_of_script and rank in self.steps
+                is_held = not is_of_script and rank in self.paces
                 self.stacks[rank] = {**facts, "is_held": is_held}
-            case "log":
-                self.logs[rank] = facts["path"]
             case "announce":
                 size = self.world_size if facts["global_batch_size"] else 0
                 known = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}
                 self.announcement = self.announcement._replace(**known)
             case "run_dir":
                 self.announcement = self.announcement._replace(run_dir=facts["path"])
-            case "claim":
-                self.claimed_at[rank] = at
             case "done" | "exited":
-                self.done[rank] = at
-                if kind == "exited":
-                    self.exited.add(rank)
-            case "failed" if facts["code"] == STOPPED and rank in self.stopped:
-                self.done[rank] = at
+                self.done[rank] = message
+            case "failed" if facts["code"] == STOPPED and rank in self.said["stopped"]:
+                self.done[rank] = message
             case "failed" | "lost" if rank not in self.done:
                 reason = self.script_failures.get(rank)
                 if reason and kind == "failed":
@@ -127,9 +111,10 @@ class Ranks:
     @property
     def missing(self) -> list[int]:
         """The ranks that have not joined, or for which the others' MPI waits: all, if it waits in all."""
-        here = self.joining or self.in_mpi_init
-        left = [rank for rank in range(self.world_size) if rank not in here]
-        return left or [rank for rank in range(self.world_size) if rank not in self.joining]
+        joining, everyone = self.said["joining"], range(self.world_size)
+        here = joining or self.in_mpi_init
+        left = [rank for rank in everyone if rank not in here]
+        return left or [rank for rank in everyone if rank not in joining]
 
     @property
     def left(self) -> list[int]:
@@ -137,9 +122,9 @@ class Ranks:
         return [rank for rank in range(self.world_size) if rank not in self.done]
 
     @property
-    def newest_step(self) -> int:
-        """The newest step of any rank, 0 before the first."""
-        return max((step for step, _ in self.steps.values()), default=0)
+    def newest_step(self) -> tuple[int, float]:
+        """The newest step of any rank, and since when: 0 and 0.0 before the first."""
+        return max(((pace.step, pace.since) for pace in self.paces.values()), default=(0, 0.0))
 
     @property
     def all_done(self) -> bool:
@@ -148,7 +133,7 @@ class Ranks:
     @property
     def why_not_resumable(self) -> str:
         """The reason why the job would lose work by a stop; "" if it would lose none."""
-        if len(self.supports_stop) < self.world_size:
+        if len(self.said["supports_stop"]) < self.world_size:
             return "not every rank has called mpiddp.should_stop()"
         if self.announcement == NOTHING_ANNOUNCED:
             return "the script has announced nothing that resumes it (mpiddp.announce)"
@@ -161,7 +146,8 @@ class Ranks:
 
     def host_of(self, rank: int) -> str:
         """The rank's own name of its host, once it has reported it; else the requested host."""
-        return escaped(str(self.started.get(rank, {}).get("host", self.hosts[rank])))
+        started = self.said["started"].get(rank)
+        return escaped(str(started.facts["host"] if started else self.hosts[rank]))
 
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self.host_of(rank)}"
@@ -176,7 +162,7 @@ class Ranks:
         if saving := sorted(self.saving):
             are = "was" if len(saving) == 1 else "were"
             return f"{self.names(saving)} {are} still saving {limit_s:g} s after the request"
-        late = [rank for rank in self.left if rank in self.started]
+        late = [rank for rank in self.left if rank in self.said["started"]]
         return f"{self.names(late)} had not stopped {limit_s:g} s after the request (--grace)"
 
 
@@ -206,6 +192,7 @@ class Pace:
     """The latest steps of one rank."""
 
     def __init__(self) -> None:
+        self.step, self.since = -1, 0.0  # the present step, and since when
         self.memory = 0  # of the process, in bytes
         # The time of a step, its number, and the totals of the rank's thread and of its process.
         self._samples: deque[tuple[float, int, float, float]] = deque()
@@ -216,6 +203,8 @@ class Pace:
         """The rank has reported a step, a message "progress"."""
         self.memory = facts["memory"]
         samples, step, own_s = self._samples, facts["step"], facts["own_s"]
+        if step != self.step:  # it may begin anew
+            self.step, self.since = step, at
         if samples and (step <= samples[-1][1] or own_s < samples[-1][2]):
             samples.clear()  # the script has begun anew, or another thread makes the steps now
         samples.append((at, step, own_s, facts["cpu_s"]))
@@ -279,9 +268,9 @@ def seconds(value: float) -> str:
 
 def status_lines(ranks: Ranks, attempt: int, straggler: str, now: float) -> list[str]:
     """The lines of the status; none before the first step. `straggler` is a sentence, "" without one."""
-    if not ranks.steps:
+    if not ranks.paces:
         return []
-    step, shown = ranks.newest_step, dict(ranks.shown)
+    (step, _), shown = ranks.newest_step, dict(ranks.shown)
     total = shown.pop("total", None)
     has_total = type(total) is int and total >= max(step, 1)
     training = [f"step {step:,}/{total:,} ({step / total:.0%})" if has_total else f"step {step:,}"]
@@ -314,7 +303,7 @@ def job_facts(ranks: Ranks, latest: Mapping[int, bytes], now: float) -> dict[str
     ]
     return {
         "ranks": table,
-        "step": ranks.newest_step if ranks.steps else None,
+        "step": ranks.newest_step[0] if ranks.paces else None,
         "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
     }
 
@@ -324,8 +313,8 @@ def _rank_facts(ranks: Ranks, rank: int, latest: bytes, now: float) -> dict[str,
         "failed": ranks.failures,
         "done": ranks.done,
         "saving": ranks.saving,
-        "running": ranks.joining,
-        "joining": ranks.started,
+        "running": ranks.said["joining"],
+        "joining": ranks.said["started"],
     }
     # Of the last line that is not empty, what a terminal shows.
     lines = latest.decode(errors="replace").replace("\r", "\n").split("\n")
@@ -336,13 +325,13 @@ def _rank_facts(ranks: Ranks, rank: int, latest: bytes, now: float) -> dict[str,
         "state": next((state for state, of in states.items() if rank in of), "starting"),
         "line": escaped(line[-_LONGEST_LINE:]),
     }
-    if rank in ranks.steps:
-        step, since = ranks.steps[rank]
-        facts |= {"step": step, "ago_s": now - since, "memory": ranks.paces[rank].memory}
-        if time_of_step := ranks.paces[rank].step_time:
+    if pace := ranks.paces.get(rank):
+        ago_s = now - pace.since
+        facts |= {"step": pace.step, "ago_s": ago_s, "memory": pace.memory}
+        if time_of_step := pace.step_time:
             step_s, own_s, cpu_s = time_of_step
-            if facts["state"] == "running" and now - since > max(_QUIET_STEPS * step_s, _QUIET_S):
-                facts["state"], step_s = "quiet", now - since
+            if facts["state"] == "running" and ago_s > max(_QUIET_STEPS * step_s, _QUIET_S):
+                facts["state"], step_s = "quiet", ago_s
             facts |= {"rate": 1 / step_s, "own_s": own_s, "wait_s": max(0.0, step_s - own_s)}
             facts["cores"] = cpu_s / step_s
     return facts

@@ -120,7 +120,7 @@ def verdict(
     """The verdict, with the known cause of a failure. `printed` is what `JobOutput.last_errors` has kept."""
     first = min(ranks.failures.values(), key=lambda each: _began(ranks, each), default=None)
     found = _judge(ranks, mpirun, history, first)._replace(
-        stop=history.stop, announcement=ranks.announcement, made_steps=bool(ranks.steps)
+        stop=history.stop, announcement=ranks.announcement, made_steps=bool(ranks.paces)
     )
     if found.code != FAILED:
         return found
@@ -147,7 +147,7 @@ def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | N
     """The verdict by the first row that applies. `first` failed first."""
     # Some ranks may have had less to do than others, and finished before the request.
     all_done = ranks.all_done
-    if all_done and ranks.stopped:
+    if all_done and ranks.said["stopped"]:
         return Outcome(STOPPED, "stopped on request.")
     if history.ended_because:
         missing = {ranks.hosts[rank] for rank in ranks.missing}
@@ -156,9 +156,9 @@ def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | N
     if history.failed_in_stop and first and first.kind == "failed":
         # It failed while it saved and stopped, rather than being ended by the request.
         has_reason = bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
-        if has_reason and first.rank in ranks.supports_stop:
+        if has_reason and first.rank in ranks.said["supports_stop"]:
             return _of_failure(ranks, mpirun, first)
-    if history.is_requested and not (all_done and ranks.supports_stop):
+    if history.is_requested and not (all_done and ranks.said["supports_stop"]):
         what = f"{history.limit}; the job was killed" if history.limit else "the job was stopped"
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if all_done:
@@ -169,14 +169,14 @@ def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | N
             return Outcome(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
         return _of_failure(ranks, mpirun, first)
     # Ranks that refuse may not report.
-    if not ranks.started and mpirun.code in (BAD_INPUT, STOPPED):
+    if not ranks.said["started"] and mpirun.code in (BAD_INPUT, STOPPED):
         return Outcome(mpirun.code, is_complete=False)
     cause = f"{mpirun.name} ended with exit code {mpirun.code}"
     if mpirun.code < 0:
         cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
     elif mpirun.rank_signal:
         cause = f"a rank was killed by {mpirun.rank_signal}"
-    elif mpirun.code == DONE and not ranks.started:
+    elif mpirun.code == DONE and not ranks.said["started"]:
         cause = "mpirun ended, but no rank ever reported"
     return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
@@ -189,7 +189,7 @@ def _began(ranks: Ranks, message: Message) -> float:
     is_consequence = message.facts["traceback"] and _CONSEQUENCE.search(message.facts["error"])
     if message.facts.get("signal") == signal.SIGTERM:  # an MPI's, after another rank's failure
         return message.at + _CONSEQUENCE_S
-    began = ranks.claimed_at.get(message.rank, message.at)
+    began = ranks.said["claim"].get(message.rank, message).at
     return began + _CONSEQUENCE_S if is_consequence else began
 
 
@@ -262,8 +262,8 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     elif number := facts.get("signal"):
         sentence = f"{name} was killed by {signal_name(number)}."
     elif facts["traceback"]:
-        file = ranks.logs.get(first.rank)
-        where = f" (its traceback: {escaped(file)})" if file else ""
+        file = ranks.said["log"].get(first.rank)
+        where = f" (its traceback: {escaped(file.facts['path'])})" if file else ""
         line = error.strip().partition("\n")[0].rstrip(".")
         sentence = f"{name} failed first: {line}{where}."
     else:
@@ -284,10 +284,9 @@ def _vanished_with(first: Message, other: Message) -> bool:
 
 def _left_early(ranks: Ranks, before: float = float("inf")) -> str:
     """A sentence that names the ranks that left without an error, "" for none. Another sentence follows."""
-    early = sorted(rank for rank in ranks.exited if ranks.done[rank] <= before)
-    if not early:
-        return ""
-    return f"{ranks.names(early)} ended early, with exit code 0 (os._exit). Then "
+    ends = [each for each in ranks.done.values() if each.kind == "exited" and each.at <= before]
+    early = ranks.names(sorted(each.rank for each in ends))
+    return f"{early} ended early, with exit code 0 (os._exit). Then " if early else ""
 
 
 # --- known causes ---

@@ -71,7 +71,7 @@ class Watch:
         if now < self._window_ends_at:
             return ""
         self._window_ends_at = now + WINDOW_S
-        before, self._newest = self._newest, self._ranks.newest_step
+        before, self._newest = self._newest, self._ranks.newest_step[0]
         if self._newest == before:  # no rank makes steps: nobody is slower than the others
             self.straggler = ""
             return ""
@@ -87,15 +87,16 @@ class Watch:
     def wants_stacks(self, now: float, printed_at: float) -> bool:
         """Whether to ask for the stacks. The last output, at `printed_at`, counts until there are steps."""
         ranks = self._ranks
-        step, at = max(ranks.steps.values(), default=(0, 0.0))
+        step, at = ranks.newest_step
         if step != self._step:
             if 0 < self._step < step:
                 self._step_s.append((at - self._step_at) / (step - self._step))
             self._step, self._step_at = step, at
-        signs = [since for _, since in ranks.steps.values()]
+        signs = [pace.since for pace in ranks.paces.values()]
         if self._timeout_s is None or not signs:  # with --hang-timeout, the steps alone count
             signs = signs if step else [printed_at]
-            signs += [ranks.last_saved_at, *ranks.saving.values(), *ranks.done.values()]
+            ends = [message.at for message in ranks.done.values()]
+            signs += [ranks.last_saved_at, *ranks.saving.values(), *ends]
         quiet_since = max(self._began_at, *signs)
         if quiet_since != self._quiet_since:
             self._quiet_since, self._first = quiet_since, None
@@ -111,7 +112,7 @@ class Watch:
         """Sentences about a hang by the stacks, which are there."""
         if not self.wants_stacks(now, printed_at):  # a rank has moved meanwhile
             return []
-        if self._timeout_s is not None and self._ranks.steps:
+        if self._timeout_s is not None and self._ranks.paces:
             return stuck_sentences(self._ranks, self._timeout_s)
         places, before = places_of(self._ranks), self._first
         self._first = None if before else (now, places)
@@ -251,7 +252,7 @@ def place_of(stacks: Mapping[str, Any] | None) -> Place:
     """The place by a message "stacks" of a rank; None if it has sent none."""
     if stacks is None:
         return Place()
-    frames, *others = _threads(stacks["text"])
+    frames, *others = map(_FRAME.findall, stacks["text"].split("\nthread "))
     # The main thread's, or that of the thread of the script for which it waits.
     if frames and _JOINS.search(frames[-1][0]):
         of_script = (
@@ -259,11 +260,6 @@ def place_of(stacks: Mapping[str, Any] | None) -> Place:
         )
         frames = next(of_script, frames)
     return Place(tuple(frames), stacks["cpu_s"], stacks["state"])
-
-
-def _threads(text: str) -> list[_Frames]:
-    """The frames of each thread, the main thread's first."""
-    return [_FRAME.findall(each) for each in text.split("\nthread ")]
 
 
 def places_sentence(ranks: Ranks) -> str:
@@ -316,15 +312,14 @@ def missing_sentence(ranks: Ranks, timeout_s: float) -> str:
     first, *others = missing = ranks.missing
     names = ", ".join(map(ranks.name, missing))
     owner = f"The last words of rank {first}" if others else "Its last words"
-    stacks = ranks.stacks.get(first)
-    frames = _threads(stacks["text"])[0] if stacks else []
+    started, frames = ranks.said["started"], place_of(ranks.stacks.get(first)).frames
     own = [frame for frame in frames if not frame[0].startswith("<frozen ")]  # of the import system
-    if first not in ranks.started:
+    if first not in started:
         words = "none; its Python has not started."
-    elif first in ranks.exited:
+    elif first in ranks.done:
         words = "none; it has ended, with exit code 0."
-    elif stacks is None:
-        pid = ranks.started[first]["pid"]
+    elif first not in ranks.stacks:
+        pid = started[first].facts["pid"]
         words = f"none; it started (pid {pid}) but does not answer: it is stopped, or stuck in native code."
     elif own:
         words = "in {}, line {}, in {}: {}".format(*own[-1])

@@ -32,6 +32,7 @@ import os
 import selectors
 import socket
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `mac`
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,13 +98,9 @@ MESSAGES: dict[str, dict[str, Any]] = {
 
 
 def encode(kind: str, value: bytes = b"", **facts: object) -> bytes:
-    """The line of a message. `value` is JSON without line ends, see `encode_value`."""
+    """The line of a message. `value` is JSON without line ends, as json.dumps makes it."""
     head = json.dumps({"type": kind, **facts}).encode()
     return head + _TAB + value + _LINE_END if value else head + _LINE_END
-
-
-def encode_value(value: object) -> bytes:
-    return json.dumps(value).encode()
 
 
 def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
@@ -148,10 +145,7 @@ def mac(key: str, text: str, value: bytes = b"") -> str:
 def listed(values: Mapping[int, bytes]) -> bytes:
     """The JSON of the values of all ranks: the most frequent one once, and the others by rank."""
     # Most values are equal on all ranks, and the answer goes to every rank.
-    counts: dict[bytes, int] = {}
-    for value in values.values():
-        counts[value] = counts.get(value, 0) + 1
-    usual = max(counts, key=counts.__getitem__)
+    [(usual, _)] = Counter(values.values()).most_common(1)
     others = [
         b'"%d": %b' % (rank, values[rank]) for rank in sorted(values) if values[rank] != usual
     ]

@@ -12,7 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ class TimedSelector(selectors.DefaultSelector):
 class _Gather:
     expire: Callable[[], None]  # the event of its time limit
     or_gone: bool  # a member whose connection has ended gives null
-    values: dict[int, bytes] = field(default_factory=dict)  # by rank
+    values: dict[int, bytes]  # by rank
 
 
 class Group:
@@ -92,7 +92,6 @@ class Group:
 
     def receive(self, rank: int, kind: str, facts: dict[str, Any], value: bytes) -> None:
         """Take a message of a member. Raises ValueError if it violates the protocol."""
-        everyone = range(self.world_size)
         if kind == "gather":
             self._gather(rank, facts, value)
         elif kind == "claim":
@@ -100,11 +99,11 @@ class Group:
             is_first = facts["key"] not in self._news
             claimed = encode("claimed", rank=rank, key=facts["key"])
             line = self._news.setdefault(facts["key"], claimed)
-            self._tell(everyone if is_first else [rank], line)
+            self._tell(self.members if is_first else [rank], line)
         elif "" not in self._news:
             # End the other members with the exit code of the first that asks.
             self._news[""] = encode("failed", code=facts["code"])
-            self._tell([each for each in everyone if each != rank], self._news[""])
+            self._tell(self.members.keys() - {rank}, self._news[""])
 
     def enter(self, rank: int) -> None:
         self._gone.discard(rank)
@@ -123,12 +122,11 @@ class Group:
         if key in self._late:
             self._tell([rank], self._late[key])
             return
-        gather = self._gathers.get(key)
-        if gather is None:
-            gather = _Gather(partial(self._expire, key), facts.get("or_gone") is True)
-            self._gathers[key] = gather
-            if gather.or_gone:
-                gather.values = dict.fromkeys(self._gone, b"null")
+        if key not in self._gathers:
+            or_gone = facts.get("or_gone") is True
+            gone = dict.fromkeys(self._gone, b"null") if or_gone else {}
+            self._gathers[key] = _Gather(partial(self._expire, key), or_gone, gone)
+        gather = self._gathers[key]
         if rank in gather.values:
             raise ValueError("a second value")
         if timeout_s is not None:
@@ -137,15 +135,14 @@ class Group:
         gather.values[rank] = value
         if facts.get("calls") is True and key not in self._news:
             self._news[key] = encode("called", key=key)
-            others = [each for each in range(self.world_size) if each not in gather.values]
-            self._tell(others, self._news[key])
+            self._tell(self.members.keys() - gather.values.keys(), self._news[key])
         self._complete(key)
 
     def _complete(self, key: str) -> None:
         """Answer all, if no member is missing."""
         if len(self._gathers[key].values) == self.world_size:
             values = channel.listed(self._end(key))
-            self._tell(range(self.world_size), encode("gathered", values, key=key))
+            self._tell(self.members, encode("gathered", values, key=key))
 
     def _expire(self, key: str) -> None:
         """Answer the members whose wait has lasted too long, with the ranks that are missing."""
@@ -323,20 +320,15 @@ class ChannelServer:
             return [Message(-1, kind, {"viewer": peer}, now)]
         rank = facts["rank"]
         role = facts.get("role", channel.RANK) if kind == "hello" else channel.RANK
-        if role not in (
-            channel.RANK,
-            channel.SCRIPT,
-        ):  # or the server's own proof would pass for one
-            raise ValueError(role)
-        # The time of this comparison reveals nothing: every connection has another challenge.
+        # The server's own proof is that of another role. The time of this comparison reveals nothing: every
+        # connection has another challenge.
         is_proved = facts["proof"] == channel.member_proof(self.key, peer.challenge, role, rank)
-        if not is_proved or rank not in range(self.world_size):
+        is_member = role in (channel.RANK, channel.SCRIPT) and rank in range(self.world_size)
+        if not is_proved or not is_member:
             raise ValueError(rank)
         proof = channel.mac(self.key, f"server {facts['challenge']}")
         if kind in channel.HANDED_OVER:
-            handed = {}
-            if kind == "output":
-                handed = {"stream": facts["stream"], "host": str(facts["host"])}
+            handed = {name: facts[name] for name in ("stream", "host") if kind == "output"}
             if handed.get("stream", 1) not in channel.STREAMS:
                 raise ValueError(handed)
             # At once: only the challenge was sent before.

@@ -32,22 +32,18 @@ class Console:
         self.listener: socket.socket | None = None
         self._opened = ExitStack()
         for parent in _parents() if name else ():
-            if self.listener is None:
-                with suppress(OSError):
-                    self._listen(parent / f"{_prefix()}{os.urandom(8).hex()}")
+            folder = parent / f"{_prefix()}{os.urandom(8).hex()}"
+            with ExitStack() as stack, suppress(OSError):
+                folder.mkdir(mode=0o700)
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(str(folder / "new"))
+                listener.listen()
+                listener.setblocking(False)
+                (folder / "new").rename(folder / _SOCKET)  # last: viewers remove a dead socket
+                self.listener, self._opened = listener, stack.pop_all()
+                break
         self.close = self._opened.close
-
-    def _listen(self, folder: Path) -> None:
-        """Listen in this new folder. The socket gets its name last: viewers remove a dead one."""
-        with ExitStack() as stack:
-            folder.mkdir(mode=0o700)
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(str(folder / "new"))
-            listener.listen()
-            listener.setblocking(False)
-            (folder / "new").rename(folder / _SOCKET)
-            self.listener, self._opened = listener, stack.pop_all()
 
     def answer(self, viewer: Peer, **facts: object) -> None:
         """Send a viewer these facts, and those of the job itself."""

@@ -132,7 +132,7 @@ class Coordinator:
             return [json.loads(json.dumps(value))]
         if self.exchange is not None:
             return [json.loads(each) for each in self.exchange(json.dumps(value))]
-        key, text = key or self.unique_prefix("exchange"), channel.encode_value(value)
+        key, text = key or self.unique_prefix("exchange"), json.dumps(value).encode()
         options = {"key": key, "timeout_s": timeout_s}
         facts, values = self.ask("gather", text, unless_failed=unless_failed, **options)
         if facts["type"] != "no_answer":
@@ -149,7 +149,7 @@ class Coordinator:
 
     def give(self, key: str, value: object) -> None:
         """Give this rank's value, and do not wait, see `given`. The news "called" calls the others to it."""
-        text = channel.encode_value(value)
+        text = json.dumps(value).encode()
         self.send("gather", text, key=key, timeout_s=None, calls=True, or_gone=True)
 
     def given(self, key: str) -> list[Any] | None:
@@ -223,7 +223,7 @@ class Coordinator:
 
         With `waits`, by default on rank 0, which serves torch's store, wait until all others have left.
         """
-        key, value = self.unique_prefix("left"), channel.encode_value(None)
+        key, value = self.unique_prefix("left"), b"null"
         waits = self.world.rank == 0 if waits is None else waits
         if waits and self.exchange is not None:
             self.exchange("")

@@ -126,7 +126,7 @@ class Job:
 def jobs() -> Iterator[list[Job]]:
     made: list[Job] = []
     yield made
-    for job in made:
+    for job in reversed(made):  # each restores the handlers of signals that it has found
         job.close()
 
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     Path("program").write_text("#!/bin/sh\n")
     Path("program").chmod(0o755)
     where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", "hosts.txt"]
-    with SignalQueue() as signals:
+    with closing(SignalQueue()) as signals:
 
         def make(*options: str, left_s: float = 3600.0) -> Any:
             parsed = parse_options([*where, *options, "--", "./program"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ Received = Callable[[int, list[float]], list[float]]
 
 @pytest.fixture
 def queue() -> Iterator[SignalQueue]:
-    with SignalQueue() as queue:
+    with closing(SignalQueue()) as queue:
         yield queue
 
 

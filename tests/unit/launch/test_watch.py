@@ -66,7 +66,7 @@ class Job:
 
     def steps(self, count: int, every_s: float) -> None:
         """All ranks make steps, at most two of which are reported in a second."""
-        first = max(self.ranks.steps.values(), default=(0, 0.0))[0]
+        first = self.ranks.newest_step[0]
         reported_at = 0.0
         for step in range(first + 1, first + count + 1):
             assert self.after(every_s) == ""
