@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.launch.control import SignalQueue
+from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.job import Job
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan
 from mpiddp.protocol.channel import RANK, decode, encode, member_proof
 from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.protocol.viewers import Console
 from mpiddp.runtime.rendezvous.channel_process import serve
 
 STEPS = 5  # messages of progress of each rank

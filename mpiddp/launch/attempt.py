@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from mpiddp.hosts.processes import end_all, signal_all
-from mpiddp.launch.control import ControlServer, Exchange, SignalQueue
+from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
@@ -26,7 +26,6 @@ from mpiddp.launch.verdict import History, Stop
 from mpiddp.launch.watch import Stacks, Watch, missing_sentence
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
-from mpiddp.protocol.viewers import Console
 
 # Time limits for:
 START_TIMEOUT_S = 120.0  # the first rank to start; disk caches may be cold

@@ -1,7 +1,7 @@
-"""What the launcher waits for: its ranks and signals. And what it asks of the ranks.
+"""What the launcher waits for: its ranks, their viewers and signals. And what it asks of the ranks.
 
-The launcher's end of the job channel listens on one address only. `mpiddp.protocol.server` handles the
-connections and the protocol.
+The launcher's end of the job channel listens on one address for its ranks, and on a Unix socket for viewers,
+`mpiddp ps`, `top`, `stacks` and `stop`. `mpiddp.protocol.server` handles the connections and the protocol.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Iterator, KeysView
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from mpiddp.errors import cause_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.protocol.channel import UNIX, VALUE_LIMIT, encode, value_mac
+from mpiddp.protocol import channel
+from mpiddp.protocol.channel import Peer, encode
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.text import escaped
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -75,18 +78,15 @@ class SignalQueue:
 
     def receive(self) -> list[int]:
         """The stop signals that are new, without those that only repeat an equal one."""
-        numbers = b""
+        numbers, now, new = b"", time.monotonic(), []
         with suppress(BlockingIOError):
             numbers = os.read(self._receiver, 4096)
-        return [number for number in numbers if number in STOP_SIGNALS and self._is_new(number)]
-
-    def _is_new(self, number: int) -> bool:
-        now = time.monotonic()
-        repeat_s = _REPEAT_OF_CTRL_C_S if number == signal.SIGINT else _REPEAT_S
-        if now - self._first_at.get(number, -repeat_s) < repeat_s:
-            return False
-        self._first_at[number] = now
-        return True
+        for number in numbers:
+            repeat_s = _REPEAT_OF_CTRL_C_S if number == signal.SIGINT else _REPEAT_S
+            if number in STOP_SIGNALS and now - self._first_at.get(number, -repeat_s) >= repeat_s:
+                self._first_at[number] = now
+                new.append(number)
+        return new
 
     def has_stop(self, within_s: float) -> bool:
         """Whether one of STOP_SIGNALS has arrived, or arrives within `within_s`."""
@@ -114,7 +114,7 @@ class ControlServer(ChannelServer):
                 listener = socket.socket(socket.AF_UNIX)
                 listener.bind(str(where))
                 listener.listen(1024)
-                address = f"{UNIX}{where}"
+                address = f"{channel.UNIX}{where}"
             else:
                 family = socket.AF_INET6 if ":" in where else socket.AF_INET
                 listener = socket.create_server((where, 0), family=family, backlog=1024)
@@ -148,6 +148,41 @@ class ControlServer(ChannelServer):
         return [message for peer in silent for message in self.lose(peer, silent=True)]
 
 
+class Console:
+    """The socket for viewers, over all attempts. Without a name or a folder for it, the job runs unseen.
+
+    A viewer asks for one of VIEWS, and gets one line.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self._name = escaped(name)
+        self._began_at = time.time()
+        self.attempts = 0  # that have begun. The server of each answers
+        self.listener: socket.socket | None = None
+        self._opened = ExitStack()
+        for beginning in channel.viewed_folders() if name else ():
+            folder = Path(f"{beginning}{os.urandom(8).hex()}")
+            with ExitStack() as stack, suppress(OSError):
+                folder.mkdir(mode=0o700)
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+                listener.bind(str(folder / "new"))
+                listener.listen()
+                listener.setblocking(False)
+                (folder / "new").rename(
+                    folder / channel.VIEWED_AT
+                )  # last: viewers remove a dead socket
+                self.listener, self._opened = listener, stack.pop_all()
+                break
+        self.close = self._opened.close
+
+    def answer(self, viewer: Peer, **facts: object) -> None:
+        """Send a viewer these facts, and those of the job itself."""
+        age_s = time.time() - self._began_at
+        own = {"pid": os.getpid(), "name": self._name, "age_s": age_s, "attempt": self.attempts}
+        viewer.send(encode("answer", b"", **own, **facts))
+
+
 class Exchange:
     """The function that every rank of `mpiddp.spawn` runs, and the answer of each rank.
 
@@ -160,7 +195,9 @@ class Exchange:
 
     def __init__(self, function: bytes = b"", max_result_bytes: int = 0) -> None:
         self._function = function  # as `mpiddp.runtime.function.pickled_call` makes it
-        self._value_limit = max(VALUE_LIMIT, len(function), 2 * max_result_bytes)  # base64: 4/3
+        self._value_limit = max(
+            channel.VALUE_LIMIT, len(function), 2 * max_result_bytes
+        )  # base64: 4/3
         self._line = b""  # of the function
         self.world_size = 0
         # In the latest attempt, by rank: pickles in base64.
@@ -170,7 +207,7 @@ class Exchange:
     def begin(self, server: ChannelServer) -> None:
         """An attempt begins, with a new server. The answers of an earlier one no longer count."""
         server.value_limit = self._value_limit
-        mac = value_mac(server.key, "function", self._function)
+        mac = channel.value_mac(server.key, "function", self._function)
         self._line = encode("function", self._function, mac=mac)
         self.world_size = server.world_size
         self.results, self.errors = {}, {}
@@ -180,7 +217,7 @@ class Exchange:
         rank, facts = message.rank, message.facts
         if message.kind == "function":
             server.send_line(rank, self._line, to_script=True)
-        elif facts["mac"] == value_mac(server.key, f"answer {rank}", facts["body"]):
+        elif facts["mac"] == channel.value_mac(server.key, f"answer {rank}", facts["body"]):
             found = self.results if facts["is_result"] else self.errors
             found[rank] = facts["body"]
             server.send(rank, "answer", to_script=True)

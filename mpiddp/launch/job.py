@@ -20,7 +20,7 @@ from mpiddp.hosts import history
 from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
-from mpiddp.launch.control import ControlServer, Exchange, SignalQueue
+from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
@@ -30,7 +30,6 @@ from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.verdict import Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
-from mpiddp.protocol.viewers import Console
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

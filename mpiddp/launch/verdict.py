@@ -228,14 +228,17 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     failure = None if names_culprit else FirstFailure(first.rank, ranks.host_of(first.rank), error)
     if first.kind == "failed" and facts["code"] in (BAD_INPUT, STOPPED):
         return Outcome(facts["code"], error, failure)
-    # Of the ranks that vanished together with it, in the order of their ranks.
-    gone = [rank for rank, each in sorted(ranks.failures.items()) if _vanished_with(first, each)]
-    hosts = list(dict.fromkeys(map(ranks.host_of, gone)))
+    failures = [each for _, each in sorted(ranks.failures.items())]
+    # These, or their scripts, were killed: they have ended without a word of their own.
+    killed = [each for each in failures if each.kind == "lost" or each.facts.get("signal")]
+    # Those that vanished together with the first.
+    gone = [each for each in killed if first in killed and each.at - first.at < _AT_ONCE_S]
+    hosts = list(dict.fromkeys(ranks.host_of(each.rank) for each in gone))
     before, is_complete = _left_early(ranks, first.at), True
     others = " The other ranks were stopped." if ranks.world_size > 1 else ""
     if is_silent(first):
         host, before = ranks.host_of(first.rank), ""
-        silent = [rank for rank, each in sorted(ranks.failures.items()) if is_silent(each)]
+        silent = [each.rank for each in failures if is_silent(each)]
         there = [str(rank) for rank in silent if ranks.host_of(rank) == host]
         numbers = f"rank{'s' if len(there) > 1 else ''} {', '.join(there)}"
         sentence = f"lost {host} ({numbers}): the host stopped answering."
@@ -274,12 +277,6 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     is_of_one_host = bool(gone) and (is_silent(first) or len(hosts) == 1)
     host_at_fault = ranks.hosts[first.rank] if is_of_one_host else ""
     return Outcome(FAILED, sentence, failure, is_complete, host_at_fault)
-
-
-def _vanished_with(first: Message, other: Message) -> bool:
-    """Whether both, or their scripts, were killed together: they have ended without a word of their own."""
-    were_killed = all(each.kind == "lost" or each.facts.get("signal") for each in (first, other))
-    return were_killed and other.at - first.at < _AT_ONCE_S
 
 
 def _left_early(ranks: Ranks, before: float = float("inf")) -> str:

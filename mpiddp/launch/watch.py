@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpiddp.launch.control import ControlServer
+from mpiddp.launch.control import Console, ControlServer
 from mpiddp.launch.ranks import WINDOW_S, Ranks, find_stragglers, straggler_sentence
 from mpiddp.protocol.channel import Peer
 from mpiddp.protocol.server import Message
-from mpiddp.protocol.viewers import Console
 from mpiddp.text import percentile
 
 CHRONIC = 3  # windows in a row that name the same straggler

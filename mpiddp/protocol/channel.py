@@ -35,6 +35,7 @@ from _blake2 import blake2b  # hashlib would load OpenSSL, see `mac`
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # Who a member is: a rank, which `mpiddp run` or the process itself speaks for, or the script of a rank.
@@ -56,6 +57,7 @@ TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
 INPUT = "input"
 HANDED_OVER = ("output", INPUT)
 VIEWS = (VIEW_JOB, VIEW_STACKS) = ("view_job", "view_stacks")  # what viewers ask for
+VIEWED_AT = "job"  # the socket for viewers, in a folder of its own
 STREAMS = {1: "stdout", 2: "stderr"}
 OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
@@ -233,6 +235,13 @@ def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], b
     while chunk := connection.recv(1 << 20):
         for line in lines.split(chunk):
             yield decode(line)
+
+
+def viewed_folders() -> list[Path]:
+    """The beginnings of the paths of the folders in which the launchers of this user listen for viewers."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    parents = [*([runtime] if runtime.startswith("/") else []), "/tmp"]
+    return [Path(parent, f"mpiddp-job-{os.getuid()}-") for parent in parents]
 
 
 def is_shown(selection: str, rank: int, stream: int) -> bool:

@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import socket
+import stat
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +17,14 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS, encode
-from mpiddp.protocol.viewers import peer, sockets
+from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS, VIEWED_AT, encode, viewed_folders
 from mpiddp.text import listed, shown
 
 Facts = Mapping[str, Any]
 
 _ANSWER_S = 3.0  # an answer takes a launcher a few milliseconds
 _STACKS_S = 15.0  # it waits up to 5 s for the stacks of its ranks
+_UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Job:
     def connected(self) -> socket.socket:
         """A connection to the same process as before. Raises UserError if it has ended."""
         connection = _connected(self.path)
-        if connection is None or peer(connection)[0] != self.pid:
+        if connection is None or _peer(connection)[0] != self.pid:
             raise self.gone
         return connection
 
@@ -77,7 +79,7 @@ def running_jobs() -> list[Job]:
     jobs = []
     for path in sockets():
         if connection := _connected(path):
-            jobs.append(Job(path, peer(connection)[0], _answer(connection, VIEW_JOB, _ANSWER_S)))
+            jobs.append(Job(path, _peer(connection)[0], _answer(connection, VIEW_JOB, _ANSWER_S)))
     return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
 
 
@@ -102,12 +104,32 @@ def hosts_of(facts: Facts) -> list[str]:
     return list(dict.fromkeys(str(rank["host"]) for rank in facts["ranks"]))
 
 
+def sockets() -> list[Path]:
+    """The sockets of all launchers of this user, and those that dead ones have left."""
+    found = []
+    for folder in (each for path in viewed_folders() for each in path.parent.glob(f"{path.name}*")):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            # Another user may make a folder of any name in /tmp.
+            is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
+            if is_private and stat.S_ISDIR(status.st_mode):
+                found.append(folder / VIEWED_AT)
+    return found
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The pid and the uid of the process that listens at the other end of a Unix socket."""
+    option = (socket.SOL_SOCKET, socket.SO_PEERCRED)
+    pid, uid, _ = _UCRED.unpack(connection.getsockopt(*option, _UCRED.size))
+    return pid, uid
+
+
 def _connected(path: Path) -> socket.socket | None:
     """A connection to the launcher, of this user, that listens there. What a dead one has left is removed."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_ANSWER_S)
     with contextlib.suppress(OSError):  # it has just ended, or too many viewers wait for it
-        if (error := connection.connect_ex(str(path))) == 0 and peer(connection)[1] == os.getuid():
+        if (error := connection.connect_ex(str(path))) == 0 and _peer(connection)[1] == os.getuid():
             return connection
         if error == errno.ECONNREFUSED:
             shutil.rmtree(path.parent, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Viewers of a job: a console as the launcher has it, without ranks, and the verbs in processes of their own.
 
-Tests mpiddp/watch/, mpiddp/launch/ranks.py, mpiddp/protocol/viewers.py.
+Tests mpiddp/watch/, mpiddp/launch/{control,ranks}.py.
 python -m pytest tests/integration/test_viewers.py
 """
 
@@ -19,10 +19,10 @@ import pytest
 
 from mpiddp.cli import main
 from mpiddp.errors import UserError
+from mpiddp.launch.control import Console
 from mpiddp.launch.ranks import Ranks, job_facts
 from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS
 from mpiddp.protocol.server import ChannelServer, Message, TimedSelector
-from mpiddp.protocol.viewers import Console, sockets
 from mpiddp.watch import jobs, stop_and_stacks
 from tests.support.channels import progress
 from tests.support.errors import error
@@ -235,4 +235,4 @@ def test_a_folder_that_others_may_enter_is_no_job(folder):
     others = folder / f"mpiddp-job-{os.getuid()}-0"
     others.mkdir()
     others.chmod(0o777)
-    assert others / "job" not in sockets()
+    assert others / "job" not in jobs.sockets()

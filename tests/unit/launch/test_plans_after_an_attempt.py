@@ -21,13 +21,12 @@ import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
-from mpiddp.launch.control import SignalQueue
+from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.verdict import Outcome, Stop
 from mpiddp.protocol.server import Message
-from mpiddp.protocol.viewers import Console
 from tests.support.errors import error
 from tests.support.machine import an_mpirun
 
