@@ -27,7 +27,7 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_hosts
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
-from mpiddp.launch.verdict import Outcome, Stop, verdict
+from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.text import all_of, counted
@@ -140,8 +140,9 @@ class Job:
             request = request._replace(job=resumed, variables=variables)
             command = starter.compose(request, str(folder))
             has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
-            output = JobOutput(ranks.world_size, has_prefix=has_prefix, shows_end=options.verbose)
-            mpirun = MpirunProcess(starter, command, output)
+            mpirun = MpirunProcess(starter, command)
+            shown = {"has_prefix": has_prefix, "shows_end": options.verbose}
+            output = JobOutput(ranks.world_size, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)
             grows = partial(search_hosts, options, self.plan, [*self.doubts])
             search = grows if self.may_grow else None
@@ -150,7 +151,9 @@ class Job:
             there = {host.name for host in others}
             here = frozenset(rank for rank, host in enumerate(ranks.hosts) if host not in there)
             printed = output.last_errors if is_all_shown else {}
-            outcome = verdict(ranks, mpirun.end._replace(beside=here), attempt.history, printed)
+            kind = (starter.program.name, mpirun.code or DONE, starter.proves_signals)
+            end = MpirunEnd(*kind, mpirun.was_ended, here)
+            outcome = verdict(ranks, end, attempt.history, printed)
             if is_all_shown:
                 output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
         if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:

@@ -70,10 +70,11 @@ def main(argv: list[str]) -> int:
 
     outcome = run(options, started_at)
     outcome.log()
-    if outcome.resumes:
+    resume_args = outcome.announcement.resume_args
+    if outcome.code == STOPPED or (outcome.code == INTERRUPTED and resume_args):
         own, job = argv[: -len(options.command)], options.command
         again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *without_values(own, options.exports)]
-        log.info(f"to resume: {shlex.join([*again, *job, *outcome.announcement.resume_args])}")
+        log.info(f"to resume: {shlex.join([*again, *job, *resume_args])}")
         _say_left_out(each.partition("=")[0] for each in options.exports if "=" in each)
     return outcome.code
 

@@ -24,8 +24,6 @@ from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log
 from mpiddp.launch.command import Command, Starter
-from mpiddp.launch.output import JobOutput
-from mpiddp.launch.verdict import MpirunEnd
 from mpiddp.protocol.channel import OUTPUT_PROCESS
 from mpiddp.protocol.variables import JOB
 
@@ -34,16 +32,16 @@ _LONGEST_PARENT = 60  # characters: a Unix socket's path has at most 107
 
 
 class MpirunProcess:
-    """One mpirun, and all that it starts on this host. `output` copies its stdout and stderr.
+    """One mpirun, and all that it starts on this host. `streams` are its stdout and stderr.
 
     If the starter's stop signal is not SIGTERM, mpirun is shielded from SIGTERM: a service manager or a batch
     system may send one to every process of a job, whose ranks still save.
     """
 
-    def __init__(self, starter: Starter, command: Command, output: JobOutput) -> None:
+    def __init__(self, starter: Starter, command: Command) -> None:
         self.starter = starter
         self._stop_signal = stop_signal = starter.stop_signal
-        self._was_ended = False
+        self.was_ended = False  # by this launcher
         # Children of the shell that this process may have replaced by exec.
         self._strangers = frozenset(descendants(os.getpid()))
         adopt_orphans()
@@ -60,7 +58,7 @@ class MpirunProcess:
             self._process = subprocess.Popen(
                 command.argv,
                 env={**with_own_folder(starter.program, os.environ), **command.settings},
-                stdin=subprocess.DEVNULL,  # rank 0 gets it from `output`
+                stdin=subprocess.DEVNULL,  # rank 0 gets it from `JobOutput`
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -70,24 +68,19 @@ class MpirunProcess:
             raise cause_of(error)(f"cannot start {command.argv[0]}: {error.strerror}.") from None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
-        output.begin(self._process.stdout, self._process.stderr)
+        self.streams = self._process.stdout, self._process.stderr
 
     @property
     def code(self) -> int | None:
         """Its exit code, -N if signal N killed it, None while it runs."""
         return self._process.poll()
 
-    @property
-    def end(self) -> MpirunEnd:
-        starter, code = self.starter, self._process.returncode
-        return MpirunEnd(starter.program.name, code, starter.proves_signals, self._was_ended)
-
     def stop(self) -> None:
         """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.
 
         The whole process group gets it, because Intel's mpirun is a shell script around another program.
         """
-        self._was_ended = True
+        self.was_ended = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, self._stop_signal)
 
@@ -96,7 +89,7 @@ class MpirunProcess:
 
         The ranks' agents end by themselves, once they have sent what the ranks wrote.
         """
-        self._was_ended = True
+        self.was_ended = True
         signal_all(self.left, signal.SIGKILL)
 
     def left(self, *, agents: bool = False) -> list[int]:

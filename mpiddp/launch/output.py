@@ -56,14 +56,18 @@ class _Stream(Source):
 
 
 class JobOutput:
-    """The job's stdout and stderr, and the thread that copies them.
+    """The job's stdout and stderr, and the thread that copies them: at first `streams`, which are mpirun's.
 
     has_prefix: each of their lines begins with the rank and its host. shows_end: also show what mpirun says
     of the end of the job.
     """
 
     def __init__(
-        self, world_size: int, *, has_prefix: bool = False, shows_end: bool = False
+        self,
+        world_size: int,
+        *streams: IO[bytes],
+        has_prefix: bool = False,
+        shows_end: bool = False,
     ) -> None:
         self._has_prefix, self._shows_end = has_prefix, shows_end
         stdout, stderr = (Screen(each, STREAMS[each], is_shared=world_size > 1) for each in (1, 2))
@@ -82,16 +86,13 @@ class JobOutput:
         self._copied_at = time.monotonic()  # the latest
         self._busy_since: float | None = None  # since when the thread has been in one turn
         self._input: socket.socket | None = None  # of rank 0, which another thread writes
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-
-    def begin(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        """Begin to copy. These are mpirun's."""
         self._poll, self._wake = select.epoll(), os.eventfd(0)
         self._poll.register(self._wake, select.EPOLLIN)
-        for number, file in ((1, stdout), (2, stderr)):
+        for number, file in enumerate(streams, 1):
             os.set_blocking(file.fileno(), False)
             self._of_mpirun.append(_Stream(rank=MPIRUN, file=file, number=number))
             self._register(self._of_mpirun[-1])
+        self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
 
     def add(self, stream: int, rank: int, host: str, connection: socket.socket) -> None:

@@ -107,12 +107,6 @@ class Outcome(NamedTuple):
         for sentence in filter(None, (self.sentence, self.known_cause)):
             (log.info if self.code in (DONE, STOPPED) else log.error)(sentence)
 
-    @property
-    def resumes(self) -> bool:
-        """Whether the same command resumes the job."""
-        is_announced = bool(self.announcement.resume_args)
-        return self.code == STOPPED or (self.code == INTERRUPTED and is_announced)
-
 
 def verdict(
     ranks: Ranks, mpirun: MpirunEnd, history: History, printed: _Printed = MappingProxyType({})

@@ -56,7 +56,6 @@ with tempfile.TemporaryDirectory() as folder:
 def main(codes: list[str]) -> None:
     with TimedSelector() as selector, tempfile.TemporaryDirectory() as folder:
         server = ControlServer(Path(folder, "control"), len(codes), selector)
-        outputs = JobOutput(len(codes), has_prefix=False)
         env = {**os.environ, **server.settings, OUTPUT: "all"}
         ranks, inputs = [], []
         pipes = {number: os.pipe() for number in STREAMS}
@@ -64,7 +63,7 @@ def main(codes: list[str]) -> None:
             command = [sys.executable, "-c", RANK, str(rank), str(len(codes)), code]
             files = {"stdout": pipes[1][1], "stderr": pipes[2][1]}
             ranks.append(subprocess.Popen(command, env=env, **files))
-        outputs.begin(*(os.fdopen(reader, "rb") for reader, _ in pipes.values()))
+        outputs = JobOutput(len(codes), *(os.fdopen(reader, "rb") for reader, _ in pipes.values()))
         deadline = time.monotonic() + PATIENCE_S
         # A rank may end before its output process has connected.
         missing = len(codes) * len(STREAMS)

@@ -24,7 +24,6 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.command import Command
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.mpirun import MpirunProcess
-from mpiddp.launch.output import JobOutput
 from mpiddp.launch.starters import STARTERS
 from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS
@@ -208,10 +207,9 @@ def test_an_mpirun_that_cannot_be_started():
     before = len(list(Path("/proc/self/fd").iterdir()))
     starter = STARTERS[1]._replace(program=Path("mpirun"))
     no_file = error("cannot start", "mpirun: ", NO_FILE)
-    output = JobOutput(1)
     with files_left(1), pytest.raises(JobFailed, match=no_file):
-        MpirunProcess(starter, Command("mpirun", (), ()), output)
+        MpirunProcess(starter, Command("mpirun", (), ()))
     for program, argument in (("/nowhere/mpirun", "x"), ("true", "x" * (1 << 18))):
         with pytest.raises(UserError, match=error("cannot start", f"{program}: ")):
-            MpirunProcess(starter, Command(program, (), (argument,)), JobOutput(1))
+            MpirunProcess(starter, Command(program, (), (argument,)))
     assert len(list(Path("/proc/self/fd").iterdir())) <= before

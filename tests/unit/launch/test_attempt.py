@@ -47,8 +47,8 @@ class Job:
         self.selector = TimedSelector()
         self.folder = Path(tempfile.mkdtemp())
         self.server = ControlServer(self.folder / "control", 2, self.selector)
-        self.outputs = JobOutput(2)
-        self.mpirun = MpirunProcess(starter, Command("sleep", (), ("1000",)), self.outputs)
+        self.mpirun = MpirunProcess(starter, Command("sleep", (), ("1000",)))
+        self.outputs = JobOutput(2, *self.mpirun.streams)
         self.signals = SignalQueue()
         self.connections: list[socket.socket] = []
         self.ranks = Ranks(("a", "b"))
@@ -153,7 +153,7 @@ def test_no_rank_starts_in_time(jobs: list[Job]) -> None:
     assert job.attempt._end_mpirun in job.timers
     job.attempt._end_mpirun()
     assert job.end == -signal.SIGHUP  # Open MPI's stop signal
-    assert job.mpirun.end.was_ended
+    assert job.mpirun.was_ended
 
 
 @pytest.mark.usefixtures("soon")

@@ -46,19 +46,19 @@ RULE = b"-" * 60 + b"\n"
 SAID = RULE + b"prterun detected that one or more processes exited with non-zero status\n" + RULE
 
 
-def begun(outputs: JobOutput) -> list[IO[bytes]]:
-    """mpirun's ends of its streams."""
+def begun(*, shows_end: bool) -> tuple[JobOutput, list[IO[bytes]]]:
+    """The output of a job of two ranks, and mpirun's ends of its streams."""
     ends = [os.pipe() for _ in range(2)]
-    outputs.begin(*(os.fdopen(reader, "rb", 0) for reader, _ in ends))
-    return [os.fdopen(writer, "wb", 0) for _, writer in ends]
+    streams = [os.fdopen(reader, "rb", 0) for reader, _ in ends]
+    outputs = JobOutput(2, *streams, has_prefix=True, shows_end=shows_end)
+    return outputs, [os.fdopen(writer, "wb", 0) for _, writer in ends]
 
 
 @pytest.mark.parametrize("shows_end", [False, True])
 def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     shows_end: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    outputs = JobOutput(2, has_prefix=True, shows_end=shows_end)
-    ours = begun(outputs)
+    outputs, ours = begun(shows_end=shows_end)
     outputs.begin_end()
     pairs = [socket.socketpair() for _ in range(3)]
     for (_, theirs), (stream, rank) in zip(pairs, [(1, 0), (2, 1), (1, 1)], strict=True):
