@@ -89,13 +89,12 @@ class Attempt:
             self._timers.register(viewers, selectors.EVENT_READ, viewers)
         while self.mpirun.code is None:
             self._wait()
-        if self.server.connected:  # whose last messages may be in transit
-            self._end_ranks()
-            deadline = time.monotonic() + SILENCE_S
-            while self.server.connected and time.monotonic() < deadline:
-                self._wait(deadline)
-            for message in self.server.drop_silent_hosts():
-                self.ranks.note(message)
+        self._end_ranks()  # whose last messages may be in transit
+        deadline = time.monotonic() + SILENCE_S
+        while self.server.connected and time.monotonic() < deadline:
+            self._wait(deadline)
+        for message in self.server.drop_silent_hosts():
+            self.ranks.note(message)
         grace_s = 0.0 if self.history.stop is Stop.AT_ONCE else ORPHANS_S
         if left := ", ".join(map(str, end_all(self.mpirun.left, grace_s=grace_s))):
             blocked = "cannot be killed: they are blocked in the kernel."
@@ -297,11 +296,10 @@ class Attempt:
 
     def _see_grace(self) -> None:
         """End the ranks that have not stopped in time. A rank that saves has longer."""
-        limit_s, now, ranks = self.options.grace_s, time.monotonic(), self.ranks
-        since_stop = now - self._stopping_since
-        left_s = limit_s - (now - max(ranks.last_saved_at, self._stopping_since))
-        if ranks.saving and since_stop >= limit_s:
-            limit_s, left_s = SAVE_GRACE_S, SAVE_GRACE_S - since_stop
+        limit_s, ranks, since = self.options.grace_s, self.ranks, self._stopping_since
+        left_s = max(ranks.last_saved_at, since) + limit_s - time.monotonic()
+        if ranks.saving and time.monotonic() >= since + limit_s:
+            limit_s, left_s = SAVE_GRACE_S, since + SAVE_GRACE_S - time.monotonic()
             are = "is" if len(ranks.saving) == 1 else "are"
             waiting = f"{are} still saving; waiting for at most {limit_s:g} s."
             self.output.log(f"{ranks.names(sorted(ranks.saving))} {waiting}", about="who saves")

@@ -129,15 +129,15 @@ class ControlServer(ChannelServer):
     def request_stacks(self) -> KeysView[int]:
         """Request the stacks of every connected rank: of its script, if that talks to this server itself."""
         for rank in self.connected:
-            self.send(rank, "stacks", to_script=rank in self._scripts)
+            self.send(rank, encode("stacks"), to_script=rank in self._scripts)
         return self.connected
 
     def request_stop(self, *ranks: int) -> None:
         """Request a stop of these ranks, as far as they are connected."""
         for rank in ranks:
             if rank in self._scripts:
-                self.send(rank, "stop", to_script=True)
-            self.send(rank, "stopping" if rank in self._scripts else "stop")
+                self.send(rank, encode("stop"), to_script=True)
+            self.send(rank, encode("stopping" if rank in self._scripts else "stop"))
 
     def drop_silent_hosts(self) -> list[Message]:
         """Drop the ranks whose hosts have not acknowledged over TCP what was sent to them."""
@@ -207,7 +207,7 @@ class Exchange:
     def begin(self, server: ChannelServer) -> None:
         """An attempt begins, with a new server. The answers of an earlier one no longer count."""
         server.value_limit = self._value_limit
-        mac = channel.value_mac(server.key, "function", self._function)
+        mac = channel.mac(server.key, "function", self._function)
         self._line = encode("function", self._function, mac=mac)
         self.world_size = server.world_size
         self.results, self.errors = {}, {}
@@ -216,8 +216,8 @@ class Exchange:
         """A rank asks for the function, or answers."""
         rank, facts = message.rank, message.facts
         if message.kind == "function":
-            server.send_line(rank, self._line, to_script=True)
-        elif facts["mac"] == channel.value_mac(server.key, f"answer {rank}", facts["body"]):
+            server.send(rank, self._line, to_script=True)
+        elif facts["mac"] == channel.mac(server.key, f"answer {rank}", facts["body"]):
             found = self.results if facts["is_result"] else self.errors
             found[rank] = facts["body"]
-            server.send(rank, "answer", to_script=True)
+            server.send(rank, encode("answer"), to_script=True)

@@ -40,7 +40,6 @@ class MpirunProcess:
 
     def __init__(self, starter: Starter, command: Command) -> None:
         self.starter = starter
-        self._stop_signal = stop_signal = starter.stop_signal
         self.was_ended = False  # by this launcher
         # Children of the shell that this process may have replaced by exec.
         self._strangers = frozenset(descendants(os.getpid()))
@@ -48,8 +47,8 @@ class MpirunProcess:
 
         def prepare_child() -> None:
             # If this process is killed, the job must end with it.
-            signal_at_parents_end(stop_signal)
-            if stop_signal != signal.SIGTERM:
+            signal_at_parents_end(starter.stop_signal)
+            if starter.stop_signal != signal.SIGTERM:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
         try:
@@ -82,7 +81,7 @@ class MpirunProcess:
         """
         self.was_ended = True
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, self._stop_signal)
+            os.killpg(self._process.pid, self.starter.stop_signal)
 
     def kill_all(self) -> None:
         """Kill all processes of the job on this host. Its daemons on other hosts then end too.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.launch.control import Console, ControlServer
 from mpiddp.launch.ranks import WINDOW_S, Ranks, find_stragglers, straggler_sentence
-from mpiddp.protocol.channel import Peer
+from mpiddp.protocol.channel import Peer, encode
 from mpiddp.protocol.server import Message
 from mpiddp.text import percentile
 
@@ -182,7 +182,7 @@ class Stacks:
 
     def _interrupt(self) -> None:
         for rank in self._mute if self.then and self._interrupts else ():
-            self._server.send(rank, "stacks")  # its agent interrupts the script
+            self._server.send(rank, encode("stacks"))  # its agent interrupts the script
 
     def _report(self) -> None:
         """All stacks are there, or the time is over."""

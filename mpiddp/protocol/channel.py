@@ -131,15 +131,11 @@ def member_proof(key: str, challenge: str, role: str, rank: int) -> str:
     return mac(key, f"{role} {rank} {challenge}")
 
 
-def value_mac(key: str, purpose: str, value: bytes) -> str:
+def mac(key: str, purpose: str, value: bytes = b"") -> str:
     """The proof that a member of the job has made this value for this purpose: its reader unpickles it."""
-    return mac(key, f"{purpose}\n", value)
-
-
-def mac(key: str, text: str, value: bytes = b"") -> str:
     # A keyed BLAKE2 is a MAC. Python's own is in `_blake2`; hashlib would also load OpenSSL, 3.7 MB
     # (CPython 3.10 to 3.14 on Linux) of a launcher's 12 MB. test_still_needed.py checks this.
-    made = blake2b(text.encode(), key=key.encode(), digest_size=32)
+    made = blake2b(f"{purpose}\n".encode(), key=key.encode(), digest_size=32)
     made.update(value)
     return made.hexdigest()
 
@@ -191,7 +187,6 @@ class Peer:
 
     connection: socket.socket
     selector: selectors.BaseSelector
-    since: float
     challenge: str = field(default_factory=lambda: os.urandom(16).hex())
     lines: Lines = field(default_factory=lambda: Lines(UNPROVED_LINE_LIMIT))
     rank: int | None = None

@@ -1,8 +1,8 @@
 """The server of the job channel: who is connected, what they agree on, and their messages for its owner.
 
 The launcher has one in its event loop, and so has the process beside rank 0 (`mpiddp.protocol.channel`). It
-drops a connection that does not prove in time that it belongs to the job, or that violates the protocol,
-without any other effect. It never waits for a connection: what one does not take yet is queued.
+drops a connection that does not prove that it belongs to the job, or that violates the protocol, without any
+other effect. It never waits for a connection: what one does not take yet is queued.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from mpiddp.protocol.channel import Peer, decode, encode
 _AGREEMENTS = ("gather", "claim", "fail")  # the messages that `Group.receive` takes
 NEVER = float("inf")
 _LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
-PROOF_TIMEOUT_S = 10.0
 PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
 _ACCEPTED_AT_ONCE = 64
@@ -217,11 +216,8 @@ class ChannelServer:
         """Whether any process that belongs to the job is connected."""
         return any(group.members for group in self._groups)
 
-    def send(self, rank: int, kind: str, *, to_script: bool = False, **facts: object) -> None:
+    def send(self, rank: int, line: bytes, *, to_script: bool = False) -> None:
         """Send a message to a rank, or to its script, if that is connected."""
-        self.send_line(rank, encode(kind, b"", **facts), to_script=to_script)
-
-    def send_line(self, rank: int, line: bytes, *, to_script: bool = False) -> None:
         if (peer := (self._scripts if to_script else self._ranks).get(rank)) is not None:
             peer.send(line)
 
@@ -276,15 +272,11 @@ class ChannelServer:
                 self.selector.modify(listener, selectors.EVENT_WRITE, listener)
                 full = Message(-1, "full", {"error": error.strerror}, time.monotonic())
                 return [full] if listener is self._listener else []
-            now = time.monotonic()
-            # Strangers that are late or too many make room, the oldest first. A rank answers at once, so the
-            # oldest is none. A rank that is dropped all the same comes again.
-            most = PER_RANK * self.world_size + STRANGERS
-            while oldest := next(iter(self._strangers), None):
-                if len(self._strangers) < most and now - oldest.since <= PROOF_TIMEOUT_S:
-                    break
-                self._forget(oldest).close()
-            peer = Peer(connection, self.selector, now)
+            # If there are too many strangers, the oldest makes room. A rank answers at once, so the oldest is
+            # none. A rank that is dropped all the same comes again.
+            if len(self._strangers) >= PER_RANK * self.world_size + STRANGERS:
+                self._forget(next(iter(self._strangers))).close()
+            peer = Peer(connection, self.selector)
             self._strangers[peer] = None
             connection.setblocking(False)
             channel.notice_silence(connection)

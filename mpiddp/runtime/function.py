@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError, import_package
-from mpiddp.protocol.channel import value_mac
+from mpiddp.protocol.channel import mac
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
@@ -175,7 +175,7 @@ def main() -> None:
 def received_function(coordinator: Coordinator) -> tuple[dict[str, Any], bytes]:
     """The facts about the function, and its pickle. Raises JobFailed if a stranger has sent it."""
     facts, value = coordinator.ask("function")
-    if facts["mac"] != value_mac(coordinator.key, "function", value):
+    if facts["mac"] != mac(coordinator.key, "function", value):
         raise coordinator.lost()
     found: tuple[dict[str, Any], bytes] = pickle.loads(b64decode(value))
     return found
@@ -184,8 +184,8 @@ def received_function(coordinator: Coordinator) -> tuple[dict[str, Any], bytes]:
 def answer(coordinator: Coordinator, body: bytes, *, is_result: bool) -> None:
     """Send the answer of this rank, and wait until the launcher has it."""
     value = b64encode(body)
-    mac = value_mac(coordinator.key, f"answer {coordinator.world.rank}", value)
-    coordinator.ask("answer", value, is_result=is_result, mac=mac)
+    proof = mac(coordinator.key, f"answer {coordinator.world.rank}", value)
+    coordinator.ask("answer", value, is_result=is_result, mac=proof)
 
 
 def unpickled_function(

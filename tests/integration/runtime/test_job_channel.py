@@ -235,7 +235,7 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job):
     with pytest.raises(AnotherScript):
         job.connect(1, SCRIPT)
     eventually(lambda: len([*Path("/proc/self/fd").iterdir()]) <= num_files)
-    job.server.send(1, "stop", to_script=True)
+    job.server.send(1, encode("stop"), to_script=True)
     assert job.hears(script, "stop")
 
 

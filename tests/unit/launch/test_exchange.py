@@ -19,7 +19,7 @@ from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed
 from mpiddp.launch.control import ControlServer, Exchange
 from mpiddp.launch.main import _final
 from mpiddp.launch.verdict import Outcome
-from mpiddp.protocol.channel import SCRIPT, value_mac
+from mpiddp.protocol.channel import SCRIPT, mac
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, pickled_error, received_function, unpickled
@@ -84,7 +84,7 @@ def test_what_a_stranger_has_written_is_not_unpickled() -> None:
         with pytest.raises(JobFailed, match=error("connection to", "rank 1 ")):
             received_function(channel)
         body = b64encode(b"a pickle")
-        channel.send("answer", body, is_result=True, mac=value_mac("x", "answer 1", body))
+        channel.send("answer", body, is_result=True, mac=mac("x", "answer 1", body))
         channel.key = own
         assert received_function(channel)  # and so the launcher has read what was sent before
         assert exchange.results == {}
