@@ -47,9 +47,6 @@ _TAB, _LINE_END = b"\t", b"\n"
 _PARSER = json.JSONDecoder()
 
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
-# What a script says of its training: values, and characters of a name or a text of them.
-MOST_SHOWN, LONGEST_SHOWN = 16, 64
-SHOWN_BYTES = 2500  # of one message, which is ASCII: a letter of another alphabet takes up to 12
 LARGEST_WHOLE = (1 << 63) - 1
 TEXT_LIMIT = 16 * 1024  # characters of a text; one may take 12 bytes in JSON
 
@@ -244,13 +241,6 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection == DEFAULT_RANKS:
         return rank == 0 or stream == 2
     return selection == "all" or str(rank) in selection.split(",")
-
-
-def is_short(name: str, value: object) -> bool:
-    """Whether this is a number or a short text, with a short name."""
-    is_number = type(value) is float or (type(value) is int and abs(value) <= LARGEST_WHOLE)
-    is_text = type(value) is str and len(value) <= LONGEST_SHOWN
-    return len(name) <= LONGEST_SHOWN and (is_number or is_text)
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:

@@ -26,13 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import print_error
-from mpiddp.protocol.channel import MOST_SHOWN, SCRIPT, SHOWN_BYTES, TEXT_LIMIT, encode, is_short
+from mpiddp.protocol.channel import LARGEST_WHOLE, SCRIPT, TEXT_LIMIT, encode
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
 from mpiddp.runtime.job.coordinator import AnotherScript, Coordinator, Server
 from mpiddp.runtime.job.ending import Ending, ending_of
 from mpiddp.world import World, is_joined
 
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
+# What a script says of its training: values, and characters of a name or a text of them.
+_MOST_SHOWN, _LONGEST_SHOWN = 16, 64
+_SHOWN_BYTES = 2500  # of one message, which is ASCII: a letter of another alphabet takes up to 12
 PROGRESS_EVERY_S = 0.5
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
 _END_S = 2.0  # for this rank to be ended after another has failed
@@ -102,7 +105,7 @@ class Session:
         if now - self._sent_at >= PROGRESS_EVERY_S and self.coordinator.has_room:
             self._sent_at = now
             shown, self._shown = self._shown, {}
-            while len(json.dumps(shown)) > SHOWN_BYTES:
+            while len(json.dumps(shown)) > _SHOWN_BYTES:
                 shown.popitem()
             self.send("progress", step=step, shown=shown, phases=self.phases, **_usage())
             self.phases = {}
@@ -112,8 +115,10 @@ class Session:
         for name, value in values.items():
             if type(value) not in (bool, int, float) and isinstance(value, numbers.Real):  # numpy's
                 value = int(value) if isinstance(value, numbers.Integral) else float(value)
-            has_room = name in self._shown or len(self._shown) < MOST_SHOWN
-            if has_room and is_short(name, value):
+            has_room = name in self._shown or len(self._shown) < _MOST_SHOWN
+            is_number = type(value) is float or (type(value) is int and abs(value) <= LARGEST_WHOLE)
+            is_shown = is_number or (type(value) is str and len(value) <= _LONGEST_SHOWN)
+            if has_room and is_shown and len(name) <= _LONGEST_SHOWN:
                 self._shown[name] = value
 
     def log_to(self, folder: Path) -> None:
