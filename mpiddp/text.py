@@ -112,6 +112,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def seconds(value: float) -> str:
+    """ "1.2 s" or "38 ms"."""
+    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.3g} ms"
+
+
 def size_text(size: float) -> str:
     """ "950 B", "12.3 kB", "1.2 GB", "3.4 TB"."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -18,8 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.errors import DONE, FAILED, named_by
 from mpiddp.hosts.hostfile import Host
 from mpiddp.text import align_columns, counted, escaped
 
@@ -163,10 +162,6 @@ def _line(event: Event, *, but: Collection[str] = ()) -> str:
     return json.dumps({name: fact for name, fact in facts.items() if fact}) + "\n"
 
 
-def add_arguments(parser: OneSentenceParser) -> None:
-    parser.add_argument("host", nargs="?", help="one host, by its name in the hostfile")
-
-
 def main(options: argparse.Namespace) -> int:
     """Run a verb of `VERBS`. Returns 1 if nothing is known of the hosts, else 0."""
     path = file_of(options.file)
@@ -187,9 +182,7 @@ def main(options: argparse.Namespace) -> int:
             rows.append((escaped(each), record.summary, escaped(latest)))
         print(f"{align_columns(rows)}\nfrom {escaped(str(path))}")
         return DONE
-    try:
+    with named_by(""):
         forget(path, known)
-    except OSError as error:
-        raise UserError(f"{escaped(str(path))}: {error.strerror}.") from None
     print(f"forgot {escaped(', '.join(known))}.")
     return DONE

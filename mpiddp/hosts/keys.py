@@ -42,9 +42,8 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
         closed = _closed(others)
     if closed:
         raise UserError("\n".join(ssh_complaint(h, each.stderr) for h, each in closed.items()))
-    print(
-        f"ssh reaches {', '.join(host.name for host in others) or 'every host'} without a question"
-    )
+    names = ", ".join(host.name for host in others) or "every host"
+    print(f"ssh reaches {names} without a question")
     return DONE
 
 

@@ -30,8 +30,7 @@ def main(argv: list[str]) -> int:
     """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference or a host failed, else 0."""
     options = _parse(argv)
     if options.verb in OVER_SSH:
-        code: int = OVER_SSH[options.verb][0].main(options, read_hostfile(options.file))
-        return code
+        return int(OVER_SSH[options.verb][0].main(options, read_hostfile(options.file)))
     if options.verb in history.VERBS:
         return history.main(options)
     if options.verb == "diff":
@@ -70,7 +69,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if module is not keys:  # it has no option
             module.add_arguments(with_file)
     for name, purpose in history.VERBS.items():
-        history.add_arguments(verb(name, purpose))
+        verb(name, purpose).add_argument(
+            "host", nargs="?", help="one host, by its name in the hostfile"
+        )
     own, command = argv, []
     if argv[:1] == ["run"] and "--" in argv:  # all that follows is the command's
         own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]

@@ -91,12 +91,10 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     failures: dict[str, str] = {}
 
     def show(answers: Mapping[Host, Answer]) -> None:
-        each = {host.name: answer for host, answer in answers.items()}
         failed = {host.name: _failure(host, answers[host], options.timeout) for host in answers}
-        _show({name: answer.stdout for name, answer in each.items()}, sys.stdout)
-        _show(
-            {name: answer.stderr.partition(_ENDED)[0] for name, answer in each.items()}, sys.stderr
-        )
+        said = {host.name: each.stderr.partition(_ENDED)[0] for host, each in answers.items()}
+        _show({host.name: each.stdout for host, each in answers.items()}, sys.stdout)
+        _show(said, sys.stderr)
         _show(failed, sys.stderr)
         failures.update(failed)
 

@@ -30,7 +30,7 @@ from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 # Time limits for:
 START_TIMEOUT_S = 120.0  # the first rank to start; disk caches may be cold
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
-END_S = 1.0  # ranks to end after an "end" message
+END_S, FAILED_END_S = 2.0, 1.0  # ranks to end after an "end" message; after the failure of one
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
 EXIT_S = 10.0  # mpirun to end once no rank is left
 SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them saves
@@ -212,8 +212,8 @@ class Attempt:
             self._timers.after(EXIT_S, self._end_mpirun)
 
     def _allow(self, limit_s: float) -> None:
-        """Give the ranks so long to join, or the first one to start."""
-        self._limit_s = limit_s
+        """Give the ranks so long to join, or the first one to start. What an earlier limit asked is over."""
+        self._limit_s, self._stacks.then = limit_s, None
         self._timers.after(limit_s, Event.LATE)
 
     def _ask_missing(self) -> None:
@@ -320,16 +320,16 @@ class Attempt:
         """Give a failure time: most starters end the other ranks, and the ranks' own watch always does."""
         self.history.failed_in_stop = self.history.stop is Stop.BY_USER
         # Only this process notices a host that has stopped answering.
-        self._end_after(0.0 if self.ranks.silent_hosts else SPREAD_S)
+        self._end_after(0.0 if self.ranks.silent_hosts else SPREAD_S, FAILED_END_S)
 
     def _end_job(self, reason: str) -> None:
         self.history.ended_because = reason
-        self._end_after(0.0)
+        self._end_after(0.0, END_S)
 
-    def _end_after(self, seconds: float) -> None:
+    def _end_after(self, seconds: float, end_s: float) -> None:
         self._enter(Phase.ENDING)
         self._timers.after(seconds, self._end_ranks)
-        self._timers.after(seconds + END_S, self._end_mpirun)
+        self._timers.after(seconds + end_s, self._end_mpirun)
 
     def _end_ranks(self) -> None:
         self.server.send_all("end", code=1)

@@ -169,9 +169,8 @@ class Console:
                 listener.bind(str(folder / "new"))
                 listener.listen()
                 listener.setblocking(False)
-                (folder / "new").rename(
-                    folder / channel.VIEWED_AT
-                )  # last: viewers remove a dead socket
+                # Last: viewers remove a dead socket.
+                (folder / "new").rename(folder / channel.VIEWED_AT)
                 self.listener, self._opened = listener, stack.pop_all()
                 break
         self.close = self._opened.close
@@ -195,9 +194,8 @@ class Exchange:
 
     def __init__(self, function: bytes = b"", max_result_bytes: int = 0) -> None:
         self._function = function  # as `mpiddp.runtime.function.pickled_call` makes it
-        self._value_limit = max(
-            channel.VALUE_LIMIT, len(function), 2 * max_result_bytes
-        )  # base64: 4/3
+        in_base64 = 2 * max_result_bytes  # at least: 4/3
+        self._value_limit = max(channel.VALUE_LIMIT, len(function), in_base64)
         self._line = b""  # of the function
         self.world_size = 0
         # In the latest attempt, by rank: pickles in base64.

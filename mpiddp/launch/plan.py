@@ -76,7 +76,7 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
         history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(past, checked.complaints, wanted, least)
     placed = place.place(chosen, checked.infos, starter, options, past, wanted)
-    infos = checked.infos.values()
+    infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
@@ -117,13 +117,18 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         hosts = parse_host_list(options.host_list)
     else:
         hosts = find_allocation(env) or THIS_MACHINE
+    if options.exclude is not None:
+        hosts = _without(options.exclude, hosts, is_first=is_first)
     for host in hosts.hosts:
         if host.gpus is not None and (chosen := sorted({*VISIBLE} & options.variables.keys())):
             both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
             raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
-    if options.exclude is None:
-        return hosts
-    excluded = {name.strip().lower() for name in options.exclude.split(",")}
+    return hosts
+
+
+def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
+    """The hosts without those of --exclude."""
+    excluded = {name.strip().lower() for name in exclude.split(",")}
     unknown = sorted(excluded - {host.key for host in hosts.hosts})
     if unknown and is_first:
         known = listed([host.name for host in hosts.hosts])
@@ -132,7 +137,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         )
     left = tuple(host for host in hosts.hosts if host.key not in excluded)
     if all(host.slots == 0 for host in left):
-        raise UserError(f"--exclude {options.exclude} leaves no slots in {hosts.source}.")
+        raise UserError(f"--exclude {exclude} leaves no slots in {hosts.source}.")
     return replace(hosts, hosts=left)
 
 

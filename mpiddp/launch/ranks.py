@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.errors import STOPPED
 from mpiddp.protocol.server import Message
-from mpiddp.text import counted, duration, escaped, percentile, size_text
+from mpiddp.text import counted, duration, escaped, percentile, seconds, size_text
 
 _NAMED = 4  # ranks in one sentence
 # What people look at first, as a narrow terminal cuts the rest.
@@ -256,11 +256,6 @@ def straggler_sentence(ranks: Ranks, found: Sequence[int], works: str) -> str:
     """The sentence about some of the ranks of `find_stragglers`; "" for none."""
     are = "is a straggler: it" if len(found) == 1 else "are stragglers: each"
     return f"{ranks.names(found)} {are} {works}" if found else ""
-
-
-def seconds(value: float) -> str:
-    """ "1.2 s" or "38 ms"."""
-    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.3g} ms"
 
 
 # --- what is shown: the status below the output on a terminal, and the facts for `mpiddp top` ---

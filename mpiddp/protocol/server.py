@@ -320,7 +320,9 @@ class ChannelServer:
             raise ValueError(rank)
         proof = channel.mac(self.key, f"server {facts['challenge']}")
         if kind in channel.HANDED_OVER:
-            handed = {name: facts[name] for name in ("stream", "host") if kind == "output"}
+            handed = {}
+            if kind == "output":
+                handed = {"stream": facts["stream"], "host": str(facts["host"])}
             if handed.get("stream", 1) not in channel.STREAMS:
                 raise ValueError(handed)
             # At once: only the challenge was sent before.

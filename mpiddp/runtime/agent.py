@@ -127,10 +127,12 @@ class Agent:
             self.files[0] = connect_to_server(self._launcher, self.world, INPUT)[0].detach()
         elif self._launcher is not None:
             self.files[0] = os.open(os.devnull, os.O_RDONLY)
-        if self.program.kind != COMMAND and not self._problem:
-            self.child = Child(self.program, self.files)
-        if self._launcher is not None:
-            self._connect(self._launcher)
+        try:
+            if self.program.kind != COMMAND and not self._problem:
+                self.child = Child(self.program, self.files)
+        finally:  # the launcher prints why there is no child
+            if self._launcher is not None:
+                self._connect(self._launcher)
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
         from mpiddp.runtime.rendezvous.meet import meet
 
@@ -334,4 +336,4 @@ class Agent:
             line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
-        self.coordinator.fail(ending.code)
+        self.coordinator.send("fail", code=ending.code)

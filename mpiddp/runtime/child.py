@@ -76,11 +76,15 @@ class Program(NamedTuple):
         if self.kind == COMMAND:
             check_program(name, os.environ.get("PATH"))
         elif self.kind == MODULE:
-            sys.path[0] = os.getcwd()  # noqa: PTH109 - the same string as python -m uses
-            first = name.partition(".")[0]  # no more: the agent imports nothing of the user's
-            if not first or find_spec(first) is None:
-                where = f"{Path.cwd()} and in the installed packages"
-                raise UserError(f"module {name} not found (looked in {where}).")
+            # Here alone: the agent imports nothing of the user's. The same string as python -m uses.
+            before, sys.path[0] = sys.path[0], os.getcwd()  # noqa: PTH109
+            first = name.partition(".")[0]
+            try:
+                if not first or find_spec(first) is None:
+                    where = f"{Path.cwd()} and in the installed packages"
+                    raise UserError(f"module {name} not found (looked in {where}).")
+            finally:
+                sys.path[0] = before
         else:
             with named_by(""):
                 if not path.exists():

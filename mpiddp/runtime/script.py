@@ -155,7 +155,7 @@ def _begin(session: Session) -> None:
     """
     control = session.control
     assert control is not None
-    _, listeners, _, _ = socket.recv_fds(control, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    _, listeners, _, _ = socket.recv_fds(control, 1, 1)
     line = control.makefile("rb").readline()
     if not line.endswith(b"\n"):
         os._exit(1)
@@ -177,6 +177,7 @@ def _begin(session: Session) -> None:
         for listener in listeners:
             from mpiddp.runtime.rendezvous.store import serve_store
 
+            os.set_inheritable(listener, False)  # recv_fds ignores its flags
             session.torch_store = serve_store(env, listener)
     if observer := os.environ.get(OBSERVER):
         import_module(observer).observe()

@@ -120,8 +120,11 @@ def spawn(
         env=dict(env or {}),
         max_result_bytes=max_result_bytes,
     )
-    with errors.named_by("mpiddp.spawn:"):
-        outcome, answers = _launched(call, cwd)
+    try:
+        with errors.named_by("mpiddp.spawn:"):
+            outcome, answers = _launched(call, cwd)
+    except OSError as error:  # no process or no file is left
+        raise JobFailed(f"mpiddp.spawn cannot start a launcher: {error.strerror}.") from None
     code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
     if code in (DONE, STOPPED):
         name = name_of(function)

@@ -24,7 +24,6 @@ Facts = Mapping[str, Any]
 
 _ANSWER_S = 3.0  # an answer takes a launcher a few milliseconds
 _STACKS_S = 15.0  # it waits up to 5 s for the stacks of its ranks
-_UCRED = struct.Struct("3i")  # pid, uid, gid; linux/socket.h
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Job:
 
     def connected(self) -> socket.socket:
         """A connection to the same process as before. Raises UserError if it has ended."""
-        connection = _connected(self.path)
-        if connection is None or _peer(connection)[0] != self.pid:
+        connection, pid = _connected(self.path)
+        if connection is None or pid != self.pid:
             raise self.gone
         return connection
 
@@ -78,8 +77,9 @@ def running_jobs() -> list[Job]:
     """All jobs of this user on this machine, the oldest first."""
     jobs = []
     for path in sockets():
-        if connection := _connected(path):
-            jobs.append(Job(path, _peer(connection)[0], _answer(connection, VIEW_JOB, _ANSWER_S)))
+        connection, pid = _connected(path)
+        if connection is not None:
+            jobs.append(Job(path, pid, _answer(connection, VIEW_JOB, _ANSWER_S)))
     return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
 
 
@@ -117,24 +117,23 @@ def sockets() -> list[Path]:
     return found
 
 
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """The pid and the uid of the process that listens at the other end of a Unix socket."""
-    option = (socket.SOL_SOCKET, socket.SO_PEERCRED)
-    pid, uid, _ = _UCRED.unpack(connection.getsockopt(*option, _UCRED.size))
-    return pid, uid
+def _connected(path: Path) -> tuple[socket.socket | None, int]:
+    """A connection to the launcher, of this user, that listens there, and its pid.
 
-
-def _connected(path: Path) -> socket.socket | None:
-    """A connection to the launcher, of this user, that listens there. What a dead one has left is removed."""
+    What a dead one has left is removed.
+    """
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_ANSWER_S)
     with contextlib.suppress(OSError):  # it has just ended, or too many viewers wait for it
-        if (error := connection.connect_ex(str(path))) == 0 and _peer(connection)[1] == os.getuid():
-            return connection
-        if error == errno.ECONNREFUSED:
+        if (error := connection.connect_ex(str(path))) == 0:
+            ucred = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid, uid, _ = struct.unpack("3i", ucred)  # linux/socket.h
+            if uid == os.getuid():
+                return connection, pid
+        elif error == errno.ECONNREFUSED:
             shutil.rmtree(path.parent, ignore_errors=True)
     connection.close()
-    return None
+    return None, 0
 
 
 def _answer(connection: socket.socket, view: str, within_s: float) -> dict[str, Any]:

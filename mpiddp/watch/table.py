@@ -15,15 +15,11 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
-from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, size_text
+from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, seconds, size_text
 from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, job_parser, running_jobs
 
 _EVERY_S = 1.0
 _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value >= 1 else f"{value * 1000:.0f} ms"
 
 
 def _rate(value: float | None) -> str:
@@ -38,8 +34,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
     "state": ("state", escaped, False),
     "step": ("step", str, False),
     "rate": ("rate", _rate, False),
-    "own": ("own_s", _seconds, True),
-    "wait": ("wait_s", _seconds, True),
+    "own": ("own_s", seconds, True),
+    "wait": ("wait_s", seconds, True),
     "cpu": ("cores", "{:.0%}".format, True),
     "memory": ("memory", size_text, True),
     "ago": ("ago_s", duration, True),

@@ -338,6 +338,13 @@ with mpiddp.process_group(backend="gloo") as world:
 """
 
 
+def test_a_script_under_torchrun_joins(here):
+    """Under `torchrun -m mpiddp run`, a script joins its job by mpiddp.process_group()."""
+    torchrun = (*TORCHRUN, "--nproc-per-node=2", "--standalone", *RUN, here.script(JOINS))
+    ranks = here.run(*torchrun).assert_ok().records
+    assert [(rank["RANK"], rank["sum"], rank["size"]) for rank in ranks] == [(0, 3, 2), (1, 3, 2)]
+
+
 @every_mpi
 def test_a_raw_mpirun(here, mpi):
     """A script that calls mpiddp.init() or mpiddp.process_group() starts with `mpirun python train.py`."""

@@ -9,7 +9,7 @@ from mpiddp.bench.allreduce import Options
 from mpiddp.bench.figures import Result
 from mpiddp.bench.ranks.training import hosts_of
 from mpiddp.runtime.join import join
-from mpiddp.runtime.torch.process_group import choose_backend, process_group
+from mpiddp.runtime.torch.process_group import choose_backend, device_of, process_group
 from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.world import World
 
@@ -20,9 +20,12 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
     with join(world) as coordinator:
         with coordinator.all_or_none():
             backends = ["gloo", "nccl"] if choose_backend(None) == "nccl" else ["gloo"]
+            backends = [choose_backend(options.backend)] if options.backend else backends
+            for backend in backends:  # ranks that share a GPU are refused before gloo is measured
+                device_of(coordinator.world, backend)
         hosts = hosts_of(coordinator)
         found = []
-        for backend in [options.backend] if options.backend else backends:
+        for backend in backends:
             with process_group(world, backend=backend) as joined:
                 device = torch.device(str(joined.device))
                 for size in options.sizes:

@@ -82,8 +82,9 @@ class Coordinator:
         self.group = 0  # of the ranks; n of their n-th scripts
         self.code_of_failure = 0  # of the rank whose failure ends this one
         self.is_lost = False  # the server has ended, or has lost rank 0: nothing more is received
+        self._early: list[dict[str, Any]] = []  # news, for the one who listens later
         # Gets the messages that nobody waits for.
-        self.on_news: Callable[[dict[str, Any]], object] = lambda facts: None
+        self.on_news: Callable[[dict[str, Any]], object] = self._early.append
         self._waker = -1  # of the thread that listens, if one does
         self._round = 0
         self._lines = channel.Lines(_LONGEST)
@@ -214,17 +215,13 @@ class Coordinator:
             first = self.ask("claim", key=self.claim_key)[0]["rank"]
         return self.world.rank == first
 
-    def fail(self, code: int) -> None:
-        """End the other ranks with this exit code, unless another one has. Does not wait."""
-        self.send("fail", code=code)
-
     def leave(self, *, waits: bool | None = None) -> None:
         """Leave the job, so that the end of the connection is no failure. All ranks must call this.
 
         With `waits`, by default on rank 0, which serves torch's store, wait until all others have left.
         """
         key, value = self.unique_prefix("left"), b"null"
-        waits = self.world.rank == 0 if waits is None else waits
+        waits = (self.world.rank == 0 if waits is None else waits) and self.world.world_size > 1
         if waits and self.exchange is not None:
             self.exchange("")
         elif waits and self.connection is not None:
@@ -275,6 +272,8 @@ class Coordinator:
         """Receive in a thread until the connection ends. `look` is called after all news and each `wake`."""
         if self._waker < 0:
             self.on_news, self._waker = on_news, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            for facts in self._early:
+                on_news(facts)
             threading.Thread(target=self._listen, args=(look,), name="mpiddp", daemon=True).start()
         self.wake()  # a process group follows another one, and news may have come between them
 

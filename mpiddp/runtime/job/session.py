@@ -178,7 +178,7 @@ class Session:
             time.sleep(_END_S)
         self.is_over = True
         if is_by_hand:
-            coordinator.fail(ending.code)
+            coordinator.send("fail", code=ending.code)
         return ending
 
     def fail_at_exit(self) -> None:
@@ -323,7 +323,9 @@ def script_session() -> Session:
     rank's script. The agent reports its start and its end; the script reports the rest, and its error.
     """
     session = current()
-    if not session.coordinator.connection and CHANNEL in os.environ and is_joined(os.environ):
+    # Under torchrun, the variables of a script are torchrun's own.
+    has_joined = session.control is not None or is_joined(os.environ)
+    if not session.coordinator.connection and CHANNEL in os.environ and has_joined:
         with contextlib.suppress(AnotherScript):
             server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""))
             session.coordinator = Coordinator(World.from_env(), server, SCRIPT)

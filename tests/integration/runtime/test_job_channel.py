@@ -199,9 +199,9 @@ def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job):
 
 def test_a_failure_reaches_the_others_with_the_first_code(job):
     first, second = job.connect(0), job.connect(1)
-    first.fail(3)
+    first.send("fail", code=3)
     assert until(lambda: second.code_of_failure) == 3
-    second.fail(4)
+    second.send("fail", code=4)
     third = job.connect(2)
     assert until(lambda: third.code_of_failure) == 3
     assert first.code_of_failure == 0  # its own
@@ -216,7 +216,7 @@ def test_the_n_th_scripts_are_a_group_of_their_own(job):
     ]
     assert [call.result(PATIENCE_S) for call in calls] == [[0, 1, 2]] * RANKS
     assert all(each.claim_first_failure() is (each is scripts[0]) for each in scripts)
-    scripts[0].fail(9)
+    scripts[0].send("fail", code=9)
     assert until(lambda: scripts[1].code_of_failure) == 9
     assert not any(each.code_of_failure for each in ranks)
     assert ranks[1].claim_first_failure()
@@ -381,7 +381,7 @@ def test_a_flood_of_strangers_is_bounded_and_keeps_no_rank_out(job):
     ]
     rank = job.connect(0)
     assert len(job.selector.get_map()) < 100
-    rank.fail(1)
+    rank.send("fail", code=1)
     for stranger in strangers:
         stranger.close()
     until(lambda: len(job.selector.get_map()) == 2)

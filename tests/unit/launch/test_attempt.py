@@ -167,6 +167,18 @@ def test_ranks_of_which_none_joins_are_told_and_not_ended(jobs: list[Job]) -> No
     assert "only 0 of 2 ranks joined in 0.01 s. Missing: rank 0 on a, rank 1 on b. " in job.said
 
 
+@pytest.mark.usefixtures("soon")
+def test_a_rank_that_joins_while_the_others_are_asked_for_stacks_gives_them_time(
+    jobs: list[Job],
+) -> None:
+    job = started(jobs)
+    job.start(0)
+    job.until(Event.LATE)
+    job.say(1, "joining", timeout_s=60.0)
+    job.until(job.attempt._stacks._report)
+    assert job.attempt.history.ended_because == ""
+
+
 def test_a_scheduler_may_let_a_start_wait(jobs: list[Job]) -> None:
     assert Event.LATE in started(jobs).timers
     job = started(jobs, starter=srun())
