@@ -49,9 +49,9 @@ def process_group(
         The world, with all of its fields set.
 
     Raises:
-        UserError: inconsistent variables of launchers, a foreign MPI.
+        UserError: inconsistent variables of launchers.
         JobFailed: ranks that do not join.
-        SystemExit: code 2, on every rank, after rank 0 has printed the reason.
+        SystemExit: code 2, or 1 if a machine failed, on every rank, after the reason was printed.
     """
     with join(world, keep_mpi=keep_mpi) as coordinator:
         session, world = current(), coordinator.world
