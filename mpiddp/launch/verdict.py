@@ -200,9 +200,9 @@ def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd) -> str:
     failures = ranks.failures.values()
     times = [message.at for message in failures]
     has_others = mpirun.was_ended or ranks.done or ranks.in_mpi_init
-    # A single rank's own signal is the code of its mpirun as well.
-    has_others = has_others or (ranks.world_size == 1 and not mpirun.proves_signals)
     if has_others or len(times) < ranks.world_size or max(times) - min(times) >= _BY_MPIRUN_S:
+        return ""
+    if ranks.world_size == 1 and not mpirun.proves_signals:  # whose code is that of the rank
         return ""
     # A daemon that is killed takes its ranks along, which then report nothing. Open MPI's on this host is
     # mpirun, and a rank that sees its end before its signal reports nothing either.
