@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts import main, run
+from mpiddp.hosts import main, run, ssh
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.processes import descendants, end_all, signal_all, usage_of
@@ -55,12 +55,13 @@ print(os.getcwd(), len(more)); print('err', file=sys.stderr); sys.exit(3)"""
 
 FEW_FILES = """
 import resource, sys
+from mpiddp.hosts import ssh
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.ssh import run_on_hosts
+ssh._END_S = 0.1  # for the one that hangs to end by itself
 resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
 hosts = [Host(f"127.0.0.{number}") for number in range(1, 21)]
 program = f"mkdir {sys.argv[1]}/first 2>/dev/null && exec sleep 1000; echo here"
-answers = run_on_hosts(hosts, "sh", program, timeout_s=5.0)
+answers = ssh.run_on_hosts(hosts, "sh", program, timeout_s=3.0)
 print(sorted(answer.stdout for answer in answers.values()) == ["", *["here\\n"] * 19])
 """
 
@@ -98,7 +99,8 @@ def test_background_processes_of_a_program_are_not_waited_for():
     assert run_here("sh", f"kill {answer.stdout}").exit_code == 0
 
 
-def test_a_program_that_does_not_end_is_killed():
+def test_a_program_that_does_not_end_is_killed(monkeypatch):
+    monkeypatch.setattr(ssh, "_END_S", 0.1)
     program = "import time; print(1, flush=True); time.sleep(1000)"
     began = time.monotonic()
     answer = run_on_hosts([HERE], sys.executable, program, timeout_s=0.1, work_s=0.2)[HERE]
