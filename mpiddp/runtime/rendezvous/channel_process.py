@@ -16,6 +16,7 @@ from pathlib import Path
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
 
+_FIRST_S = 120.0  # for rank 0 to connect, which it does at once, unless it is killed before
 _LAST_S = 5.0  # in which the ranks end that have learned that rank 0 is gone
 
 # Without `site`, whose .pth files may cost more than this process.
@@ -59,6 +60,12 @@ def main() -> None:
 def serve(server: ChannelServer) -> None:
     """Serve until rank 0 is gone, and all other members with it or soon after."""
     has_left = is_gone = False
+
+    def see_rank_0() -> None:
+        if not (is_gone or 0 in server.connected):
+            sys.exit()
+
+    server.selector.after(_FIRST_S, see_rank_0)
     while server.has_members or not is_gone:
         for data in server.selector.ready():
             for message in server.receive(data):

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.protocol.server import ChannelServer, TimedSelector
 from mpiddp.runtime.job.coordinator import Coordinator, Server
+from mpiddp.runtime.rendezvous import channel_process
 from tests.support.channels import cut, member
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
@@ -100,6 +102,15 @@ def test_the_end_of_rank_0_ends_the_job(holds):
         rank_0.stdout.readline()
         rank_0.send_signal(signal.SIGKILL)
         until_lost(rank_1)
+
+
+def test_the_server_of_a_rank_0_that_never_connects_ends(monkeypatch):
+    """Rank 0 may be killed while it starts. Its port would be in use for ever."""
+    monkeypatch.setattr(channel_process, "_FIRST_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, TimedSelector() as selector:
+        server = ChannelServer(listener, "key", 2, selector)
+        with pytest.raises(SystemExit):
+            channel_process.serve(server)
 
 
 def test_rank_0_that_has_left_may_end_before_the_others():
