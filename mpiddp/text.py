@@ -18,7 +18,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 
 
 def escaped(text: str, *, keep: str = "") -> str:
-    """The text without effects on a terminal: "\\x1b" for an escape character. Those of `keep` stay."""
+    """The text without effects on a terminal: "\\x1b" for an escape character. `keep` is left as it is."""
     return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 

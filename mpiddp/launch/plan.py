@@ -43,9 +43,9 @@ class Plan(NamedTuple):
 
     starter: Starter
     request: Request
-    named: Hosts  # that were to choose from
-    hosts: Hosts  # that were chosen, before their ranks were placed
-    memory: Path | None  # the history of the named hosts; None for this one
+    named: Hosts  # the hosts to choose from
+    hosts: Hosts  # the chosen ones, before their ranks were placed
+    memory: Path | None  # the file of the named hosts' history; None without one
 
 
 def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None = None) -> Plan:
