@@ -83,9 +83,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
+    return function.func if isinstance(function, functools.partial) else function
 
 
 def _sources(function: Callable[..., Any]) -> dict[str, Any]:

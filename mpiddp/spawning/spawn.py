@@ -107,12 +107,9 @@ def spawn(
     arguments = [] if ranks is None else ["-n", str(ranks)]
     for keyword, value in options.items():  # the launcher's parser checks their names and values
         option = f"--{keyword.replace('_', '-')}"
-        if value is True:
-            arguments.append(option)
-        elif isinstance(value, (str, int, float)) and value is not False:
-            arguments.append(f"{option}={value}")
-        elif value:
-            arguments += [f"{option}={each}" for each in value]
+        values = [value] if value is None or isinstance(value, (str, int, float)) else value
+        given = [each for each in values if each is not None and each is not False]
+        arguments += [option if each is True else f"{option}={each}" for each in given]
     call = encode(
         "call",
         pickled_call(function, args, max_result_bytes),

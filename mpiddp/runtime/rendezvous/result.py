@@ -198,24 +198,21 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
     master, *others = [infos[ranks[0]] for ranks in by_host.values()]
     elsewhere = {each.address for info in others for each in info.interfaces}
     networks = [{each.network for each in info.interfaces} for info in others]
-
-    def order(interface: Interface) -> tuple[int, bool]:
-        """Networks that all other hosts share come first, then IPv4."""
-        return -sum(interface.network in each for each in networks), ":" in interface.address
-
-    def is_usable(interface: Interface) -> bool:
-        if requested:
-            return interface.matches(requested)
-        return not (interface.is_virtual or interface.address in elsewhere)
-
-    usable = [each for each in master.interfaces if not each.is_loopback and is_usable(each)]
+    usable = [each for each in master.interfaces if not each.is_loopback]
+    if requested:
+        usable = [each for each in usable if each.matches(requested)]
+    else:
+        usable = [each for each in usable if not (each.is_virtual or each.address in elsewhere)]
     if not usable:
         raise UserError(
             f"{master.hostname}, where rank 0 runs, has no address that other hosts can reach: "
             f"only {', '.join(f'{i.name} {i.address}' for i in master.interfaces) or 'none'}. "
             "Name one: --master-addr ADDR"
         )
-    return [each.address for each in sorted(usable, key=order)]
+    # Networks that all other hosts share come first, then IPv4.
+    usable.sort(key=lambda each: ":" in each.address)
+    usable.sort(key=lambda each: -sum(each.network in some for some in networks))
+    return [each.address for each in usable]
 
 
 def expected_hosts(placement: str) -> list[str]:
