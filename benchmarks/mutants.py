@@ -5,6 +5,8 @@
 Each mutant is one change to one expression of `mpiddp/launch` or `mpiddp/hosts`: a comparison negated, `and`
 and `or` swapped, a `not` dropped, a returned value lost, a constant changed. It is made in a copy of the
 repository, where the tests then run until the first one fails. Those that no test notices are printed.
+
+The tests run in namespaces of their own: a mutant may signal every process that it sees, or end a network.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ PACKAGES = ("mpiddp/launch", "mpiddp/hosts")
 GOLDEN = "tests/promises/test_variables.py::test_the_command_line_of_each_mpi"
 TESTS = (GOLDEN, "tests/unit", "tests/refusals")
 COPIED = ("mpiddp", "tests", "docs", "examples", "hostfiles", "README.md", "pyproject.toml")
+ALONE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
+WITH_LOOPBACK = ("sh", "-c", 'ip link set lo up; "$@"', "sh")
 LONGEST = 4  # times as long as without a mutant: one that makes a test wait for ever is noticed too
 
 _PAIRS: tuple[tuple[type[ast.cmpop], type[ast.cmpop]], ...] = (
@@ -150,11 +154,15 @@ def sample(number: int, seed: int) -> list[Mutant]:
 
 def is_noticed(folder: Path, tests: Sequence[str], limit_s: float | None = None) -> bool:
     """Whether a test fails in this copy of the repository. One that waits for ever does."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            [*command, *tests], cwd=folder, env=env, capture_output=True, timeout=limit_s
+            [*ALONE, *WITH_LOOPBACK, *pytest, *tests],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
         return True
