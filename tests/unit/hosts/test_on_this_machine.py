@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from mpiddp.errors import UserError
 from mpiddp.hosts import main, run, ssh
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
@@ -76,6 +77,14 @@ def test_twenty_hosts_with_32_open_files(tmp_path):
         timeout=PATIENCE_S,
     )
     assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_only_another_host_needs_ssh(tmp_path, monkeypatch):
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_here(sys.executable, "print(1)").stdout == "1\n"
+    with pytest.raises(UserError, match=error("Run: sudo", "ssh is not installed here.")):
+        run_on_hosts([HERE, Host("192.0.2.7")], "true", "", timeout_s=1.0)
 
 
 def test_no_shell_interprets_the_program_or_its_input(tmp_path):
@@ -147,6 +156,7 @@ def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path):
     assert (infos, list(complaints), list(silent)) == ({}, [a, b], [b])
     no_python = error("Install it at", f"a.invalid: {tmp_path}/python ", "mpiddp hosts push")
     assert re.fullmatch(no_python, complaints[a])
+    assert "Install the same Python there" not in complaints[a]
 
 
 def test_a_python_that_is_too_old_or_another_one_is_named_as_that(tmp_path):
@@ -158,8 +168,8 @@ def test_a_python_that_is_too_old_or_another_one_is_named_as_that(tmp_path):
     other.write_text(f'#!/bin/sh\n(echo "{lines}"; cat) | {sys.executable} -\n')
     a = Host("a.invalid")
     for python, said in (
-        (old, "it is Python 3.6, and 3.8 or newer is needed"),
-        (broken, "libpython3.so: cannot open"),
+        (old, "it is Python 3.6, and 3.8 or newer is needed. Install the same Python there"),
+        (broken, "libpython3.so: cannot open. Install the same Python there"),
         (other, "is Python 3.99 there, 3."),
     ):
         python.chmod(0o755)

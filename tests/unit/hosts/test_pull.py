@@ -51,7 +51,8 @@ def bring(there):
 def ssh(tmp_path, monkeypatch):
     """It runs the other end of rsync on this machine, in the other folder."""
     path = tmp_path / "bin" / "ssh"
-    write(path.parent, ssh='#!/bin/sh\nshift 7\neval "$(echo "$*" | sed "s,/here/,/there/,g")"\n')
+    skip = f'while [ "$1" != {HOST.name} ]; do shift; done; shift'
+    write(path.parent, ssh=f'#!/bin/sh\n{skip}; eval "$(echo "$*" | sed "s,/here/,/there/,g")"\n')
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
     monkeypatch.setattr(push, "RSYNC", ("rsync", "-a"))  # the names are on ssh's command line
@@ -197,8 +198,9 @@ def test_a_push_keeps_what_it_replaces(there, ssh):
     write(there / "run", a="old", src__gone="1", mine="2")
     run = Path("run").absolute()
     write(run, a="12345", src__b="b")
-    sent = [push._rsync(HOST, str(run), ["a", "src"], dry_run=False) for _ in range(2)]
-    assert sent == [6, 0]
+    for size, how in ((6, {"dry_run": True}), (6, {}), (0, {})):
+        pushed = push.push([HERE, HOST], [str(run)], **how)
+        assert (pushed.sent, pushed.failures, pushed.exit_code) == ({HOST: size}, {}, 0)
     replaced = {
         f".mpiddp-replaced/{name}": text for name, text in (("a", "old"), ("src/gone", "1"))
     }

@@ -268,6 +268,18 @@ def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
     assert "rank 1 on b failed first: ValueError: x" in found.sentence
 
 
+def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "EXIT_S", 0.01)
+    job = started(jobs)
+    job.join()
+    for rank in (0, 1):
+        job.say(rank, "done")
+    job.until(job.attempt._end_mpirun)
+    assert job.end == -signal.SIGHUP
+
+
 def test_a_late_start_does_not_replace_the_limit_of_mpi_init(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

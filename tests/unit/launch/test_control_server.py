@@ -8,6 +8,7 @@ python -m pytest tests/unit/launch/test_control_server.py
 from __future__ import annotations
 
 import json
+import os
 import re
 import selectors
 import socket
@@ -21,8 +22,8 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.control import ControlServer
-from mpiddp.protocol.channel import RANK, SCRIPT, encode
+from mpiddp.launch.control import Console, ControlServer
+from mpiddp.protocol.channel import RANK, SCRIPT, VIEWED_AT, encode
 from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.job.coordinator import Coordinator, Server, connect_to_server
@@ -144,22 +145,27 @@ def test_a_stream_of_output_is_handed_over(job: Job) -> None:
     stream.close()
 
 
-def test_a_viewer_asks_without_a_proof_where_viewers_connect(job: Job, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as viewer:
-        listener.bind(str(tmp_path / "job"))
-        listener.listen()
-        listener.setblocking(False)
-        job.selector.register(listener, selectors.EVENT_READ, listener)
+def test_a_viewer_asks_without_a_proof_and_learns_which_job_it_is(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with closing(Console("a\x1b.py")) as console, socket.socket(socket.AF_UNIX) as viewer:
+        console.attempts = 2
+        assert console.listener is not None
+        job.selector.register(console.listener, selectors.EVENT_READ, console.listener)
+        (folder,) = tmp_path.iterdir()
         viewer.settimeout(PATIENCE_S)
-        viewer.connect(str(tmp_path / "job"))
+        viewer.connect(str(folder / VIEWED_AT))
         viewer.sendall(encode("view_job"))
         (asked,) = job.receives("view_job")
-        asked.facts["viewer"].send(encode("answer", step=3))
+        console.answer(asked.facts["viewer"], step=3)
         with viewer.makefile() as lines:
-            assert [json.loads(lines.readline())["type"] for _ in range(2)] == [
-                "challenge",
-                "answer",
-            ]
+            challenge, answer = (json.loads(lines.readline()) for _ in range(2))
+    assert challenge["type"] == "challenge"
+    assert 0 <= answer.pop("age_s") < PATIENCE_S
+    own = {"pid": os.getpid(), "name": "a\\x1b.py", "attempt": 2}
+    assert answer == {"type": "answer", **own, "step": 3}
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("address", ["192.0.2.77", "2001:db8::77"])  # reserved for documentation

@@ -119,7 +119,8 @@ def test_an_option_of_the_launcher_behind_the_script_is_pointed_out(script, capf
     ("job", "command"),
     [
         (JOB, ("train", "--lr", "1")),
-        (("--", "ls", "-v"), ("ls", "-v")),
+        (("--", "ls", "-v", "-h"), ("ls", "-v", "-h")),
+        (("-m", "train", "-n", "4"), ("train", "-n", "4")),  # nobody reads its parser
         ((__file__, "--", "-m"), (__file__, "--", "-m")),
     ],
 )

@@ -85,6 +85,26 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     )
 
 
+def test_the_end_of_what_ranks_print_on_stderr_is_kept_for_the_verdict(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    outputs, _ = begun(shows_end=False)
+    ours, theirs = socket.socketpair()
+    outputs.add(2, 1, "host1", theirs)
+    for number in range(40_000):
+        ours.sendall(b"line %d\n" % number)
+    ours.close()
+    deadline = time.monotonic() + 60
+    while outputs.open_ranks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert outputs.finish(60)
+    outputs.settle(is_said=True)
+    kept = outputs.last_errors[1]
+    assert 100 < len(kept) < 10_000
+    assert kept[-1] == "line 39999"
+    assert capfd.readouterr().err.count("\n") == 40_000
+
+
 def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

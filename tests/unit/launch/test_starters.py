@@ -115,6 +115,13 @@ def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("bind", "words"), [("none", "none"), ("numa", "ldoms"), ("core", "cores")]
+)
+def test_slurm_has_words_of_its_own_for_a_binding(bind: str, words: str) -> None:
+    assert f"--cpu-bind={words}" in argv_of("slurm", UNEQUAL._replace(bind=bind))
+
+
+@pytest.mark.parametrize(
     ("name", "is_kept"), [("gpu.10", True), ("a.lab", True), ("gpu10", False), ("10.0.0.1", False)]
 )
 def test_open_mpi_keeps_full_names(name: str, is_kept: bool) -> None:

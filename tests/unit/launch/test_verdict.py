@@ -209,16 +209,19 @@ CASES = [
         [lost(1), lost(0, 1.5)],
         (137, "SIGKILL"),
     ),
-    Case(
-        "an MPI that cannot begin",
-        Outcome(
-            FAILED,
-            f"MPI_Init failed in rank 1 on b. What the MPI has written above says why.{OTHERS}",
-            FirstFailure(1, "b", ""),
-            is_complete=False,
-        ),
-        [message(1, "mpi_init", active=True), lost(1)],
-        (1, ""),
+    *(
+        Case(
+            f"an MPI that cannot begin, exit code {code}",
+            Outcome(
+                FAILED,
+                f"MPI_Init failed in rank 1 on b. What the MPI has written above says why.{OTHERS}",
+                FirstFailure(1, "b", ""),
+                is_complete=False,
+            ),
+            [message(1, "mpi_init", active=True), lost(1)],
+            (code, by),
+        )
+        for code, by in ((1, ""), (134, "SIGABRT"))
     ),
     Case(
         "a daemon was killed",
@@ -309,6 +312,15 @@ def test_an_mpirun_that_got_a_signal_is_named(
     end = MpirunEnd("mpirun", code, proves, beside=frozenset(local))
     found = verdict(noted(*messages), end, History())
     assert sentence in found.sentence
+
+
+def test_a_signal_that_ends_the_only_rank_is_the_ranks() -> None:
+    """Hydra's mpirun ends with the code of its rank. That of several ranks proves a signal to itself."""
+    end = MpirunEnd("mpirun", 143)
+    found = verdict(noted(TERMINATED[0], hosts=("a",)), end, History())
+    assert found.sentence == "rank 0 on a was killed by SIGTERM."
+    both = verdict(noted(*TERMINATED[:2], hosts=("a", "b")), end, History())
+    assert both.sentence == "mpirun was ended by SIGTERM, and has ended all ranks."
 
 
 @pytest.mark.parametrize(

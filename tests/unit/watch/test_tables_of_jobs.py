@@ -53,6 +53,14 @@ def test_every_rank_has_a_line(facts):
     ]
 
 
+def test_the_state_of_a_rank_is_that_of_its_latest_report():
+    ranks = Ranks("abcde")
+    for rank, kind in enumerate(("done", "exited", "lost", "started")):
+        ranks.note(Message(rank, kind, {"host": "a", "silent": False}, 0.0))
+    states = [facts["state"] for facts in job_facts(ranks, {}, 1.0)["ranks"]]
+    assert states == ["done", "done", "failed", "joining", "starting"]
+
+
 def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts):
     def ranks(sort, host=""):
         return [rank["rank"] for rank in sorted_ranks(facts, sort, host)]
