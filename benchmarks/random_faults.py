@@ -30,7 +30,8 @@ from typing import Any
 
 import mpiddp
 from benchmarks.harness import ENV, markdown
-from mpiddp.arguments import DefaultsShown, OneSentenceParser, duration, whole
+from mpiddp.arguments import OneSentenceParser, duration, whole
+from mpiddp.bench.options import DefaultsShown
 from mpiddp.checkpoints import folder as folders
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.explain.explain import explain

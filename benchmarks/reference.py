@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ENV, markdown
-from mpiddp.arguments import whole, wholes
+from mpiddp.arguments import whole
 from mpiddp.bench import scaling
 from mpiddp.bench.figures import Result, Spread, ratios, read_results, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note
 from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.options import option
+from mpiddp.bench.options import option, wholes
 from mpiddp.errors import UserError
 from mpiddp.text import counted
 from tests.support import cluster

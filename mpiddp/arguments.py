@@ -100,15 +100,6 @@ class OneSentenceParser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
 
 
-class DefaultsShown(argparse.ArgumentDefaultsHelpFormatter):
-    """Append an option's default to its help, unless the help mentions one or there is none to print."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_default = "default" in (action.help or "")
-        is_plain = action.default is None or isinstance(action.default, (bool, list))
-        return action.help if has_default or is_plain else super()._get_help_string(action)
-
-
 def whole(low: int) -> Callable[[str], int]:
     """A parser for whole numbers from `low` on, below a billion."""
 
@@ -119,12 +110,6 @@ def whole(low: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"expected {error}, not {shown(text)!r}") from None
 
     return whole_number
-
-
-def wholes(low: int) -> Callable[[str], tuple[int, ...]]:
-    """A parser for ascending lists of whole numbers such as 1,2,4."""
-
-    return lambda text: tuple(sorted({whole(low)(each) for each in text.split(",")}))
 
 
 def duration(text: str) -> float:

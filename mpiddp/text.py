@@ -126,17 +126,6 @@ def size_text(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def percentile(values: Collection[float], percent: int) -> float:
-    """The value that `percent` of all values do not exceed, interpolated linearly.
-
-    Written by hand because `statistics` takes 10 ms to import. Raises IndexError for no values.
-    """
-    ordered = sorted(values)
-    index, rest = divmod(percent * (len(ordered) - 1), 100)
-    low, high = ordered[index], ordered[index + bool(rest)]
-    return low + (high - low) * rest / 100
-
-
 def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
     """A table with one line per row and two spaces between columns. `right`: columns to align right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -12,11 +12,11 @@ import re
 from dataclasses import dataclass
 
 from mpiddp.arguments import duration, whole
-from mpiddp.bench.figures import Result, aligned
+from mpiddp.bench.figures import Result, aligned, percentile
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import option
 from mpiddp.errors import UserError
-from mpiddp.text import percentile, shown, size_text
+from mpiddp.text import shown, size_text
 
 MIN_BYTES = 1024
 STEP = 4  # the factor from one size to the next

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from mpiddp.text import align_columns, percentile
+from mpiddp.text import align_columns
 
 T = TypeVar("T")
 Result = dict[str, Any]  # JSON; the two ends of a benchmark use the same keys
@@ -43,6 +43,17 @@ def turns(names: Sequence[T], rounds: int, warmup: int = 0) -> Iterator[tuple[in
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """The ratio in each round, whose two figures were measured shortly after each other."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def percentile(values: Collection[float], percent: int) -> float:
+    """The value that `percent` of all values do not exceed, interpolated linearly.
+
+    Written by hand because `statistics` takes no single value. Raises IndexError for no values.
+    """
+    ordered = sorted(values)
+    index, rest = divmod(percent * (len(ordered) - 1), 100)
+    low, high = ordered[index], ordered[index + bool(rest)]
+    return low + (high - low) * rest / 100
 
 
 def spread(values: Sequence[float]) -> Spread:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpiddp.arguments import whole, wholes
+from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, aligned, shown, spread
 from mpiddp.bench.jobs import Jobs, note
-from mpiddp.bench.options import option
+from mpiddp.bench.options import option, wholes
 from mpiddp.text import counted
 
 _MOST_TIMES = 10.0  # the model never waits for a source that is so much faster

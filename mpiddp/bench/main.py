@@ -21,10 +21,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import DefaultsShown, OneSentenceParser, as_arguments, duration, examples
+from mpiddp.arguments import OneSentenceParser, as_arguments, duration, examples
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
-from mpiddp.bench.options import add_options
+from mpiddp.bench.options import DefaultsShown, add_options
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
 from mpiddp.launch.options import add_options as add_launch_options
 from mpiddp.launch.options import parse_options

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpiddp.arguments import whole, wholes
-from mpiddp.bench.figures import Result, aligned, ratios, shown, spread, turns
+from mpiddp.arguments import whole
+from mpiddp.bench.figures import Result, aligned, percentile, ratios, shown, spread, turns
 from mpiddp.bench.jobs import Jobs, progress
-from mpiddp.bench.options import option
+from mpiddp.bench.options import option, wholes
 from mpiddp.errors import UserError
-from mpiddp.text import percentile
 from mpiddp.train.options import parse as parse_training
 
 

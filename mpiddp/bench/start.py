@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpiddp.arguments import whole, wholes
+from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, aligned, ratios, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note, progress, time_command
-from mpiddp.bench.options import option
+from mpiddp.bench.options import option, wholes
 
 JOB = (str(Path(__file__).with_name("ranks") / "first_all_reduce.py"), "gloo")
 LAUNCHERS = ("mpiddp", "torchrun")

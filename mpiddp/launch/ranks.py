@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.errors import STOPPED
 from mpiddp.protocol.server import Message
-from mpiddp.text import counted, duration, escaped, percentile, seconds, size_text
+from mpiddp.text import counted, duration, escaped, seconds, size_text
 
 _NAMED = 4  # ranks in one sentence
 # What people look at first, as a narrow terminal cuts the rest.
@@ -243,7 +243,7 @@ def find_stragglers(ranks: Ranks) -> tuple[list[int], str]:
     late = [rank for rank in by_time if times[rank].own_s * FACTOR > time.own_s]
     for number, factor in ((len(late), FACTOR_OF_SEVERAL), (1, FACTOR)):
         if number <= _MOST_LATE * len(times):
-            others_s = percentile([times[rank].own_s for rank in by_time[number:]], 50)
+            others_s = times[by_time[(number + len(times) - 1) // 2]].own_s  # the one in the middle
             if time.own_s >= factor * others_s:
                 times_as_long = time.own_s / max(others_s, 1e-9)
                 often = f"{times_as_long:.1f}" if times_as_long < 100 else "over 100"

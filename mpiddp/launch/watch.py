@@ -15,7 +15,6 @@ from mpiddp.launch.control import Console, ControlServer
 from mpiddp.launch.ranks import WINDOW_S, Ranks, find_stragglers, straggler_sentence
 from mpiddp.protocol.channel import Peer, encode
 from mpiddp.protocol.server import Message
-from mpiddp.text import percentile
 
 CHRONIC = 3  # windows in a row that name the same straggler
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first sample: the longer of these, in median steps
@@ -104,8 +103,8 @@ class Watch:
 
     @property
     def _patience_s(self) -> float:
-        steps_s = QUIET_STEPS * percentile(self._step_s, 50) if self._step_s else 0.0
-        return self._timeout_s or max(QUIET_S, steps_s)
+        median_s = sorted(self._step_s)[len(self._step_s) // 2] if self._step_s else 0.0
+        return self._timeout_s or max(QUIET_S, QUIET_STEPS * median_s)
 
     def judge_stacks(self, now: float, printed_at: float) -> list[str]:
         """Sentences about a hang by the stacks, which are there."""

@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 
-from mpiddp.arguments import DefaultsShown, OneSentenceParser, whole
+from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.hostfile import parse_host_list, read_hostfile, slots_of
@@ -55,7 +55,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         epilog=f"Dimensions, fastest first. {names}. One of them may be -1; dp, if it is left out, takes "
         "what the others leave. Example: mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2",
         allow_abbrev=False,
-        formatter_class=DefaultsShown,
     )
     add = parser.add_argument
     add("sizes", nargs="*", metavar="dp=N", help="the size of a dimension")
@@ -64,12 +63,14 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     slots = "hosts and slots (default: the scheduler's allocation)"
     where.add_argument("-H", dest="host_list", metavar="H1:2,H2:4", help=slots)
     where.add_argument("--hostfile", metavar="FILE", help="file of hosts and slots")
-    add("--gpus", type=whole(1), default=8, metavar="K", help="GPUs of each host of --hosts")
+    gpus = "GPUs of each host of --hosts (default: 8)"
+    add("--gpus", type=whole(1), default=8, metavar="K", help=gpus)
     across = "let groups of tp span hosts, as where NVLink connects several"
     add("--tp-across-hosts", action="store_true", help=across)
-    params = "parameters of the model: 7e9, 7B, 350M"
+    params = "parameters of the model: 7e9, 7B, 350M (default: 0.0)"
     add("--params", type=_amount, default=0.0, metavar="P", help=params)
-    add("--dtype", choices=list(VALUE_BYTES), default="bf16", help="what is sent")
+    sent = "what is sent (default: bf16)"
+    add("--dtype", choices=list(VALUE_BYTES), default="bf16", help=sent)
     for name, default, purpose in (
         ("layers", 0, "layers of the model"),
         ("hidden", 0, "values of a token between two layers"),
@@ -77,6 +78,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         ("micro-batch", 1, "samples of a micro-batch"),
         ("micro-batches", 1, "micro-batches of a replica in one step"),
     ):
+        purpose += f" (default: {default})"
         add(f"--{name}", type=whole(1), default=default, metavar="N", help=purpose)
     add("--json", action="store_true", help="print one line of JSON, with every group")
     return parser.parse_intermixed_args(argv)

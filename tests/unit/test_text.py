@@ -5,7 +5,8 @@ import statistics
 
 import pytest
 
-from mpiddp.text import align_columns, escaped, parse_duration, parse_whole, percentile, shown
+from mpiddp.bench.figures import percentile
+from mpiddp.text import align_columns, escaped, parse_duration, parse_whole, shown
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from mpiddp.bench.figures import Result, turns
+from mpiddp.bench.figures import Result, percentile, turns
 from mpiddp.bench.loader import Options
 from mpiddp.bench.ranks.training import (
     EXCHANGE_TIMEOUT_S,
@@ -26,7 +26,7 @@ from mpiddp.bench.ranks.training import (
     open_source,
     started,
 )
-from mpiddp.text import counted, percentile
+from mpiddp.text import counted
 from mpiddp.train.datasets import Data, prefetched
 from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.world import World
