@@ -63,7 +63,7 @@ class Attempt:
     console: Console = field(default_factory=Console)
     stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
     exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
-    search: Callable[[], tuple[list[str], threading.Event]] | None = None  # with --grow
+    search: Callable[[], list[str]] | None = None  # for hosts that can join, with --grow
 
     def __post_init__(self) -> None:
         self.history = History()
@@ -72,7 +72,7 @@ class Attempt:
         self._phase = Phase.STARTING
         self._stop_reason, self._stopping_since = "", 0.0
         self._stacks = Stacks(self.ranks, self.server, self.console)
-        self._found: list[str] = []  # by the search: hosts that can join
+        self._found: list[str] = []  # by the search
         self._has_ended = threading.Event()
         # All ranks may import torch from a slow file system.
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
@@ -235,7 +235,12 @@ class Attempt:
         self._enter(Phase.RUNNING)
         self._see_steps()
         if self.search is not None:
-            self._found, self._has_ended = self.search()
+            threading.Thread(target=self._search, args=(self.search,), daemon=True).start()
+
+    def _search(self, search: Callable[[], list[str]]) -> None:
+        """Search every `--grow`, in a thread: files, names and logins to hosts may hang."""
+        while not self._has_ended.wait(self.options.grow_s):
+            self._found.extend(search())
 
     def _see_steps(self) -> None:
         """Look at the running job, and at its stacks if the watch wants them."""

@@ -25,7 +25,7 @@ from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
-from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_hosts
+from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_once
 from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
@@ -144,7 +144,7 @@ class Job:
             shown = {"has_prefix": has_prefix, "shows_end": options.verbose}
             output = JobOutput(ranks.world_size, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)
-            grows = partial(search_hosts, options, self.plan, [*self.doubts])
+            grows = partial(search_once, options, self.plan, [*self.doubts])
             search = grows if self.may_grow else None
             attempt = Attempt(options, ranks, server, mpirun, output, *of_job, search)
             is_all_shown = attempt.run()

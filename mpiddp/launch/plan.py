@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
@@ -224,24 +223,6 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
 
 
 # --- hosts that can join a running job ---
-
-
-def search_hosts(
-    options: LaunchOptions, plan: Plan, avoided: Collection[str]
-) -> tuple[list[str], threading.Event]:
-    """Search every `--grow` for hosts that can join the job, until the returned event is set.
-
-    The returned list gets what is found. A search reads files, resolves names and logs in to hosts, any of
-    which may hang. So a thread searches, which ends with the process.
-    """
-    found, is_over = list[str](), threading.Event()
-
-    def search() -> None:
-        while not is_over.wait(options.grow_s):
-            found.extend(search_once(options, plan, avoided))
-
-    threading.Thread(target=search, daemon=True).start()
-    return found, is_over
 
 
 def search_once(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> list[str]:
