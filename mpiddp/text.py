@@ -128,14 +128,11 @@ def size_text(size: float) -> str:
 
 def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
     """A table with one line per row and two spaces between columns. `right`: columns to align right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    columns = list[list[str]]()
+    for index, column in enumerate(zip(*rows, strict=True)):
+        align, width = str.rjust if index in right else str.ljust, max(map(len, column))
+        columns.append([align(cell, width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -244,7 +244,7 @@ class Attempt:
 
     def _see_steps(self) -> None:
         """Look at the running job, and at its stacks if the watch wants them."""
-        if self.ranks.all_done:
+        if not self.ranks.left:
             return
         if self._found:
             self._grow(self._found.pop())
@@ -312,7 +312,7 @@ class Attempt:
             self.output.give_up()
         if left_s > 0:
             self._timers.after(min(CHECK_S, left_s), Event.SEE_GRACE)
-        elif ranks.all_done:  # only their output is left
+        elif not ranks.left:  # only their output is left
             self.output.give_up()
         else:
             self.history.limit = ranks.late_clause(limit_s)

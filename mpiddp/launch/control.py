@@ -108,20 +108,18 @@ class ControlServer(ChannelServer):
     def __init__(self, where: str | Path, world_size: int, selector: TimedSelector) -> None:
         allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
         of, hint = " of this machine", " Name another interface: --interface NAME"
+        at: tuple[str, int] | str = (str(where), 0)
+        family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
+        if isinstance(where, Path):
+            of = hint = ""
+            at, family = str(where), socket.AF_UNIX
         try:
-            if isinstance(where, Path):
-                of = hint = ""
-                listener = socket.socket(socket.AF_UNIX)
-                listener.bind(str(where))
-                listener.listen(1024)
-                address = f"{channel.UNIX}{where}"
-            else:
-                family = socket.AF_INET6 if ":" in where else socket.AF_INET
-                listener = socket.create_server((where, 0), family=family, backlog=1024)
-                address = "{}:{}".format(*listener.getsockname()[:2])
+            listener = socket.create_server(at, family=family, backlog=1024)
         except OSError as error:
             sentence = f"cannot listen on {where}{of} ({error.strerror}).{hint}"
             raise cause_of(error)(sentence) from None
+        own = listener.getsockname()
+        address = channel.UNIX + own if isinstance(own, str) else "{}:{}".format(*own[:2])
         secret = os.urandom(16).hex()
         super().__init__(listener, secret, world_size, selector)
         self.settings = {ADDRESS: address, SECRET: secret}  # the variables that the ranks need

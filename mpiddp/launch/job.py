@@ -26,7 +26,7 @@ from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_once
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
+from mpiddp.launch.ranks import Announcement, Ranks
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
@@ -63,7 +63,6 @@ class Job:
     console: Console
     stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
     exchange: Exchange | None = None
-    known: Announcement = NOTHING_ANNOUNCED  # by the attempts so far
     restarts: int = 0
     failures: int = 0  # restarts that count
     in_a_row: int = 0  # failures without a step between them: the pause grows only for these
@@ -71,6 +70,7 @@ class Job:
     grown_from: Plan | None = None  # until a job on more hosts makes a step
 
     def __post_init__(self) -> None:
+        self.known = Announcement()  # by the attempts so far
         self.doubts: dict[str, str] = {}  # see Past
         self.enough = len(self.plan.hosts.usable)
         self.run_id = os.urandom(8).hex()

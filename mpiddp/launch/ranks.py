@@ -41,9 +41,6 @@ class Announcement(NamedTuple):
         return later._replace(**{name: value for name, value in self._asdict().items() if value})
 
 
-NOTHING_ANNOUNCED = Announcement()
-
-
 class Ranks:
     """The reports of all ranks. `hosts` has the requested host of each rank."""
 
@@ -62,7 +59,7 @@ class Ranks:
         self.paces: dict[int, Pace] = {}  # of their latest steps
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
         self.stacks: dict[int, dict[str, Any]] = {}
-        self.announcement = NOTHING_ANNOUNCED
+        self.announcement = Announcement()
 
     def note(self, message: Message) -> None:
         rank, kind, facts, at, is_of_script = message
@@ -127,15 +124,11 @@ class Ranks:
         return max(((pace.step, pace.since) for pace in self.paces.values()), default=(0, 0.0))
 
     @property
-    def all_done(self) -> bool:
-        return not self.left
-
-    @property
     def why_not_resumable(self) -> str:
         """The reason why the job would lose work by a stop; "" if it would lose none."""
         if len(self.said["supports_stop"]) < self.world_size:
             return "not every rank has called mpiddp.should_stop()"
-        if self.announcement == NOTHING_ANNOUNCED:
+        if self.announcement == Announcement():
             return "the script has announced nothing that resumes it (mpiddp.announce)"
         return ""
 

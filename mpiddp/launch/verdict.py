@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import log
-from mpiddp.launch.ranks import MPIRUN, NOTHING_ANNOUNCED, Announcement, Ranks, is_silent
+from mpiddp.launch.ranks import MPIRUN, Announcement, Ranks, is_silent
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped, signal_name, size_text
 
@@ -99,7 +99,7 @@ class Outcome(NamedTuple):
     host_at_fault: str = ""
     known_cause: str = ""  # a sentence to print below `sentence`
     stop: Stop = Stop.NONE
-    announcement: Announcement = NOTHING_ANNOUNCED
+    announcement: Announcement = Announcement()
     made_steps: bool = False
 
     def log(self) -> None:
@@ -140,7 +140,7 @@ def verdict(
 def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | None) -> Outcome:
     """The verdict by the first row that applies. `first` failed first."""
     # Some ranks may have had less to do than others, and finished before the request.
-    all_done = ranks.all_done
+    all_done = not ranks.left
     if all_done and ranks.said["stopped"]:
         return Outcome(STOPPED, "stopped on request.")
     if history.ended_because:

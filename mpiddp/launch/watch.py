@@ -198,14 +198,12 @@ class Stacks:
 
 # --- where the ranks are ---
 
-# A file, a line, a function, its code; the outermost first.
-_Frames = Sequence[tuple[str, str, str, str]]
-
 
 class Place(NamedTuple):
     """Where the main thread of a rank is. Without frames, the rank does not answer."""
 
-    frames: _Frames = ()
+    # A file, a line, a function, its code; the outermost first.
+    frames: Sequence[tuple[str, str, str, str]] = ()
     cpu_s: float = 0.0  # that the rank and the processes below it have used
     state: str = ""  # of the main thread, as in /proc: "D" waits for a disk, "R" has a core
 

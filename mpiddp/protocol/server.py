@@ -20,7 +20,6 @@ from mpiddp.protocol import channel
 from mpiddp.protocol.channel import Peer, decode, encode
 
 _AGREEMENTS = ("gather", "claim", "fail")  # the messages that `Group.receive` takes
-NEVER = float("inf")
 _LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
@@ -51,9 +50,9 @@ class TimedSelector(selectors.DefaultSelector):
     @property
     def next_at(self) -> float:
         """The time of the next timer, infinity without one."""
-        return min(self.timers.values(), default=NEVER)
+        return min(self.timers.values(), default=float("inf"))
 
-    def ready(self, until: float = NEVER) -> list[Any]:
+    def ready(self, until: float = float("inf")) -> list[Any]:
         """Wait for files and timers, at most until then. Returns the data of the files that are ready."""
         wait_s = min(until, self.next_at) - time.monotonic()
         return [key.data for key, _ in self.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))]

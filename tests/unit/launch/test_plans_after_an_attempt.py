@@ -24,7 +24,7 @@ from mpiddp.launch import job as jobs_of
 from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
-from mpiddp.launch.ranks import NOTHING_ANNOUNCED, Announcement, Ranks
+from mpiddp.launch.ranks import Announcement, Ranks
 from mpiddp.launch.verdict import Outcome, Stop
 from mpiddp.protocol.server import Message
 from tests.support.errors import error
@@ -161,7 +161,7 @@ def test_the_first_announcement_of_each_kind_counts() -> None:
         for message in order:
             ranks.note(message)
         assert ranks.announcement == Announcement(("--resume",), 12, None, "/x", 2)
-    first = NOTHING_ANNOUNCED.after(Announcement(("--resume",), 12, None, "", 2))
+    first = Announcement().after(Announcement(("--resume",), 12, None, "", 2))
     later = first.after(Announcement(("--other",), 24, 8, "runs/1", 3))
     assert later == Announcement(("--resume",), 12, 8, "runs/1", 2)
     assert later.after(Announcement((), None, 4, "runs/2", 4)) == later
