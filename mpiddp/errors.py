@@ -158,11 +158,6 @@ def cause_of(error: OSError) -> type[UserError] | type[JobFailed]:
     return UserError if error.errno in _WRONG else JobFailed
 
 
-def read_error(file: str, error: OSError) -> UserError | JobFailed:
-    """Why `file` cannot be read, as one sentence."""
-    return cause_of(error)(f"{file} cannot be read ({error.strerror}).")
-
-
 @contextlib.contextmanager
 def named_by(option: str) -> Iterator[None]:
     """Raise an error of a file in the body as `cause_of` says: one sentence that begins with `option`."""

@@ -34,7 +34,7 @@ from mpiddp.checkpoints.state import (
     unpacked,
     write_tensors,
 )
-from mpiddp.errors import JobFailed, UserError, cause_of, read_error
+from mpiddp.errors import JobFailed, UserError, cause_of
 
 FACTS = "state.json"
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
@@ -169,7 +169,7 @@ def read(
         if own:
             restore_rng_states(own["rng"], local_rank)
     except OSError as error:
-        raise read_error(str(files[FACTS]), error) from None
+        raise cause_of(error)(f"{files[FACTS]} cannot be read ({error.strerror}).") from None
     except (UserError, JobFailed):
         raise
     except Exception as error:  # files that fit their hashes, of another program

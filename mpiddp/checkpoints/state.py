@@ -21,7 +21,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from mpiddp.errors import JobFailed, UserError, cause_of, read_error
+from mpiddp.errors import JobFailed, UserError, cause_of
 
 Keys = tuple[Any, ...]  # the path to a value
 
@@ -180,7 +180,7 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
         with path.open("rb"):  # torch words the errors of a path in its own way
             return _load(str(path), mmap=mmap)
     except OSError as error:
-        raise read_error(str(path), error) from None
+        raise cause_of(error)(f"{path} cannot be read ({error.strerror}).") from None
     except ValueError as error:
         raise UserError(f"{path} was not written by mpiddp: {error}.") from None
 
