@@ -90,7 +90,7 @@ class Screen:
         self._name = name
         self._is_shared = is_shared
         self.is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
-        self._is_gone = self._has_complained = False
+        self._has_complained = False
         self._at: Source | None = None  # whose open line the cursor is in
         self._open: set[Source] = set()  # with an open line that waits for its end
         self._status: list[bytes] = []
@@ -157,22 +157,19 @@ class Screen:
 
     def _write(self, text: bytes) -> None:
         rest = memoryview(text)
-        while rest and not self._is_gone:
+        while rest:
             try:
                 rest = rest[os.write(self._target, rest) :]
             except BlockingIOError:  # another program has made it non-blocking
                 is_writable(self._target, _TURN_S)
-            except BrokenPipeError:
-                self._is_gone = True
-                self._complain("its reader went away")
-            except OSError as error:  # a full disk may have room again, so the next text is tried
-                self._complain(error.strerror or str(error))
+            except OSError as failed:  # a full disk may have room again, so the next text is tried
+                if not self._has_complained:
+                    self._has_complained = True
+                    is_gone = isinstance(failed, BrokenPipeError)
+                    reason = "its reader went away" if is_gone else failed.strerror
+                    lost = "The job continues, and its output there is lost."
+                    error(f"{self._name}: {reason}. {lost}")
                 return
-
-    def _complain(self, reason: str) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            error(f"{self._name}: {reason}. The job continues, and its output there is lost.")
 
 
 def _as_drawn(line: bytes) -> bytes:
