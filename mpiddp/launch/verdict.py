@@ -14,16 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import log
 from mpiddp.launch.ranks import MPIRUN, Announcement, Ranks, is_silent
 from mpiddp.protocol.server import Message
 from mpiddp.text import escaped, signal_name, size_text
-
-if TYPE_CHECKING:
-    from mpiddp.explain.explain import Explanation
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
 # other's end at about the same time.
@@ -127,12 +124,8 @@ def verdict(
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
         least = MPIRUN if found.first is None else 0
         printed = {rank: lines for rank, lines in printed.items() if rank >= least}
-    cause = explained(found.first, printed) if found.first or printed else None
-    if cause is None:
-        return found
-    row = cause.failure
-    sentence = f'"{cause.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
-    if found.first and row.id in _OF_THE_HOST:
+    row, sentence = explained(found.first, printed) if found.first or printed else ("", "")
+    if found.first and row in _OF_THE_HOST:
         found = found._replace(host_at_fault=ranks.hosts[found.first.rank])
     return found._replace(known_cause=sentence)
 
@@ -299,8 +292,8 @@ def _lack_of_memory(first: Message) -> str:
     )
 
 
-def explained(first: FirstFailure | None, printed: _Printed) -> Explanation | None:
-    """The known failure that explains the end of the job; None if no row of the table does.
+def explained(first: FirstFailure | None, printed: _Printed) -> tuple[str, str]:
+    """The row of the table of failures that explains the end of the job, and its sentence; "" without one.
 
     The words of the rank that failed first count before those of the others. An exception of its own that no
     row knows is its cause: then whatever the others have printed is none.
@@ -309,13 +302,16 @@ def explained(first: FirstFailure | None, printed: _Printed) -> Explanation | No
         from mpiddp.explain.explain import explain
         from mpiddp.explain.failures import Weight
     except (ImportError, OSError):  # no files left, or the installation has changed
-        return None
+        return "", ""
     own = [*first.error.splitlines(), *printed.get(first.rank, ())] if first else []
     found = explain(own)
     weight = found.failure.weight if found else Weight.EXCEPTION
     if weight is not Weight.CAUSE:
         if first and first.error and weight is Weight.EXCEPTION:
-            return None
+            return "", ""
         found = explain([*own, *(line for lines in printed.values() for line in lines)])
-    is_cause = found is not None and found.failure.weight in (Weight.CAUSE, Weight.SYMPTOM)
-    return found if is_cause else None
+    if found is None or found.failure.weight not in (Weight.CAUSE, Weight.SYMPTOM):
+        return "", ""
+    row = found.failure
+    sentence = f'"{found.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
+    return row.id, sentence

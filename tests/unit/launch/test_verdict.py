@@ -459,8 +459,8 @@ def cause(error: str | None, *printed: tuple[int, bytes]) -> str | None:
     for rank, text in printed:
         texts[rank] = texts.get(rank, b"") + text
     lines = {rank: text.decode().splitlines() for rank, text in texts.items()}
-    found = explained(None if error is None else FirstFailure(0, "a", error), lines)
-    return found.failure.id if found else None
+    row, _ = explained(None if error is None else FirstFailure(0, "a", error), lines)
+    return row or None
 
 
 @pytest.mark.parametrize(
