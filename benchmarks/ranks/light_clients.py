@@ -50,7 +50,7 @@ def launcher(ranks: int) -> None:
     plan = Plan(STARTERS[1]._replace(program=mpirun), request, named, named, None)
     since = time.monotonic()
     with closing(SignalQueue()) as signals:
-        outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).run()
+        outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).attempt()
     assert outcome.code == 0, outcome
     report(since)
 

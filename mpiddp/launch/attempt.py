@@ -21,7 +21,7 @@ from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.ranks import Ranks, job_facts, status_lines
+from mpiddp.launch.ranks import Announcement, Ranks, job_facts, status_lines
 from mpiddp.launch.verdict import History, Stop
 from mpiddp.launch.watch import Stacks, Watch, missing_sentence
 from mpiddp.protocol.server import Message
@@ -269,12 +269,16 @@ class Attempt:
 
     def _grow(self, found: str) -> None:
         """Stop all ranks after their present steps, however long these take, unless work would be lost."""
-        most = self.ranks.announcement.max_ranks
-        if self.history.stop or self.ranks.done or (most and self.ranks.world_size >= most):
+        ranks, announced, why_not = self.ranks, self.ranks.announcement, ""
+        most = announced.max_ranks or ranks.world_size + 1
+        if self.history.stop or ranks.done or ranks.world_size >= most:
             return
-        if why_not := self.ranks.why_not_resumable:
-            so = "so the job continues without a restart."
-            self.output.log(f"{found}, but {why_not}, {so}")
+        if len(ranks.said["supports_stop"]) < ranks.world_size:
+            why_not = "not every rank has called mpiddp.should_stop()"
+        elif announced == Announcement():
+            why_not = "the script has announced nothing that resumes it (mpiddp.announce)"
+        if why_not:
+            self.output.log(f"{found}, but {why_not}, so the job continues without a restart.")
         else:
             self.output.log(f"{found}: stopping to restart.")
             self.history.stop = Stop.TO_GROW

@@ -13,8 +13,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, KeysView
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import KeysView
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -45,7 +45,7 @@ class SignalQueue:
     def __init__(self) -> None:
         self._receiver, self.sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._first_at: dict[int, float] = {}
-        self._interrupts = False
+        self.interrupts = False  # whether a stop signal raises KeyboardInterrupt
         # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
         numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
@@ -64,17 +64,8 @@ class SignalQueue:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal, whose number is in the queue already."""
-        if self._interrupts and number in STOP_SIGNALS:
+        if self.interrupts and number in STOP_SIGNALS:
             raise KeyboardInterrupt
-
-    @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Within the body, a stop signal raises KeyboardInterrupt: it may block, as logins to hosts do."""
-        self._interrupts = True
-        try:
-            yield
-        finally:
-            self._interrupts = False
 
     def receive(self) -> list[int]:
         """The stop signals that are new, without those that only repeat an equal one."""
@@ -163,10 +154,8 @@ class Console:
             with ExitStack() as stack, suppress(OSError):
                 folder.mkdir(mode=0o700)
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
-                listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-                listener.bind(str(folder / "new"))
-                listener.listen()
-                listener.setblocking(False)
+                listener = socket.create_server(str(folder / "new"), family=socket.AF_UNIX)
+                stack.enter_context(listener).setblocking(False)
                 # Last: viewers remove a dead socket.
                 (folder / "new").rename(folder / channel.VIEWED_AT)
                 self.listener, self._opened = listener, stack.pop_all()

@@ -46,7 +46,12 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
     stop_at = started_at + (options.stop_after_s or float("inf"))
     name = Path(options.command[0]).name
     with closing(SignalQueue()) as signals, closing(Console(name)) as console:
-        return Job(options, plan, signals, console, stop_at, exchange).run()
+        job = Job(options, plan, signals, console, stop_at, exchange)
+        planned: Plan | Outcome | None = plan
+        while planned is not None:
+            outcome = planned if isinstance(planned, Outcome) else job.attempt()
+            planned = job.plan_next(outcome)
+        return outcome._replace(announcement=job.known)
 
 
 @dataclass
@@ -76,14 +81,7 @@ class Job:
         self.run_id = os.urandom(8).hex()
         self.may_grow = self.options.grow_s is not None
 
-    def run(self) -> Outcome:
-        planned: Plan | Outcome | None = self.plan
-        while planned is not None:
-            outcome = planned if isinstance(planned, Outcome) else self._attempt()
-            planned = self.plan_next(outcome)
-        return outcome._replace(announcement=self.known)
-
-    def _attempt(self) -> Outcome:
+    def attempt(self) -> Outcome:
         """Run the latest plan, and learn from it. A host that ended two in a row is avoided from now on."""
         try:
             outcome = self._run_mpirun()
@@ -213,7 +211,8 @@ class Job:
             return interrupted
         planned: Plan | Outcome
         try:
-            with self.signals.interrupting():
+            try:
+                self.signals.interrupts = True  # what follows may block, as logins to hosts do
                 forget_addresses()
                 named = self.plan.named
                 try:
@@ -222,6 +221,8 @@ class Job:
                     log.error(f"{error} The hosts of before are used until the list is right.")
                 past = Past(named, self.doubts, self.enough, self.known.max_ranks)
                 planned = make_plan(self.options, os.environ, past)
+            finally:
+                self.signals.interrupts = False
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:

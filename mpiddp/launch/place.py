@@ -28,8 +28,6 @@ from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.variables import forwarded
 from mpiddp.text import counted, listed, shown
 
-_Route = tuple[str, str]  # this machine's address and the host's, as a connection would have them
-
 
 class Past(NamedTuple):
     """The hosts to choose from, and what earlier jobs, or the earlier attempts of this job, have shown."""
@@ -237,7 +235,7 @@ def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
 
 
 def _shared_network(
-    routes: Collection[_Route | None], infos: Collection[HostInfo]
+    routes: Collection[tuple[str, str] | None], infos: Collection[HostInfo]
 ) -> tuple[Interface | None, tuple[str, ...]]:
     """This machine's interface of all routes to the others, and its network if they are all in it."""
     sources = {route[0] if route else None for route in routes}
@@ -254,8 +252,11 @@ def _shared_network(
     return own, (own.name if is_everywhere else own.network,)
 
 
-def _route(name: str) -> _Route | None:
-    """The route to a host by the kernel's table, None without one. Nothing is sent."""
+def _route(name: str) -> tuple[str, str] | None:
+    """This machine's address and the host's, as a connection would have them; None without a route.
+
+    Nothing is sent.
+    """
     found = [address for family, address in addresses_of(name) if family == socket.AF_INET]
     with suppress(OSError, IndexError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as packet:
         packet.connect((found[0][0], 9))  # an error: there is no address, or no route

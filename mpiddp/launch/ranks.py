@@ -124,15 +124,6 @@ class Ranks:
         return max(((pace.step, pace.since) for pace in self.paces.values()), default=(0, 0.0))
 
     @property
-    def why_not_resumable(self) -> str:
-        """The reason why the job would lose work by a stop; "" if it would lose none."""
-        if len(self.said["supports_stop"]) < self.world_size:
-            return "not every rank has called mpiddp.should_stop()"
-        if self.announcement == Announcement():
-            return "the script has announced nothing that resumes it (mpiddp.announce)"
-        return ""
-
-    @property
     def silent_hosts(self) -> set[str]:
         """The ones of `hosts` that stopped answering."""
         return {self.hosts[rank] for rank, message in self.failures.items() if is_silent(message)}
@@ -305,8 +296,7 @@ def _rank_facts(ranks: Ranks, rank: int, latest: bytes, now: float) -> dict[str,
         "joining": ranks.said["started"],
     }
     # Of the last line that is not empty, what a terminal shows.
-    lines = latest.decode(errors="replace").replace("\r", "\n").split("\n")
-    line = next((line for line in reversed(lines) if line.strip()), "")
+    line = latest.decode(errors="replace").rstrip().replace("\r", "\n").rpartition("\n")[2]
     facts = {
         "rank": rank,
         "host": ranks.host_of(rank),

@@ -56,7 +56,6 @@ class Watch:
         self.straggler = ""  # a sentence about that of the latest window
         self._named: set[int] = set()
         self._window_ends_at = now + WINDOW_S
-        self._newest = 0  # the step at the end of the latest window
         self._in_a_row: dict[int, int] = {}  # the latest windows in which each rank was a straggler
         self._began_at, self._quiet_since = now, float("-inf")
         self._sample_at = float("inf")
@@ -69,8 +68,7 @@ class Watch:
         if now < self._window_ends_at:
             return ""
         self._window_ends_at = now + WINDOW_S
-        before, self._newest = self._newest, self._ranks.newest_step[0]
-        if self._newest == before:  # no rank makes steps: nobody is slower than the others
+        if self._ranks.newest_step[1] <= now - WINDOW_S:  # no rank makes steps: nobody is slower
             self.straggler = ""
             return ""
         latest, works = find_stragglers(self._ranks)

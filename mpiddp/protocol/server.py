@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import Peer, decode, encode
 
-_AGREEMENTS = ("gather", "claim", "fail")  # the messages that `Group.receive` takes
 _LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
@@ -295,7 +294,7 @@ class ChannelServer:
             # The rank has ended before its script came.
             for group in self._groups[1:]:
                 group.lose(rank)
-        if kind in _AGREEMENTS:
+        if kind in ("gather", "claim", "fail"):
             self._groups[peer.group].receive(rank, kind, facts, value)
             if kind != "claim":
                 return []
