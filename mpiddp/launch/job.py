@@ -68,7 +68,6 @@ class Job:
     console: Console
     stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
     exchange: Exchange | None = None
-    restarts: int = 0
     failures: int = 0  # restarts that count
     in_a_row: int = 0  # failures without a step between them: the pause grows only for these
     at_fault: str = ""  # the host that ended the latest attempt, by its key
@@ -83,10 +82,11 @@ class Job:
 
     def attempt(self) -> Outcome:
         """Run the latest plan, and learn from it. A host that ended two in a row is avoided from now on."""
+        self.console.attempts += 1
         try:
             outcome = self._run_mpirun()
         except (UserError, JobFailed) as error:
-            if not self.restarts:
+            if self.console.attempts == 1:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
         self.known = self.known.after(outcome.announcement)
@@ -117,7 +117,7 @@ class Job:
             names.JOB: job,
             names.OUTPUT: options.log_ranks,
             names.RUN_ID: self.run_id,
-            names.RESTART_COUNT: str(self.restarts),
+            names.RESTART_COUNT: str(self.console.attempts - 1),
             names.MAX_RESTARTS: str(options.max_restarts),
             names.ANNOUNCED: json.dumps(announced) if known.global_batch_size else "",
             names.RUN_DIR: known.run_dir,
@@ -130,7 +130,6 @@ class Job:
             where = folder / "control" if has_path else request.network.control_address
             server = ControlServer(where, ranks.world_size, selector)
             stack.enter_context(closing(server))
-            self.console.attempts += 1
             if self.exchange is not None:
                 self.exchange.begin(server)
             given = {name: value for name, value in own.items() if value} | server.settings
@@ -232,7 +231,6 @@ class Job:
     def _begin_again(self, plan: Plan, count: str = "") -> Plan:
         """Let the next attempt run this plan, and say so."""
         self.plan = plan
-        self.restarts += 1
         hosts, known = plan.request.hosts, self.known
         log.info(f"restarting on {all_of([host.name for host in hosts.hosts])}{count}.")
         if known.global_batch_size is not None and hosts.world_size != known.world_size:
