@@ -67,13 +67,15 @@ class Job:
     def steps(self, count: int, every_s: float) -> None:
         """All ranks make steps, at most two of which are reported in a second."""
         first = self.ranks.newest_step[0]
-        reported_at = 0.0
+        unreported_s = 0.0
         for step in range(first + 1, first + count + 1):
-            assert self.after(every_s) == ""
-            if self.now - reported_at >= 0.5:
-                reported_at = self.now
+            unreported_s += every_s
+            if unreported_s >= 0.5:
+                assert self.after(unreported_s) == ""
+                unreported_s = 0.0
                 for rank in self.cpu_s:
                     self.note(rank, "progress", **progress(step))
+        assert self.after(unreported_s) == ""
 
     def after(self, seconds: float) -> str:
         """What is said within the next seconds."""
