@@ -6,7 +6,8 @@ usage() {
   cat <<'END'
 Set everything up once (in .venv, without root), then train over a hostfile or run the tests.
 
-  ./run.sh [HOSTFILE] [train options]   train; default: hostfiles/local, CIFAR-10
+  ./run.sh [HOSTFILE] [train options]   train; default: this machine, CIFAR-10, a rank on each
+                                        GPU, or on CPUs those of hostfiles/local;
                                         in the job of a scheduler: the hosts of the job
   ./run.sh test [pytest options]        run the quick tests: no root, no cluster, about 2 minutes
   ./run.sh test all [pytest options]    run every test; those of a cluster need root, or skip
@@ -177,10 +178,12 @@ set_up() {
 }
 
 # In the job of a scheduler, the launcher takes the hosts of the job, or refuses those that it cannot read.
-in_a_job() {
+# Else it starts one rank on each GPU of this machine.
+launch_finds_hosts() {
   "$venv/bin/python" -c 'import os, sys
 from mpiddp.hosts.allocations import grants_hosts
-sys.exit(not grants_hosts(os.environ))'
+from mpiddp.hosts.gpus import gpu_names, hides_all_gpus
+sys.exit(not (grants_hosts(os.environ) or (not hides_all_gpus(os.environ) and gpu_names())))'
 }
 
 case ${1:-} in
@@ -225,7 +228,7 @@ esac
 if [[ -n ${1:-} && $1 != -* ]]; then
   named=(--hostfile "$1")
   shift
-elif in_a_job; then
+elif launch_finds_hosts; then
   named=()
 else
   named=(--hostfile "$root/hostfiles/local")

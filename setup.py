@@ -19,7 +19,7 @@ setup(
     license="Apache-2.0",
     keywords="mpi mpirun pytorch distributed ddp launcher slurm checkpoints",
     classifiers=[
-        "Development Status :: 4 - Beta",
+        "Development Status :: 3 - Alpha",
         "Environment :: Console",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",

@@ -36,15 +36,15 @@ def main() -> None:
             if world.rank == 0:
                 who = "rank 0" if len(savers) == 1 else "all ranks"
                 contents = ", ".join(f"{count} times {name}" for name, count in found.items())
-                print(f"saved by {who}: the file is {contents}", flush=True)
+                print(f"saved by {who}: {contents}", flush=True)
 
 
 def whose(path: Path) -> str:
     try:
         values = torch.load(path)["own"].unique().tolist()
     except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError):
-        return "unreadable"
-    return f"that of rank {values[0]:g}" if len(values) == 1 else "a mixture"
+        return "an unreadable file"
+    return f"the file of rank {values[0]:g}" if len(values) == 1 else "a mixture"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Step 3: DistributedDataParallel on any number of hosts, with snapshots from which a run resumes.
+"""Step 3: DistributedDataParallel on any number of hosts, with checkpoints from which a run resumes.
 
 mpiddp launch --hostfile hostfiles/two_nodes --max-restarts 3 examples/series/many_hosts.py 10 2
 torchrun --nproc-per-node 2 examples/series/many_hosts.py 10 2
@@ -28,7 +28,7 @@ def main() -> None:
     # Each rank gets its share of the samples, and of each step: together they are step 1's.
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, options.batch_size // ranks, sampler=sampler)
-    # Every host needs the snapshot, and a host may fail while it saves. A run with other settings is
+    # Every host needs the checkpoint, and a host may fail while it saves. A run with other settings is
     # another run.
     config = {"series": "ddp", "batch_size": options.batch_size, "samples": options.samples}
     checkpoints = mpiddp.Checkpoints(options.out, every=options.save_every, config=config)

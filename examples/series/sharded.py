@@ -36,7 +36,7 @@ def main() -> None:
     # Each rank gets its share of the samples, and of each step: together they are step 1's.
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, options.batch_size // ranks, sampler=sampler)
-    # Every host needs the snapshot, and a host may fail while it saves. A run with other settings is
+    # Every host needs the checkpoint, and a host may fail while it saves. A run with other settings is
     # another run.
     config = {"series": "fsdp", "batch_size": options.batch_size, "samples": options.samples}
     checkpoints = mpiddp.Checkpoints(options.out, every=options.save_every, config=config)

@@ -20,10 +20,10 @@ def parse() -> argparse.Namespace:
     parser = _Parser()
     add = parser.add_argument
     add("total_epochs", type=int, help="number of epochs")
-    add("save_every", type=int, help="epochs between two snapshots")
+    add("save_every", type=int, help="epochs between two checkpoints")
     add("--batch-size", "--batch_size", type=int, default=64, help="samples per step, on all ranks")
     add("--samples", type=int, default=2048, help="samples of the data set")
-    add("--out", type=Path, help="folder of the snapshots (default: runs/SCRIPT)")
+    add("--out", type=Path, help="folder of the checkpoints (default: runs/SCRIPT)")
     options = parser.parse_args()
     for name in ("total_epochs", "save_every", "batch_size"):
         if getattr(options, name) < 1:

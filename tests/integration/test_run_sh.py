@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.errors import error
+from tests.support.machine import tool
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, find_mpirun
 
@@ -55,8 +56,8 @@ def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
         (folder / f"{name}.py").write_text(text)
     tools = folder / "bin"
     tools.mkdir()
-    for tool in TOOLS:
-        (tools / tool).symlink_to(str(shutil.which(tool)))
+    for name in TOOLS:
+        (tools / name).symlink_to(str(shutil.which(name)))
     if modules:
         program(tools / "python3", f'PYTHONPATH={folder} exec {sys.executable} "$@"')
     return str(tools)
@@ -254,6 +255,14 @@ def test_run_sh_trains_from_another_folder_with_the_same_environment(ready, tmp_
     assert re.search(r"^steps +2 of 128 images$", table, re.MULTILINE), table
     assert len(list((tmp_path / "runs").iterdir())) == 1
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_run_sh_starts_one_rank_on_each_gpu_of_this_machine(ready, tmp_path):
+    path = tool(tmp_path / "tools", "nvidia-smi", 'echo "GPU 0: A (UUID: x)"')
+    done = run_sh(ready, *TRAINING, cwd=tmp_path, env={"PATH": path})
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ranks +1 on 1 host", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.slow

@@ -511,7 +511,7 @@ def test_pitfalls(here):
     found = dict(re.findall(r"^(\w+) differs from one process by up to (\S+)$", text, re.M))
     assert float(found["BatchNorm"]) > 0.1
     assert float(found["SyncBatchNorm"]) < 1e-5
-    assert "saved by rank 0: the file is 6 times that of rank 0\n" in text
+    assert "saved by rank 0: 6 times the file of rank 0\n" in text
     assert "saved by all ranks: the file is 6 times" not in text
     assert "the ranks of 2 add up to 1\n" in text
     hang = ("--hang-timeout", "10s", str(folder / "collective_on_one_rank.py"))
