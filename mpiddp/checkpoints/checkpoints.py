@@ -165,9 +165,8 @@ class Checkpoints:
                 root = self._dir.checkpoints
                 with run.together(), named_by("cannot rename"):
                     for each in folders.set_aside(root, resumed.step) if run.is_writer else ():
-                        log.info(
-                            f"renamed to {each.name}: its step is later than that of the resume"
-                        )
+                        why = "its step is later than that of the resume"
+                        log.info(f"renamed to {each.name}: {why}")
             self._step = resumed.step
             current().stop.steps_before = resumed.step
             return resumed

@@ -85,9 +85,8 @@ def find(run: Run, path: Path | None = None) -> Found | None:
     found = _gathered(run, own)
     while usable := [each for each in found if not each.damage]:
         best = max(usable, key=lambda each: (each.order, -each.rank))
-        same = [
-            each for each in usable if each.save_id == best.save_id and each.order == best.order
-        ]
+        chosen = best.save_id, best.order
+        same = [each for each in usable if (each.save_id, each.order) == chosen]
         checked = _checked(run, same)
         found = [each for each in found if each not in same] + checked
         if not any(each.damage for each in checked):
@@ -137,8 +136,7 @@ def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
     has_own = any(not each.damage for each in own)
     if path is None or (has_own and (not goes_back or is_restart(os.environ))):
         return own
-    given = folder.find_checkpoints(path)
-    if given is not None:
+    if given := folder.find_checkpoints(path):
         named = [_candidate(run, each, of_this_run=False) for each in folder.list_steps(given)]
     elif folder.is_checkpoint(path):
         named = [_candidate(run, path, of_this_run=goes_back, is_named=True)]

@@ -136,8 +136,7 @@ class Run:
         self._lock: RunLock | None = None  # on the ranks that write
         if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
             with self.together():
-                exists = self.gather(run_dir.checkpoints.exists())
-                if not any(exists):  # its file server may be away
+                if not any(self.gather(run_dir.checkpoints.exists())):  # its server may be away
                     raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
         with self.writing_together():
             if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut

@@ -183,9 +183,8 @@ class Saver:
             try:
                 folder.prune(self._root, self._keep, is_good=self._is_verified)
             except OSError as error:  # the new checkpoint is complete anyway
-                log.warning(
-                    f"warning: {self._root}: cannot remove old checkpoints: {error.strerror}."
-                )
+                why = f"cannot remove old checkpoints: {error.strerror}"
+                log.warning(f"warning: {self._root}: {why}.")
 
     def _settle(self, job: _Copied, part: str, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part of the save: all ranks report, and each comes to the same result.

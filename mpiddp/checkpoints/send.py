@@ -6,6 +6,7 @@ A resume sends files to the hosts that lack them. A save of shards sends each ra
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,11 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
             problems.append(error)
             return None
 
+    for (
+        each
+    ) in transfers:  # for hosts that share the disk of the run with this one, but not this file
+        if each.source == rank and rank in each.receivers:
+            attempt(shutil.copyfile, each.path, into / each.path.name)
     # The number of each file is its tag. A file that cannot be opened is None.
     files = [
         (tag, each, attempt(each.path.open, "rb"))
@@ -54,8 +60,7 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
         for tag, each in enumerate(transfers)
         if each.source == rank or rank in each.receivers
     ]
-    sizes = [each.entry.bytes for _, each, _ in files]
-    for start in range(0, max(sizes, default=0), CHUNK_BYTES):
+    for start in range(0, max([each.entry.bytes for _, each, _ in files], default=0), CHUNK_BYTES):
         works, parts = [], []
         for tag, each, file in files:
             if (left := each.entry.bytes - start) <= 0:
@@ -68,7 +73,7 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
                 continue
             if file is not None:
                 attempt(file.readinto, data)
-            works += [group.send([chunk], receiver, tag) for receiver in each.receivers]
+            works += [group.send([chunk], to, tag) for to in each.receivers if to != rank]
         for work in works:
             work.wait()
         for file, data in parts:
