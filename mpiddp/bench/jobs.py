@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -70,7 +71,9 @@ class Jobs:
         Raises:
             BenchJobFailed: it did not succeed within `timeout_s`.
         """
-        job = ["-m", "mpiddp", "bench-rank", "--share", str(self.per_host), name]
+        is_chosen = any("OMP_NUM_THREADS" in each for each in (*os.environ, *self.where))
+        share = 1 if is_chosen else self.per_host
+        job = ["-m", "mpiddp", "bench-rank", "--share", str(share), name]
         return self.run_job(*job, json.dumps(asdict(options)), *self.training, ranks=ranks)
 
     def run_job(self, *job: str, ranks: int) -> Result:
@@ -81,8 +84,9 @@ class Jobs:
 
 
 def launch_command(*options: str) -> list[str]:
-    # A job that has exceeded its time has nothing to save.
-    return [sys.executable, "-m", "mpiddp", "launch", "--grace", "1s", *options]
+    # A job that has exceeded its time has nothing to save. The results come from rank 0's output.
+    fixed = ("--grace", "1s", "--log-ranks", "default")
+    return [sys.executable, "-m", "mpiddp", "launch", *fixed, *options]
 
 
 def time_command(argv: Sequence[str], *, timeout_s: float) -> Finished:

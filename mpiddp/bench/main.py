@@ -33,7 +33,7 @@ from mpiddp.launch.variables import without_values
 from mpiddp.train.options import OF_RUN
 from mpiddp.train.options import parse as parse_training
 
-_OF_ALL_SLOTS = ("n", "npernode")  # a job of fewer ranks says so itself
+_OF_ALL_SLOTS = ("n",)  # each job has its own
 
 
 @dataclass(frozen=True)

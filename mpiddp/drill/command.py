@@ -13,6 +13,7 @@ from typing import Any
 
 from mpiddp.arguments import as_arguments
 from mpiddp.errors import UserError
+from mpiddp.launch.command import LEFT_OUT
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 
@@ -44,7 +45,11 @@ class Command:
     def resume(self, printed: str, otherwise: list[str]) -> list[str]:
         """The command that the launcher has printed, or the same one again."""
         found = _RESUME.findall(printed)
-        return shlex.split(found[-1]) if found else otherwise
+        if not found:
+            return otherwise
+        # The launcher does not print the values of -x.
+        given = {f"{each.partition('=')[0]}={LEFT_OUT}": each for each in self.options}
+        return [given.get(word, word) for word in shlex.split(found[-1])]
 
     def folder(self, out: Path) -> Path:
         """The working folder of a run. Without {out}, relative paths must not reach the user's files."""

@@ -78,7 +78,7 @@ def positive(text: str) -> float:
 
 def interval(text: str) -> str:
     """20 (steps), 30s, 10m or 1.5h: `mpiddp.Checkpoints` takes the text."""
-    if not re.fullmatch(r"0*[1-9]\d{0,11}|\d{1,6}(\.\d+)?[smh]", text, re.ASCII):
+    if not re.fullmatch(r"0*[1-9]\d{0,8}|(?=[0.]*[1-9])\d{1,6}(\.\d+)?[smh]", text, re.ASCII):
         raise ArgumentTypeError(
             f"expected steps, or a time such as 30s, 10m or 1h, not {text[:80]!r}"
         )

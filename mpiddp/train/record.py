@@ -76,7 +76,7 @@ def start_record(run: Path, world: mpiddp.World, hosts: list[str], started: str)
     def write() -> None:
         facts = {
             "started": started,  # local time, 20261122-070847
-            "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+            "command": shlex.join([sys.executable, *sys.argv]),
             "folder": str(Path.cwd()),
             "python": platform.python_version(),
             "system": platform.platform(),

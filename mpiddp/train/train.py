@@ -133,7 +133,8 @@ def main(options: Namespace) -> int:
         if summary is None:
             return STOPPED
         summary["hosts"] = dict(Counter(hosts))
-        if world.rank == 0:
+        has_steps = summary["train_loss"] is not None
+        if world.rank == 0 and (has_steps or not (out / "summary.json").exists()):
             save_json(out / "summary.json", summary)
         log.info(f"\n{table(summary, out)}")
     return DONE

@@ -36,7 +36,8 @@ WIDTH, HEIGHT = 500, 375  # of a generated image: the most common size in ImageN
 
 
 def rank(world: World, options: Options, training: list[str]) -> Result:
-    is_named = any(each.startswith(("--dataset", "--data-dir", "--use-syn")) for each in training)
+    sources = ("--dataset", "--data-dir", "--use-syn")
+    is_named = any(each.replace("_", "-").startswith(sources) for each in training)
     source = [] if is_named else ["--dataset=image-folder"]
     with started(world, [*training, *source]) as job, contextlib.ExitStack() as stack:
         config = job.config

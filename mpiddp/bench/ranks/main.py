@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import replace
 from importlib import import_module
+
+import torch
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.bench.figures import emit
-from mpiddp.runtime.gpu import prepare
 from mpiddp.runtime.script import keep_freed_memory
 from mpiddp.world import World
 
@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("training", nargs=argparse.REMAINDER, help="options of mpiddp train")
     values = parser.parse_args(argv)
     world = World.from_env()
-    local_ranks = max(world.local_world_size or 1, values.share)
-    prepare(replace(world, local_world_size=local_ranks))
+    share = max(1, (os.cpu_count() or 1) // values.share)
+    torch.set_num_threads(min(torch.get_num_threads(), share))
     keep_freed_memory(os.environ)
     options = import_module(f"mpiddp.bench.{values.name}").Options(**values.options)
     rank = import_module(f"mpiddp.bench.ranks.{values.name}").rank
