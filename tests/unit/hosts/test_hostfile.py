@@ -113,6 +113,7 @@ def test_a_host_is_the_same_wherever_it_is_written():
         ("a\nb\nnode1 slots=two\n", "a positive", [':3: "slots=two"', EXAMPLE]),
         ("node1 slots=²", "a positive", [':1: "slots=²"', EXAMPLE]),
         ("node1:", "a positive", [':1: "node1:"', "node1:4"]),
+        ("node1 host=b", "not one of", [':1: "host=b"', EXAMPLE]),
         ("node1 slots=9999999", "a positive", [':1: "slots=9999999"', EXAMPLE]),
         ("node1\nno\rde2\n", "not text", [":2: ", "0x0d", EXAMPLE]),
         ("node1\x1b[2J", "not text", [":1: ", "0x1b", EXAMPLE]),
