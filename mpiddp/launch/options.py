@@ -48,6 +48,9 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "RANKS": _ranks,
 }
 
+# The variables that hold another default of an option.
+_DEFAULTS = {"log_ranks": names.LOG_RANKS, "timeout_s": names.TIMEOUT}
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -167,8 +170,8 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
             more = {"choices": value.strip("{}").split(",")}
         elif default == ():
             default, more["action"] = [], "append"
-        elif name == "log_ranks":
-            default = os.environ.get(names.LOG_RANKS) or default
+        elif name in _DEFAULTS:
+            default = os.environ.get(_DEFAULTS[name]) or default
         every = [flag.strip("()") for flag in spellings]
         every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
         action = group.add_argument(*every, dest=name, default=default, help=help, **more)
@@ -290,7 +293,9 @@ def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
 # Options that people write behind the script by mistake. With the first, they expect that nothing starts.
 _STARTS_NOTHING = ("--dry-run", "--help", "-h")
 _MISPLACED = (*_STARTS_NOTHING, "--hostfile", "-H", "-n")
-_OWN_PARSER = re.compile(r"\b(argparse|ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
+_OWN_PARSER = re.compile(
+    r"\b(argparse|\w*ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b"
+)
 
 
 def refuse_misplaced(job: Sequence[str], verb: str) -> None:
@@ -306,7 +311,10 @@ def refuse_misplaced(job: Sequence[str], verb: str) -> None:
             continue
         sentence = f"{flag} comes after {script}, so it goes to the script, which does not name it."
         if flag in _STARTS_NOTHING:
-            raise UserError(f"{sentence} Write it before the script: {verb} {flag} {script}")
+            raise UserError(
+                f"{sentence} Write it before the script: {verb} {flag} {script}. If the script takes it "
+                f"all the same: mpiddp launch … -- python {script} {flag}"
+            )
         log.info(f"{sentence} An option of {verb} comes before the script.")
 
 

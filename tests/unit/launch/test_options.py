@@ -25,7 +25,7 @@ DEFAULTS = LaunchOptions(JOB)
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MPIDDP_LOG_RANKS", "MPIDDP_PREFIX"):
+    for name in ("MPIDDP_LOG_RANKS", "MPIDDP_PREFIX", "MPIDDP_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -63,7 +63,10 @@ def test_what_an_option_becomes(options, fields):
 def test_variables_are_other_defaults(monkeypatch):
     monkeypatch.setenv("MPIDDP_LOG_RANKS", "all")
     monkeypatch.setenv("MPIDDP_PREFIX", "never")
-    assert parsed("") == replace(DEFAULTS, log_ranks="all", prefix="never")
+    monkeypatch.setenv("MPIDDP_TIMEOUT", "3m")
+    found = replace(DEFAULTS, log_ranks="all", prefix="never", timeout_s=180.0)
+    assert parsed("") == found
+    assert parsed("--timeout 90") == replace(found, timeout_s=90.0)
 
 
 def test_the_help_begins_with_examples_and_has_the_common_options(capsys):
@@ -96,6 +99,7 @@ def script(tmp_path) -> Path:
         ("parser.add_argument('--dry-run')", "--dry-run"),
         ("parser.add_argument('--dry_run')", "--dry-run"),
         ("import argparse", "--help"),
+        ("from transformers import HfArgumentParser", "-h"),
         ("parse('-n')", "-n"),
     ],
 )
