@@ -107,6 +107,9 @@ def launch_function(argv: list[str]) -> int:
 
         leave_enclosing_job(os.environ)
         options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
+        log.is_quiet = options.quiet
+        if options.dry_run:
+            raise UserError("mpiddp.spawn: --dry-run runs nothing. Leave it out.")
         # Those of `env=`, which are on no command line.
         given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
         options = replace(options, variables={**options.variables, **given})

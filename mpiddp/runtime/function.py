@@ -97,7 +97,9 @@ def _sources(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _own_modules() -> list[ModuleType]:
     """The loaded modules of Python files below the script's folder, or a notebook's working folder."""
-    folder, others, found = Path(sys.path[0]).resolve(), {"mpiddp", *sys.stdlib_module_names}, []
+    # A notebook has "" behind the folders of the standard library.
+    folder = Path("" if "" in sys.path else sys.path[0]).resolve()
+    others, found = {"mpiddp", *sys.stdlib_module_names}, []
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or ".").resolve()
         is_own = path.suffix == ".py" and path.is_relative_to(folder)

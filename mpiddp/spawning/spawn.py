@@ -30,7 +30,7 @@ from mpiddp.runtime.function import name_of, pickled_call, said, unpickled
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
-Value: TypeAlias = str | int | float | bool | Sequence[str] | None  # of an option
+Value: TypeAlias = str | int | float | bool | Sequence[str | int] | None  # of an option
 
 MAX_RESULT_BYTES = 64 << 20
 _LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
@@ -108,6 +108,8 @@ def spawn(
     for keyword, value in options.items():  # the launcher's parser checks their names and values
         option = f"--{keyword.replace('_', '-')}"
         values = [value] if value is None or isinstance(value, (str, int, float)) else value
+        if values is value and value and keyword not in ("env_file", "mpi_args"):
+            values = [",".join(map(str, values))]  # only these two may be repeated
         given = [each for each in values if each is not None and each is not False]
         arguments += [option if each is True else f"{option}={each}" for each in given]
     call = encode(

@@ -97,7 +97,10 @@ def test_a_process_of_multiprocessing_may_not_spawn(method):
 # What travels
 
 
-def test_the_callers_own_modules_travel_and_installed_ones_do_not(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_notebook", [False, True])
+def test_the_callers_own_modules_travel_and_installed_ones_do_not(
+    tmp_path, monkeypatch, is_notebook
+):
     """The other process cannot import them. A function of one of them uses a module beside it."""
     (tmp_path / "own_helpers.py").write_text("SCALE = 10\ndef scaled(x):\n    return SCALE * x\n")
     (tmp_path / "own_work.py").write_text(
@@ -105,6 +108,11 @@ def test_the_callers_own_modules_travel_and_installed_ones_do_not(tmp_path, monk
         "def work(x):\n    return json.dumps([scaled(x), own_helpers.SCALE])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    if is_notebook:  # IPython puts the working folder behind the standard library
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", [sys.prefix, "", *sys.path[1:]])
+    for name in ("own_helpers", "own_work"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     own_work = importlib.import_module("own_work")
     call = pickled_call(own_work.work, (4,), MAX_RESULT_BYTES)
     _, body = pickle.loads(b64decode(call))
@@ -218,12 +226,16 @@ def test_a_result_whose_module_is_missing_here():
         ({"hosts": []}, "is not a host", ['-H: ""']),
         ({"timeout": "soon"}, "--help", ["argument --timeout: ", "'soon'", "90"]),
         ({"max_restart": 1}, "--help", ["--max-restart"]),
+        ({"dry_run": True}, "Leave it out", ["mpiddp.spawn: --dry-run "]),
+        # Without its quiet, the launcher says that it uses this machine.
+        ({"quiet": True, "exclude": ["n4", "localhost"]}, "is not in", ['--exclude: "n4" ']),
     ],
 )
-def test_bad_options_are_one_sentence(keywords, id, values, monkeypatch):
+def test_bad_options_are_one_sentence(keywords, id, values, monkeypatch, capfd):
     """The launcher's own, raised here."""
     as_a_user(monkeypatch)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     sentence = error(id, *values)
     with pytest.raises(UserError, match=f"^{sentence}$"):
         mpiddp.spawn(len, "ab", **keywords)
+    assert capfd.readouterr() == ("", "")
