@@ -121,9 +121,10 @@ class Program(NamedTuple):
                 found[str(path.relative_to(folder))] = sha256(text).hexdigest()
                 for first in _imported_by(text) - seen:
                     seen.add(first)
-                    module = folder / f"{first}.py"
-                    # A package counts as a whole.
-                    todo += [module] if module.is_file() else (folder / first).rglob("*.py")
+                    module, package = folder / f"{first}.py", folder / first
+                    # A package counts as a whole. A folder of data, with all that lies below, is none.
+                    files = "**/*.py" if (package / "__init__.py").is_file() else "*.py"
+                    todo += [module] if module.is_file() else package.glob(files)
         return sorted(found.items())
 
 

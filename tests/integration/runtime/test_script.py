@@ -110,15 +110,22 @@ def test_a_later_optimizer_goes_on_and_two_of_one_step_count_once():
 
 def test_the_files_of_a_script_are_those_that_it_imports(tmp_path):
     """A module beside the script counts as the script does; others in its folder do not."""
-    (tmp_path / "train.py").write_text("import os, helper\nif True:\n    from pkg.sub import x\n")
+    (tmp_path / "train.py").write_text(
+        "import os, helper, wandb, models\nif True:\n    from pkg.sub import x\n"
+    )
     (tmp_path / "helper.py").write_text("import deeper\n")
     (tmp_path / "deeper.py").write_text("import train\n")
     (tmp_path / "stranger.py").touch()
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()
     (tmp_path / "pkg" / "sub.py").touch()
+    (tmp_path / "wandb/run-1/code").mkdir(parents=True)  # wandb itself is installed
+    (tmp_path / "wandb/run-1/code/old.py").touch()
+    (tmp_path / "models").mkdir()  # a package without an __init__.py
+    (tmp_path / "models/net.py").touch()
     found = dict(Program("script", str(tmp_path / "train.py")).files)
-    assert sorted(found) == ["deeper.py", "helper.py", "pkg/__init__.py", "pkg/sub.py", "train.py"]
+    package, others = ["pkg/__init__.py", "pkg/sub.py"], ["models/net.py", "train.py"]
+    assert sorted(found) == sorted(["deeper.py", "helper.py", *package, *others])
     before = found["helper.py"]
     (tmp_path / "helper.py").write_text("import deeper  # changed\n")
     assert dict(Program("script", str(tmp_path / "train.py")).files)["helper.py"] != before
