@@ -374,7 +374,8 @@ def _connect(
             host, _, port = server.address.rpartition(":")
             connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
             stack.enter_context(connection)
-        channel.notice_silence(connection)
+        # A stopped launcher (Ctrl-Z) reads no steps. If it is lost, the rank's own connection shows it.
+        channel.notice_silence(connection, is_read_slowly=facts.get("role") == channel.SCRIPT)
         connection.settimeout(answer_s)
         challenge = _next(connection)["challenge"]
         line, proof = channel.introduction(server.key, challenge, kind, rank, facts)

@@ -267,6 +267,16 @@ def test_a_server_that_is_stopped_does_not_block_a_rank_that_looks_for_room(job)
     assert until(lambda: rank.has_room)
 
 
+def test_a_server_that_is_stopped_keeps_the_connection_of_a_script_that_makes_steps(job):
+    """The kernel would end it some seconds after the server's buffer is full."""
+    rank, script = job.connect(0), job.connect(0, SCRIPT)
+    limits_ms = [
+        each.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        for each in (rank, script)
+    ]
+    assert limits_ms == [12_000, 0]
+
+
 def test_the_end_of_the_server_ends_every_wait():
     job = Job()
     first, *_ = job.all()
