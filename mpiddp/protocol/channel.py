@@ -75,7 +75,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "mpi_init": {"active": bool},  # begins, or has succeeded
     "log": {"path": str},  # of the file that will contain a traceback
     "announce": {"resume_args": list, "global_batch_size": _MAYBE, "max_ranks": _MAYBE},
-    "run_dir": {"path": str},  # a restart waits until it is there
+    "run_dir": {"path": str},  # a restart fails if it is gone
     "supports_stop": {},
     # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core) and of
     # its process: seconds, and bytes. Then, if it is new, `shown`: what the script says of its training, by
