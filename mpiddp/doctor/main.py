@@ -59,7 +59,6 @@ def main(argv: list[str]) -> int:
     launch = parse_options(job)
     hosts = plan.read_hosts(launch, os.environ)
     starter = find_starter(hosts.starter, launch.mpirun, plan.PYTHON, os.environ)
-    hosts.transport.check_installed()
     resolve_all([host.name for host in hosts.usable])
     checked = plan.run_preflight(launch, hosts, starter, os.environ)
     lines = _of_preflight(checked, starter.name)
@@ -138,23 +137,19 @@ def _facts_program(options: argparse.Namespace, hosts: Hosts) -> str:
     folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
     if options.data is not None:
         folders["data"] = str(Path(folder, options.data))
+    files = []
+    if options.script is not None:
+        script = Path(folder, options.script)
+        if not os.path.isfile(script):  # noqa: PTH113 - it raises nothing
+            raise UserError(f"--script {options.script} not found (looked in {folder}).")
+        files = [script, *sorted(each for each in script.parent.glob("*.py") if each != script)]
     wanted = {
         "names": [host.name for host in hosts.usable],
         "folders": folders,
-        "files": _files(Path(folder), options.script),
+        "files": [str(each) for each in files],
         "path": os.environ.get("PATH", os.defpath),
     }
     return program_that_prints((interfaces, gpus, facts), f"doctor_facts({wanted!a})")
-
-
-def _files(folder: Path, script: str | None) -> tuple[str, ...]:
-    """The script, and the modules beside it."""
-    if script is None:
-        return ()
-    path = folder / script
-    if not os.path.isfile(path):  # noqa: PTH113 - it raises nothing
-        raise UserError(f"--script {script} not found (looked in {folder}).")
-    return (str(path), *sorted(str(each) for each in path.parent.glob("*.py") if each != path))
 
 
 def _of_facts(found: compare.Facts, answers: Mapping[str, Answer]) -> list[Line]:

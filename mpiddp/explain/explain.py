@@ -31,7 +31,6 @@ _SHOWN = 160  # characters of a line
 _LONGEST_MESSAGE = 12  # lines of an exception
 _MOST_TRACEBACKS = 200
 _GOES_ON_LINES, _GOES_ON_STEPS = 300, 2  # after a failure: the job has survived it
-_GOES_ON_AFTER_VERDICT = 10  # lines: nothing but sentences of mpiddp follows the last one of these
 _END_LINES = 50  # of a log, in which it may say that it ended well
 
 # What launchers write before a rank's line: "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
@@ -133,6 +132,12 @@ class Log:
 
     def __init__(self) -> None:
         self.last_sentence = ""  # of mpiddp, "" for none
+        self._begin_attempt()
+        self._last_at = 0  # the last line that matters
+        self._lines_after = self._steps_after = 0  # that line
+        self._end = deque[bytes](maxlen=_END_LINES)
+
+    def _begin_attempt(self) -> None:
         self._rows: dict[str, Explanation] = {}  # the first line of each row outside of tracebacks
         self._open: dict[str, str] = {}  # by rank: its traceback's first function, "" before that
         self._chained: set[str] = set()  # ranks whose next traceback follows from the one before
@@ -141,9 +146,6 @@ class Log:
         self._has_stepped = False  # since the last traceback
         self._verdict: re.Match[str] | None = None
         self._verdict_at = 0
-        self._last_at = 0  # the last line that matters
-        self._lines_after = self._steps_after = 0  # that line
-        self._end = deque[bytes](maxlen=_END_LINES)
 
     def read(self, number: int, line: bytes) -> None:
         """Look at a line with a known text, and at all lines while a traceback is open."""
@@ -162,7 +164,9 @@ class Log:
         rank, text = _split(line)
         if text.startswith(_OURS):
             self.last_sentence = text
-            if verdict := _VERDICT.fullmatch(text):
+            if text.startswith(f"{_OURS}restarting on "):  # the job has survived all before it
+                self._begin_attempt()
+            elif verdict := _VERDICT.fullmatch(text):
                 self._verdict, self._verdict_at = verdict, number
             elif self._verdict is not None:
                 return True
@@ -221,8 +225,7 @@ class Log:
     @property
     def survived(self) -> str:
         """How one sees that the job went on after all that the log shows, "" if it did not."""
-        is_long = self._lines_after >= _GOES_ON_LINES or self._steps_after >= _GOES_ON_STEPS
-        if is_long or (self._verdict and self._lines_after >= _GOES_ON_AFTER_VERDICT):
+        if self._lines_after >= _GOES_ON_LINES or self._steps_after >= _GOES_ON_STEPS:
             return f"the log goes on for {self._lines_after} lines after it"
         if any(map(_WELL.search, self._end)):
             return "the log ends well"
@@ -256,9 +259,7 @@ class Log:
         if self._has_stepped and weights & {Weight.CAUSE, Weight.SYMPTOM}:
             return None  # the job has survived them, and failed later
         last = [*self._last]
-        if not any(
-            each.rank for each in last
-        ):  # the last one may be of the same rank as the others
+        if not any(each.rank for each in last):  # the last may be of the same rank as the others
             last.reverse()
         for group in (last, [*self._caught][::-1]):
             found = [self._with_message(each.found) for each in group]

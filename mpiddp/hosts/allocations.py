@@ -152,8 +152,7 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
             "this pod is a worker of an MPIJob, whose hosts only the launcher pod knows. "
             "Write mpiddp launch in the command of the Launcher, and sshd in that of the Worker."
         )
-    any_of_them = " or ".join(MPIJOB_HOSTFILES)
-    name = next((name for name in MPIJOB_HOSTFILES if env.get(name)), any_of_them)
+    name = next((name for name in MPIJOB_HOSTFILES if env.get(name)), " or ".join(MPIJOB_HOSTFILES))
     return _of_file(env, name, f"the hostfile of {name}", "K_MPI_JOB_ROLE")
 
 

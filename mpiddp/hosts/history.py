@@ -62,11 +62,6 @@ class Record:
     failed_at: float
 
     @property
-    def doubt(self) -> str:
-        """Why a job would do better without it; "" for no reason."""
-        return self.summary if self.ended + self.silent >= FLAKY else ""
-
-    @property
     def summary(self) -> str:
         """ "ended 3 of its last 5 jobs, and did not answer in 1"."""
         of = f"of its last {counted(self.jobs, 'job')}"
@@ -131,8 +126,9 @@ def parse(line: bytes) -> Event | None:
 def doubts(path: Path | None, hosts: Sequence[Host]) -> dict[str, str]:
     """Why a job would do better without some of the hosts, by their keys."""
     events = read(path)
-    found = {host: record_of(host.key, events).doubt for host in hosts}
-    return {host.key: f"{host.name} {doubt}" for host, doubt in found.items() if doubt}
+    known = [(host, record_of(host.key, events)) for host in hosts]
+    flaky = [(host, each) for host, each in known if each.ended + each.silent >= FLAKY]
+    return {host.key: f"{host.name} {each.summary}" for host, each in flaky}
 
 
 def note(path: Path | None, used: Collection[str], failed: Mapping[str, str]) -> None:

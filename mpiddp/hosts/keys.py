@@ -17,7 +17,6 @@ from pathlib import Path
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import Answer, other_hosts, run_on_hosts, ssh_complaint
-from mpiddp.hosts.transport import SSH
 
 _ANSWER_S = 30.0
 _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
@@ -25,7 +24,6 @@ _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
 
 def main(_: argparse.Namespace, hosts: Hosts) -> int:
     """Make a key if there is none, and copy it. Raises UserError for a host that accepts no login then."""
-    SSH.check_installed()
     others = other_hosts(hosts.hosts)
     closed = _closed(others)
     asked = [  # a yes or a password opens these logins

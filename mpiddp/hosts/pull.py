@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.errors import DONE, FAILED, UserError, named_by
 from mpiddp.hosts import push
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, other_hosts, ssh_complaint
@@ -30,7 +30,6 @@ _PRIVATE = ".mpiddp-pull"  # in the run's folder: what has arrived, by host
 # The files of a checkpoint by which it is verified. checkpoints/folder.py says what they hold.
 _COMPLETE, _MANIFEST, _INDEX = "COMPLETE", "manifest.json", "shards.json"
 _BLOCK = 1 << 20
-_SSH_FAILED = 255  # rsync's exit code
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
@@ -46,12 +45,13 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         raise UserError(f"{above} is a file; expected the folder of a run.")
     least = push.least_of(hosts.hosts, options.min_hosts)
     others = other_hosts(hosts.hosts)
-    was_here = folder.exists()
-    with ThreadPoolExecutor(MOST_BEHIND_JUMP) as threads:
-        fetched = [
-            *zip(others, threads.map(lambda host: _fetch(host, folder), others), strict=True)
-        ]
+    if others and shutil.which("rsync") is None:
+        raise UserError("rsync is not installed here. Run: sudo apt-get install rsync")
+    was_here = above == folder
     try:
+        with ThreadPoolExecutor(MOST_BEHIND_JUMP) as threads:
+            answers = threads.map(lambda host: _fetch(host, folder), others)
+            fetched = [*zip(others, answers, strict=True)]
         unreached = [f"{host.name}: {why}" for host, why in fetched if isinstance(why, str)]
         if len(hosts.hosts) - len(unreached) < least:
             raise UserError("\n".join(unreached))
@@ -84,20 +84,19 @@ def _arrived(folder: Path, host: Host) -> Path:
 
 
 def _fetch(host: Host, folder: Path) -> list[str] | str | None:
-    """Bring what is not here. Returns lines about unreadable files, or why the host cannot be reached.
-
-    None if it has no such folder.
-    """
+    """Bring what is not here. Returns lines about unreadable files, None without the folder, or why not."""
     arrived = _arrived(folder, host)
-    arrived.mkdir(parents=True, exist_ok=True)
+    with named_by(""):
+        arrived.mkdir(parents=True, exist_ok=True)
     done = push.rsync(
         host, *_options(folder), "--", f"{push.rsync_target(host)}:{folder}/", f"{arrived}/"
     )
     if done.returncode in (DONE, push.VANISHED):
         return []
     # A connection that ends early is ssh's to explain, whatever exit code rsync has by then.
-    said = [each for each in push.rsync_errors(done) if "unexpectedly closed" not in each]
-    if done.returncode == _SSH_FAILED or not said:
+    errors = push.errors_of("rsync", done.stderr)
+    said = [each for each in errors if "unexpectedly closed" not in each]
+    if done.returncode == 255 or not said:
         return ssh_complaint(host, done.stderr).removeprefix(f"{host.name}: ")
     return None if "change_dir" in said[0] and "No such file" in done.stderr else said
 

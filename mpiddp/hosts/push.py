@@ -13,15 +13,17 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
+from subprocess import DEVNULL, PIPE, Popen
+from typing import BinaryIO
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by
@@ -52,10 +54,10 @@ for folder in {folders!a}:
 print(json.dumps([shutil.which("rsync") is not None, error]))
 """
 # A tar archive after the folder's name, which no shell interprets.
-_PACK = 'printf "%s\\n" "$0"; exec tar -c "$@"'
+_PACK = 'printf "%s\\n" "$0"; exec tar -c "$@" --null -T -'
 _UNPACK = (
     f'IFS= read -r folder; cd -- "$folder" && rm -rf {_NEW} && mkdir -p {_NEW} {_REPLACED} && '
-    f"tar -x -C {_NEW} && for each in {_NEW}/* {_NEW}/.[!.]*; do name=${{each##*/}}; "
+    f"tar -x -C {_NEW} || exit; for each in {_NEW}/* {_NEW}/.[!.]*; do name=${{each##*/}}; "
     f'if [ -e "$each" ] || [ -h "$each" ]; then rm -rf -- "{_REPLACED}/$name"; '
     f'if [ -e "$name" ] || [ -h "$name" ]; then mv -- "$name" {_REPLACED}/; fi; '
     f'mv -- "$each" . || exit 1; fi; done; rmdir {_NEW}'
@@ -110,6 +112,10 @@ def _entry(text: str) -> str:
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Push, and print the result. Returns 1 if a host failed meanwhile that may be missing, else 0."""
     folders = [os.path.abspath(each) for each in options.folders]  # noqa: PTH100 - a link stays one
+    for data in (f"{each}/data" for each in folders if "data" not in options.leave_out):
+        if os.path.lexists(data):  # the folder may be a data set
+            to_push = f"To push it: mpiddp hosts push FILE {shlex.quote(data)}"
+            print(f"{data} is left out. {to_push}", file=sys.stderr)
     pushed = push(
         hosts.hosts,
         folders or default_folders(str(Path.cwd())),
@@ -170,7 +176,8 @@ def push(
     refusals |= {host: error for host, (_, error) in found.items() if error}
     if len(hosts) - len(refusals) < least:
         raise UserError(_by_host(refusals))
-    with_rsync = {host for host, (has_rsync, _) in found.items() if has_rsync}
+    is_here = shutil.which("rsync") is not None
+    with_rsync = {host for host, (is_there, _) in found.items() if is_here and is_there}
 
     def send(host: Host) -> int | str:
         by = _rsync if host in with_rsync else _tar
@@ -186,11 +193,10 @@ def push(
     sent = {host: each for host, each in results.items() if not isinstance(each, str)}
     if len(hosts) - len(refusals) - len(failures) < least:
         raise JobFailed(_by_host(failures))
-    notes = [
-        f"{host.name} has no rsync: all was sent. Install it there to send changes only."
-        for host in sent
-        if host not in with_rsync and not dry_run
-    ]
+    without = [host.name for host in sent if host not in with_rsync and not dry_run]
+    without = ["this machine"] if without and not is_here else without
+    install = "all was sent. Install it there to send changes only."
+    notes = [f"{name} has no rsync: {install}" for name in without]
     if not dry_run and any(Path(sys.executable).is_relative_to(folder) for folder in names):
         notes += _pythons([*sent])
     seconds = time.monotonic() - began
@@ -223,18 +229,18 @@ def _names(folder: str, left_out: Sequence[str]) -> list[str]:
 
 def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
     """Send a folder by rsync. Returns the bytes of the files that were sent. Raises JobFailed."""
-    done = rsync(
-        host,
-        *("--delete", "--delete-delay", "--delay-updates", f"--partial-dir={PART}"),
-        *("--backup", f"--backup-dir={folder}/{_REPLACED}", *_EXCLUDED),
-        *("--stats", "--no-human-readable", *(["--dry-run"] if dry_run else [])),
-        *("--", *(f"./{each}" for each in names), f"{rsync_target(host)}:{folder}/"),
-        cwd=folder,
-    )
+    with _list_of(names) as stdin:
+        done = rsync(
+            host,
+            *("--delete", "--delete-delay", "--delay-updates", f"--partial-dir={PART}"),
+            *("--backup", f"--backup-dir={folder}/{_REPLACED}", *_EXCLUDED),
+            *("--stats", "--no-human-readable", *(["--dry-run"] if dry_run else [])),
+            *("-r", "--no-relative", "--from0", "--files-from=-"),
+            *("--", f"{folder}/", f"{rsync_target(host)}:{folder}/"),
+            stdin=stdin,
+        )
     if done.returncode not in (DONE, VANISHED):
-        last = ["no output", *done.stderr.strip().splitlines()][-1]
-        why = [*rsync_errors(done), shown(last)][0]
-        raise JobFailed(f"{why} (rsync's exit code {done.returncode})")
+        raise _failed("rsync", done.returncode, done.stderr)
     stats = dict(re.findall(r"^([A-Z][a-z ]+): (\d+)", done.stdout, re.MULTILINE))
     changes = ("regular files transferred", "created files", "deleted files")
     if not any(int(stats.get(f"Number of {each}", 0)) for each in changes):
@@ -242,29 +248,41 @@ def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
     return max(1, int(stats["Total transferred file size"]))
 
 
+def _list_of(names: Sequence[str]) -> BinaryIO:
+    """A file of them for rsync or tar: a command line is too short for 100,000."""
+    file = os.fdopen(os.memfd_create("mpiddp-names"), "w+b")
+    file.write(b"".join(os.fsencode(f"./{each}\0") for each in names))
+    file.seek(0)
+    return file
+
+
 def rsync(
-    host: Host, *arguments: str, cwd: str | Path | None = None
+    host: Host, *arguments: str, stdin: int | BinaryIO = DEVNULL
 ) -> subprocess.CompletedProcess[str]:
     """Run rsync over ssh. Its messages are in English."""
     return subprocess.run(
         [*RSYNC, "-e", shlex.join(ssh_options(host)), *arguments],
-        cwd=cwd,
         env={**os.environ, "LC_ALL": "C"},
-        stdin=DEVNULL,
+        stdin=stdin,
         capture_output=True,
         text=True,
         errors="replace",
     )
 
 
-def rsync_errors(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The sentences of rsync itself, without those of ssh."""
-    return [shown(line) for line in re.findall(r"^rsync: (.*)", done.stderr, re.MULTILINE)]
+def errors_of(program: str, stderr: str) -> list[str]:
+    """The sentences of rsync or tar itself, without those of ssh."""
+    return [shown(line) for line in re.findall(f"^{program}: (.*)", stderr, re.MULTILINE)]
+
+
+def _failed(program: str, code: int, stderr: str) -> JobFailed:
+    last = ["no output", *stderr.strip().splitlines()][-1]
+    why = [*errors_of(program, stderr), shown(last)][0]
+    return JobFailed(f"{why} ({program}'s exit code {code})")
 
 
 def rsync_target(host: Host) -> str:
-    name = f"[{host.name}]" if ":" in host.name else host.name
-    return f"{host.user}@{name}" if host.user else name
+    return (replace(host, name=f"[{host.name}]") if ":" in host.name else host).ssh_target
 
 
 def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
@@ -277,15 +295,12 @@ def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
                 size += path.lstat().st_size if path.is_file() else 0
     if dry_run:
         return size
-    pack = ["sh", "-c", _PACK, folder, *_EXCLUDED, "--", *names]
-    with subprocess.Popen(pack, cwd=folder, stdout=PIPE) as packing:
-        done = subprocess.run(
-            shell_command(host, _UNPACK), stdin=packing.stdout, stdout=DEVNULL, stderr=PIPE
-        )
+    pack, unpack = ["sh", "-c", _PACK, folder, *_EXCLUDED], shell_command(host, _UNPACK)
+    with _list_of(names) as stdin, Popen(pack, cwd=folder, stdin=stdin, stdout=PIPE) as packing:
+        done = subprocess.run(unpack, stdin=packing.stdout, stdout=DEVNULL, stderr=PIPE)
     if done.returncode:
-        said = ["no output", *done.stderr.decode(errors="replace").strip().splitlines()]
-        raise JobFailed(f"{shown(said[-1])} (tar's exit code {done.returncode})")
-    if packing.returncode > 1:  # 1: a file has changed meanwhile
+        raise _failed("tar", done.returncode, done.stderr.decode(errors="replace"))
+    if packing.returncode not in (0, 1):  # 1: a file has changed meanwhile
         raise JobFailed(f"not all of {folder} can be read (tar's exit code {packing.returncode})")
     return size
 

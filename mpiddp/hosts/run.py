@@ -18,7 +18,6 @@ from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import INSTALL
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer, run_on_hosts
 from mpiddp.text import duration as duration_text
@@ -87,7 +86,6 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     # The literals of Python are the only form in which the command travels: no shell reads it.
     values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED}
     program = "".join(f"{name} = {value!a}\n" for name, value in values.items()) + _AGENT
-    resolve_all([host.name for host in hosts.hosts])
     failures: dict[str, str] = {}
 
     def show(answers: Mapping[Host, Answer]) -> None:

@@ -83,7 +83,7 @@ def run_on_hosts(
     So many logins as sshd accepts go on at once. This machine runs the program directly. A process that still
     runs at its deadline is killed on this side. Raises UserError if the transport is not installed here.
     """
-    if not all(is_this_host(host.name) for host in hosts):
+    if other_hosts(hosts):
         transport.check_installed()
     stdin = f"{program}\n{input}".encode()
     limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
@@ -251,18 +251,21 @@ def no_answer(
     host: Host, program: str, answer: Answer, limit_s: float, fix: str, transport: Transport = SSH
 ) -> str:
     """The sentence for a program that has not answered. `fix` is that for a host without it."""
-    if not transport.is_ssh and not answer.has_failed_there:
+    if answer.exit_code == NO_PROGRAM:
+        return f"{host.name}: {program} is missing. {fix}"
+    if answer.has_begun and answer.exit_code is None:
+        hint = "A file server may not answer. Run there: df"
+        return f"{host.name}: {program} has started there, and does not end in time. {hint}"
+    if answer.has_failed_there:
+        last = (answer.stderr.strip().splitlines() or [f"exit code {answer.exit_code}"])[-1]
+        return f"{host.name}: {program} does not run there: {last.rstrip('.')}."
+    if not transport.is_ssh:
         unsaid = [f"no answer in {limit_s:g} s" if answer.exit_code is None else "no output"]
         reason = (answer.stderr.strip().splitlines() or unsaid)[-1].rstrip(".")
         return (
             f"{transport.name} {host.name} failed: {reason}. "
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
-    if answer.exit_code == NO_PROGRAM:
-        return f"{host.name}: {program} is missing. {fix}"
-    if answer.has_failed_there:
-        last = (answer.stderr.strip().splitlines() or [f"exit code {answer.exit_code}"])[-1]
-        return f"{host.name}: {program} does not run there: {last.rstrip('.')}."
     if answer.exit_code is None:
         return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true"
     return ssh_complaint(host, answer.stderr)

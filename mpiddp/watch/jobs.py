@@ -17,7 +17,7 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS, VIEWED_AT, encode, viewed_folders
+from mpiddp.protocol.channel import VIEW_JOB, VIEWED_AT, encode, viewed_folders
 from mpiddp.text import listed, shown
 
 Facts = Mapping[str, Any]
@@ -38,14 +38,6 @@ class Job:
     def title(self) -> str:
         return f"{self.pid or '-'} ({self.facts.get('name', 'no answer')})"
 
-    def now(self) -> dict[str, Any]:
-        """What it says of its job now. Raises UserError if it has ended or does not answer."""
-        return self._ask(VIEW_JOB, _ANSWER_S)
-
-    def stacks(self) -> dict[str, Any]:
-        """Where its ranks are: a sentence, and the Python stacks of each. Raises UserError as `now`."""
-        return self._ask(VIEW_STACKS, _STACKS_S)
-
     @property
     def gone(self) -> UserError:
         """The error about a job that has ended meanwhile."""
@@ -58,8 +50,9 @@ class Job:
             raise self.gone
         return connection
 
-    def _ask(self, view: str, within_s: float) -> dict[str, Any]:
-        if facts := _answer(self.connected(), view, within_s):
+    def ask(self, view: str) -> dict[str, Any]:
+        """What it says of its job, or its stacks. Raises UserError if it has ended or does not answer."""
+        if facts := _answer(self.connected(), view, _ANSWER_S if view == VIEW_JOB else _STACKS_S):
             return facts
         raise UserError(
             f"job {self.title} does not answer: it ends or restarts now, or is suspended (Ctrl-Z)."

@@ -10,8 +10,9 @@ from contextlib import suppress
 from mpiddp.arguments import whole
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.processes import opened
+from mpiddp.protocol.channel import VIEW_STACKS
 from mpiddp.text import counted, escaped
-from mpiddp.watch.jobs import Job, find_job, job_parser
+from mpiddp.watch.jobs import find_job, job_parser
 
 # The frames of what runs a script, which stand above the script's own.
 _ABOVE_SCRIPT = re.compile(
@@ -20,28 +21,24 @@ _ABOVE_SCRIPT = re.compile(
 
 
 def stacks(argv: list[str]) -> int:
-    """Run `mpiddp stacks ARGV`. Raises UserError for bad usage, no such job, or no answer."""
+    """Run `mpiddp stacks ARGV`. Raises UserError for bad usage, no such job or rank, or no answer."""
     purpose = "Print the current source line of each rank, and who waits. The job goes on."
     parser = job_parser("stacks", purpose)
     parser.add_argument("--rank", type=whole(0), help="also print the Python stacks of this rank")
     options = parser.parse_args(argv)
-    print(stacks_text(find_job(options.job), options.rank))
-    return DONE
-
-
-def stacks_text(job: Job, rank: int | None) -> str:
-    """Where all ranks are, and the Python stacks of `rank`. Raises UserError if there is no such rank."""
+    job, rank = find_job(options.job), options.rank
     count = len(job.facts.get("ranks", []))
     if rank is not None and rank >= count > 0:
         raise UserError(
             f"--rank {rank}: there is no such rank; job {job.title} has {counted(count, 'rank')}."
         )
-    facts = job.stacks()
+    facts = job.ask(VIEW_STACKS)
     text = str(facts["sentence"])
     if rank is not None:
-        stacks = facts["stacks"].get(str(rank), f"rank {rank} has sent no stack.")
-        text += f"\n\n{_ABOVE_SCRIPT.sub('', stacks)}"
-    return escaped(text, keep="\n").rstrip()
+        of_rank = facts["stacks"].get(str(rank), f"rank {rank} has sent no stack.")
+        text += f"\n\n{_ABOVE_SCRIPT.sub('', of_rank)}"
+    print(escaped(text, keep="\n").rstrip())
+    return DONE
 
 
 def stop(argv: list[str]) -> int:

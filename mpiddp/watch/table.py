@@ -15,6 +15,7 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
+from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, seconds, size_text
 from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, job_parser, running_jobs
 
@@ -83,7 +84,7 @@ def top(argv: list[str]) -> int:
     parser.add_argument("--host", default="", help="only the ranks of this host")
     options = parser.parse_args(argv)
     job = find_job(options.job)
-    facts = job.now()
+    facts = job.ask(VIEW_JOB)
     if options.host and options.host not in hosts_of(facts):
         hint = did_you_mean(options.host, hosts_of(facts))
         raise UserError(f"--host {options.host}: the job has no such host.{hint}")
@@ -92,12 +93,17 @@ def top(argv: list[str]) -> int:
         while is_drawn:
             _draw(head_lines(facts), sorted_ranks(facts, options.sort, options.host))
             time.sleep(_EVERY_S)
-            facts = job.now()
+            try:
+                facts = job.ask(VIEW_JOB)
+            except UserError:
+                if not job.path.exists():  # it has ended
+                    raise
+                facts = {**facts, "phase": "no answer"}  # as at a restart
         ranks = sorted_ranks(facts, options.sort, options.host)
         print("\n".join([*head_lines(facts), *rank_lines(ranks)]))
     except KeyboardInterrupt:
         print()
-    except UserError as error:  # it has ended
+    except UserError as error:
         print(f"\n{error}")
     return DONE
 

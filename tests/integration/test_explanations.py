@@ -99,6 +99,9 @@ WAITED = (
 REFUSED = "ssh: connect to host node2 port 22: Connection refused"
 KILLED = "mpiddp: rank 1 on node2 was killed by SIGKILL. The other ranks were stopped."
 VERDICT = "mpiddp: rank 1 on n2 failed first: ValueError: bad. The other ranks were stopped."
+RESTARTED = "mpiddp: restarting on n1 and n2 (restart 1 of 3)."
+ENDED = "mpiddp: rank 0 on n1 ended first, with exit code 3. The other ranks were stopped."
+DF = ["Filesystem      Size  Used Avail Use% Mounted on", *["/dev/sda1  9G  4G  5G  45% /"] * 20]
 STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
 
 
@@ -123,6 +126,10 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         # The launcher's own sentence is known.
         ([KILLED], [("system-killed", 1)]),
         (["ValueError: bad", VERDICT], [("python-exception", 1)]),
+        (["ValueError: bad", VERDICT, *DF], [("python-exception", 1)]),
+        # What a restart has survived is no cause of the end.
+        (["ValueError: bad", VERDICT, RESTARTED, KILLED], [("system-killed", 4)]),
+        (["ValueError: bad", VERDICT, RESTARTED, ENDED], [("system-rank-ended", 4)]),
         # An exception alone is no failed job.
         (["ValueError: bad image, skipped"], []),
         (["ValueError: bad image", "Process name: [1,0]"], []),

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -43,7 +43,10 @@ def private_folder(tmp_path, monkeypatch):
 
 @contextmanager
 def serving(console):
-    """A thread that answers as a launcher does: a job of two ranks on the hosts a and b."""
+    """A thread that answers as a launcher does: a job of two ranks on the hosts a and b.
+
+    It answers nobody while the event that it yields is set.
+    """
     ranks = Ranks(("a", "b"))
     for rank in (0, 1):
         ranks.note(Message(rank, "progress", progress(5 + rank), 1.0))
@@ -52,14 +55,14 @@ def serving(console):
         VIEW_JOB: facts,
         VIEW_STACKS: {"sentence": "both wait.", "stacks": {1: f"{STACK}\n\nthread 2:"}},
     }
-    is_over = threading.Event()
+    is_over, is_between = threading.Event(), threading.Event()
 
     def run():
         with TimedSelector() as selector, socket.create_server(("127.0.0.1", 0)) as ranks:
             server = ChannelServer(ranks, "a key", 2, selector)
             selector.register(console.listener, selectors.EVENT_READ, console.listener)
-            while not is_over.is_set():
-                for key, _ in selector.select(0.01):
+            while not is_over.wait(0.01):
+                for key, _ in [] if is_between.is_set() else selector.select(0):
                     for message in server.receive(key.data):
                         console.answer(message.facts["viewer"], **answers[message.kind])
             server.close()
@@ -67,7 +70,7 @@ def serving(console):
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield
+        yield is_between
     finally:
         is_over.set()
         thread.join()
@@ -150,7 +153,7 @@ def test_a_job_that_has_just_ended_is_named(folder, monkeypatch, capsys):
     with serving(Console("viewed.py")):
         job = jobs.find_job(PID)
     with pytest.raises(UserError, match=error("has ended", f"job {PID} (viewed.py) ")):
-        job.now()
+        job.ask(VIEW_JOB)
     monkeypatch.setattr(stop_and_stacks, "find_job", lambda name: job)
     assert main(["stop", PID]) == 2
     sentence = error("has ended", f"job {PID} (viewed.py) ")
@@ -168,7 +171,9 @@ def test_what_a_killed_launcher_has_left_is_removed(job):
     assert len([*job.iterdir()]) == 1
 
 
-def test_top_is_redrawn_until_ctrl_c(job):
+@contextmanager
+def top_on_a_terminal():
+    """`mpiddp top`, and a function that waits until its screen shows a text."""
     terminal, its_end = pty.openpty()
     command = [sys.executable, "-m", "mpiddp", "top", PID]
     with subprocess.Popen(
@@ -177,14 +182,38 @@ def test_top_is_redrawn_until_ctrl_c(job):
         limit = threading.Timer(PATIENCE_S, top.kill)
         limit.start()
         os.close(its_end)
-        screen = b""
-        while screen.count(f"viewed.py (pid {PID}), running".encode()) < 2:
-            screen += os.read(terminal, 4096)
-        top.send_signal(signal.SIGINT)
+
+        def show(text):
+            screen = b""
+            while text.encode() not in screen:
+                screen += os.read(terminal, 4096)
+            return screen
+
+        yield top, show
         assert top.wait(PATIENCE_S) == 0
         limit.cancel()
     os.close(terminal)
-    assert re.search(rb"RANK +HOST +STATE", screen)
+
+
+def test_top_is_redrawn_until_ctrl_c(job):
+    with top_on_a_terminal() as (top, show):
+        for _ in range(2):
+            show(f"viewed.py (pid {PID}), running")
+        assert re.search(rb"RANK +HOST +STATE", show("LAST LINE"))
+        top.send_signal(signal.SIGINT)
+
+
+def test_top_outlives_a_restart_and_ends_with_the_job(folder):
+    """Nobody answers between two attempts."""
+    with ExitStack() as stack:
+        with serving(Console("viewed.py")) as is_between:
+            _, show = stack.enter_context(top_on_a_terminal())
+            show(f"viewed.py (pid {PID}), running")
+            is_between.set()
+            show(f"viewed.py (pid {PID}), no answer, 2 ranks")
+            is_between.clear()
+            show(f"viewed.py (pid {PID}), running")
+        show(f"job {PID} (viewed.py) has ended.")
 
 
 # Other tests' jobs run at the same time; here the only one is this process's.

@@ -13,13 +13,17 @@ import pytest
 
 from mpiddp.doctor import compare, network
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line
-from mpiddp.doctor.main import as_json, text
+from mpiddp.doctor.main import as_json, main, text
+from mpiddp.errors import UserError
 from mpiddp.hosts import facts as hosts_facts
 from mpiddp.hosts import gpus, interfaces
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
+from mpiddp.hosts.transport import Transport
+from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import find_mpirun
 
 GPU = {
     "index": "0",
@@ -202,6 +206,15 @@ def test_the_report_says_first_what_is_not_well():
         "ok       names  all",
     ]
     assert json.loads(as_json(lines, ["a", "b"], 1.25))["status"] == FAIL
+
+
+def test_this_machine_alone_needs_no_ssh(monkeypatch, capsys):
+    monkeypatch.setattr(Transport, "is_installed", False)
+    mpirun = find_mpirun()
+    assert main(["-H", "localhost:1", "--quick", "--mpirun", mpirun]) == 0
+    assert "no other host was to be asked" in capsys.readouterr().out
+    with pytest.raises(UserError, match=error("openssh-client")):
+        main(["-H", "localhost:1,n1.invalid:1", "--quick", "--mpirun", mpirun])
 
 
 def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path):

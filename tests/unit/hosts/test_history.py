@@ -11,7 +11,8 @@ import time
 import pytest
 
 from mpiddp import cli
-from mpiddp.hosts.history import ENDING, Event, append, file_of, parse, read, record_of
+from mpiddp.hosts.history import ENDING, Event, append, doubts, file_of, parse, read, record_of
+from mpiddp.hosts.hostfile import Host
 
 NOW = time.time() - 1000
 DAY_S = 86400.0
@@ -51,10 +52,13 @@ def hostfile(tmp_path):
         ([silent(1, "a"), job(1, hosts=["b"]), job(1)], (1, 0, 1), ""),
     ],
 )  # fmt: skip
-def test_the_last_jobs_of_a_host_count(events, expected, doubt):
+def test_the_last_jobs_of_a_host_count(events, expected, doubt, hostfile):
     record = record_of("a", events)
     assert (record.jobs, record.ended, record.silent) == expected
-    assert record.doubt == doubt
+    path = file_of(str(hostfile))
+    for event in events:
+        append(path, event)
+    assert doubts(path, [Host("a")]) == ({"a": f"a {doubt}"} if doubt else {})
 
 
 def test_an_event_is_one_line_beside_the_hostfile(hostfile):

@@ -118,6 +118,10 @@ def test_a_complete_checkpoint_comes_whole(there, bring):
     assert bring() == ["nothing new"]
 
 
+def no_folder(path, **options):
+    raise PermissionError(13, "Permission denied", str(path))
+
+
 def no_links(path, to):
     raise PermissionError(1, "Operation not permitted")
 
@@ -165,6 +169,15 @@ def test_bad_input_is_one_sentence(there, monkeypatch):
 
     with pytest.raises(UserError, match=error("is on no", "/here/none ")):
         verb("none")
+    Path("hosts").write_text("localhost\nn1.invalid\n")
+    with monkeypatch.context() as here:
+        here.setattr(Path, "mkdir", no_folder)
+        with pytest.raises(UserError, match=error("Permission denied", "/n1.invalid: ")):
+            verb("none")
+        here.setenv("PATH", "")
+        with pytest.raises(UserError, match=error("apt-get install rsync", "rsync ")):
+            verb("none")
+    Path("hosts").write_text("localhost\n")
     checkpoint(Path("run") / "step1", model="weights")
     above = f": {Path.cwd()}/run."
     with pytest.raises(UserError, match=error("checkpoint. Pull", "/run/step1 ", above)):
@@ -221,3 +234,57 @@ def test_an_archive_replaces_what_is_pushed_alone(tmp_path):
     incomplete = error("(tar's exit code 2)", f"not all of {tmp_path} ")
     with pytest.raises(JobFailed, match=incomplete):
         push._tar(HERE, str(tmp_path), [*names, "gone"], dry_run=False)
+
+
+def test_an_archive_that_cannot_be_unpacked_is_no_success(tmp_path, monkeypatch):
+    """The tar there fails before it writes. Its reason is said, in its own words."""
+    write(tmp_path / "run", a="12345")
+    write(
+        tmp_path / "bin",
+        tar='#!/bin/sh\n[ "$1" = -c ] && exec /bin/tar "$@"\n'
+        "echo 'tar: no space' >&2; echo 'tar: exiting' >&2; exit 2\n",
+    )
+    (tmp_path / "bin" / "tar").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    with pytest.raises(JobFailed, match=error("(tar's exit code 2)", "no space ")):
+        push._tar(HERE, str(tmp_path / "run"), ["a"], dry_run=False)
+    assert (tmp_path / "run" / "a").read_text() == "12345"
+
+
+# None of them is an option, a pattern or a comment.
+ODD = ["-rf", "#a", ";b", "c d", "*", "e\\nf", "new\nline", os.fsdecode(b"\xff")]
+
+
+def test_a_folder_of_very_many_files_is_pushed(there, ssh):
+    """Their names would not fit on a command line."""
+    names = [*ODD, *(f"{number:05}{'x' * 230}" for number in range(9000))]
+    run = Path("run").absolute()
+    for name in names:
+        (run / name).touch()
+    (there / "run").mkdir()
+    assert push._rsync(HOST, str(run), names, dry_run=False) == 1
+    assert {*names} == {path.name for path in (there / "run").iterdir()}
+
+
+def test_an_archive_has_files_of_any_name(tmp_path):
+    for name in ODD:
+        (tmp_path / name).touch()
+    assert push._tar(HERE, str(tmp_path), ODD, dry_run=False) == 1
+    assert {*ODD} == {path.name for path in (tmp_path / ".mpiddp-replaced").iterdir()}
+    assert {*ODD, ".mpiddp-replaced"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_push_without_rsync_here_sends_archives(there, monkeypatch, capsys):
+    """It says so, and what it leaves out of a folder that was named."""
+    run = Path("run").absolute()
+    write(run, a="12345", data__train="6")
+    Path("hosts").write_text("localhost\nn1.invalid\n")
+    monkeypatch.setattr(push, "ask_hosts", lambda hosts, *_, **__: ({hosts[0]: [True, ""]}, {}, {}))
+    monkeypatch.setattr(push.shutil, "which", lambda name: None)
+    monkeypatch.setattr(push, "_tar", lambda host, folder, names, dry_run: len(names))
+    assert main.main(["push", "hosts", str(run)]) == 0
+    out, err = capsys.readouterr()
+    said = err.splitlines()
+    assert out.startswith("n1.invalid: 1 B sent")
+    assert said[0] == f"{run}/data is left out. To push it: mpiddp hosts push FILE {run}/data"
+    assert said[1].startswith("this machine has no rsync: all was sent. ")

@@ -136,6 +136,12 @@ def test_a_host_that_gives_no_answer(
     assert re.fullmatch(sentence, said)
 
 
+def test_a_program_that_hangs_is_not_blamed_on_ssh() -> None:
+    for transport in (SSH, QRSH):
+        said = no_answer(A, NEEDS.python, Answer(None, "", ""), 15.0, FIX, transport)
+        assert re.fullmatch(error("file server", "a: /venv/bin/python "), said)
+
+
 def test_versions_that_differ() -> None:
     assert _complaint(replace(FINE, host=B), FINE, NEEDS) == ""
     for change, words, values in (

@@ -13,9 +13,8 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.launch.ranks import Ranks, job_facts
 from mpiddp.protocol.server import Message
-from mpiddp.watch import jobs
+from mpiddp.watch import jobs, stop_and_stacks
 from mpiddp.watch.jobs import Job
-from mpiddp.watch.stop_and_stacks import stacks_text
 from mpiddp.watch.table import head_lines, job_lines, rank_lines, sorted_ranks
 from tests.support.channels import progress
 from tests.support.errors import error
@@ -107,7 +106,7 @@ def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls(
     assert (quiet["state"], quiet["rate"]) == ("quiet", 1 / 40)
 
 
-def test_a_stack_begins_where_the_script_is(monkeypatch):
+def test_a_stack_begins_where_the_script_is(monkeypatch, capsys):
     stack = (
         "thread MainThread:\n"
         '  File "<frozen runpy>", line 198, in _run_module_as_main\n'
@@ -116,8 +115,10 @@ def test_a_stack_begins_where_the_script_is(monkeypatch):
     )
     job = Job(Path("x"), 7, {"name": "train.py", "ranks": [{}]})
     answer = {"sentence": "rank 0 is in main.", "stacks": {"0": stack}}
-    monkeypatch.setattr(Job, "stacks", lambda self: answer)
-    assert stacks_text(job, 0).splitlines()[2:4] == [
+    monkeypatch.setattr(Job, "ask", lambda self, view: answer)
+    monkeypatch.setattr(stop_and_stacks, "find_job", lambda name: job)
+    assert stop_and_stacks.stacks(["--rank", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:4] == [
         "thread MainThread:",
         '  File "/home/me/train.py", line 3, in <module>',
     ]
