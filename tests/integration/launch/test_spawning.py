@@ -121,6 +121,7 @@ def test_the_callers_own_modules_travel_and_installed_ones_do_not(
         [sys.executable, "-c", code],
         input=body,
         env=clean_env(),
+        cwd="/",
         capture_output=True,
         timeout=PATIENCE_S,
     )
