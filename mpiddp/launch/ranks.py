@@ -37,9 +37,8 @@ class Announcement(NamedTuple):
     world_size: int = 0  # of the attempt that announced the global batch
 
     def after(self, later: Announcement) -> Announcement:
-        """This one after a later attempt: the first of each kind counts, but the latest arguments."""
-        first = {name: value for name, value in self._asdict().items() if value}
-        return later._replace(**first | {"resume_args": later.resume_args or self.resume_args})
+        """This one after a later attempt. The first announcement of each kind counts."""
+        return later._replace(**{name: value for name, value in self._asdict().items() if value})
 
 
 class Ranks:

@@ -150,7 +150,7 @@ def test_a_request_before_a_growth_ends_the_job(
 # --- what one attempt tells the next ---
 
 
-def test_the_first_announcement_of_each_kind_counts_but_the_latest_arguments() -> None:
+def test_the_first_announcement_of_each_kind_counts() -> None:
     batch = {"resume_args": ["--resume"], "global_batch_size": 12, "max_ranks": None}
     announce, folder = (
         Message(0, "announce", batch, 1.0),
@@ -163,7 +163,7 @@ def test_the_first_announcement_of_each_kind_counts_but_the_latest_arguments() -
         assert ranks.announcement == Announcement(("--resume",), 12, None, "/x", 2)
     first = Announcement().after(Announcement(("--resume",), 12, None, "", 2))
     later = first.after(Announcement(("--other",), 24, 8, "runs/1", 3))
-    assert later == Announcement(("--other",), 12, 8, "runs/1", 2)
+    assert later == Announcement(("--resume",), 12, 8, "runs/1", 2)
     assert later.after(Announcement((), None, 4, "runs/2", 4)) == later
 
 
