@@ -6,7 +6,7 @@
     mpirun -n 4 python train.py 2>&1 | tee train.log | mpiddp explain -
 
 The launcher's own sentence decides, else the last traceback of a rank, else a known text. What the job has
-survived is at most "also seen". One regular expression finds the lines that matter, whatever their bytes are.
+survived is at most "also seen", before a restart forgotten. One regular expression finds what matters.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def launch_function(argv: list[str]) -> int:
         options = replace(options, variables={**options.variables, **given})
         outcome = _final(run(options, started_at, exchange), exchange)
         if outcome.known_cause:  # the caller's exception has the verdict
-            log.info(outcome.known_cause)
+            log.error(outcome.known_cause)
     except (UserError, JobFailed) as error:
         outcome = Outcome(BAD_INPUT if isinstance(error, UserError) else FAILED, str(error))
     except KeyboardInterrupt:  # nothing has started yet

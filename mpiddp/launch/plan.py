@@ -206,13 +206,15 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
     hosts, env, exports = request.hosts.hosts, request.env, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(request.network.networks)
+    # Its default, which the environment may hold, does not precede -x.
+    timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     own = {
         names.PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
         # A scheduler chooses the GPUs of each host itself.
         names.GPUS: "" if starter.has_scheduler else gpu_table(hosts, env, exports),
         names.INTERFACE: networks if options.interface else "",
-        names.TIMEOUT: f"{options.timeout_s:.12g}" if options.timeout_s else "",
+        names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         names.BIND: "gpu" if options.bind == "gpu" else "",
         names.VERBOSE: "1" if options.verbose else "",
         names.LOG_DIR: options.log_dir,

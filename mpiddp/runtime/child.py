@@ -106,7 +106,8 @@ class Program(NamedTuple):
         if self.kind == SCRIPT:
             with contextlib.suppress(OSError):  # python will say why
                 text = Path(self.name).read_bytes()
-                return bool(_HIDES_TORCH.search(text) or _imported_by(text) - _WITHOUT_TORCH)
+                packages = {each.partition(".")[0] for each in _imported_by(text)}
+                return bool(_HIDES_TORCH.search(text) or packages - _WITHOUT_TORCH)
         return self.kind != COMMAND
 
     @property
@@ -119,9 +120,10 @@ class Program(NamedTuple):
             with contextlib.suppress(OSError):  # Python will say why, if the script ever imports it
                 text = path.read_bytes()
                 found[str(path.relative_to(folder))] = sha256(text).hexdigest()
-                for first in _imported_by(text) - seen:
-                    seen.add(first)
-                    module, package = folder / f"{first}.py", folder / first
+                for name in _imported_by(text) - seen:
+                    seen.add(name)
+                    package = folder / name.replace(".", "/")
+                    module = package.with_suffix(".py")
                     # A package counts as a whole. A folder of data, with all that lies below, is none.
                     files = "**/*.py" if (package / "__init__.py").is_file() else "*.py"
                     todo += [module] if module.is_file() else package.glob(files)
@@ -129,9 +131,12 @@ class Program(NamedTuple):
 
 
 def _imported_by(text: bytes) -> set[str]:
-    """The first parts of the names of the modules that a script imports, as far as its lines show it."""
+    """The modules that a script imports, and the packages above them, as far as its lines show it."""
     names = b",".join(_IMPORT.findall(text)).decode().split(",")
-    return {name.strip().partition(".")[0] for name in names} - {""}
+    parts = [name.strip().split(".") for name in names]
+    return {
+        ".".join(each[:number]) for each in parts if all(each) for number in range(1, len(each) + 1)
+    }
 
 
 def parse(argv: list[str]) -> Program:

@@ -83,7 +83,9 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _inner(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function.func if isinstance(function, functools.partial) else function
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 def _sources(function: Callable[..., Any]) -> dict[str, Any]:
@@ -98,11 +100,11 @@ def _sources(function: Callable[..., Any]) -> dict[str, Any]:
 def _own_modules() -> list[ModuleType]:
     """The loaded modules of Python files below the script's folder, or a notebook's working folder."""
     # A notebook has "" behind the folders of the standard library.
-    folder = Path("" if "" in sys.path else sys.path[0]).resolve()
+    folders = [Path(each).resolve() for each in sys.path[:1] + [""] * ("" in sys.path)]
     others, found = {"mpiddp", *sys.stdlib_module_names}, []
     for name, module in list(sys.modules.items()):
         path = Path(getattr(module, "__file__", None) or ".").resolve()
-        is_own = path.suffix == ".py" and path.is_relative_to(folder)
+        is_own = path.suffix == ".py" and any(map(path.is_relative_to, folders))
         is_other = _INSTALLED & {*path.parts} or name.partition(".")[0] in others
         if is_own and not is_other and name == module.__name__ != "__main__":
             found.append(module)

@@ -44,7 +44,7 @@ def announce(
     """Send the launcher what a restart of this job needs. Without `mpiddp launch` this does nothing.
 
     Call it on every rank or on one rank, as soon as the values are known and before the first step. A
-    later call replaces an earlier one.
+    later call replaces an earlier one; the arguments of the first attempt serve all restarts.
 
     Args:
         resume_args: arguments to append to the same command, so that it resumes where this job ends.

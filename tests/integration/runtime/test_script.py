@@ -111,7 +111,7 @@ def test_a_later_optimizer_goes_on_and_two_of_one_step_count_once():
 def test_the_files_of_a_script_are_those_that_it_imports(tmp_path):
     """A module beside the script counts as the script does; others in its folder do not."""
     (tmp_path / "train.py").write_text(
-        "import os, helper, wandb, models\nif True:\n    from pkg.sub import x\n"
+        "import os, helper, wandb, models\nif True:\n    from pkg.sub import x\nfrom src.nets.deep import y\n"
     )
     (tmp_path / "helper.py").write_text("import deeper\n")
     (tmp_path / "deeper.py").write_text("import train\n")
@@ -121,10 +121,15 @@ def test_the_files_of_a_script_are_those_that_it_imports(tmp_path):
     (tmp_path / "pkg" / "sub.py").touch()
     (tmp_path / "wandb/run-1/code").mkdir(parents=True)  # wandb itself is installed
     (tmp_path / "wandb/run-1/code/old.py").touch()
-    (tmp_path / "models").mkdir()  # a package without an __init__.py
+    (tmp_path / "models").mkdir()  # packages without an __init__.py
     (tmp_path / "models/net.py").touch()
+    (tmp_path / "src/nets").mkdir(parents=True)
+    (tmp_path / "src/nets/deep.py").touch()
     found = dict(Program("script", str(tmp_path / "train.py")).files)
-    package, others = ["pkg/__init__.py", "pkg/sub.py"], ["models/net.py", "train.py"]
+    package, others = (
+        ["pkg/__init__.py", "pkg/sub.py"],
+        ["models/net.py", "src/nets/deep.py", "train.py"],
+    )
     assert sorted(found) == sorted(["deeper.py", "helper.py", *package, *others])
     before = found["helper.py"]
     (tmp_path / "helper.py").write_text("import deeper  # changed\n")

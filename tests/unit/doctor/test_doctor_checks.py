@@ -22,8 +22,8 @@ from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
 from tests.support.errors import error
+from tests.support.machine import an_mpirun
 from tests.support.patience import PATIENCE_S
-from tests.support.ranks import find_mpirun
 
 GPU = {
     "index": "0",
@@ -208,9 +208,9 @@ def test_the_report_says_first_what_is_not_well():
     assert json.loads(as_json(lines, ["a", "b"], 1.25))["status"] == FAIL
 
 
-def test_this_machine_alone_needs_no_ssh(monkeypatch, capsys):
+def test_this_machine_alone_needs_no_ssh(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Transport, "is_installed", False)
-    mpirun = find_mpirun()
+    mpirun = an_mpirun(tmp_path)
     assert main(["-H", "localhost:1", "--quick", "--mpirun", mpirun]) == 0
     assert "no other host was to be asked" in capsys.readouterr().out
     with pytest.raises(UserError, match=error("openssh-client")):

@@ -6,6 +6,7 @@ python -m pytest tests/unit/hosts/test_pull.py
 
 import json
 import os
+import resource
 import subprocess
 from collections.abc import Callable
 from hashlib import sha256
@@ -255,9 +256,12 @@ def test_an_archive_that_cannot_be_unpacked_is_no_success(tmp_path, monkeypatch)
 ODD = ["-rf", "#a", ";b", "c d", "*", "e\\nf", "new\nline", os.fsdecode(b"\xff")]
 
 
-def test_a_folder_of_very_many_files_is_pushed(there, ssh):
-    """Their names would not fit on a command line."""
-    names = [*ODD, *(f"{number:05}{'x' * 230}" for number in range(9000))]
+def test_a_folder_of_very_many_files_is_pushed(there, ssh, request):
+    """Their names would not fit on a command line, of which the stack's limit is four times as much."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_STACK, (soft, hard)))
+    resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, hard))
+    names = [*ODD, *(f"{number:05}{'x' * 230}" for number in range(1500))]
     run = Path("run").absolute()
     for name in names:
         (run / name).touch()
