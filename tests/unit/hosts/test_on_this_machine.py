@@ -410,16 +410,3 @@ def test_the_command_for_a_host():
     ]
     assert shell_command(Host("192.0.2.7"), "date", QRSH) == ["qrsh", "-inherit", "192.0.2.7", line]
     assert shell_command(Host("localhost"), "date", SSH) == ["sh", "-c", "date"]
-
-
-def test_a_command_that_does_not_end(tmp_path, capfd):
-    """It ends with all that it has started, on this machine too."""
-    file, hosts = tmp_path / "pid", tmp_path / "hosts"
-    hosts.write_text("localhost\n")
-    shell = ["sh", "-c", f"echo $$ > {file}; sleep 1000"]
-    assert main.main(["run", str(hosts), "--timeout", "1s", "--", *shell]) == 1
-    assert capfd.readouterr() == ("", "localhost: no end in 1 s; stopped\n")
-    deadline = time.monotonic() + 60
-    while file.exists() and Path("/proc", file.read_text().strip()).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

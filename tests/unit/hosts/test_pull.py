@@ -260,8 +260,8 @@ def test_a_folder_of_very_many_files_is_pushed(there, ssh, request):
     """Their names would not fit on a command line, of which the stack's limit is four times as much."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_STACK, (soft, hard)))
-    resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, hard))
-    names = [*ODD, *(f"{number:05}{'x' * 230}" for number in range(1500))]
+    resource.setrlimit(resource.RLIMIT_STACK, (1 << 19, hard))
+    names = [*ODD, *(f"{number:05}{'x' * 230}" for number in range(700))]
     run = Path("run").absolute()
     for name in names:
         (run / name).touch()
