@@ -107,9 +107,13 @@ def spawn(
     arguments = [] if ranks is None else ["-n", str(ranks)]
     for keyword, value in options.items():  # the launcher's parser checks their names and values
         option = f"--{keyword.replace('_', '-')}"
-        values = [value] if value is None or isinstance(value, (str, int, float)) else value
-        if values is value and value and keyword not in ("env_file", "mpi_args"):
-            values = [",".join(map(str, values))]  # only these two may be repeated
+        values: Sequence[str | int | float | None]
+        if value is None or isinstance(value, (str, int, float)):
+            values = [value]
+        elif keyword in ("env_file", "mpi_args"):  # only these two may be repeated
+            values = value
+        else:
+            values = [",".join(map(str, value))] if value else []
         given = [each for each in values if each is not None and each is not False]
         arguments += [option if each is True else f"{option}={each}" for each in given]
     call = encode(
