@@ -7,13 +7,12 @@ library. What a host cannot tell is None.
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "has_program": program is None or shutil.which(program, path=needs["path"]) is not None,
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
-        "python": platform.python_version(),
+        "python": sys.version.split()[0],
         "torch": package_version("torch"),
         "mpi4py": package_version("mpi4py"),
         "gpus": None if names is None else len(names),
@@ -58,6 +57,8 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
 
 def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
     """What `mpiddp doctor` compares. `wanted` has names of hosts, folders, files and a PATH."""
+    from concurrent.futures import ThreadPoolExecutor  # 10 ms
+
     names = {*wanted["names"], socket.gethostname()}
     with ThreadPoolExecutor(_RESOLVERS) as threads:
         resolved = dict(zip(names, threads.map(_resolve, names)))

@@ -30,7 +30,7 @@ from mpiddp.protocol.channel import INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, 
 from mpiddp.runtime.child import COMMAND, MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.coordinator import Coordinator, Server, connect_to_server
-from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
+from mpiddp.runtime.job.ending import Ending, Refused, ending_of
 from mpiddp.runtime.output import PAUSE_S, SHORT, Stream
 from mpiddp.world import World, is_joined
 
@@ -136,26 +136,27 @@ class Agent:
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
         from mpiddp.runtime.rendezvous.meet import meet
 
-        with meet(self.coordinator, self._own_info) as (coordinator, env, store):
-            # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no
-            # orphan of the script's.
-            adopt_orphans()
-            self._catch_signals()
-            self.coordinator = coordinator
-            coordinator.on_news = self._obey
-            if coordinator.connection is not None:
-                env[variables.CHANNEL] = coordinator.address
-                env[variables.CHANNEL_SECRET] = coordinator.key
-            if threads := limit_threads(coordinator.world):  # only now known
-                env["OMP_NUM_THREADS"] = str(threads)
-            os.environ.update(env)
-            if store is not None and (self.child is None or not self.child.imports_torch):
-                reserve(store)  # a process of the program may listen there
-                store = None
-            if self.child is not None:
-                self.child.go(env, store)
-        if self.child is None:
-            with self.coordinator.all_or_none():
+        coordinator, env, store = meet(self.coordinator, self._info())
+        # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
+        # of the script's.
+        adopt_orphans()
+        self._catch_signals()
+        self.coordinator = coordinator
+        coordinator.on_news = self._obey
+        if coordinator.connection is not None:
+            env[variables.CHANNEL] = coordinator.address
+            env[variables.CHANNEL_SECRET] = coordinator.key
+        if threads := limit_threads(coordinator.world):  # only now known
+            env["OMP_NUM_THREADS"] = str(threads)
+        os.environ.update(env)
+        self._join()
+        if store is not None and (self.child is None or not self.child.imports_torch):
+            reserve(store)  # a process of the program may listen there
+            store = None
+        if self.child is not None:
+            self.child.go(env, store)
+        else:
+            with coordinator.all_or_none():
                 self.child = Child(self.program, self.files)
 
     def _connect(self, launcher: Server) -> None:
@@ -181,20 +182,28 @@ class Agent:
                 stream.write_to(path)
         self.coordinator.send("log", path=str(path))
 
-    def _own_info(self) -> RankInfo:
-        """What the other ranks learn of this one, once its script has imported torch: it has joined."""
-        from mpiddp.runtime.rendezvous.meet import joining_timeout_s
+    def _info(self) -> RankInfo:
+        """What the other ranks learn of this one."""
         from mpiddp.runtime.rendezvous.result import RankInfo
 
-        while self.child is not None and "ready" not in self.child.said:
-            self._wait()
-            if self.child.status is not None:
-                line = ending_of_process(self.child.status).line(self.name)
-                raise JobFailed(f"{line}, before it had joined.")
-        self.coordinator.send("joining", timeout_s=joining_timeout_s())
         is_on_several_hosts = self.world.local_world_size != self.world.world_size
         files = self.program.files if is_on_several_hosts and not self._problem else []
         return RankInfo.of_this_process(self.world, self._problem, files)
+
+    def _join(self) -> None:
+        """Wait until the scripts of all ranks have imported torch, unless that of this one has ended."""
+        from mpiddp.runtime.rendezvous.meet import joining_timeout_s
+
+        child, ranks, timeout_s = self.child, self.coordinator, joining_timeout_s()
+        while child is not None and child.status is None and "ready" not in child.said:
+            self._wait()
+        if child is None or child.status is None:
+            ranks.send("joining", timeout_s=timeout_s)
+            ranks.give("joined", None, timeout_s=None if ranks.has_launcher else timeout_s)
+            has_others = ranks.connection is not None
+            while has_others and ranks.given("joined", timeout_s) is None:
+                self._wait()
+                has_others = child is None or child.status is None
 
     # --- the loop ---
 

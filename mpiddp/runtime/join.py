@@ -129,15 +129,15 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     from mpiddp.runtime.rendezvous.store import serve_store
 
     import_torch()
-    ranks, own = Coordinator(world, None), partial(RankInfo.of_this_process, world)
+    ranks, info = Coordinator(world, None), RankInfo.of_this_process(world)
     try:
-        with meet(ranks, own, keep_mpi=keep_mpi) as (coordinator, env, listener):
-            os.environ.update(env)
-            if listener is not None:
-                session.torch_store = serve_store(env, listener.detach())
+        coordinator, env, listener = meet(ranks, info, keep_mpi=keep_mpi)
     except UserError as error:  # such as a foreign MPI: the ranks have not met
         print_from_one_rank(str(error), world.rank, world.local_rank)
         raise SystemExit(BAD_INPUT) from None
+    os.environ.update(env)
+    if listener is not None:
+        session.torch_store = serve_store(env, listener.detach())
     if world.local_world_size is None:  # the local ranks have just been counted
         limit_threads(coordinator.world)
     if file := os.environ.get(ERROR_FILE):

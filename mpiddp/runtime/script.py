@@ -39,7 +39,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
-_CHILDREN_S = 5.0  # for a child that handles SIGTERM itself
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 _OURS = str(Path(__file__).parent)  # the folder whose frames lead to a script
@@ -257,53 +256,27 @@ def script_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def leave_sigterm_to_rank() -> None:
-    """From now on, processes that multiprocessing forks from this rank leave a stranger's SIGTERM to it.
+    """From now on, the workers that a DataLoader forks from this rank leave a stranger's SIGTERM to it.
 
-    A batch system may send one to every process of a job, whose rank still saves, and needs its workers. Once
-    the rank has ended, they obey its agent. Processes of os.fork or subprocess are not affected: the program
-    that they may execute would inherit the blocked signal.
+    A batch system may send one to every process of a job, whose rank still saves, and needs its workers.
     """
-    from multiprocessing import util  # its handler of atexit comes after those registered later
+    from multiprocessing import util
 
     util.register_after_fork(_obey_parent, _obey_parent)
-    atexit.register(_end_children)
-
-
-def _end_children() -> None:
-    """End the daemons of this process, by SIGKILL after some time.
-
-    multiprocessing sends SIGTERM once and then waits for ever, and the kernel drops it where a stranger's has
-    just arrived.
-    """
-    import multiprocessing
-
-    daemons = [child for child in multiprocessing.active_children() if child.daemon]
-    for child in daemons:
-        child.terminate()
-    for child in daemons:
-        child.join(_CHILDREN_S)
-        child.kill()
 
 
 def _obey_parent(_: object) -> None:
-    """In a forked child: ignore a SIGTERM unless the rank sends it, or has ended.
+    """In a forked child of multiprocessing, which begins: ignore a SIGTERM unless the rank sends it."""
+    from multiprocessing import current_process
 
-    A handler that the child itself installs gets every SIGTERM.
-    """
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    target = getattr(current_process(), "_target", None)
+    if getattr(target, "__module__", "").startswith("torch.utils.data."):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
-        threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 
-def _obey(rank: int) -> None:
-    while True:
-        sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
-        has_own_handler = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        if has_own_handler or sender == rank or os.getppid() != rank:
-            break
-    data = sys.modules.get("torch.utils.data")
-    is_loader_worker = data is not None and data.get_worker_info() is not None
-    if not has_own_handler and sender == rank and is_loader_worker:
-        os._exit(0)  # as torch's own handler of SIGTERM does; its rank would report another end
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    os.kill(os.getpid(), signal.SIGTERM)
+def _end_with(rank: int) -> None:
+    """End this worker at its rank's own SIGTERM, as torch's own handler does, or once the rank is gone."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank == os.getppid():
+        pass
+    os._exit(0)

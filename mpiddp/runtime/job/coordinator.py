@@ -135,11 +135,15 @@ class Coordinator:
             return [json.loads(each) for each in self.exchange(json.dumps(value))]
         key, text = key or self.unique_prefix("exchange"), json.dumps(value).encode()
         options = {"key": key, "timeout_s": timeout_s}
-        facts, values = self.ask("gather", text, unless_failed=unless_failed, **options)
+        answer = self.ask("gather", text, unless_failed=unless_failed, **options)
+        return self._values(*answer, timeout_s)
+
+    def _values(self, facts: Mapping[str, Any], values: bytes, timeout_s: float) -> list[Any]:
+        size = self.world.world_size
         if facts["type"] != "no_answer":
             return channel.unlisted(values, size)
         names, met = ", ".join(map(self.name, facts["missing"])), size - len(facts["missing"])
-        if self.hostnames:  # they have joined
+        if self.hostnames:  # they have met
             raise NoAnswer(f"{names} did not answer in {timeout_s:g} s.")
         raise NoAnswer(f"only {met} of {size} ranks joined in {timeout_s:g} s. Missing: {names}.")
 
@@ -148,15 +152,17 @@ class Coordinator:
         self._round += 1
         return f"{name}/{self._round}"
 
-    def give(self, key: str, value: object) -> None:
-        """Give this rank's value, and do not wait, see `given`. The news "called" calls the others to it."""
-        text = json.dumps(value).encode()
-        self.send("gather", text, key=key, timeout_s=None, calls=True, or_gone=True)
+    def give(self, key: str, value: object, *, timeout_s: float | None = None, **how: bool) -> None:
+        """Give this rank's value, and do not wait, see `given`.
 
-    def given(self, key: str) -> list[Any] | None:
-        """The values of all ranks, None of those that are gone; None until the others have given theirs."""
+        With `calls`, the news "called" calls the others to it. With `or_gone`, one that is gone gives None.
+        """
+        self.send("gather", json.dumps(value).encode(), key=key, timeout_s=timeout_s, **how)
+
+    def given(self, key: str, timeout_s: float = 0.0) -> list[Any] | None:
+        """The values of all ranks; None until the others have given theirs. Raises NoAnswer."""
         answer = self._arrived.get(key)
-        return None if answer is None else channel.unlisted(answer[1], self.world.world_size)
+        return None if answer is None else self._values(*answer, timeout_s)
 
     @contextlib.contextmanager
     def all_or_none(self, *, timeout_s: float = 600.0, exits: bool = True) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """The ranks meet: over MPI, or over a channel that they find without it.
 
-    ranks = Coordinator(world, None)
-    with meet(ranks, lambda: RankInfo.of_this_process(world)) as (ranks, variables, listener): ...
+    ranks, variables, listener = meet(Coordinator(world, None), RankInfo.of_this_process(world))
 
 A rank's agent comes here, and by hand the rank itself. Whatever they meet over gathers a value of every rank,
 and there is one course: every rank tells the others who it is, rank 0 compares them and listens on its
@@ -14,7 +13,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.runtime.rendezvous import result
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from mpiddp.runtime.rendezvous.mpi import over_mpi
-from mpiddp.runtime.rendezvous.result import Gather, Infos, Own, RankInfo
+from mpiddp.runtime.rendezvous.result import Gather, Infos, RankInfo
 from mpiddp.text import parse_duration, shown
 from mpiddp.world import World
 
@@ -37,12 +36,10 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 Met = tuple[Coordinator, dict[str, str], socket.socket | None]
 
 
-@contextlib.contextmanager
-def meet(ranks: Coordinator, own: Own, *, keep_mpi: bool = False) -> Iterator[Met]:
-    """Meet the other ranks. All ranks must call this. MPI is finalized after the body, which takes a while.
+def meet(ranks: Coordinator, info: RankInfo, *, keep_mpi: bool = False) -> Met:
+    """Meet the other ranks, which learn `info` of this one. All ranks must call this.
 
-    `ranks` may be connected to the launcher; without one, rank 0 serves the job channel. `own`, what the
-    others learn of this rank, is called once MPI has begun, and may wait.
+    `ranks` may be connected to the launcher; without one, rank 0 serves the job channel.
     """
     env, world, timeout_s = os.environ, ranks.world, joining_timeout_s()
     if ranks.has_launcher:
@@ -51,16 +48,13 @@ def meet(ranks: Coordinator, own: Own, *, keep_mpi: bool = False) -> Iterator[Me
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
     has_address = is_named and world.launcher.starts_any_program
-    with contextlib.ExitStack() as stack:
-        if world.launcher.speaks_mpi and not is_alone and not has_address:
-            info = stack.enter_context(over_mpi(ranks, own, timeout_s, keep_mpi=keep_mpi))
-        else:
-            if not ranks.has_launcher and not (is_alone and env.get(AGENT_STORE) != "True"):
-                ranks = _by_address(world, timeout_s)
-            info = own()
-        with ranks.all_or_none():
-            met = _met(info, ranks, timeout_s)
-        yield met
+    meeting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if world.launcher.speaks_mpi and not is_alone and not has_address:
+        meeting = over_mpi(ranks, timeout_s, keep_mpi=keep_mpi)
+    elif not ranks.has_launcher and not (is_alone and env.get(AGENT_STORE) != "True"):
+        ranks = _by_address(world, timeout_s)
+    with meeting, ranks.all_or_none():
+        return _met(info, ranks, timeout_s)
 
 
 def _by_address(world: World, timeout_s: float) -> Coordinator:

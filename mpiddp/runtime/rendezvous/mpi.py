@@ -20,28 +20,26 @@ from mpiddp.hosts.interfaces import interfaces
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused
 from mpiddp.runtime.rendezvous import FinalizedMPI
-from mpiddp.runtime.rendezvous.result import Own, RankInfo, requested_interface
+from mpiddp.runtime.rendezvous.result import requested_interface
 from mpiddp.world import World
 
 _OMPI_TCP = "OMPI_MCA_btl_tcp_if"
 
 
 @contextlib.contextmanager
-def over_mpi(
-    ranks: Coordinator, own: Own, timeout_s: float, *, keep_mpi: bool
-) -> Iterator[RankInfo]:
+def over_mpi(ranks: Coordinator, timeout_s: float, *, keep_mpi: bool) -> Iterator[None]:
     """Begin MPI, let `ranks` agree over it in the body, and finalize it, unless `keep_mpi`.
 
-    MPI may take `timeout_s` to begin, and so may the body. Yields what `own` returned.
+    After `timeout_s` this process ends, with its stack: MPI holds the interpreter's lock. The lowest waiting
+    rank's end makes mpirun end the others.
     """
-    with _watched(timeout_s):
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    try:
         MPI = _load_mpi(ranks, keep_mpi=keep_mpi)
-    comm = MPI.COMM_WORLD
-    info = own()
-    ranks.exchange = comm.allgather
-    with _watched(timeout_s):
+        comm = MPI.COMM_WORLD
+        ranks.exchange = comm.allgather
         try:
-            yield info
+            yield
         except Refused:
             raise
         except BaseException:
@@ -56,17 +54,6 @@ def over_mpi(
                 sys.modules.pop("mpi4py.MPI", None)
                 vars(sys.modules["mpi4py"]).pop("MPI", None)
                 sys.meta_path.insert(0, FinalizedMPI())
-
-
-@contextlib.contextmanager
-def _watched(timeout_s: float) -> Iterator[None]:
-    """End this process, with its stack, if the body takes too long: MPI holds the interpreter's lock.
-
-    The lowest waiting rank's end makes mpirun end the others.
-    """
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
-    try:
-        yield
     finally:
         faulthandler.cancel_dump_traceback_later()
 

@@ -73,7 +73,6 @@ class RankInfo(NamedTuple):
 
 
 Infos = Sequence[RankInfo]  # of all ranks, by rank
-Own = Callable[[], RankInfo]  # what the others learn of this rank; it may wait
 Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 
 
