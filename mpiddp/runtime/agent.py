@@ -199,7 +199,8 @@ class Agent:
             self._wait()
         if child is None or child.status is None:
             ranks.send("joining", timeout_s=timeout_s)
-            ranks.give("joined", None, timeout_s=None if ranks.has_launcher else timeout_s)
+            limit_s = None if ranks.has_launcher else timeout_s
+            ranks.give("joined", None, timeout_s=limit_s, calls=False)
             has_others = ranks.connection is not None
             while has_others and ranks.given("joined", timeout_s) is None:
                 self._wait()

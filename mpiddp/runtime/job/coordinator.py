@@ -152,12 +152,15 @@ class Coordinator:
         self._round += 1
         return f"{name}/{self._round}"
 
-    def give(self, key: str, value: object, *, timeout_s: float | None = None, **how: bool) -> None:
+    def give(
+        self, key: str, value: object, *, timeout_s: float | None = None, calls: bool = True
+    ) -> None:
         """Give this rank's value, and do not wait, see `given`.
 
-        With `calls`, the news "called" calls the others to it. With `or_gone`, one that is gone gives None.
+        With `calls`, the news "called" calls the others to it, and a rank that is gone gives None.
         """
-        self.send("gather", json.dumps(value).encode(), key=key, timeout_s=timeout_s, **how)
+        options = {"key": key, "timeout_s": timeout_s, "calls": calls, "or_gone": calls}
+        self.send("gather", json.dumps(value).encode(), **options)
 
     def given(self, key: str, timeout_s: float = 0.0) -> list[Any] | None:
         """The values of all ranks; None until the others have given theirs. Raises NoAnswer."""

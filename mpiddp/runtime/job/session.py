@@ -270,7 +270,7 @@ class StopRequest:
         if self._proposed is None:
             with self._changed:
                 self._proposed = self._calls + _AHEAD
-            coordinator.give("stop", self._proposed, calls=True, or_gone=True)
+            coordinator.give("stop", self._proposed)
         if (steps := coordinator.given("stop")) is not None:
             with self._changed:
                 self._step = max(step for step in steps if step is not None)
