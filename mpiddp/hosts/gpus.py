@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -104,8 +105,6 @@ def tool_output(
 
     Whatever the program is, it ends: it may hang in a driver, or print for ever.
     """
-    import shutil  # 5 ms of each rank
-
     found = shutil.which(program, path=path)
     if found is None:
         return ""

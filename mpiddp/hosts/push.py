@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
+from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from mpiddp.arguments import OneSentenceParser, whole
@@ -250,7 +251,7 @@ def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
 
 def _list_of(names: Sequence[str]) -> BinaryIO:
     """A file of them for rsync or tar: a command line is too short for 100,000."""
-    file = os.fdopen(os.memfd_create("mpiddp-names"), "w+b")
+    file = TemporaryFile()  # noqa: SIM115 - its reader closes it
     file.write(b"".join(os.fsencode(f"./{each}\0") for each in names))
     file.seek(0)
     return file

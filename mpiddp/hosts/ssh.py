@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
@@ -166,13 +167,12 @@ class _Running:
         self.deadline = deadline
         self.output = bytearray()
         self.has_begun = False
-        # stdin is a file in memory: a user with many pipes gets pipes that are smaller than a program.
-        # stderr is a file too: a connection that ssh keeps for later (ControlPersist) may hold it open
-        # long after the program's end.
-        self._stderr = os.memfd_create("mpiddp-stderr")
-        with os.fdopen(os.memfd_create("mpiddp-stdin"), "w+b") as file:
+        # stdin is a file: a user with many pipes gets pipes that are smaller than a program.
+        # So is stderr: a connection that ssh keeps (ControlPersist) may hold it open for long.
+        with TemporaryFile() as file, TemporaryFile() as errors:
             file.write(stdin)
             file.seek(0)
+            self._stderr = os.dup(errors.fileno())
             command = shell_command(host, _SHELL_LINE, transport)
             self.process = subprocess.Popen(
                 command, stdin=file, stdout=subprocess.PIPE, stderr=self._stderr

@@ -165,7 +165,7 @@ def test_a_python_that_is_too_old_or_another_one_is_named_as_that(tmp_path):
     old, broken, other = (tmp_path / name for name in ("old", "broken", "other"))
     old.write_text("#!/bin/sh\necho 'it is Python 3.6, and 3.8 or newer is needed' >&2; exit 1\n")
     broken.write_text("#!/bin/sh\necho 'libpython3.so: cannot open' >&2; exit 127\n")
-    lines = "import platform; platform.python_version = lambda: '3.99.1'"
+    lines = "import sys; sys.version = '3.99.1 (main)'"
     other.write_text(f'#!/bin/sh\n(echo "{lines}"; cat) | {sys.executable} -\n')
     a = Host("a.invalid")
     for python, said in (
