@@ -1,4 +1,4 @@
-"""The table of verbs, and argparse as every verb uses it: one sentence per error, shared value parsers."""
+"""argparse as every verb uses it: one sentence per error, shared value parsers."""
 
 from __future__ import annotations
 
@@ -10,38 +10,6 @@ from typing import NoReturn
 
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
-
-# verb: (module of mpiddp with main(argv) -> int, or its function, its line in `mpiddp --help`)
-VERBS = {
-    "launch": ("launch.main", "start a script, or any command, on every slot of a hostfile"),
-    "run": ("runtime.agent", "run a script or command as one rank, under mpirun, srun or torchrun"),
-    "train": ("train.main", "train a ResNet, as one rank of a job or alone"),
-    "ps": ("watch.table:ps", "list your jobs on this machine"),
-    "top": ("watch.table:top", "watch the ranks of a job"),
-    "stacks": ("watch.stop_and_stacks:stacks", "print the current source line of each rank"),
-    "stop": ("watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
-    "hosts": ("hosts.main", "check hostfiles; log in, push a folder, run a command, pull a run"),
-    "doctor": ("doctor.main", "check the hosts before a job"),
-    "explain": ("explain.explain", "say why a job failed, from its log"),
-    "runs": ("report.main:list_runs", "list runs with state, accuracy, rate and duration"),
-    "report": ("report.main", "write a page about runs: curves, settings, failures"),
-    "checkpoints": ("checkpoints.main", "list, verify, prune and export checkpoints"),
-    "drill": ("drill.main", "rehearse a script with faults, and compare its resumed runs"),
-    "mesh": ("meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
-    "bench": ("bench.main", "measure scaling, all-reduce, start-up, steps, data"),
-}
-
-# The groups of `mpiddp --help`, by their first verbs.
-HEAD = {"launch": "run", "ps": "watch", "hosts": "hosts", "explain": "after a run", "drill": "more"}
-
-# Verbs that other verbs and mpiddp.spawn start. No help lists them.
-INTERNAL_VERBS = {
-    "bench-rank": "bench.ranks.main",
-    "launch-function": "launch.main:launch_function",
-}
-
-# The verbs that every rank of a job runs. They join the job by themselves.
-RANK_VERBS = ("run", "train", "bench-rank")
 
 # A verb's help opens with its examples; those of launch and train have their own.
 _EXAMPLES = """\

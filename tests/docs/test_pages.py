@@ -21,7 +21,8 @@ import pytest
 import mpiddp
 from docs import troubleshooting
 from mpiddp import errors
-from mpiddp.arguments import VERBS, duration
+from mpiddp.arguments import duration
+from mpiddp.cli import VERBS
 from mpiddp.launch.options import option_parser
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.train.options import option_parser as train_parser

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from docs import troubleshooting
 from mpiddp import cli
-from mpiddp.arguments import VERBS
+from mpiddp.cli import VERBS
 from mpiddp.explain.explain import explain, explain_file
 from mpiddp.explain.failures import FAILURES, PROGRAMS
 from tests.support.patience import PATIENCE_S

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.arguments import VERBS
+from mpiddp.cli import VERBS
 from tests.support.forked import LIMIT_S, OF_TRAINING, Rank, in_children
 
 FILE = Path(__file__).with_name("refusals.txt")
