@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mpiddp.errors import JobFailed, UserError
@@ -119,28 +120,26 @@ def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) 
     rows = [tuple(each[name] for name in tensors) for each in digests]
     usual, num_equal = Counter(rows).most_common(1)[0]
     has_majority = 2 * num_equal > len(rows)
-    pairs = zip(ranks, rows, strict=True)
-    odd = [rank for rank, row in pairs if row != usual or not has_majority]
-    differs = [len(set(column)) > 1 for column in zip(*rows, strict=True)]
-    # Without what DDP and torch.compile add to the names.
-    first = tensors[differs.index(True)].partition(": ")[0].replace("_orig_mod.", "")
-    first = first.removeprefix("module.").replace(" of module.", " of ")
+    odd = [name for name, row in zip(ranks, rows, strict=True) if row != usual or not has_majority]
     names = all_of(odd) if len(odd) <= _MAX_NAMED else listed(odd, _MAX_NAMED)
     verb = "differs" if len(odd) == 1 else "differ"
     than = f" from the {num_equal} ranks that agree" if has_majority else ""
-    return f"{names} {verb}{than}, first in {first} ({sum(differs)} of {len(tensors)} tensors)"
+    differ = [name for name in tensors if len({each[name] for each in digests}) > 1]
+    first, _, _ = differ[0].partition(": ")
+    return f"{names} {verb}{than}, first in {first} ({len(differ)} of {len(tensors)} tensors)"
 
 
 def _compared_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, with_shards: bool
 ) -> dict[str, Tensor]:
     """The parameters and the optimizer's state, by name, type and shape."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     sharded: set[Tensor] = set()  # parameters in modules of FSDP, which are plain tensors
     # Not loaded: the model has no such module.
     if not with_shards and (fsdp := sys.modules.get("torch.distributed.fsdp")):
-        for module in model.modules():
-            if isinstance(module, fsdp.FullyShardedDataParallel):
-                sharded.update(module.parameters())
+        for module in fsdp.FullyShardedDataParallel.fsdp_modules(model):
+            sharded.update(module.parameters())
     names: dict[Tensor, str] = {each: name for name, each in model.named_parameters()}
     # With the parameter to which each belongs.
     found: list[tuple[str, Any, Tensor]] = [(name, each, each) for each, name in names.items()]
