@@ -54,9 +54,8 @@ def mesh(
     gpu = torch.accelerator.current_accelerator(check_available=True)
     default = "cpu" if gpu is None or is_gloo else gpu.type
     type_ = str(default if device_type is None else device_type).partition(":")[0]
-    arguments = {**dict(sorted(sizes.items())), "device_type": type_}
-    across = ", tp_across_hosts=True" if tp_across_hosts else ""
-    call = f"mesh({', '.join(f'{name}={value!r}' for name, value in arguments.items())}{across})"
+    arguments = sorted({**sizes, "device_type": type_, "tp_across_hosts": tp_across_hosts}.items())
+    call = f"mesh({', '.join(f'{name}={value!r}' for name, value in arguments)})"
     # Beside NCCL's group: a script may not have chosen its GPU yet.
     group = None if is_gloo else dist.new_group(backend="gloo")
     answers: list[Any] = [None] * dist.get_world_size()
