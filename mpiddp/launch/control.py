@@ -180,7 +180,7 @@ class Exchange:
     """
 
     def __init__(self, function: bytes = b"", max_result_bytes: int = 0) -> None:
-        self._function = function  # as `mpiddp.runtime.function.pickled_call` makes it
+        self._function = function  # as `mpiddp.spawning.spawn.pickled_call` makes it
         in_base64 = 2 * max_result_bytes  # at least: 4/3
         self._value_limit = max(channel.VALUE_LIMIT, len(function), in_base64)
         self._line = b""  # of the function

@@ -3,11 +3,16 @@
 The caller starts a launcher (`mpiddp.launch.main`), which starts the ranks (`mpiddp.runtime.function`). It is
 a process of its own, because a launcher handles signals, adopts orphans and writes to the file descriptors 1
 and 2, none of which belongs to a library. In a notebook sys.stdout is a stream of the cell.
+
+cloudpickle pickles what `__main__` and a notebook define by value, and the rest by name. The other hosts have
+the installed packages, but not the files beside the caller's script. So these modules are pickled by value.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
+import linecache
 import os
 import pickle
 import signal
@@ -15,9 +20,13 @@ import socket
 import subprocess
 import sys
 import threading
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from importlib.machinery import PathFinder
+from multiprocessing import current_process, parent_process
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, TypeAlias, TypeVar
 
@@ -26,13 +35,15 @@ from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, Rank
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
-from mpiddp.runtime.function import name_of, pickled_call, said, unpickled
+from mpiddp.runtime.function import said
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
 Value: TypeAlias = str | int | float | bool | Sequence[str | int] | None  # of an option
 
 MAX_RESULT_BYTES = 64 << 20
+_REPEATED = ("--env-file", "--mpi-args")  # the other options take a list
+_REGISTRY = threading.Lock()  # of cloudpickle: all threads of the process share it
 _LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
 
 
@@ -63,9 +74,9 @@ def spawn(
     the interruption of a cell, stops the job, and a second one kills it; no process is left behind.
 
     The function, its closure and its arguments are pickled by cloudpickle, which `pip install
-    'mpiddp[spawn]'` brings. Lambdas, functions of a notebook and of `__main__` work. Modules below the
-    script's folder travel along; installed packages, and what the function itself imports, must be on every
-    host.
+    'mpiddp[spawn]'` brings. Lambdas, functions of a notebook and of `__main__` work. Modules and packages in
+    the script's folder travel along; installed packages, and what the function itself imports, must be on
+    every host. `cloudpickle.register_pickle_by_value(module)` lets other modules travel.
 
     Args:
         function: it may return anything that can be pickled; tensors have to be on the CPU. `sys.exit()`
@@ -98,30 +109,22 @@ def spawn(
     _refuse_within_a_job(os.environ)
     if not callable(function):
         raise TypeError(f"mpiddp.spawn: expected a function, not {function!r}.")
-    if hostfile is not None:
-        options["hostfile"] = str(Path(hostfile).absolute())  # cwd may be another folder
-    options |= {
-        "host": hosts if hosts is None or isinstance(hosts, str) else ",".join(hosts),
-        "npernode": ranks_per_host,
+    flags = {f"--{keyword.replace('_', '-')}": value for keyword, value in options.items()}
+    flags |= {
+        "--hostfile": None if hostfile is None else str(Path(hostfile).absolute()),  # not below cwd
+        "-H": hosts if hosts is None or isinstance(hosts, str) else ",".join(hosts),
+        "-n": ranks,
+        "--npernode": ranks_per_host,
     }
-    arguments = [] if ranks is None else ["-n", str(ranks)]
-    for keyword, value in options.items():  # the launcher's parser checks their names and values
-        option = f"--{keyword.replace('_', '-')}"
-        values: Sequence[str | int | float | None]
-        if value is None or isinstance(value, (str, int, float)):
-            values = [value]
-        elif keyword in ("env_file", "mpi_args"):  # only these two may be repeated
-            values = value
-        else:
-            values = [",".join(map(str, value))] if value else []
-        given = [each for each in values if each is not None and each is not False]
-        arguments += [option if each is True else f"{option}={each}" for each in given]
+    argv: list[str] = []
+    for flag, value in flags.items():  # the launcher's parser checks their names and values
+        values: Sequence[Value] = [value] if isinstance(value, (str, int, float)) else value or []
+        if len(values) > 1 and flag not in _REPEATED:
+            values = [",".join(map(str, values))]
+        argv += [flag if each is True else f"{flag}={each}" for each in values if each is not False]
+    name, pickled = pickled_call(partial(function, *args), max_result_bytes)
     call = encode(
-        "call",
-        pickled_call(function, args, max_result_bytes),
-        options=arguments,
-        env=dict(env or {}),
-        max_result_bytes=max_result_bytes,
+        "call", pickled, options=argv, env=dict(env or {}), max_result_bytes=max_result_bytes
     )
     try:
         with errors.named_by("mpiddp.spawn:"):
@@ -130,8 +133,7 @@ def spawn(
         raise JobFailed(f"mpiddp.spawn cannot start a launcher: {error.strerror}.") from None
     code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
     if code in (DONE, STOPPED):
-        name = name_of(function)
-        return [_result(rank, body, name) for rank, body in sorted(answers.items())]
+        return [unpickled(body, name, rank) for rank, body in sorted(answers.items())]
     if code == BAD_INPUT:
         raise UserError(sentence or "a rank has refused its input. Its line above says why.")
     if code == INTERRUPTED or rank is None:  # a signal to the launcher, or no rank to name
@@ -139,8 +141,8 @@ def spawn(
     text, cause = "", None
     if rank in answers:
         text, body = pickle.loads(answers[rank])
-        with suppress(Exception):  # its class is missing here
-            cause = unpickled(body)
+        with suppress(UserError):  # its class is missing here
+            cause = unpickled(body, name, rank)
     raise RankFailed(sentence, rank, outcome["host"], text) from cause
 
 
@@ -149,12 +151,8 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
 
     Each of them would start a job that starts it again.
     """
-    multiprocessing = sys.modules.get("multiprocessing")
     # A child that is started by "spawn" first runs the caller's script again. It has no parent yet then.
-    if multiprocessing and (
-        multiprocessing.parent_process() is not None
-        or getattr(multiprocessing.current_process(), "_inheriting", False)
-    ):
+    if parent_process() is not None or getattr(current_process(), "_inheriting", False):
         raise UserError(
             "mpiddp.spawn is called in a process of multiprocessing, such as a DataLoader's worker. Call it "
             'in the main process; in a script, below: if __name__ == "__main__":'
@@ -167,6 +165,41 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
             f"{how}: rank {world.rank} of {world.world_size} ({world.launcher.name}). Start the script once, "
             "with python."
         )
+
+
+def pickled_call(call: partial[Any], max_result_bytes: int) -> tuple[str, bytes]:
+    """The name of the called function; and the pickle of the call, with what a rank has to know of it."""
+    cloudpickle = errors.import_package("cloudpickle", "mpiddp.spawn")
+    function = inspect.unwrap(call.func)
+    name = str(getattr(function, "__qualname__", type(function).__qualname__))
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    lines = linecache.getlines(file)
+    # The script's folder, or a notebook's working folder, which is "" behind those of the standard library.
+    folders = [each for each in (*sys.path[:1], "") if each in sys.path]
+    with _REGISTRY, ExitStack() as registered:
+        others = {"mpiddp", *cloudpickle.list_registry_pickle_by_value()}
+        for module_name, module in list(sys.modules.items()):
+            is_other = "." in module_name or module_name in others
+            spec = None if is_other else PathFinder.find_spec(module_name, folders)
+            if spec and spec.origin == getattr(module, "__file__", None):
+                cloudpickle.register_pickle_by_value(module)
+                registered.callback(cloudpickle.unregister_pickle_by_value, module)
+        try:
+            body = cloudpickle.dumps(call)
+        except Exception as error:
+            raise UserError(
+                f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
+                f"{said(error)}. Create it within the function."
+            ) from error
+    facts = {
+        "name": name,
+        "cloudpickle": cloudpickle.__version__,
+        "max_result_bytes": max_result_bytes,
+        # For linecache. Without a time of change, no check of files removes it.
+        "source": {file: (sum(map(len, lines)), None, lines, file)},
+        "path": [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)],
+    }
+    return name, b64encode(pickle.dumps((facts, body)))
 
 
 def _launched(
@@ -202,10 +235,10 @@ def _launched(
             with suppress(OSError):  # it has ended, and its last line says why
                 ours.sendall(call)
                 for facts, body in messages_over(ours):
-                    if facts["type"] == "outcome":
+                    if facts["type"] == "answer":
+                        answers[facts["rank"]] = b64decode(body)
+                    else:
                         outcome = facts
-                        break
-                    answers[facts["rank"]] = b64decode(body)
             code = launcher.wait()
             for copy in copies:
                 copy.join(_LAST_S)
@@ -262,11 +295,31 @@ def _copy(pipe: IO[bytes], stream: Any) -> None:
                 stream.flush()
 
 
-def _result(rank: int, body: bytes, name: str) -> Any:
+def unpickled(body: bytes, name: str, rank: int) -> Any:
+    """The result of a rank, or its exception."""
     try:
-        return unpickled(body)
+        return _Unpickler(io.BytesIO(body)).load()
     except Exception as error:
         raise UserError(
             f"the result of {name} from rank {rank} cannot be unpickled here: {said(error)}. "
             "Return plain values, or tensors on the CPU."
         ) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle of a rank without changing the caller's own classes.
+
+    cloudpickle sends a class of `__main__` by value, finds the caller's class again, and would set its
+    methods to those that came back, with copies of their global variables.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+
+        def set_state(kind: type, state: object) -> Any:
+            with suppress(KeyError, AttributeError):
+                if attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind:
+                    return kind
+            return found(kind, state)
+
+        return set_state if name == "_class_setstate" else found

@@ -16,7 +16,8 @@ import re
 import subprocess
 import sys
 import threading
-from base64 import b64decode
+from base64 import b64decode, b64encode
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -24,13 +25,14 @@ import pytest
 
 import mpiddp
 from mpiddp.errors import RankFailed, UserError
+from mpiddp.protocol.channel import mac
 from mpiddp.runtime import function as run_function
-from mpiddp.runtime.function import pickled_call
 from mpiddp.spawning.spawn import (
     MAX_RESULT_BYTES,
     _copy,
     _refuse_within_a_job,
-    _result,
+    pickled_call,
+    unpickled,
 )
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -103,20 +105,24 @@ def test_the_callers_own_modules_travel_and_installed_ones_do_not(
 ):
     """The other process cannot import them. A function of one of them uses a module beside it."""
     (tmp_path / "own_helpers.py").write_text("SCALE = 10\ndef scaled(x):\n    return SCALE * x\n")
+    (tmp_path / "own_folder").mkdir()
+    (tmp_path / "own_folder/shifts.py").write_text("def shifted(x):\n    return x + 1\n")
     (tmp_path / "own_work.py").write_text(
-        "import json\nimport own_helpers\nfrom own_helpers import scaled\n"
-        "def work(x):\n    return json.dumps([scaled(x), own_helpers.SCALE])\n"
+        "import json\nimport own_helpers\nfrom own_folder.shifts import shifted\n"
+        "from own_helpers import scaled\n"
+        "def work(x):\n    return json.dumps([scaled(x), own_helpers.SCALE, shifted(x)])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     if is_notebook:  # IPython puts the working folder behind the standard library
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", [sys.prefix, "", *sys.path[1:]])
-    for name in ("own_helpers", "own_work"):
+    for name in ("own_helpers", "own_work", "own_folder", "own_folder.shifts"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     own_work = importlib.import_module("own_work")
-    call = pickled_call(own_work.work, (4,), MAX_RESULT_BYTES)
-    _, body = pickle.loads(b64decode(call))
-    code = "import pickle, sys; f, a = pickle.load(sys.stdin.buffer); print(f(*a))"
+    name, call = pickled_call(functools.partial(own_work.work, 4), MAX_RESULT_BYTES)
+    facts, body = pickle.loads(b64decode(call))
+    assert facts["name"] == name == "work"
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer)())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=body,
@@ -125,7 +131,7 @@ def test_the_callers_own_modules_travel_and_installed_ones_do_not(
         capture_output=True,
         timeout=PATIENCE_S,
     )
-    assert done.stdout == b"[40, 10]\n", done.stderr
+    assert done.stdout == b"[40, 10, 5]\n", done.stderr
     assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
@@ -135,25 +141,33 @@ def test_what_cannot_be_pickled_is_named():
         (uses_a_lock, (), " uses_a_lock, "),
         (lambda: lock, (), "<lambda>, "),
         (print, (1, lock), " print, "),
-        (functools.partial(uses_a_lock), (), " uses_a_lock, "),
+        (functools.partial(uses_a_lock, 1), (), " uses_a_lock, "),
     ):
         sentence = error("Create it", name, ": TypeError: ", "object. ")
         with pytest.raises(UserError, match=f"^{sentence}$"):
-            pickled_call(function, args, MAX_RESULT_BYTES)
+            pickled_call(functools.partial(function, *args), MAX_RESULT_BYTES)
 
 
-def test_a_module_that_a_host_lacks_is_named(monkeypatch):
-    body = pickle.dumps((subprocess.run, ()))
-    facts = {"name": "work", "cloudpickle": "0"}
-    missing = body.replace(b"subprocess", b"subprocesz")
+def test_a_module_that_a_host_lacks_is_named():
+    facts = {"name": "work", "cloudpickle": "0", "source": {}, "path": []}
+
+    def receive(body: bytes) -> None:
+        value = b64encode(pickle.dumps((facts, body)))
+        answered = {"mac": mac("key", "function", value)}
+        rank: Any = SimpleNamespace(
+            world=SimpleNamespace(hostname="node1"), key="key", ask=lambda _: (answered, value)
+        )
+        run_function.received_call(rank)
+
+    missing = pickle.dumps((subprocess.run, ())).replace(b"subprocess", b"subprocesz")
     lacks = "ModuleNotFoundError: No module named 'subprocesz'"
     values = ("work ", "node1: ", lacks, "Install subprocesz ")
     sentence = error("unpickled on", *values)
     with pytest.raises(UserError, match=f"^{sentence}$"):
-        run_function.unpickled_function(facts, missing, "node1")
+        receive(missing)
     values = ("work ", "node1: ", cloudpickle.__version__, "and 0 in the calling process")
     with pytest.raises(UserError, match=error("unpickled on", *values)):
-        run_function.unpickled_function(facts, b"no pickle", "node1")
+        receive(b"no pickle")
 
 
 def test_a_result_is_pickled_within_the_limit():
@@ -218,7 +232,7 @@ def test_a_result_whose_module_is_missing_here():
     lacks = "ModuleNotFoundError: No module named 'subprocesz'"
     sentence = error("Return plain", " work ", "rank 2 ", lacks)
     with pytest.raises(UserError, match=f"^{sentence}$"):
-        _result(2, body, "work")
+        unpickled(body, "work", 2)
 
 
 @pytest.mark.parametrize(

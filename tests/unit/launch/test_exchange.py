@@ -12,6 +12,7 @@ import threading
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -22,20 +23,22 @@ from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, mac
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.function import answer, pickled_error, received_function, unpickled
+from mpiddp.runtime.function import answer, pickled_error, received_call
 from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.world import World
 from tests.support.channels import connect, cut, place_to_listen
 from tests.support.errors import error
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
-BODY = b"f" * 3_000_000
-FUNCTION = b64encode(pickle.dumps(({"name": "work"}, BODY)))
+LARGE = b"f" * 3_000_000
+FACTS = {"name": "work", "source": {}, "path": []}
+FUNCTION = b64encode(pickle.dumps((FACTS, pickle.dumps(partial(len, LARGE)))))
 
 
 @contextmanager
 def script_of(exchange: Exchange, address: str | None = "127.0.0.1") -> Iterator[Coordinator]:
     """The channel of a rank's script, whose launcher a thread runs."""
+    pytest.importorskip("cloudpickle")
     with TimedSelector() as selector:
         server = ControlServer(place_to_listen(address), 2, selector)
         is_over = threading.Event()
@@ -67,7 +70,8 @@ def test_the_function_arrives_and_the_answer_is_there_before_the_rank_continues(
 ) -> None:
     exchange = Exchange(FUNCTION, 1000)
     with script_of(exchange, address) as channel:
-        assert received_function(channel) == ({"name": "work"}, BODY)
+        facts, call = received_call(channel)
+        assert (facts, call()) == (FACTS, len(LARGE))
         answer(channel, b"r" * 1000, is_result=True)
         assert exchange.results == {1: b64encode(b"r" * 1000)}
         answer(channel, b"an error", is_result=False)
@@ -82,11 +86,11 @@ def test_what_a_stranger_has_written_is_not_unpickled() -> None:
     with script_of(exchange) as channel:
         own, channel.key = channel.key, "another"
         with pytest.raises(JobFailed, match=error("connection to", "rank 1 ")):
-            received_function(channel)
+            received_call(channel)
         body = b64encode(b"a pickle")
         channel.send("answer", body, is_result=True, mac=mac("x", "answer 1", body))
         channel.key = own
-        assert received_function(channel)  # and so the launcher has read what was sent before
+        assert received_call(channel)  # and so the launcher has read what was sent before
         assert exchange.results == {}
 
 
@@ -95,7 +99,7 @@ def test_the_caller_receives_errors(raised: BaseException) -> None:
     pytest.importorskip("cloudpickle")
     text, body = pickle.loads(pickled_error(raised))
     assert text.endswith(f"{type(raised).__name__}: {raised}\n")
-    assert repr(unpickled(body)) == repr(raised)
+    assert repr(pickle.loads(body)) == repr(raised)
 
 
 # --- what the caller gets ---
