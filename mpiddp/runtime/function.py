@@ -7,7 +7,6 @@ the rank's script to the launcher, see `mpiddp.launch.control.Exchange`.
 from __future__ import annotations
 
 import contextlib
-import io
 import linecache
 import pickle
 import sys
@@ -34,7 +33,7 @@ def said(error: Exception) -> str:
 
 def main() -> None:
     """Run the function as this rank, in the process of its script, and answer with its result."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # a cell shows lines while the function runs
     session = current()
     with join() as coordinator:

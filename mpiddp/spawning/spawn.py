@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 Value: TypeAlias = str | int | float | bool | Sequence[str | int] | None  # of an option
 
 MAX_RESULT_BYTES = 64 << 20
-_REPEATED = ("--env-file", "--mpi-args")  # the other options take a list
+_REPEATED = ("--env-file", "--mpi-args")  # the values of other options are joined by commas
 _REGISTRY = threading.Lock()  # of cloudpickle: all threads of the process share it
 _LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
 
