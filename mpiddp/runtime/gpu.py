@@ -66,33 +66,29 @@ def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
     # nvidia-smi numbers GPUs by PCI address, CUDA by speed unless this is set.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     address = gpu_address(world, os.environ)
-    near = near_cores(address, sysfs)
-    cores = near & os.sched_getaffinity(0)
-    if cores:
+    sentence = "is not bound: no core near its GPU is known, or allowed to it"
+    if cores := near_cores(address, sysfs) & os.sched_getaffinity(0):
         os.sched_setaffinity(0, cores)
         sentence = f"is bound to {counted(len(cores), 'core')} near GPU {address}"
-    elif near:
-        sentence = f"is not bound: it may use no core near GPU {address}"
-    elif address:
-        sentence = f"is not bound: the kernel names no NUMA node of GPU {address}"
-    else:
-        sentence = "is not bound: its GPU is not known"
     if os.environ.get(VERBOSE) or not cores:
         # The output is not redirected yet, and stdout may be the results of a script.
         print_line(f"rank {world.rank} on {world.hostname} {sentence}", sys.stderr)
 
 
+def own_gpu(world: World, env: Mapping[str, str], default: str = "") -> str:
+    """The entry of CUDA_VISIBLE_DEVICES and its kin, or of `default`, for this rank; "" if it has none."""
+    visible = next((env[name] for name in VISIBLE if name in env), default).split(",")
+    # Some launchers do not set the local rank, which is not counted before the ranks have joined.
+    index = 0 if len(visible) == 1 and world.launcher.hides_gpus else world.local_rank
+    return visible[index].strip() if index is not None and index < len(visible) else ""
+
+
 def gpu_address(world: World, env: Mapping[str, str]) -> str:
     """The PCI address of this rank's GPU, which `process_group.device_of` chooses; "" if it is not known."""
     addresses = gpu_addresses(env.get("PATH"))
-    everything = ",".join(map(str, range(len(addresses))))
-    visible = next((env[name] for name in VISIBLE if name in env), everything).split(",")
-    # Some launchers do not set the local rank, which is not counted before the ranks have joined.
-    index = 0 if len(visible) == 1 and world.launcher.hides_gpus else world.local_rank
-    if index is None or index >= len(visible):
-        return ""
+    every_gpu = ",".join(map(str, range(len(addresses))))
     with contextlib.suppress(ValueError, IndexError):  # a name, or a number that no tool lists
-        return addresses[parse_whole(visible[index].strip())]
+        return addresses[parse_whole(own_gpu(world, env, every_gpu))]
     return ""
 
 

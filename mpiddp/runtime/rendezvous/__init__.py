@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.abc import MetaPathFinder
 
-
-class FinalizedMPI(MetaPathFinder):
+class FinalizedMPI:
     """Finds no module, and raises an ImportError for mpi4py.MPI, that says what to do instead.
 
     Every function of a finalized MPI aborts the process, and an MPI of a script's own would be rank 0 of 1.

@@ -23,8 +23,6 @@ from mpiddp.runtime.rendezvous import FinalizedMPI
 from mpiddp.runtime.rendezvous.result import requested_interface
 from mpiddp.world import World
 
-_OMPI_TCP = "OMPI_MCA_btl_tcp_if"
-
 
 @contextlib.contextmanager
 def over_mpi(ranks: Coordinator, timeout_s: float, *, keep_mpi: bool) -> Iterator[None]:
@@ -36,16 +34,14 @@ def over_mpi(ranks: Coordinator, timeout_s: float, *, keep_mpi: bool) -> Iterato
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
         MPI = _load_mpi(ranks, keep_mpi=keep_mpi)
-        comm = MPI.COMM_WORLD
-        ranks.exchange = comm.allgather
+        ranks.exchange = MPI.COMM_WORLD.allgather
         try:
             yield
-        except Refused:
-            raise
-        except BaseException:
+        except BaseException as error:
             # While MPI is initialized, a rank that only raises leaves all others hanging in a collective.
-            sys.excepthook(*sys.exc_info())
-            comm.Abort(1)
+            if not isinstance(error, Refused):
+                sys.excepthook(*sys.exc_info())
+                MPI.COMM_WORLD.Abort(1)
             raise
         finally:
             ranks.exchange = None
@@ -118,11 +114,11 @@ def _mpi_defaults(world: World, *, keep_mpi: bool) -> dict[str, str]:
         # The requested ones, else all except bridges of containers. Such a bridge has the same address on
         # every host. Open MPI 5 aborts over it, and 4.1 hangs.
         found, requested = interfaces(), requested_interface(env)
-        usable = [each for each in found if requested and each.matches(requested)]
+        usable = [each for each in found if each.matches(requested)]
         usable = usable or [each for each in found if not (each.is_virtual or each.is_loopback)]
-        if usable and name == "openmpi" and f"{_OMPI_TCP}_exclude" not in env:
+        if usable and name == "openmpi" and "OMPI_MCA_btl_tcp_if_exclude" not in env:
             networks = dict.fromkeys(interface.network for interface in usable)
-            defaults[f"{_OMPI_TCP}_include"] = ",".join(networks)
+            defaults["OMPI_MCA_btl_tcp_if_include"] = ",".join(networks)
         if usable and name == "hydra":
             # MPICH's UCX takes a list; the tcp provider of Intel's libfabric takes one name.
             names = ",".join(interface.name for interface in usable)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import resolve
 from mpiddp.protocol import variables
+from mpiddp.runtime.gpu import own_gpu
 from mpiddp.text import align_columns
 from mpiddp.world import World
 
@@ -46,7 +46,9 @@ class RankInfo(NamedTuple):
         cls, world: World, problem: str = "", program: Sequence[tuple[str, str]] = ()
     ) -> RankInfo:
         local = (world.local_rank, world.local_world_size)
-        here, gpu = (world.hostname, machine_id()), own_gpu(world, os.environ)
+        here = (world.hostname, machine_id())
+        # Slurm's cgroups renumber the GPUs for each task.
+        gpu = "" if world.launcher.name == "slurm" else own_gpu(world, os.environ)
         run_id = os.environ.get(variables.RUN_ID) or secrets.token_hex(8)
         return cls(world.rank, *local, *here, interfaces(), problem, program, gpu, run_id)
 
@@ -67,7 +69,7 @@ class RankInfo(NamedTuple):
             with socket.socket(family, socket.SOCK_DGRAM) as route, contextlib.suppress(OSError):
                 route.connect((address, 9))
                 towards = [i.name for i in own if i.address == route.getsockname()[0]]
-        named = [i.name for i in own if requested and i.matches(requested)]
+        named = [i.name for i in own if i.matches(requested)]
         first = (towards or [""])[0]
         return first if target.is_loopback or not named or first in named else named[0]
 
@@ -164,14 +166,6 @@ def machine_id() -> str:
     return boot_id.read_text().strip() if boot_id.exists() else ""
 
 
-def own_gpu(world: World, env: Mapping[str, str]) -> str:
-    """The entry of CUDA_VISIBLE_DEVICES and its kin for this rank; "" if they name none for it."""
-    if world.launcher.name == "slurm" or world.local_rank is None:
-        return ""  # Slurm's cgroups renumber the GPUs for each task
-    visible = next((env[name] for name in VISIBLE if name in env), "").split(",")
-    return visible[world.local_rank].strip() if world.local_rank < len(visible) else ""
-
-
 def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
     """The addresses on which rank 0 can listen, best first.
 
@@ -209,8 +203,7 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
             "Name one: --master-addr ADDR"
         )
     # Networks that all other hosts share come first, then IPv4.
-    usable.sort(key=lambda each: ":" in each.address)
-    usable.sort(key=lambda each: -sum(each.network in some for some in networks))
+    usable.sort(key=lambda i: (-sum(i.network in each for each in networks), ":" in i.address))
     return [each.address for each in usable]
 
 
@@ -224,12 +217,7 @@ def expected_hosts(placement: str) -> list[str]:
 
 
 def check_alike(infos: Infos, env: Mapping[str, str]) -> None:
-    """Raise a UserError unless all ranks can begin, run the same files, and are where they are expected."""
-    problems = [info.problem for info in infos]
-    if any(problems):
-        first = {each: infos[problems.index(each)] for each in problems if each}
-        named = [f"rank {info.rank} on {info.hostname}: {each}" for each, info in first.items()]
-        raise UserError("\n".join(named) if len(set(problems)) > 1 else problems[0])
+    """Raise a UserError unless all ranks run the same files, and are where they are expected."""
     for info in infos:
         if info.program != infos[0].program:
             ours, theirs = dict(infos[0].program), dict(info.program)
@@ -245,34 +233,27 @@ def check_alike(infos: Infos, env: Mapping[str, str]) -> None:
                 f"the ranks are not placed as in the hostfile ({placement}). Check mpirun's own "
                 f"settings (environment, mca-params.conf) and the host names.\n{table(infos, names)}"
             )
-    # The networks that the launcher found need not lead to an address that the user has given.
-    is_given, is_on_one_host = env.get("MASTER_ADDR"), len(ranks_by_host(infos)) == 1
-    requested = env.get(variables.INTERFACE, "") if is_given else requested_interface(env)
+    requested, is_on_one_host = env.get(variables.INTERFACE, ""), len(ranks_by_host(infos)) == 1
     for info in infos if requested and not is_on_one_host else ():
         if not any(interface.matches(requested) for interface in info.interfaces):
             found = " and ".join(interface.name for interface in info.interfaces)
             raise UserError(
-                f'interface "{requested}" is not on {info.hostname}, which has {found or "none"}. '
+                f'interface "{requested}" is not on {info.hostname}, which has {found or "none"}.'
             )
 
 
 def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
     """Whether each name stands for one host, and none of them is the name of another host."""
     own_names = {
-        info.host: _forms(info.hostname) | {each.address for each in info.interfaces}
+        info.host: {info.hostname.partition(".")[0], *(each.address for each in info.interfaces)}
         for info in infos
     }
     pairs = {(name, info.host) for name, info in zip(names, infos, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
     known = set().union(*own_names.values())
     # Any other name is an alias, by which mpirun has reached the host.
-    fits = [_forms(name) & own_names[host] or not _forms(name) & known for name, host in pairs]
+    fits = [{name, name.partition(".")[0]} & known <= own_names[host] for name, host in pairs]
     return len(names) == len(infos) and one_to_one and all(fits)
-
-
-def _forms(name: str) -> set[str]:
-    """The long and the short form of a name."""
-    return {name, name.partition(".")[0]}
 
 
 def table(infos: Infos, expected: Sequence[str] = ()) -> str:
