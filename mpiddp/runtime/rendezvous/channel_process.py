@@ -7,14 +7,16 @@ the other ranks meanwhile. It needs the standard library alone.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, bind
 from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
+from mpiddp.world import World
 
 _FIRST_S = 120.0  # for rank 0 to connect, which it does at once, unless it is killed before
 _LAST_S = 5.0  # in which the ranks end that have learned that rank 0 is gone
@@ -26,15 +28,17 @@ _CODE = (
 )
 
 
-def serve_beside(listener: socket.socket, key: str, world_size: int) -> None:
-    """Serve the job channel on `listener`, which this process then closes, until all ranks have left.
+def serve_beside(world: World, port: int = 0, key: str = "") -> tuple[str, str]:
+    """Serve the job channel at rank 0's address in `world` until all ranks have left.
 
-    The end of rank 0, whose process this is, ends the job, unless it has left before.
+    The end of rank 0, whose process this is, ends the job, unless it has left before. Returns the fields of
+    its `Server`, by default any free port and a new key.
     """
-    code = [_CODE, str(Path(__file__).parents[3]), str(listener.fileno()), str(world_size)]
-    with listener:
+    address, key = str(world.master_addr), key or secrets.token_hex(16)
+    with bind(address, port, world.hostname) as listener:
+        args = [str(Path(__file__).parents[3]), str(listener.fileno()), str(world.world_size)]
         subprocess.run(
-            [sys.executable, "-I", "-S", "-c", *code],
+            [sys.executable, "-I", "-S", "-c", _CODE, *args],
             input=key.encode(),  # all users of the host see a command line
             stdout=subprocess.DEVNULL,  # mpirun waits for the end of a rank's own streams
             stderr=subprocess.DEVNULL,
@@ -42,6 +46,7 @@ def serve_beside(listener: socket.socket, key: str, world_size: int) -> None:
             start_new_session=True,
             check=True,
         )
+        return f"{address}:{listener.getsockname()[1]}", key
 
 
 def main() -> None:
@@ -60,12 +65,7 @@ def main() -> None:
 def serve(server: ChannelServer) -> None:
     """Serve until rank 0 is gone, and all other members with it or soon after."""
     has_left = is_gone = False
-
-    def see_rank_0() -> None:
-        if not (is_gone or 0 in server.connected):
-            sys.exit()
-
-    server.selector.after(_FIRST_S, see_rank_0)
+    server.selector.after(_FIRST_S, sys.exit)
     while server.has_members or not is_gone:
         for data in server.selector.ready():
             for message in server.receive(data):
@@ -74,7 +74,9 @@ def serve(server: ChannelServer) -> None:
                 elif message.rank == 0 and not message.from_script:
                     has_left |= message.kind == "leave"
                     is_gone |= message.kind == "lost"
-        if is_gone and not has_left:
+        if 0 in server.connected:
+            server.selector.cancel(sys.exit)
+        elif is_gone and not has_left:
             # It serves torch's store, without which the others form no process group.
             has_left = True
             server.send_all("lost")

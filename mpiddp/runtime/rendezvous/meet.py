@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -44,14 +43,14 @@ def meet(ranks: Coordinator, info: RankInfo, *, keep_mpi: bool = False) -> Met:
     env, world, timeout_s = os.environ, ranks.world, joining_timeout_s()
     if ranks.has_launcher:
         timeout_s += _LAUNCHER_HEAD_START_S
-    is_alone = world.world_size == 1
+    is_alone = world.world_size == 1 and env.get(AGENT_STORE) != "True"
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
     has_address = is_named and world.launcher.starts_any_program
     meeting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if world.launcher.speaks_mpi and not is_alone and not has_address:
+    if world.launcher.speaks_mpi and not (is_alone or has_address):
         meeting = over_mpi(ranks, timeout_s, keep_mpi=keep_mpi)
-    elif not ranks.has_launcher and not (is_alone and env.get(AGENT_STORE) != "True"):
+    elif not (is_alone or ranks.has_launcher):
         ranks = _by_address(world, timeout_s)
     with meeting, ranks.all_or_none():
         return _met(info, ranks, timeout_s)
@@ -66,10 +65,9 @@ def _by_address(world: World, timeout_s: float) -> Coordinator:
     else:
         # The channel is where the ranks expect rank 0. They share no secret, so the key keeps two jobs apart,
         # but no stranger out.
-        key = " ".join([*_slurm_ids(os.environ), str(port)])
-        server = Server(f"{address}:{port}", key)
+        server = Server(f"{address}:{port}", f"{_slurm_ids(os.environ)} {port}")
         if world.rank == 0:
-            serve_beside(sockets.bind(address, port, world.hostname), key, world.world_size)
+            serve_beside(world, port, server.key)
     return Coordinator(world, server, answer_s=timeout_s)
 
 
@@ -83,7 +81,7 @@ def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
     if world.launcher.name == "slurm":
         from mpiddp.hosts.allocations import expand_nodelist
 
-        port = port or 20000 + crc32(" ".join(_slurm_ids(env)).encode()) % 32768
+        port = port or 20000 + crc32(_slurm_ids(env).encode()) % 32768
         nodelist = env.get("SLURM_STEP_NODELIST", "")
         try:
             first, *others = [address] if address else expand_nodelist(nodelist)
@@ -103,8 +101,8 @@ def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
     return sockets.resolve(address) if is_on_one_host else sockets.resolve_own(address), port
 
 
-def _slurm_ids(env: Mapping[str, str]) -> list[str]:
-    return [env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+def _slurm_ids(env: Mapping[str, str]) -> str:
+    return f"{env.get('SLURM_JOB_ID', '')} {env.get('SLURM_STEP_ID', '')}"
 
 
 def _met(info: RankInfo, ranks: Coordinator, timeout_s: float) -> Met:
@@ -112,14 +110,16 @@ def _met(info: RankInfo, ranks: Coordinator, timeout_s: float) -> Met:
     env, world = os.environ, ranks.world
     gather = partial(ranks.all_gather_json, timeout_s=timeout_s)
     infos = result.gathered(gather(info))
+    ranks.hostnames = names = tuple(each.hostname for each in infos)
+    if any(each.problem for each in infos):
+        raise UserError(info.problem)  # "" on a rank that could begin
     _from_rank_0(world, gather, partial(result.check_alike, infos, env))
     address, port, listener = _place(world, infos, gather)
     world = result.joined(world, infos, address, port)
     if ranks.connection is None and world.world_size > 1:
-        server = _from_rank_0(world, gather, partial(_serve, world))
+        server = _from_rank_0(world, gather, partial(serve_beside, world))
         ranks = Coordinator(world, Server(*server), answer_s=timeout_s)
-    ranks.world = world
-    ranks.hostnames = tuple(info.hostname for info in infos)
+    ranks.world, ranks.hostnames = world, names
     interface = infos[world.rank].interface_for(address, result.requested_interface(env))
     if env.get(VERBOSE):
         places = _places(world, infos) if world.rank == 0 else ""
@@ -174,13 +174,13 @@ def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket
 
 def _places(world: World, infos: Infos) -> str:
     """Where the ranks are, and why rank 0's address is not that of its name."""
-    given, found, why = os.environ.get("MASTER_ADDR"), "", ""
+    address = f"master address {world.master_addr} port {world.master_port}"
     with contextlib.suppress(OSError):
-        found = socket.gethostbyname(given or world.hostname) if world.num_nodes != 1 else ""
-    if found.startswith("127."):  # as Debian's own name of a host
-        name = given or f"{world.hostname}'s own name"
-        why = f": {name} resolves to {found}, which no other host can reach"
-    address = f"master address {world.master_addr} port {world.master_port}{why}"
+        own = socket.gethostbyname(world.hostname) if world.num_nodes != 1 else ""
+        if own.startswith("127."):  # as Debian's
+            address += (
+                f": {world.hostname}'s own name resolves to {own}, which no other host can reach"
+            )
     return f"{result.table(infos)}\n{address}\n"
 
 
@@ -198,15 +198,6 @@ def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:
     return said["value"]
 
 
-def _serve(world: World) -> Server:
-    """Serve the channel beside rank 0, at any port of its address."""
-    address, key = str(world.master_addr), secrets.token_hex(16)
-    listener = sockets.bind(address, 0, world.hostname)
-    server = Server(f"{address}:{listener.getsockname()[1]}", key)
-    serve_beside(listener, key, world.world_size)
-    return server
-
-
 def _serve_beside_agent(world: World, timeout_s: float) -> Server:
     """Rank 0 writes into the store of torchrun's agent where it serves the channel."""
     from mpiddp.runtime.rendezvous.store import connect_to_store, no_dns, prefix_of_attempt
@@ -215,10 +206,10 @@ def _serve_beside_agent(world: World, timeout_s: float) -> Server:
         store = connect_to_store(world, timeout_s)
         name = f"{prefix_of_attempt()}/channel"
         if world.rank == 0:
-            store.set(name, " ".join(_serve(world)))
+            store.set(name, " ".join(serve_beside(world)))
         try:
             return Server(*store.get(name).decode().split())
-        except (RuntimeError, TypeError, ValueError):
+        except RuntimeError:
             raise JobFailed(
                 f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."
             ) from None

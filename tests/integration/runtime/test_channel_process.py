@@ -27,15 +27,14 @@ from tests.support.ranks import ROOT, clean_env
 
 KEY = "a key of the job"
 RANK_0 = """
-import os, socket, sys, threading, time
+import os, sys, time
 from mpiddp.runtime.job.coordinator import Server
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
+from mpiddp.world import World
 from tests.support.channels import member
-listener = socket.create_server(("127.0.0.1", 0))
-port = listener.getsockname()[1]
-serve_beside(listener, "a key of the job", 2)
-channel = member(Server(f"127.0.0.1:{port}", "a key of the job"), 0, 2)
-print(port, flush=True)
+server = Server(*serve_beside(World(0, 2, 0, 2, master_addr="127.0.0.1"), key="a key of the job"))
+channel = member(server, 0, 2)
+print(server.address, flush=True)
 exec(sys.argv[1])
 """
 HOLDS_THE_LOCK = """
@@ -55,8 +54,8 @@ def job(code: str) -> Iterator[tuple[subprocess.Popen[str], Coordinator]]:
     ) as rank_0:
         try:
             assert rank_0.stdout is not None
-            port = rank_0.stdout.readline().strip()
-            yield rank_0, member(Server(f"127.0.0.1:{port}", KEY), 1, 2)
+            address = rank_0.stdout.readline().strip()
+            yield rank_0, member(Server(address, KEY), 1, 2)
         finally:
             rank_0.kill()
 

@@ -1,19 +1,23 @@
 """The placement of the ranks is compared with the hostfile.
 
-Tests mpiddp/runtime/rendezvous/result.py.
+Tests mpiddp/runtime/rendezvous/{result,meet}.py.
 python -m pytest tests/unit/runtime/test_placement.py
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
 
-from mpiddp.errors import UserError
+from mpiddp.errors import BAD_INPUT, UserError
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.protocol.variables import PLACEMENT
-from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, expected_hosts, own_gpu, table
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.ending import Refused
+from mpiddp.runtime.rendezvous.meet import _met
+from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, expected_hosts, table
 from mpiddp.world import RANK_SOURCES, World
 from tests.support.errors import error
 
@@ -63,14 +67,11 @@ def test_ranks_on_other_hosts(expected: str) -> None:
         check_alike(placements("node1", "node1", "node2"), {PLACEMENT: expected})
 
 
-@pytest.mark.parametrize(
-    ("visible", "gpu"), [("", ""), ("2,3", "3"), ("GPU-a, GPU-b", "GPU-b"), ("2", "")]
-)
-def test_the_gpu_of_a_rank(visible: str, gpu: str) -> None:
-    env = {"CUDA_VISIBLE_DEVICES": visible}
-    assert own_gpu(World(1, 2, 1, 2), env) == gpu
+def test_the_gpu_of_a_task_of_slurm_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert RankInfo.of_this_process(World(1, 2, 1, 2)).gpu == "3"
     [slurm] = [source for source in RANK_SOURCES if source.name == "slurm"]
-    assert own_gpu(World(1, 2, 1, 2, slurm), env) == ""
+    assert RankInfo.of_this_process(World(1, 2, 1, 2, slurm)).gpu == ""
 
 
 def test_the_table_of_placements() -> None:
@@ -95,10 +96,18 @@ def test_a_host_with_another_script_or_module_is_named() -> None:
             check_alike(other, {})
 
 
-def test_ranks_that_cannot_begin_are_named_once() -> None:
+def test_ranks_that_cannot_begin_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = placements("node1", "node2")
-    missing = [each._replace(problem="train.py not found.") for each in (first, second)]
-    with pytest.raises(UserError, match=r"^train\.py not found\.$"):
-        check_alike(missing, {})
-    with pytest.raises(UserError, match=r"^rank 1 on node2: train\.py not found\.$"):
-        check_alike([first, missing[1]], {})
+    problem = "train.py not found."
+    for problems, printed in (
+        ([problem] * 2, problem),
+        (["", problem], f"rank 1 on node2: {problem}"),
+    ):
+        infos = [first._replace(problem=problems[0]), second._replace(problem=problems[1])]
+        ranks = Coordinator(World(0, 2, 0, 1), None)
+        endings = [(each, BAD_INPUT * bool(each)) for each in problems]
+        values = iter((infos, endings, [None, None]))
+        ranks.exchange = lambda _, values=values: [json.dumps(each) for each in next(values)]
+        with pytest.raises(Refused), ranks.all_or_none():
+            _met(infos[0], ranks, 5)
+        assert capsys.readouterr().err == f"{printed}\n"
