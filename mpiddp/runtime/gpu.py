@@ -49,11 +49,18 @@ def limit_threads(world: World) -> int | None:
 def choose_gpus(world: World) -> None:
     """Set the variables that the launcher has for the ranks of this host."""
     if text := os.environ.get(GPUS):
-        from mpiddp.runtime.rendezvous.result import expected_hosts  # few ranks need it
-
         hosts = expected_hosts(os.environ.get(PLACEMENT, ""))
         of_hosts = json.loads(text)
         os.environ.update(of_hosts[list(dict.fromkeys(hosts)).index(hosts[world.rank])])
+
+
+def expected_hosts(placement: str) -> list[str]:
+    """The host of each rank: [world_size]. "node1:4,[fd00::1]:2" has ranks 4 and 5 on fd00::1."""
+    hosts: list[str] = []
+    for part in placement.split(","):
+        name, _, count = part.rpartition(":")
+        hosts += [name.strip("[]")] * int(count)
+    return hosts
 
 
 def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:

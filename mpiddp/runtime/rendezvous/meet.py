@@ -53,7 +53,24 @@ def meet(ranks: Coordinator, info: RankInfo, *, keep_mpi: bool = False) -> Met:
     elif not (is_alone or ranks.has_launcher):
         ranks = _by_address(world, timeout_s)
     with meeting, ranks.all_or_none():
-        return _met(info, ranks, timeout_s)
+        world, gather = ranks.world, partial(ranks.all_gather_json, timeout_s=timeout_s)
+        infos = result.gathered(gather(info))
+        ranks.hostnames = names = tuple(each.hostname for each in infos)
+        if any(each.problem for each in infos):
+            raise UserError(info.problem)  # "" on a rank that could begin
+        _from_rank_0(world, gather, partial(result.check_alike, infos, env))
+        address, port, listener = _place(world, infos, gather)
+        world = result.joined(world, infos, address, port)
+        if ranks.connection is None and world.world_size > 1:  # they have met over MPI alone
+            server = _from_rank_0(world, gather, partial(serve_beside, world))
+            ranks = Coordinator(world, Server(*server), answer_s=timeout_s)
+        ranks.world, ranks.hostnames = world, names
+        interface = infos[world.rank].interface_for(address, result.requested_interface(env))
+        if env.get(VERBOSE):
+            places = _places(world, infos) if world.rank == 0 else ""
+            own = f"rank {world.rank} on {world.hostname} uses {interface}\n"
+            print(f"{places}{own}", end="", flush=True)
+        return ranks, result.variables_of(world, interface, infos[0].run_id), listener
 
 
 def _by_address(world: World, timeout_s: float) -> Coordinator:
@@ -105,29 +122,6 @@ def _slurm_ids(env: Mapping[str, str]) -> str:
     return f"{env.get('SLURM_JOB_ID', '')} {env.get('SLURM_STEP_ID', '')}"
 
 
-def _met(info: RankInfo, ranks: Coordinator, timeout_s: float) -> Met:
-    """The one course. Rank 0 serves the channel of `ranks` that have agreed over MPI alone."""
-    env, world = os.environ, ranks.world
-    gather = partial(ranks.all_gather_json, timeout_s=timeout_s)
-    infos = result.gathered(gather(info))
-    ranks.hostnames = names = tuple(each.hostname for each in infos)
-    if any(each.problem for each in infos):
-        raise UserError(info.problem)  # "" on a rank that could begin
-    _from_rank_0(world, gather, partial(result.check_alike, infos, env))
-    address, port, listener = _place(world, infos, gather)
-    world = result.joined(world, infos, address, port)
-    if ranks.connection is None and world.world_size > 1:
-        server = _from_rank_0(world, gather, partial(serve_beside, world))
-        ranks = Coordinator(world, Server(*server), answer_s=timeout_s)
-    ranks.world, ranks.hostnames = world, names
-    interface = infos[world.rank].interface_for(address, result.requested_interface(env))
-    if env.get(VERBOSE):
-        places = _places(world, infos) if world.rank == 0 else ""
-        own = f"rank {world.rank} on {world.hostname} uses {interface}\n"
-        print(f"{places}{own}", end="", flush=True)
-    return ranks, result.variables_of(world, interface, infos[0].run_id), listener
-
-
 def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket.socket | None]:
     """Where torch's store is: the first address of rank 0 that every other host reaches, and its port.
 
@@ -174,14 +168,12 @@ def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket
 
 def _places(world: World, infos: Infos) -> str:
     """Where the ranks are, and why rank 0's address is not that of its name."""
-    address = f"master address {world.master_addr} port {world.master_port}"
+    name, line = world.hostname, f"master address {world.master_addr} port {world.master_port}"
     with contextlib.suppress(OSError):
-        own = socket.gethostbyname(world.hostname) if world.num_nodes != 1 else ""
+        own = socket.gethostbyname(name) if world.num_nodes != 1 else ""
         if own.startswith("127."):  # as Debian's
-            address += (
-                f": {world.hostname}'s own name resolves to {own}, which no other host can reach"
-            )
-    return f"{result.table(infos)}\n{address}\n"
+            line += f": {name}'s own name resolves to {own}, which no other host can reach"
+    return f"{result.table(infos)}\n{line}\n"
 
 
 def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:

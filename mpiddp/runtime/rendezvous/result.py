@@ -1,8 +1,4 @@
-"""What the ranks know of each other once they have met: a record of each, and what follows for all.
-
-The launcher sets MPIDDP_PLACEMENT to the placement of the hostfile: "node1:4,node2:2" means ranks 0 to 3
-on node1, and ranks 4 and 5 on node2.
-"""
+"""What the ranks know of each other once they have met: a record of each, and what follows for all."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import resolve
 from mpiddp.protocol import variables
-from mpiddp.runtime.gpu import own_gpu
+from mpiddp.runtime.gpu import expected_hosts, own_gpu
 from mpiddp.text import align_columns
 from mpiddp.world import World
 
@@ -205,15 +201,6 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
     # Networks that all other hosts share come first, then IPv4.
     usable.sort(key=lambda i: (-sum(i.network in each for each in networks), ":" in i.address))
     return [each.address for each in usable]
-
-
-def expected_hosts(placement: str) -> list[str]:
-    """The host of each rank: [world_size]. IPv6 literals are in brackets: "[fd00::1]:2"."""
-    hosts: list[str] = []
-    for part in placement.split(","):
-        name, _, count = part.rpartition(":")
-        hosts += [name.strip("[]")] * int(count)
-    return hosts
 
 
 def check_alike(infos: Infos, env: Mapping[str, str]) -> None:

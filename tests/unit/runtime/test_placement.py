@@ -14,10 +14,11 @@ import pytest
 from mpiddp.errors import BAD_INPUT, UserError
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.protocol.variables import PLACEMENT
+from mpiddp.runtime.gpu import expected_hosts
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused
-from mpiddp.runtime.rendezvous.meet import _met
-from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, expected_hosts, table
+from mpiddp.runtime.rendezvous.meet import meet
+from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, table
 from mpiddp.world import RANK_SOURCES, World
 from tests.support.errors import error
 
@@ -96,7 +97,7 @@ def test_a_host_with_another_script_or_module_is_named() -> None:
             check_alike(other, {})
 
 
-def test_ranks_that_cannot_begin_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_cannot_begin_are_named_once() -> None:
     first, second = placements("node1", "node2")
     problem = "train.py not found."
     for problems, printed in (
@@ -105,9 +106,10 @@ def test_ranks_that_cannot_begin_are_named_once(capsys: pytest.CaptureFixture[st
     ):
         infos = [first._replace(problem=problems[0]), second._replace(problem=problems[1])]
         ranks = Coordinator(World(0, 2, 0, 1), None)
+        ranks.has_launcher = True
         endings = [(each, BAD_INPUT * bool(each)) for each in problems]
         values = iter((infos, endings, [None, None]))
         ranks.exchange = lambda _, values=values: [json.dumps(each) for each in next(values)]
-        with pytest.raises(Refused), ranks.all_or_none():
-            _met(infos[0], ranks, 5)
-        assert capsys.readouterr().err == f"{printed}\n"
+        with pytest.raises(Refused) as refused:
+            meet(ranks, infos[0])
+        assert (refused.value.code, refused.value.sentence) == (BAD_INPUT, printed)
