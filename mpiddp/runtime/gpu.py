@@ -20,7 +20,6 @@ from mpiddp.text import counted, parse_whole
 from mpiddp.world import World
 
 _SYSFS = Path("/sys")
-_MOST_CORES = 1 << 16
 
 
 def prepare(world: World) -> None:
@@ -108,5 +107,5 @@ def near_cores(address: str, sysfs: Path = _SYSFS) -> set[int]:
         text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text()
         for part in text.strip().split(","):
             first, _, last = part.partition("-")
-            cores |= {*range(parse_whole(first), parse_whole(last or first, high=_MOST_CORES) + 1)}
+            cores |= {*range(int(first), int(last or first) + 1)}
     return cores
