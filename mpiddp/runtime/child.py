@@ -38,14 +38,9 @@ from mpiddp.world import RANK_SOURCES
 
 SCRIPT, MODULE, COMMAND = "script", "module", "command"
 _IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)", re.MULTILINE)
-# Not multiprocessing: `mpiddp.runtime.script` prepares the processes of a script that may use torch.
-_WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - {"multiprocessing", "concurrent"}
-# What may import torch where the lines of a script do not show it.
-_HIDES_TORCH = re.compile(
-    rb"torch|mpiddp\.train|importlib|runpy|__import__|\bexec\("
-    rb"|[;:][ \t]*(?:import|from)\b|^[ \t]*import\b.*\bas\b.*,",
-    re.MULTILINE,
-)
+# Python's own packages that run other code, which may use torch.
+_RUNS_OTHERS = {"concurrent", "importlib", "multiprocessing", "runpy"}
+_WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - _RUNS_OTHERS
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
@@ -107,7 +102,7 @@ class Program(NamedTuple):
             with contextlib.suppress(OSError):  # python will say why
                 text = Path(self.name).read_bytes()
                 packages = {each.partition(".")[0] for each in _imported_by(text)}
-                return bool(_HIDES_TORCH.search(text) or packages - _WITHOUT_TORCH)
+                return b"torch" in text or bool(packages - _WITHOUT_TORCH)
         return self.kind != COMMAND
 
     @property
