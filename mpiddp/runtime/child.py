@@ -7,6 +7,7 @@ started. If the agent itself is killed, the kernel kills the child.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import json
@@ -23,7 +24,6 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,10 +136,8 @@ def _imported_by(text: bytes) -> set[str]:
 
 def parse(argv: list[str]) -> Program:
     """The program in the arguments of `mpiddp run`."""
-    ours = list(takewhile(lambda each: each.startswith("-") and each not in ("--", "-m"), argv))
-    rest = argv[len(ours) :]
-    kind = {"--": COMMAND, "-m": MODULE}.get("".join(rest[:1]), SCRIPT)
-    job = rest if kind == SCRIPT else rest[1:]
+    kind = {"--": COMMAND, "-m": MODULE}.get("".join(argv[:1]), SCRIPT)
+    job = argv if kind == SCRIPT else argv[1:]
     parser = OneSentenceParser(
         prog="mpiddp run",
         usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
@@ -148,9 +146,10 @@ def parse(argv: list[str]) -> Program:
         allow_abbrev=False,
     )
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
-    parser.parse_args([*ours, *(["command"] if kind == COMMAND else job[:1])])
-    if not job:
-        raise UserError('mpiddp run: no command follows "--". See: mpiddp run --help')
+    rest = parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False
+    if kind == SCRIPT or not job:
+        parser.parse_args(job)
     return Program(kind, job[0], tuple(job[1:]))
 
 
