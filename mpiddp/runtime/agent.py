@@ -20,27 +20,24 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end, usage_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
-from mpiddp.runtime.child import COMMAND, MODULE, PASSED, SCRIPT, Child, Program, parse
+from mpiddp.runtime.child import MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.coordinator import Coordinator, Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
-from mpiddp.runtime.output import PAUSE_S, SHORT, Stream
+from mpiddp.runtime.output import Stream
 from mpiddp.world import World, is_joined
-
-if TYPE_CHECKING:
-    from mpiddp.runtime.rendezvous.result import RankInfo
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
 _GRACE_S = 1.0  # in which this rank may end by itself once another has failed
-_NEVER = float("inf")
+_WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
 _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 
 
@@ -60,7 +57,7 @@ class Agent:
     """One rank."""
 
     def __init__(self, program: Program, world: World) -> None:
-        self.program, self.world = program, world
+        self.world, self.child = world, Child(program)
         self.name = f"rank {world.rank} on {world.hostname}"
         address, key = os.environ.pop(variables.ADDRESS, ""), os.environ.pop(variables.SECRET, "")
         self._launcher = Server(address, key) if address and key else None
@@ -68,20 +65,17 @@ class Agent:
         if self._launcher is None:
             os.environ.pop(variables.JOB, None)
         self.coordinator = Coordinator(world, None)  # until it is connected
-        self.child: Child | None = None
         self._streams = [Stream(each, self.name) for each in STREAMS if self._selection]
         # Those of the child, by its file descriptors. Without a launcher, it has those of the MPI.
-        self.files = {stream.number: stream.theirs for stream in self._streams}
+        self._files = {stream.number: stream.theirs for stream in self._streams}
         # This process's parent. Without it, nothing would end this rank.
         has_daemon = world.launcher.speaks_mpi or world.launcher.name == "slurm"
         self._daemon = os.getppid() if has_daemon else None
-        self._problem = ""  # why this rank cannot begin
         self._is_stopping = False  # the launcher has requested a stop
         self._ends_on_request = False
-        self._passed: set[int] = set()  # the signals
         self._wakeup: int | None = None  # readable when a signal has arrived
         self._code: int | None = None  # with which this rank ends because of another
-        self._ends_at = _NEVER  # when another rank's failure ends this one
+        self._ends_at = float("inf")  # when another rank's failure ends this one
 
     def run(self) -> int:
         try:
@@ -95,7 +89,7 @@ class Agent:
                 return ending.code  # the launcher prints it
             raise
         finally:
-            if self.child is not None and self.child.status is None:  # this rank could not begin
+            if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             if file := os.environ.get(variables.ERROR_FILE):
                 Path(file).unlink(missing_ok=True)
@@ -111,53 +105,58 @@ class Agent:
     def _begin(self) -> None:
         """Start the script, and meet the other ranks meanwhile."""
         if self._daemon is not None:
-            signal_at_parents_end(signal.SIGKILL)
+            signal_at_parents_end(signal.SIGTERM)
         # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # A SIGKILL of the launcher leaves the last output to this process.
         with contextlib.suppress(OSError):
             Path("/proc/self/comm").write_text(OUTPUT_PROCESS)
+        child, world, launcher = self.child, self.world, self._launcher
+        allow_open(_SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
+        if launcher is not None and world.rank == 0:
+            self._files[0] = connect_to_server(launcher, world, INPUT)[0].detach()
+        elif launcher is not None:
+            self._files[0] = os.open(os.devnull, os.O_RDONLY)
+        problem: UserError | JobFailed | None = None
         try:
-            prepare(self.world)
-            self.program.check()
-        except UserError as problem:
-            self._problem = str(problem)
-        allow_open(_SOCKETS_PER_RANK * self.world.world_size + OPEN_BESIDES)
-        if self._launcher is not None and self.world.rank == 0:
-            self.files[0] = connect_to_server(self._launcher, self.world, INPUT)[0].detach()
-        elif self._launcher is not None:
-            self.files[0] = os.open(os.devnull, os.O_RDONLY)
-        try:
-            if self.program.kind != COMMAND and not self._problem:
-                self.child = Child(self.program, self.files)
-        finally:  # the launcher prints why there is no child
-            if self._launcher is not None:
-                self._connect(self._launcher)
+            prepare(world)
+            child.program.check()
+            if not child.is_command:
+                child.start(self._files)
+        except (UserError, JobFailed) as error:
+            problem = error
+        if launcher is not None:
+            self._connect(launcher)
+        if isinstance(problem, JobFailed):  # else all ranks refuse it
+            raise problem
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
-        from mpiddp.runtime.rendezvous.meet import meet
+        from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
+        from mpiddp.runtime.rendezvous.result import RankInfo
 
-        coordinator, env, store = meet(self.coordinator, self._info())
+        is_compared = world.local_world_size != world.world_size and problem is None
+        files = child.program.files if is_compared else []
+        info = RankInfo.of_this_process(world, str(problem or ""), files)
+        self.coordinator, env, store = meet(self.coordinator, info)
         # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
         # of the script's.
         adopt_orphans()
         self._catch_signals()
-        self.coordinator = coordinator
-        coordinator.on_news = self._obey
-        if coordinator.connection is not None:
-            env[variables.CHANNEL] = coordinator.address
-            env[variables.CHANNEL_SECRET] = coordinator.key
-        if threads := limit_threads(coordinator.world):  # only now known
+        ranks = self.coordinator
+        if ranks.connection is not None:
+            env |= {variables.CHANNEL: ranks.address, variables.CHANNEL_SECRET: ranks.key}
+        if threads := limit_threads(ranks.world):  # only now known
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
-        self._join()
-        if store is not None and (self.child is None or not self.child.imports_torch):
+        self._join(joining_timeout_s())
+        has_torch = child.said.get("ready", {}).get("has_torch")
+        if store is not None and not has_torch:
             reserve(store)  # a process of the program may listen there
             store = None
-        if self.child is not None:
-            self.child.go(env, store)
+        if child.is_command:
+            with ranks.all_or_none():
+                child.start(self._files)
         else:
-            with coordinator.all_or_none():
-                self.child = Child(self.program, self.files)
+            child.go(env, store)
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, and the streams that it shows."""
@@ -169,62 +168,46 @@ class Agent:
         for stream in self._streams:
             if is_shown(self._selection, world.rank, stream.number):
                 stream.connect(launcher, world)
-        if self._selection and (folder := os.environ.get(variables.LOG_DIR)):
+        if folder := os.environ.get(variables.LOG_DIR):
             self._log_to(Path(folder).absolute(), "--log-dir")
 
     def _log_to(self, folder: Path, option: str = "") -> None:
         """Write the streams to files of this folder. That of stderr will contain a traceback."""
-        path = folder
+        stem = f"rank_{self.world.rank:05d}"
+        paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}
         with named_by(option):
             folder.mkdir(parents=True, exist_ok=True)
             for stream in self._streams:
-                path = folder / f"rank_{self.world.rank:05d}.{STREAMS[stream.number][3:]}"
-                stream.write_to(path)
-        self.coordinator.send("log", path=str(path))
+                stream.write_to(paths[stream.number])
+        self.coordinator.send("log", path=str(paths[2]))
 
-    def _info(self) -> RankInfo:
-        """What the other ranks learn of this one."""
-        from mpiddp.runtime.rendezvous.result import RankInfo
-
-        is_on_several_hosts = self.world.local_world_size != self.world.world_size
-        files = self.program.files if is_on_several_hosts and not self._problem else []
-        return RankInfo.of_this_process(self.world, self._problem, files)
-
-    def _join(self) -> None:
+    def _join(self, timeout_s: float) -> None:
         """Wait until the scripts of all ranks have imported torch, unless that of this one has ended."""
-        from mpiddp.runtime.rendezvous.meet import joining_timeout_s
-
-        child, ranks, timeout_s = self.child, self.coordinator, joining_timeout_s()
-        while child is not None and child.status is None and "ready" not in child.said:
+        child, ranks = self.child, self.coordinator
+        while child.runs and "ready" not in child.said:
             self._wait()
-        if child is None or child.status is None:
-            ranks.send("joining", timeout_s=timeout_s)
-            limit_s = None if ranks.has_launcher else timeout_s
-            ranks.give("joined", None, timeout_s=limit_s, calls=False)
-            has_others = ranks.connection is not None
-            while has_others and ranks.given("joined", timeout_s) is None:
-                self._wait()
-                has_others = child is None or child.status is None
+        if child.status is not None:
+            return
+        ranks.send("joining", timeout_s=timeout_s)
+        limit_s = None if ranks.has_launcher else timeout_s
+        ranks.give("joined", None, timeout_s=limit_s, calls=False)
+        while ranks.connection and child.status is None and not ranks.given("joined", timeout_s):
+            self._wait()
 
     # --- the loop ---
 
     def _serve(self) -> Ending:
         """Wait for all that may happen until the script has ended. End what it has left."""
         child = self.child
-        assert child is not None
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
             trim(0)  # MPI's memory: this process needs little more, as long as the script runs
-        if self._daemon is not None:
-            signal_at_parents_end(signal.SIGTERM)
-            if os.getppid() != self._daemon:
-                self._end(FAILED)
         while child.status is None:
             self._wait()
         ending = child.ending()
         self._report(ending)
         if child.end(_END_S):  # what is left cannot be killed
             for stream in self._streams:
-                stream.end()
+                stream.source.close()
         while not all(stream.is_done for stream in self._streams):
             self._wait()
         return ending
@@ -243,31 +226,27 @@ class Agent:
     def _wait(self) -> None:
         """Act on what happens next."""
         child, channel = self.child, self.coordinator
-        control = child.control if child is not None else None
         connection = None if channel.is_lost else channel.connection
         poll = select.poll()
         for stream in self._streams:
             stream.register(poll)
-        for file in (control, self._wakeup, connection):
+        for file in (child.control, self._wakeup, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        wait_s = min(1.0, max(0.0, self._ends_at - time.monotonic()))
-        ready = dict(poll.poll(1 + 1000 * wait_s))
-        longest = max((stream.act(ready) for stream in self._streams), default=0)
-        if 0 < longest < SHORT:
-            time.sleep(PAUSE_S)
-        if child is not None:
-            child.reap()  # then, what an ended script has said last is there
-            child.hear()
-            if log := child.said.pop("log_to", None):
-                self._log_to(Path(log["folder"]))
+        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if channel.code_of_failure else _WAIT_MS))
+        for stream in self._streams:
+            stream.act(ready)
+        child.reap()  # then, what an ended script has said last is there
+        child.hear()
+        if log := child.said.pop("log_to", None):
+            self._log_to(Path(log["folder"]))
         if connection is not None and connection.fileno() in ready:
             channel.receive()
+        self._see_failure()
         if self._wakeup is not None and self._wakeup in ready:
             for number in os.read(self._wakeup, 4096):
                 if number != signal.SIGCHLD:
-                    self._on_signal(number)
-        self._see_failure()
+                    child.pass_on(number)
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
         """Act on a message of the launcher."""
@@ -277,22 +256,22 @@ class Agent:
             case {"type": "stop" | "stopping" as kind}:
                 self._is_stopping = True
                 # "stopping": the script talks to the launcher itself.
-                if kind == "stop" and signal.SIGTERM not in self._passed:
-                    self._on_signal(signal.SIGTERM)
+                if kind == "stop" and signal.SIGTERM not in self.child.passed:
+                    self.child.pass_on(signal.SIGTERM)
             case {"type": "stacks"}:
-                child = self.child
-                text, pid = ("", os.getpid()) if child is None else (child.stack(), child.pid)
+                text = self.child.stack()
                 if text is not None:  # the script answers
-                    self.coordinator.send(
-                        "stacks", text=text[-TEXT_LIMIT:], step=0, **usage_of(pid)
-                    )
+                    usage = usage_of(self.child.pid or os.getpid())
+                    self.coordinator.send("stacks", text=text[-TEXT_LIMIT:], step=0, **usage)
 
     def _see_failure(self) -> None:
-        """Another rank has failed, or the server of the job is gone."""
+        """End with the daemon of the MPI, another rank that has failed, or the server of the job."""
         channel = self.coordinator
         if self._code is not None:
             return
-        if channel.code_of_failure:  # also if the server has ended since
+        if self._daemon not in (None, os.getppid()):
+            self._end(FAILED)
+        elif channel.code_of_failure:  # also if the server has ended since
             self._ends_at = min(self._ends_at, time.monotonic() + _GRACE_S)
             if time.monotonic() >= self._ends_at:
                 self._end(channel.code_of_failure)
@@ -303,19 +282,10 @@ class Agent:
                     print_error(f"{self.name}: lost the connection to {lost}; exiting.")
             self._end(FAILED)
 
-    def _on_signal(self, number: int) -> None:
-        """Pass a signal on, or end with the daemon of the MPI."""
-        if number == signal.SIGTERM and self._daemon not in (None, os.getppid()):
-            self._end(FAILED)
-        else:
-            self._passed.add(number)
-            if self.child is not None:
-                self.child.pass_on(number)
-
     def _end(self, code: int) -> None:
         """End the script and all that it has started, because of another rank."""
-        self._code, self._ends_at = self._code or code, _NEVER
-        if self.child is None or self._wakeup is None:  # the ranks have not met
+        self._code = self._code or code
+        if not self.child.pid or self._wakeup is None:  # the ranks have not met
             raise SystemExit(self._code)
         self.child.end(_END_S if self.child.is_command else 0.0)
 
@@ -325,23 +295,22 @@ class Agent:
         """Tell the launcher, or else the other ranks, how this rank ends."""
         if self._code is not None:
             return
-        said = self.child.said if self.child is not None else {}
+        child = self.child
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
         # so its ranks look at that alone.
-        was_asked = self._is_stopping if self._launcher is not None else self._passed & _REQUESTS
-        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in self._passed)}
-        has_stopped = ending.code == STOPPED and "stopped" in said
+        was_asked = self._is_stopping if self._launcher is not None else child.passed & _REQUESTS
+        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in child.passed)}
+        has_stopped = ending.code == STOPPED and "stopped" in child.said
         self._ends_on_request = has_stopped or bool(was_asked and ending.code in ends)
         if self._ends_on_request or not ending.is_failure:
             if ending.code == STOPPED and not has_stopped:
                 self.coordinator.send("stopped")  # a command says so by its code alone
             # Not by os._exit(0) in the middle of its work.
-            has_left = self.program.kind == COMMAND or "left" in said or ending.is_failure
+            has_left = child.is_command or "left" in child.said or ending.is_failure
             self.coordinator.send("done" if has_left else "exited")
             return
         if self._launcher is not None:
-            memory = {} if self.child is None else self.child.lack_of_memory
-            self.coordinator.send("failed", **ending.facts, **memory)
+            self.coordinator.send("failed", **ending.facts, **child.lack_of_memory)
         elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
             line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them

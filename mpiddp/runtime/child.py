@@ -71,15 +71,11 @@ class Program(NamedTuple):
         if self.kind == COMMAND:
             check_program(name, os.environ.get("PATH"))
         elif self.kind == MODULE:
-            # Here alone: the agent imports nothing of the user's. The same string as python -m uses.
-            before, sys.path[0] = sys.path[0], os.getcwd()  # noqa: PTH109
+            sys.path.insert(0, str(Path.cwd()))  # as python -m does
             first = name.partition(".")[0]
-            try:
-                if not first or find_spec(first) is None:
-                    where = f"{Path.cwd()} and in the installed packages"
-                    raise UserError(f"module {name} not found (looked in {where}).")
-            finally:
-                sys.path[0] = before
+            if not first or find_spec(first) is None:
+                where = f"{Path.cwd()} and in the installed packages"
+                raise UserError(f"module {name} not found (looked in {where}).")
         else:
             with named_by(""):
                 if not path.exists():
@@ -143,7 +139,6 @@ def parse(argv: list[str]) -> Program:
         usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
         description="Run an unmodified env:// script, or any command, as one rank of a job, after all "
         "ranks have joined.",
-        allow_abbrev=False,
     )
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
     rest = parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -163,29 +158,34 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class Child:
-    """The process of a rank's script, which waits for `go` once it has imported torch, or of its command.
+    """The process of a rank's script, which waits for `go` once it has imported torch, or of its command."""
 
-    `files` are open files of this process, by the child's file descriptor, and are closed here. Raises
-    UserError or JobFailed if the process cannot be started.
-    """
-
-    def __init__(self, program: Program, files: Mapping[int, int]) -> None:
-        self.is_command = program.kind == COMMAND
-        self.imports_torch = program.may_use_torch  # before the ranks have met
+    def __init__(self, program: Program) -> None:
+        self.program, self.is_command = program, program.kind == COMMAND
+        self.pid = 0  # until it has started
         self.status: int | None = None  # its exit code, -N for signal N, once it has ended
         self.said: dict[str, dict[str, Any]] = {}  # by the script, by type; "error" is why it fails
+        self.passed: set[int] = set()  # the signals
+        self.control: socket.socket | None = None  # to the script, until that has closed it
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
         self._kills_before = kills_in(group_of())
+
+    @property
+    def runs(self) -> bool:
+        return self.pid > 0 and self.status is None
+
+    def start(self, files: Mapping[int, int]) -> None:
+        """Start it with these open files, by its own file descriptors. They are closed here."""
+        program = self.program
         # Children of the shell that the agent may have replaced by exec.
         self._others = frozenset(descendants(os.getpid()))
         ours, theirs = socket.socketpair()
-        self.control: socket.socket | None = ours  # to the script, until that has closed it
         argv, env, passed = [program.name, *program.args], dict(os.environ), [theirs.fileno()]
         if self.is_command:
             env, passed = command_environment(env), []
         else:
-            start = [sys.executable, "-c", _START % self.imports_torch, str(theirs.fileno())]
+            start = [sys.executable, "-c", _START % program.may_use_torch, str(theirs.fileno())]
             argv = [*start, program.kind, *argv]
         try:
             self._process = subprocess.Popen(
@@ -203,29 +203,25 @@ class Child:
             sentence = f"{escaped(program.name)} cannot be started: {error.strerror}.{hint}"
             raise cause_of(error)(sentence) from None
         finally:
-            for file in files.values():
+            for file in (*files.values(), theirs.detach()):
                 os.close(file)
-            theirs.close()
-        self.pid = self._process.pid
+        self.pid, self.control = self._process.pid, ours
 
     def go(self, env: Mapping[str, str], store: socket.socket | None) -> None:
         """Let the script begin, with these variables. `store`: where rank 0 serves torch's store."""
+        line, listeners = json.dumps(env).encode() + b"\n", [store.fileno()] if store else []
         with contextlib.suppress(ConnectionError):  # the script has ended
             if self.control is not None:
-                socket.send_fds(self.control, [b" "], [store.fileno()] if store else [])
-                self.control.sendall(json.dumps(env).encode() + b"\n")
+                socket.send_fds(self.control, [line], listeners)
         if store is not None:
             store.close()
 
     def hear(self) -> None:
         """Take what the script has said."""
-        while self.control is not None:
-            try:
-                chunk = self.control.recv(1 << 16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
-            except OSError:
-                chunk = b""
+        while self.control is not None and select.select([self.control], [], [], 0)[0]:
+            chunk = b""
+            with contextlib.suppress(OSError):
+                chunk = self.control.recv(1 << 16)
             if not chunk:  # it has ended, or has closed all files
                 self.control.close()
                 self.control = None
@@ -242,11 +238,10 @@ class Child:
         The kernel interrupts a script, also while native code holds its interpreter. One that is stopped does
         not answer. Nothing tells where a stack ends.
         """
-        if self.is_command:
+        if self.is_command or not self.pid:
             return ""
         self._frames = []
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGURG)
+        self.pass_on(signal.SIGURG)
         deadline = time.monotonic() + _STACK_S
         while self.control and not self._frames and time.monotonic() < deadline:
             if select.select([self.control], [], [], _WRITTEN_S)[0]:
@@ -261,17 +256,15 @@ class Child:
 
     def pass_on(self, number: int) -> None:
         """Send it a signal: to a script alone, whose workers it ends itself, but to all of a command."""
+        self.passed.add(number)
         with contextlib.suppress(ProcessLookupError):
-            if self.is_command:
-                os.killpg(self.pid, number)
-            elif self.status is None:
-                os.kill(self.pid, number)
+            if self.runs:
+                (os.killpg if self.is_command else os.kill)(self.pid, number)
 
     def reap(self) -> None:
         """Collect the child and the adopted orphans that have ended."""
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = found
+            for pid, status in iter(partial(os.waitpid, -1, os.WNOHANG), (0, 0)):
                 if pid == self.pid:
                     self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
 
@@ -279,13 +272,10 @@ class Child:
         """What wait() says, with the script's own reason."""
         assert self.status is not None
         ending = ending_of_process(self.status)
-        if not ending.is_failure:
-            return ending
         # A script that has failed may be ended before it has printed all.
-        reason = self.said.get("error", {})
+        reason = self.said.get("error")
         if reason and (reason["code"] == ending.code or ending.signal == signal.SIGTERM):
-            error, traceback = reason["error"], reason["traceback"]
-            return Ending(reason["code"], error, traceback, reason["is_verdict"])
+            return Ending(*(reason[each] for each in Ending._fields))
         return ending._replace(error=_recorded_error(os.environ.get(ERROR_FILE, "")))
 
     @property

@@ -7,10 +7,12 @@ and nothing is lost. Without a launcher, the script has the streams of the MPI.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import select
 import socket
 import termios
+import time
 import tty
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +25,7 @@ _CHUNK = 1 << 16  # bytes, the size of a pipe
 _MOST_UNSENT = 1 << 17  # bytes; then the stream is read no further
 _MOST_UNFILED = 1 << 20  # bytes that wait for the name of a folder; the rest is only shown
 # A script that prints many short lines would wake the agent for each.
-SHORT, PAUSE_S = 2048, 0.005
+_SHORT, _PAUSE_S = 2048, 0.005
 
 
 def _new_stream(number: int) -> tuple[int, int]:
@@ -41,10 +43,10 @@ class Stream:
 
     def __init__(self, number: int, rank: str) -> None:
         self.number, self._rank = number, rank  # `number` is its file descriptor in the child
-        self.source: int | None  # until the end of the stream
-        self.source, self.theirs = _new_stream(number)  # the child closes the other end here
+        source, self.theirs = _new_stream(number)  # the child closes the other end here
+        self.source = io.FileIO(source)  # open until the end of the stream
         self.connection: socket.socket | None = None  # to the launcher, if it shows this stream
-        self._file: int | None = None
+        self._file: io.FileIO | None = None
         self._unfiled = bytearray()  # until there is a file
         self._unsent = bytearray()
         self._has_complained = False
@@ -60,32 +62,29 @@ class Stream:
     @property
     def is_done(self) -> bool:
         """Whether it is at its end, and all has been sent."""
-        return self.source is None and not self._unsent
+        return self.source.closed and not self._unsent
 
     def register(self, poll: select.poll) -> None:
         """Let `poll` report what `act` needs."""
-        if self.source is not None and len(self._unsent) < _MOST_UNSENT:
+        if not self.source.closed and len(self._unsent) < _MOST_UNSENT:
             poll.register(self.source, select.POLLIN)
-        if self.connection is not None:
-            poll.register(self.connection, select.POLLOUT if self._unsent else 0)
+        if self.connection is not None and self._unsent:
+            poll.register(self.connection, select.POLLOUT)
 
-    def act(self, ready: Mapping[int, int]) -> int:
-        """Read and send what the events of poll(2) allow. Returns the number of bytes that it has read."""
+    def act(self, ready: Mapping[int, int]) -> None:
+        """Read and send what the events of poll(2) allow. Pause after a short line."""
         chunk = b""
-        if self.source is not None and self.source in ready:
+        if not self.source.closed and self.source.fileno() in ready:
             with contextlib.suppress(OSError):  # the end of a terminal
-                chunk = os.read(self.source, _CHUNK)
+                chunk = self.source.read(_CHUNK)
             if chunk:
                 self._save(chunk)
                 self._unsent += chunk
             else:
-                self.end()
-        if self.connection is not None:
+                self.source.close()
+        if self.connection is not None and self._unsent:
             try:
-                if ready.get(self.connection.fileno(), 0) & (select.POLLERR | select.POLLHUP):
-                    raise ConnectionResetError
-                if self._unsent:
-                    del self._unsent[: self.connection.send(self._unsent[: 4 * _CHUNK])]
+                del self._unsent[: self.connection.send(self._unsent)]
             except BlockingIOError:
                 pass
             except OSError:  # the launcher is gone, and the files still get everything
@@ -93,20 +92,14 @@ class Stream:
                 self.connection = None
         if self.connection is None:
             self._unsent.clear()
-        return len(chunk)
-
-    def end(self) -> None:
-        """Read no more."""
-        if self.source is not None:
-            os.close(self.source)
-            self.source = None
+        if 0 < len(chunk) < _SHORT:
+            time.sleep(_PAUSE_S)
 
     def write_to(self, path: Path) -> None:
         """Write to this file, beginning with what was read so far. It grows at a restart."""
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        if self._file is not None:
-            os.close(self._file)
-        self._file = file
+        before, self._file = self._file, path.open("ab", buffering=0)
+        if before is not None:
+            before.close()
         self._save(self._unfiled)
         self._unfiled = bytearray()
 
@@ -117,7 +110,7 @@ class Stream:
         rest = memoryview(chunk)
         try:
             while rest:
-                rest = rest[os.write(self._file, rest) :]
+                rest = rest[self._file.write(rest) :]
         except OSError as error:  # a full disk may have room again, so the next chunk is tried
             if not self._has_complained:
                 self._has_complained = True

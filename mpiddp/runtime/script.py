@@ -49,7 +49,7 @@ def main(*, imports_torch: bool) -> None:
     number, kind, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     os.set_inheritable(number, False)
     session = current()
-    session.control = socket.socket(fileno=number)
+    session.control = control = socket.socket(fileno=number)
     faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
     # The agent sends this signal to see where the main thread is, also while native code holds the GIL. Only
     # that thread writes its stack: another one's may change while it is read, and the rank would crash.
@@ -58,33 +58,30 @@ def main(*, imports_torch: bool) -> None:
     atexit.register(await_gloo)
     if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
         # What python puts there, in the place of this program's own folder.
-        is_script = kind == "script"
-        sys.path[0] = str(Path(name).resolve().parent) if is_script else os.getcwd()  # noqa: PTH109
+        sys.path[0] = str(Path(name).resolve().parent if kind == "script" else Path.cwd())
     if imports_torch:
         with contextlib.suppress(ImportError):  # a script need not use it
             import_torch()
-    session.tell_agent("ready")
+    session.tell_agent("ready", has_torch="torch" in sys.modules)
     sys.argv = sys.argv[3:]
-    error: BaseException | None = None
     try:
-        _begin(session)
+        _begin(session, control)
         _run(kind, name)
     except BaseException as caught:
-        session.error = error = caught
-    if not ending_of(error, has_stopped=session.stop.has_stopped).is_failure:
+        session.error = caught
+    error = session.error
+    ending = ending_of(error, has_stopped=session.stop.has_stopped)
+    if error is None or not ending.is_failure:
         session.tell_agent("left")
         if not session.is_member:  # else a handler of atexit leaves
             session.leave()
-    elif error is not None:
-        ending = session.fail(error)
+    else:
+        session.fail(error)
         if ending.traceback:  # else it is a sentence
             frames = script_frames(error.__traceback__)
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
             sys.excepthook(type(error), error.with_traceback(frames), frames)
-        if not isinstance(error, SystemExit):
-            error = SystemExit(ending.code)
-    if error is not None:
-        raise error
+    sys.exit(error.code if isinstance(error, SystemExit) else ending.code)
 
 
 def await_gloo() -> None:
@@ -97,11 +94,9 @@ def await_gloo() -> None:
     deadline, idle = time.monotonic() + _GLOO_S, 0
     while idle < _IDLE and time.monotonic() < deadline:
         states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
-        for thread in Path("/proc/self/task").iterdir():
+        for file in Path("/proc/self/task").glob("*/stat"):
             with contextlib.suppress(OSError):  # it has ended
-                name, _, rest = (
-                    (thread / "stat").read_text().rpartition(") ")
-                )  # "tid (name) state …"
+                name, _, rest = file.read_text().rpartition(") ")  # "tid (name) state …"
                 if name.endswith(f"({_GLOO}"):
                     states.append(rest[0])
         if not states:
@@ -146,16 +141,14 @@ def import_torch() -> None:
             gc.enable()
 
 
-def _begin(session: Session) -> None:
+def _begin(session: Session, control: socket.socket) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    The agent sends a space, with the file on rank 0 where it serves torch's store; and a line: the variables
-    that a script finds under torchrun, and where the server of the job is.
+    The agent sends a line: the variables that a script finds under torchrun, and where the server of the job
+    is. The file on rank 0 where it serves torch's store comes with the first byte.
     """
-    control = session.control
-    assert control is not None
-    _, listeners, _, _ = socket.recv_fds(control, 1, 1)
-    line = control.makefile("rb").readline()
+    first, listeners, _, _ = socket.recv_fds(control, 1, 1)
+    line = first + control.makefile("rb").readline()
     if not line.endswith(b"\n"):
         os._exit(1)
     env = json.loads(line)
@@ -166,9 +159,10 @@ def _begin(session: Session) -> None:
 
         sys.meta_path.insert(0, FinalizedMPI())
     stop_on(session.stop, signal.SIGUSR1)
-    if "multiprocessing.util" in sys.modules:
-        leave_sigterm_to_rank()
     if torch := sys.modules.get("torch"):
+        from multiprocessing.util import register_after_fork
+
+        register_after_fork(_leave_sigterm_to_rank, _leave_sigterm_to_rank)
         if threads := env.get("OMP_NUM_THREADS"):  # only now known
             torch.set_num_threads(int(threads))
         if session.has_launcher:
@@ -255,28 +249,21 @@ def script_frames(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
-def leave_sigterm_to_rank() -> None:
-    """From now on, the workers that a DataLoader forks from this rank leave a stranger's SIGTERM to it.
+def _leave_sigterm_to_rank(_: object) -> None:
+    """In a forked child of multiprocessing, which begins: a loader's worker ends at its rank's SIGTERM alone.
 
     A batch system may send one to every process of a job, whose rank still saves, and needs its workers.
     """
-    from multiprocessing import util
-
-    util.register_after_fork(_obey_parent, _obey_parent)
-
-
-def _obey_parent(_: object) -> None:
-    """In a forked child of multiprocessing, which begins: ignore a SIGTERM unless the rank sends it."""
     from multiprocessing import current_process
 
     target = getattr(current_process(), "_target", None)
     if getattr(target, "__module__", "").startswith("torch.utils.data."):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with_rank, daemon=True).start()
 
 
-def _end_with(rank: int) -> None:
-    """End this worker at its rank's own SIGTERM, as torch's own handler does, or once the rank is gone."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank == os.getppid():
+def _end_with_rank() -> None:
+    """End this worker at a SIGTERM of its parent, as torch's own handler does."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

@@ -26,7 +26,7 @@ import sys, tempfile
 from pathlib import Path
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.runtime.agent import Agent
-from mpiddp.runtime.child import SCRIPT, Child, Program
+from mpiddp.runtime.child import SCRIPT, Program
 from mpiddp.world import TORCH, World
 
 class Alone(Agent):
@@ -34,7 +34,7 @@ class Alone(Agent):
         adopt_orphans()
         self._catch_signals()
         self._connect(self._launcher)
-        self.child = Child(self.program, self.files)
+        self.child.start(self._files)
         self.child.go(dict(zip(TORCH, sys.argv[1:3] * 2)), None)
 
 FIRST = '''

@@ -38,7 +38,7 @@ RANK = """
 import os, sys
 from mpiddp.errors import JobFailed, print_error
 from mpiddp.runtime.agent import Agent
-from mpiddp.runtime.child import COMMAND, Child, Program
+from mpiddp.runtime.child import COMMAND, Program
 from mpiddp.world import World
 
 class Alone(Agent):
@@ -46,7 +46,8 @@ class Alone(Agent):
         self._connect(self._launcher)
         os.environ["TORCHELASTIC_RUN_ID"] = "1"
         code = "import os, sys, time\\n" + sys.argv[1]
-        self.child = Child(Program(COMMAND, sys.executable, ("-c", code)), {})
+        self.child.program = Program(COMMAND, sys.executable, ("-c", code))
+        self.child.start({})
 
 try:
     sys.exit(Alone(Program(COMMAND, "python"), World(1, 2, 1, 2)).run())
