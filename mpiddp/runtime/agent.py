@@ -311,7 +311,7 @@ class Agent:
             return
         if self._launcher is not None:
             self.coordinator.send("failed", **ending.facts, **child.lack_of_memory)
-        elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
+        elif child.status is not None and self.coordinator.claim_first_failure():
             line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)

@@ -81,7 +81,10 @@ def main(*, imports_torch: bool) -> None:
             frames = script_frames(error.__traceback__)
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
             sys.excepthook(type(error), error.with_traceback(frames), frames)
-    sys.exit(error.code if isinstance(error, SystemExit) else ending.code)
+    if isinstance(error, SystemExit):
+        error.__traceback__ = None  # its frames would keep the script's objects, as python does not
+        sys.exit(error.code)
+    sys.exit(ending.code)
 
 
 def await_gloo() -> None:

@@ -81,8 +81,9 @@ def test_one_request_by_two_signals(here, number):
 
 def test_the_printed_command_resumes(here):
     """--stop-after stops a training, and the command that it prints continues it at the next step."""
-    train = [*TRAIN, "--batch-size=2", "--steps-per-epoch=100", "--resume=never"]
-    for seconds in (4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
+    # The training takes longer than its start, so one of the times ends within it.
+    train = [*TRAIN, "--batch-size=2", "--steps-per-epoch=400", "--resume=never"]
+    for seconds in (2, 4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
         folder = here.folder / str(seconds)
         folder.mkdir()
         options = (*LONG_GRACE, "--stop-after", str(seconds), *here.where(1))
@@ -99,7 +100,7 @@ def test_the_printed_command_resumes(here):
     assert f"step {step}" in again.stdout
     (records,) = folder.glob("runs/*/metrics.jsonl")
     written = [json.loads(line) for line in records.read_text().splitlines()]
-    assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 101))
+    assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 401))
 
 
 def test_the_command_as_it_was_typed(here):

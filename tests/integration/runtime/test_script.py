@@ -177,6 +177,22 @@ def test_a_script_whose_end_raises_does_not_succeed(script):
     assert done.stderr.splitlines()[-1] == "ValueError: a bug"
 
 
+ENDS = """
+import os, sys
+class Thing:
+    def __del__(self):
+        os.write(1, b"gone\\n")
+thing = Thing()
+sys.exit(3)
+"""
+
+
+def test_the_objects_of_a_script_go_before_its_modules(tmp_path):
+    """Also after sys.exit, whose traceback would keep them until Python has emptied the modules."""
+    done = run_command([sys.executable, "-m", "mpiddp", "run", script(tmp_path, ENDS)])
+    assert (done.returncode, done.stdout) == (3, "gone\n"), done.stderr
+
+
 ASKED = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *args: sys.exit(print("asked", flush=True)))
