@@ -29,14 +29,13 @@ from mpiddp.protocol import variables
 from mpiddp.protocol.channel import INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
 from mpiddp.runtime.child import MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
-from mpiddp.runtime.job.coordinator import Coordinator, Server, connect_to_server
+from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator, Server, connect_to_server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
 from mpiddp.runtime.output import Stream
 from mpiddp.world import World, is_joined
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
-_GRACE_S = 1.0  # in which this rank may end by itself once another has failed
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
 _REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 
@@ -233,7 +232,8 @@ class Agent:
         for file in (child.control, self._wakeup, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if channel.code_of_failure else _WAIT_MS))
+        has_end = channel.code_of_failure or channel.is_lost
+        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if has_end else _WAIT_MS))
         for stream in self._streams:
             stream.act(ready)
         child.reap()  # then, what an ended script has said last is there
@@ -266,21 +266,15 @@ class Agent:
 
     def _see_failure(self) -> None:
         """End with the daemon of the MPI, another rank that has failed, or the server of the job."""
-        channel = self.coordinator
+        ranks = self.coordinator
         if self._code is not None:
             return
         if self._daemon not in (None, os.getppid()):
             self._end(FAILED)
-        elif channel.code_of_failure:  # also if the server has ended since
-            self._ends_at = min(self._ends_at, time.monotonic() + _GRACE_S)
+        elif ranks.code_of_failure or ranks.is_lost:
+            self._ends_at = min(self._ends_at, time.monotonic() + GRACE_S)
             if time.monotonic() >= self._ends_at:
-                self._end(channel.code_of_failure)
-        elif channel.is_lost:
-            lost = "the launcher" if self._launcher is not None else "rank 0"
-            if self._launcher is not None or self.world.local_rank == 0:
-                with contextlib.suppress(OSError):
-                    print_error(f"{self.name}: lost the connection to {lost}; exiting.")
-            self._end(FAILED)
+                self._end(ranks.code_of_end())
 
     def _end(self, code: int) -> None:
         """End the script and all that it has started, because of another rank."""

@@ -33,11 +33,11 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_error, print_from_one_rank
+from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_from_one_rank
 from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, ERROR_FILE, RUN_ID
 from mpiddp.runtime.gpu import limit_threads
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import Session, current, script_session, stop_on
 from mpiddp.runtime.log import log_to_console
@@ -47,8 +47,6 @@ from mpiddp.runtime.script import import_torch
 from mpiddp.world import World, is_joined
 
 Value = TypeVar("Value")
-
-_GRACE_S = 1.0  # in which a rank may end by itself once another has failed
 
 
 class _ExitUnknown(SystemExit):
@@ -73,11 +71,11 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     if session.is_member:  # mpiddp.Checkpoints has joined, and is the one to leave
         yield coordinator
         return
-    session.is_member, session.is_over = True, False
+    session.is_member = True
     stop_on(session.stop, signal.SIGUSR1)
     if session.control is None:
         coordinator.claim_key += "+"  # an earlier error has been caught
-        if coordinator.connection is not None and not coordinator.group:  # by hand
+        if coordinator.connection is not None:
             coordinator.listen(session.obey, partial(_watch, session))
     try:
         yield coordinator
@@ -135,6 +133,7 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     except UserError as error:  # such as a foreign MPI: the ranks have not met
         print_from_one_rank(str(error), world.rank, world.local_rank)
         raise SystemExit(BAD_INPUT) from None
+    atexit.register(session.fail_at_exit)
     os.environ.update(env)
     if listener is not None:
         session.torch_store = serve_store(env, listener.detach())
@@ -153,42 +152,32 @@ def _end(session: Session, error: BaseException | None = None) -> None:
     if session is not current():  # a forked child
         return
     ending = ending_of(error, has_stopped=session.stop.has_stopped)
-    if isinstance(error, _ExitUnknown):  # the one who has started this process knows its code
-        session.finish()
-        session.coordinator.claim_first_failure()
-        session.coordinator.leave(waits=False)
-    elif not ending.is_failure:  # many scripts end with sys.exit(main())
+    is_unknown = isinstance(error, _ExitUnknown)
+    if is_unknown or not ending.is_failure:  # many scripts end with sys.exit(main())
         try:
             session.finish()
-            session.leave()
+            if is_unknown:  # the one who has started this process knows the code
+                session.coordinator.claim_first_failure()
+            session.leave(waits=False if is_unknown else None)
         except (JobFailed, OSError) as failure:
             session.fail(JobFailed(str(failure)))
             raise SystemExit(FAILED) from None
-    elif ending.traceback:
+    elif ending.traceback:  # unless the script catches it, it is reported later
         session.coordinator.claim_first_failure()
-        if session.control is None:  # else `mpiddp.runtime.script` reports it
-            atexit.register(session.fail_at_exit)  # unless the script catches it
-        return
     elif error is not None and not isinstance(error, Refused):
         session.fail(error)
         if not isinstance(error, SystemExit):
             raise SystemExit(ending.code) from None
-    session.is_over = True
 
 
 def _watch(session: Session) -> None:
     """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
-    channel = session.coordinator
-    if not (channel.code_of_failure or channel.is_lost):
-        session.stop.agree()
-        return
-    if not session.is_over:
-        time.sleep(_GRACE_S)
-    if not session.is_over:
-        if not channel.code_of_failure and channel.world.local_rank == 0:
-            name = channel.name(channel.world.rank)
-            print_error(f"{name} lost the connection to rank 0; exiting")
-        exit_now(channel.code_of_failure or FAILED)
+    ranks = session.coordinator
+    session.stop.agree()
+    if ranks.code_of_failure or ranks.is_lost:
+        time.sleep(GRACE_S)
+        if session.is_member:
+            exit_now(ranks.code_of_end())
 
 
 def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
@@ -204,7 +193,8 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         if session.control is None:
             error = getattr(sys, "last_value", None)
             last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
-            if error is None and not last_instruction.startswith("RETURN"):
+            is_exit = not (last_instruction.startswith("RETURN") or session.stop.has_stopped)
+            if error is None and is_exit:
                 error = _ExitUnknown(FAILED)  # for all that is known
         try:
             context.__exit__(type(error) if error else None, error, None)
@@ -215,8 +205,6 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         except BaseException:  # Python would print it, and end with the script's own code
             traceback.print_exc()
             exit_now(FAILED)
-        if session.control is None and not session.is_over:
-            session.fail_at_exit()  # a handler that is registered now is not called
 
     atexit.register(leave)
     return value

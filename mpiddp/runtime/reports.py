@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpiddp.protocol.channel import LARGEST_WHOLE, LINE_LIMIT
+from mpiddp.protocol.channel import LARGEST_WHOLE, LINE_LIMIT, is_valid
 from mpiddp.protocol.variables import ANNOUNCED
 from mpiddp.runtime.job.session import BY_SCRIPT, script_session
 from mpiddp.text import shown
@@ -52,24 +52,18 @@ def announce(
         max_ranks: the largest number of ranks that the job can use.
 
     Raises:
-        TypeError: `resume_args` is a string.
-        ValueError: a number below 1, or a string that no command can get, such as one with a NUL.
+        TypeError: an argument that is no string.
+        ValueError: a number below 1, or an argument that no command can get, such as one with a NUL.
     """
-    if isinstance(resume_args, str):
-        raise TypeError(f"resume_args: expected a sequence of strings, not {resume_args!r}")
     facts = {
         "resume_args": list(resume_args),
         "global_batch_size": global_batch_size,
         "max_ranks": max_ranks,
     }
     numbers = [each for each in (global_batch_size, max_ranks) if each is not None]
-    try:
-        is_right = b"\0" not in b"".join(map(os.fsencode, resume_args))
-        is_right &= len(json.dumps(facts)) <= LINE_LIMIT // 2
-        is_right &= all(isinstance(each, int) and 0 < each < 1 << 63 for each in numbers)
-    except (TypeError, UnicodeEncodeError):  # no string, or a lone surrogate
-        is_right = False
-    if not is_right:
+    is_right = is_valid("announce", facts) and min(numbers, default=1) > 0
+    is_right &= b"\0" not in os.fsencode("".join(resume_args)) and not isinstance(resume_args, str)
+    if not is_right or len(json.dumps(facts)) > LINE_LIMIT // 2:
         raise ValueError(
             f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}"
         )

@@ -35,6 +35,7 @@ JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | boo
 Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
+GRACE_S = 1.0  # in which a rank may end by itself once another has failed
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
 CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands
 _ATTEMPT_S, _RETRY_S = 10.0, 0.2
@@ -79,6 +80,8 @@ class Coordinator:
         self.connection: socket.socket | None = None
         # Gathers a text of every rank in the place of the server: MPI, while ranks meet.
         self.exchange: Callable[[str], list[str]] | None = None
+        if world.world_size == 1:
+            self.exchange = lambda text: [text]
         self.group = 0  # of the ranks; n of their n-th scripts
         self.code_of_failure = 0  # of the rank whose failure ends this one
         self.is_lost = False  # the server has ended, or has lost rank 0: nothing more is received
@@ -102,13 +105,9 @@ class Coordinator:
 
     def send(self, kind: str, value: bytes = b"", /, **facts: object) -> None:
         """Send a message. A lost connection is left to whoever receives."""
-        with contextlib.suppress(OSError):
-            self._send(encode(kind, value, **facts))
-
-    def _send(self, line: bytes) -> None:
         if self.connection is not None:
-            with self._send_lock:
-                self.connection.sendall(line)
+            with self._send_lock, contextlib.suppress(OSError):
+                self.connection.sendall(encode(kind, value, **facts))
 
     @property
     def has_room(self) -> bool:
@@ -128,14 +127,11 @@ class Coordinator:
         A gather that goes on beside others, in a thread, has a `key`. Raises NoAnswer, which names the ranks
         that did not call within `timeout_s` of the first, and what `ask` raises.
         """
-        size = self.world.world_size
-        if size == 1:
-            return [json.loads(json.dumps(value))]
+        text = json.dumps(value)
         if self.exchange is not None:
-            return [json.loads(each) for each in self.exchange(json.dumps(value))]
-        key, text = key or self.unique_prefix("exchange"), json.dumps(value).encode()
-        options = {"key": key, "timeout_s": timeout_s}
-        answer = self.ask("gather", text, unless_failed=unless_failed, **options)
+            return [json.loads(each) for each in self.exchange(text)]
+        options = {"key": key or self.unique_prefix("exchange"), "timeout_s": timeout_s}
+        answer = self.ask("gather", text.encode(), unless_failed=unless_failed, **options)
         return self._values(*answer, timeout_s)
 
     def _values(self, facts: Mapping[str, Any], values: bytes, timeout_s: float) -> list[Any]:
@@ -188,16 +184,15 @@ class Coordinator:
             return
         # A failure of a machine may cause what looks like bad input.
         code = min(code for _, code in answers if code != DONE)
-        sentences = self.sentences(problems)
+        text = "\n".join(self.sentences(problems))
         if not exits:
-            raise (JobFailed if code == FAILED else UserError)("\n".join(sentences)) from None
+            raise (JobFailed if code == FAILED else UserError)(text) from None
         if self.world.rank == 0 and not self.has_launcher:
-            for sentence in sentences:
-                # Print it: a script's logging.config may have switched the log off.
-                print_error(sentence)
+            # Print it: a script's logging.config may have switched the log off.
+            print_error(text)
         # The first rank to exit makes mpirun kill rank 0, even in the middle of its sentence.
         self.leave(waits=True)
-        raise Refused(code, "\n".join(sentences) if self.has_launcher else "")
+        raise Refused(code, text if self.has_launcher else "")
 
     def name(self, rank: int) -> str:
         """The rank and its host, for sentences."""
@@ -229,17 +224,25 @@ class Coordinator:
 
         With `waits`, by default on rank 0, which serves torch's store, wait until all others have left.
         """
-        key, value = self.unique_prefix("left"), b"null"
-        waits = (self.world.rank == 0 if waits is None else waits) and self.world.world_size > 1
+        key, waits = self.unique_prefix("left"), self.world.rank == 0 if waits is None else waits
         if waits and self.exchange is not None:
             self.exchange("")
-        elif waits and self.connection is not None:
+        elif waits:
             with contextlib.suppress(ChannelLost):
-                self.ask("gather", value, key=key, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
+                self.ask("gather", b"null", key=key, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
         else:
-            self.send("gather", value, key=key, timeout_s=None, or_gone=True)
+            self.send("gather", b"null", key=key, timeout_s=None, or_gone=True)
         if self.group == 0:  # the end of a script's connection never is a failure
             self.send("leave")
+
+    def code_of_end(self) -> int:
+        """The code with which another rank, or the loss of the server, ends this one. Says the latter."""
+        if not self.code_of_failure and (self.has_launcher or self.world.local_rank == 0):
+            lost = "the launcher" if self.has_launcher else "rank 0"
+            with contextlib.suppress(OSError):
+                own = self.name(self.world.rank)
+                print_error(f"{own}: lost the connection to {lost}; exiting.")
+        return self.code_of_failure or FAILED
 
     # --- what arrives ---
 
@@ -253,12 +256,9 @@ class Coordinator:
         """
         key = str(facts.get("key", kind))
         ends_with = {key, self.claim_key} if unless_failed else {key}
-        try:
-            # After a failure, the others must not go on with its value.
-            if not ends_with & self._arrived.keys():
-                self._send(encode(kind, value, **facts))
-        except OSError:
-            raise self.lost() from None
+        # After a failure, the others must not go on with its value.
+        if not ends_with & self._arrived.keys():
+            self.send(kind, value, **facts)
         with self._changed:
             while not ends_with & self._arrived.keys():
                 if self.is_lost:
@@ -348,19 +348,17 @@ def connect_to_server(
     Returns the connection, and the group of the member: 0 of the ranks, n of their n-th scripts. Raises
     AnotherScript if this rank has a script already, and JobFailed if the server cannot be reached.
     """
-    deadline = time.monotonic() + (answer_s or CONNECT_TIMEOUT_S)
-    while True:
+    deadline, is_final = time.monotonic() + (answer_s or CONNECT_TIMEOUT_S), False
+    while not is_final:
         try:
             return _connect(server, world.rank, kind, facts, answer_s)
         except _NO_MESSAGE:  # another program listens there, or the server of another job
             why, is_final = "it is not the server of this job", True
         except OSError as error:
-            why = str(error)
             # Strangers may hold all connections. Rank 0 may not listen yet, but a launcher always does.
-            is_final = isinstance(error, ConnectionRefusedError) and answer_s is None
-        if is_final or time.monotonic() >= deadline:
-            break
-        time.sleep(_RETRY_S)
+            is_refused = isinstance(error, ConnectionRefusedError) and answer_s is None
+            why, is_final = str(error), is_refused or time.monotonic() >= deadline
+            time.sleep(_RETRY_S)
     name = "the launcher" if answer_s is None else "rank 0's channel"
     host, _, port = server.address.rpartition(":")
     where = f"on {server.address}" if server.address.startswith(UNIX) else f"at {host} port {port}"
@@ -381,8 +379,9 @@ def _connect(
             connection.connect(server.address.removeprefix(UNIX))
         else:
             host, _, port = server.address.rpartition(":")
-            connection = socket.create_connection((host, int(port)), timeout=_ATTEMPT_S)
-            stack.enter_context(connection)
+            connection = stack.enter_context(
+                socket.create_connection((host, int(port)), _ATTEMPT_S)
+            )
         # A stopped launcher (Ctrl-Z) reads no steps. If it is lost, the rank's own connection shows it.
         channel.notice_silence(connection, is_read_slowly=facts.get("role") == channel.SCRIPT)
         connection.settimeout(answer_s)

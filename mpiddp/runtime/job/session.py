@@ -33,11 +33,11 @@ from mpiddp.runtime.job.ending import Ending, ending_of
 from mpiddp.world import World, is_joined
 
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
-# What a script says of its training: values, and characters of a name or a text of them.
-_MOST_SHOWN, _LONGEST_SHOWN = 16, 64
-_SHOWN_BYTES = 2500  # of one message, which is ASCII: a letter of another alphabet takes up to 12
+# What a script says of its training: values, and the bytes of each, with its name, in the message.
+_MOST_SHOWN, _LONGEST_SHOWN = 16, 280
 PROGRESS_EVERY_S = 0.5
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
+_NEVER = float("inf")
 _END_S = 2.0  # for this rank to be ended after another has failed
 _ONLY_FIRST = "mpiddp: %s: saving and stopping; another signal kills the training at once.\n"
 
@@ -53,7 +53,6 @@ class Session:
         self.is_member = False  # of the process group of its job, which this process leaves later
         self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
         self.torch_store: object = None  # rank 0 serves it as long as its process lives
-        self.is_over = True  # by hand: the failure of another rank need not end this process
         self.error: BaseException | None = None  # that has ended the script, under an agent
         self.has_said_why = False  # to whoever reports this end
         self.stop = StopRequest(self)
@@ -104,21 +103,18 @@ class Session:
         now = time.monotonic()
         if now - self._sent_at >= PROGRESS_EVERY_S and self.coordinator.has_room:
             self._sent_at = now
-            shown, self._shown = self._shown, {}
-            while len(json.dumps(shown)) > _SHOWN_BYTES:
-                shown.popitem()
-            self.send("progress", step=step, shown=shown, phases=self.phases, **_usage())
-            self.phases = {}
+            self.send("progress", step=step, shown=self._shown, phases=self.phases, **_usage())
+            self.phases, self._shown = {}, {}
 
     def show(self, values: Mapping[str, Any]) -> None:
         """Send these values of the training with the next progress, but those that cannot be shown."""
         for name, value in values.items():
-            if type(value) not in (bool, int, float) and isinstance(value, numbers.Real):  # numpy's
-                value = int(value) if isinstance(value, numbers.Integral) else float(value)
+            if type(value) not in (bool, int) and isinstance(value, numbers.Real):  # numpy's
+                value = float(value)
             has_room = name in self._shown or len(self._shown) < _MOST_SHOWN
-            is_number = type(value) is float or (type(value) is int and abs(value) <= LARGEST_WHOLE)
-            is_shown = is_number or (type(value) is str and len(value) <= _LONGEST_SHOWN)
-            if has_room and is_shown and len(name) <= _LONGEST_SHOWN:
+            is_whole = type(value) is int and abs(value) <= LARGEST_WHOLE
+            is_shown = has_room and (is_whole or type(value) in (float, str))
+            if is_shown and len(json.dumps({name: value})) <= _LONGEST_SHOWN:
                 self._shown[name] = value
 
     def log_to(self, folder: Path) -> None:
@@ -144,12 +140,12 @@ class Session:
         while self.before_leaving:
             self.before_leaving.pop()()
 
-    def leave(self) -> None:
-        """Leave the job after a success. All ranks must call this."""
+    def leave(self, *, waits: bool | None = None) -> None:
+        """Leave the job after a success, see `Coordinator.leave`. All ranks must call this."""
         if self.stop.has_stopped:
             self.count_saves(0)
         # The first rank that exits with a code other than 0 ends the others, which may still save.
-        self.coordinator.leave(waits=True if self.stop.has_stopped else None)
+        self.coordinator.leave(waits=self.stop.has_stopped or waits)
 
     def fail(self, error: BaseException, *, is_printed: bool = False) -> Ending:
         """Say why this script fails, to whoever reports its end, or print it. By hand, end the other ranks.
@@ -157,26 +153,25 @@ class Session:
         The first rank to fail says what is wrong; errors of connections follow from it, and would only hide
         it. `is_printed`: Python has printed the error.
         """
-        coordinator, is_said = self.coordinator, self.has_said_why
+        coordinator = self.coordinator
         # A save in flight goes on after sys.exit() of a script, whose agent ends the others. A claim ends it.
         is_exit = isinstance(error, SystemExit) and self.control is not None
         is_first = is_exit or coordinator.claim_first_failure()
         ending = ending_of(error)
         is_by_hand = self is current() and self.control is None and not coordinator.group
         # A later exit code without a sentence follows from an error that was reported.
-        if ending.error or not is_said:
+        if ending.error or not self.has_said_why:
             self.has_said_why = bool(ending.error)
             self.tell_agent("error", **ending.facts)
             if self.control is None:
                 self.send("failed", **ending.facts)
-        is_shown = is_by_hand or (ending.is_refusal and not is_printed)
-        line = ending.line(coordinator.name(coordinator.world.rank)) if is_shown else ""
-        if line and is_first and not is_said and not self.has_launcher:
+        line = ending.line(coordinator.name(coordinator.world.rank))
+        prints = is_by_hand or (ending.is_refusal and not is_printed)
+        if line and prints and is_first and not self.has_launcher:
             print_error(line)
         may_follow = ending.is_verdict or ending.is_refusal or isinstance(error, RuntimeError)
         if may_follow and not is_first and not is_printed:
             time.sleep(_END_S)
-        self.is_over = True
         if is_by_hand:
             coordinator.send("fail", code=ending.code)
         return ending
@@ -199,8 +194,8 @@ class StopRequest:
         self._calls = 0
         self._denied = 0  # the latest call at which the ranks do not stop
         self.steps_before = 0  # of the run, which another process has made
-        self._proposed: int | None = None
-        self._step: int | None = None  # after which all ranks stop, once it is decided
+        self._proposed = 0  # the step that this rank has proposed
+        self._step = _NEVER  # after which all ranks stop, once it is decided
         self.has_stopped = False  # this script ends early, as requested
         # A plain flag: a signal handler that waits for a lock could wait for its own thread.
         self.is_requested = False
@@ -234,23 +229,20 @@ class StopRequest:
 
         So a script can save before that call. If it never calls `should_stop`, the answer is False.
         """
-        if self.has_stopped or not self.supports_stop:
-            return self.has_stopped
-        return self._stops_at(self._calls + 1)
+        return self.has_stopped or (self.supports_stop and self._stops_at(self._calls + 1))
 
     def _stops_at(self, call: int) -> bool:
         """Whether all ranks stop at this call, or before. Waits for the decision if that may be so."""
         is_alone = self._session.coordinator.world.world_size == 1
         with self._changed:
-            if is_alone and self.is_requested and self._step is None:
-                self._step = max(call, self._denied + 1)
-            while self._step is None and self._proposed == call:
+            if is_alone and self.is_requested:
+                self._step = min(self._step, self._denied + 1)
+            while self._step == _NEVER and self._proposed == call:
                 self._changed.wait()
         # A later proposal of this rank is a later step, and the decision is later, too.
-        stops = self._step is not None and call >= self._step
-        if not stops:
+        if call < self._step:
             self._denied = call
-        return stops
+        return call >= self._step
 
     def stopped(self) -> None:
         """Record that this rank ends early with its work saved, on request or for another reason."""
@@ -265,9 +257,9 @@ class StopRequest:
         A rank that has left its process group proposes as well. One that is gone gives no step.
         """
         coordinator = self._session.coordinator
-        if coordinator.world.world_size == 1 or self._step is not None or not self.is_requested:
+        if coordinator.world.world_size == 1 or self._step != _NEVER or not self.is_requested:
             return
-        if self._proposed is None:
+        if not self._proposed:
             with self._changed:
                 self._proposed = self._calls + _AHEAD
             coordinator.give("stop", self._proposed)
