@@ -204,7 +204,6 @@ class Saver:
                 [result, problem is not None],
                 timeout_s=self._run.timeout_s,
                 key=f"{self._prefix}/{self._num_saves}/{part}",
-                unless_failed=True,
             )
         except NoAnswer as missing:
             raise NoAnswer(f"the save of step {job.step}: {missing}") from None

@@ -77,6 +77,7 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
         coordinator.claim_key += "+"  # an earlier error has been caught
         if coordinator.connection is not None:
             coordinator.listen(session.obey, partial(_watch, session))
+            _watch(session)  # news may have come since an earlier process group
     try:
         yield coordinator
     except BaseException as error:
@@ -171,7 +172,7 @@ def _end(session: Session, error: BaseException | None = None) -> None:
 
 
 def _watch(session: Session) -> None:
-    """Agree on a stop, or end with the rank that has failed. The thread of the channel calls this."""
+    """Agree on a stop, or end with the rank that has failed. The thread that receives calls this."""
     ranks = session.coordinator
     session.stop.agree()
     if ranks.code_of_failure or ranks.is_lost:

@@ -88,7 +88,7 @@ class Coordinator:
         self._early: list[dict[str, Any]] = []  # news, for the one who listens later
         # Gets the messages that nobody waits for.
         self.on_news: Callable[[dict[str, Any]], object] = self._early.append
-        self._waker = -1  # of the thread that listens, if one does
+        self._listens = False  # in a thread
         self._round = 0
         self._lines = channel.Lines(_LONGEST)
         self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
@@ -119,19 +119,17 @@ class Coordinator:
 
     # --- what the ranks agree on ---
 
-    def all_gather_json(
-        self, value: Value, *, timeout_s: float, key: str = "", unless_failed: bool = False
-    ) -> list[Value]:
+    def all_gather_json(self, value: Value, *, timeout_s: float, key: str = "") -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
 
-        A gather that goes on beside others, in a thread, has a `key`. Raises NoAnswer, which names the ranks
-        that did not call within `timeout_s` of the first, and what `ask` raises.
+        One that goes on beside others, in a thread, has a `key`, and the failure of any rank ends it. Raises
+        NoAnswer, which names the ranks that did not call within `timeout_s` of the first, and as `ask` does.
         """
         text = json.dumps(value)
         if self.exchange is not None:
             return [json.loads(each) for each in self.exchange(text)]
         options = {"key": key or self.unique_prefix("exchange"), "timeout_s": timeout_s}
-        answer = self.ask("gather", text.encode(), unless_failed=unless_failed, **options)
+        answer = self.ask("gather", text.encode(), unless_failed=bool(key), **options)
         return self._values(*answer, timeout_s)
 
     def _values(self, facts: Mapping[str, Any], values: bytes, timeout_s: float) -> list[Any]:
@@ -179,12 +177,11 @@ class Coordinator:
         except (UserError, JobFailed) as error:
             ending = ending_of(error)
         answers = self.all_gather_json((ending.error, ending.code), timeout_s=timeout_s)
-        problems = [problem for problem, _ in answers]
-        if not any(problems):
+        codes = [code for _, code in answers if code != DONE]
+        if not codes:
             return
-        # A failure of a machine may cause what looks like bad input.
-        code = min(code for _, code in answers if code != DONE)
-        text = "\n".join(self.sentences(problems))
+        code = min(codes)  # a failure of a machine may cause what looks like bad input
+        text = "\n".join(self.sentences([problem for problem, _ in answers]))
         if not exits:
             raise (JobFailed if code == FAILED else UserError)(text) from None
         if self.world.rank == 0 and not self.has_launcher:
@@ -263,7 +260,7 @@ class Coordinator:
             while not ends_with & self._arrived.keys():
                 if self.is_lost:
                     raise self.lost()
-                if self._waker >= 0:
+                if self._listens:
                     self._changed.wait()
                 else:
                     self.receive()
@@ -278,34 +275,18 @@ class Coordinator:
     def listen(
         self, on_news: Callable[[dict[str, Any]], object], look: Callable[[], object] = lambda: None
     ) -> None:
-        """Receive in a thread until the connection ends. `look` is called after all news and each `wake`."""
-        if self._waker < 0:
-            self.on_news, self._waker = on_news, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Receive in a thread until the connection ends. `look` is called after all news."""
+        if not self._listens:
+            self.on_news, self._listens = on_news, True
             for facts in self._early:
                 on_news(facts)
             threading.Thread(target=self._listen, args=(look,), name="mpiddp", daemon=True).start()
-        self.wake()  # a process group follows another one, and news may have come between them
-
-    def wake(self) -> None:
-        """Let the listening thread look. A handler of a signal may call this."""
-        with contextlib.suppress(OSError, ValueError):  # the script has closed it, or there is none
-            os.eventfd_write(self._waker, 1)
 
     def _listen(self, look: Callable[[], object]) -> None:
-        assert self.connection is not None
-        poll, file, wake = select.poll(), self.connection.fileno(), self._waker
-        poll.register(file, select.POLLIN)
-        poll.register(wake, select.POLLIN)
-        while True:
+        look()
+        while not self.is_lost:
+            self.receive()
             look()
-            if self.is_lost:
-                return
-            ready = dict(poll.poll())
-            if wake in ready:
-                with contextlib.suppress(OSError):
-                    os.eventfd_read(wake)
-            if file in ready:
-                self.receive()
 
     def receive(self) -> None:
         """Receive what arrives next: note what the ranks agree on, and pass on the other messages."""

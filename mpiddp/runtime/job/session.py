@@ -197,7 +197,8 @@ class StopRequest:
         self._proposed = 0  # the step that this rank has proposed
         self._step = _NEVER  # after which all ranks stop, once it is decided
         self.has_stopped = False  # this script ends early, as requested
-        # A plain flag: a signal handler that waits for a lock could wait for its own thread.
+        # A plain flag: a signal handler that waits for a lock could wait for its own thread. The next call of
+        # any rank begins the agreement, and calls the others to it.
         self.is_requested = False
         self.supports_stop = False  # whether the script calls `should_stop`
 
@@ -208,11 +209,6 @@ class StopRequest:
             self._session.send("supports_stop")
             if self._session.has_launcher:
                 stop_on(self, signal.SIGTERM)
-
-    def note_request(self) -> None:
-        """Stop this script at its next agreed step. A signal handler may call this."""
-        self.is_requested = True
-        self._session.coordinator.wake()
 
     def should_stop(self) -> bool:
         """See `mpiddp.should_stop`."""
@@ -233,16 +229,14 @@ class StopRequest:
 
     def _stops_at(self, call: int) -> bool:
         """Whether all ranks stop at this call, or before. Waits for the decision if that may be so."""
-        is_alone = self._session.coordinator.world.world_size == 1
         with self._changed:
-            if is_alone and self.is_requested:
-                self._step = min(self._step, self._denied + 1)
+            self.agree()
             while self._step == _NEVER and self._proposed == call:
                 self._changed.wait()
-        # A later proposal of this rank is a later step, and the decision is later, too.
-        if call < self._step:
-            self._denied = call
-        return call >= self._step
+            # A later proposal of this rank is a later step, and the decision is later, too.
+            if call < self._step:
+                self._denied = call
+            return call >= self._step
 
     def stopped(self) -> None:
         """Record that this rank ends early with its work saved, on request or for another reason."""
@@ -252,19 +246,20 @@ class StopRequest:
             self._session.tell_agent("stopped")
 
     def agree(self) -> None:
-        """Advance the agreement, without waiting. The thread that receives calls this after all news.
+        """Advance the agreement, without waiting: at each call, and in the thread that receives, after news.
 
         A rank that has left its process group proposes as well. One that is gone gives no step.
         """
-        coordinator = self._session.coordinator
-        if coordinator.world.world_size == 1 or self._step != _NEVER or not self.is_requested:
-            return
-        if not self._proposed:
-            with self._changed:
+        ranks = self._session.coordinator
+        with self._changed:
+            if not self.is_requested or self._step != _NEVER:
+                return
+            if ranks.world.world_size == 1:
+                self._step = self._denied + 1
+            elif not self._proposed:
                 self._proposed = self._calls + _AHEAD
-            coordinator.give("stop", self._proposed)
-        if (steps := coordinator.given("stop")) is not None:
-            with self._changed:
+                ranks.give("stop", self._proposed)
+            elif (steps := ranks.given("stop")) is not None:
                 self._step = max(step for step in steps if step is not None)
                 self._changed.notify_all()
 
@@ -279,7 +274,7 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
     before = {each: found for each in numbers if (found := signal.getsignal(each)) in defaults}
 
     def on_signal(number: int, frame: object) -> None:
-        stop.note_request()
+        stop.is_requested = True
         if only_first:
             signal.signal(number, before[signal.Signals(number)])
             # The Ctrl-C may have ended the reader of a pipe as well.

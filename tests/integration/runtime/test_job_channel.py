@@ -187,7 +187,7 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
 
 def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job):
     channels = job.all()
-    never = partial(channels[0].all_gather_json, 1, key="never", timeout_s=600, unless_failed=True)
+    never = partial(channels[0].all_gather_json, 1, key="never", timeout_s=600)
     waits = job.call(never)
     until(lambda: job.selector.next_at < float("inf"))
     claims = [job.call(each.claim_first_failure) for each in channels]
