@@ -32,6 +32,13 @@ def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> N
         joining_timeout_s()
 
 
-def test_an_announcement_that_is_too_long() -> None:
+@pytest.mark.parametrize("arguments", [["x" * 100_000] * 6, "--resume last", ["a\0"]])
+def test_an_announcement_that_is_no_command(arguments: list[str]) -> None:
     with pytest.raises(ValueError, match=r"^mpiddp.announce: "):
-        announce(resume_args=["x" * 100_000] * 6)
+        announce(resume_args=arguments)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.5])
+def test_an_announcement_of_no_number(number: int) -> None:
+    with pytest.raises(ValueError, match=r"^mpiddp.announce: "):
+        announce(max_ranks=number)
