@@ -93,8 +93,8 @@ def _as_script(world: World, session: Session) -> None:
     """Meet the scripts of the other ranks, whose agents have met."""
     from mpiddp.runtime.rendezvous.store import serve_store
 
-    env, coordinator = os.environ, session.coordinator
-    if coordinator.connection is None and world.world_size > 1:
+    env, ranks = os.environ, session.coordinator
+    if ranks.connection is None and world.world_size > 1:
         raise UserError(
             f"rank {world.rank} has a script already, or lacks {CHANNEL} and {CHANNEL_SECRET}: only the "
             f"first process of a rank joins the others. Unset {RUN_ID} to start a job of its own."
@@ -116,11 +116,10 @@ def _as_script(world: World, session: Session) -> None:
         with contextlib.suppress(UserError, JobFailed):
             listener = bind(address, port, world.hostname)
             session.torch_store = serve_store(env, listener.detach())
-    coordinator.world = world
+    ranks.world = world
     # Python keeps no SystemExit for the handler that reports a command's end, so that one prints why.
-    coordinator.has_launcher = session.has_launcher and session.control is not None
-    names = coordinator.all_gather_json(world.hostname, timeout_s=joining_timeout_s())
-    coordinator.hostnames = tuple(names)
+    ranks.has_launcher = session.has_launcher and session.control is not None
+    ranks.hostnames = ranks.all_gather_json(world.hostname, timeout_s=joining_timeout_s())
 
 
 def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
@@ -134,7 +133,6 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     except UserError as error:  # such as a foreign MPI: the ranks have not met
         print_from_one_rank(str(error), world.rank, world.local_rank)
         raise SystemExit(BAD_INPUT) from None
-    atexit.register(session.fail_at_exit)
     os.environ.update(env)
     if listener is not None:
         session.torch_store = serve_store(env, listener.detach())
@@ -163,8 +161,10 @@ def _end(session: Session, error: BaseException | None = None) -> None:
         except (JobFailed, OSError) as failure:
             session.fail(JobFailed(str(failure)))
             raise SystemExit(FAILED) from None
-    elif ending.traceback:  # unless the script catches it, it is reported later
+    elif ending.traceback:
         session.coordinator.claim_first_failure()
+        if session.control is None:  # else `mpiddp.runtime.script` reports it
+            atexit.register(session.fail_at_exit)  # unless the script catches it
     elif error is not None and not isinstance(error, Refused):
         session.fail(error)
         if not isinstance(error, SystemExit):
@@ -206,6 +206,8 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         except BaseException:  # Python would print it, and end with the script's own code
             traceback.print_exc()
             exit_now(FAILED)
+        if session.control is None:
+            session.fail_at_exit()  # a handler that is registered now is not called
 
     atexit.register(leave)
     return value

@@ -75,7 +75,7 @@ class Coordinator:
     ) -> None:
         self.world = world
         self.address, self.key = server or Server("", "")
-        self.hostnames: tuple[str, ...] = ()  # [world_size], once the ranks have met; for sentences
+        self.hostnames: Sequence[str] = ()  # [world_size], once the ranks have met; for sentences
         self.has_launcher = False  # which prints why a job failed
         self.connection: socket.socket | None = None
         # Gathers a text of every rank in the place of the server: MPI, while ranks meet.
