@@ -15,6 +15,7 @@ sentence, and then all ranks exit.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -106,8 +107,12 @@ class Coordinator:
     def send(self, kind: str, value: bytes = b"", /, **facts: object) -> None:
         """Send a message. A lost connection is left to whoever receives."""
         if self.connection is not None:
-            with self._send_lock, contextlib.suppress(OSError):
-                self.connection.sendall(encode(kind, value, **facts))
+            try:
+                with self._send_lock:
+                    self.connection.sendall(encode(kind, value, **facts))
+            except OSError as error:
+                # Nobody receives any more if the script has closed the file: a thread that waits there stays.
+                self.is_lost |= error.errno == errno.EBADF
 
     @property
     def has_room(self) -> bool:
