@@ -1,23 +1,12 @@
 """mpiddp: one mpirun starts every rank of a hostfile; torch.distributed trains.
 
-A script forms its process group, saves and resumes, and stops when it is requested to:
-
-    import mpiddp
-
     with mpiddp.process_group() as world:
         model = DistributedDataParallel(Net().to(world.device))
-        checkpoints = mpiddp.Checkpoints("runs/a", every="10m")
-        if saved := checkpoints.resume():
-            saved.load_into(model=model)
-        for step in range(saved.step + 1 if saved else 1, 1001):
+        for step in range(1, 1001):
             train_one_step(model)
-            if checkpoints.due(step):
-                checkpoints.save(step, {"model": model.state_dict()})
-            if mpiddp.should_stop():
-                break
 
-It runs under `mpiddp launch`, mpirun, srun, torchrun, or alone. `mpiddp.spawn` runs a function in every rank
-instead of a script.
+A script runs under `mpiddp launch`, mpirun, srun, torchrun, or alone. `mpiddp.Checkpoints` saves and resumes
+it, and `mpiddp.should_stop` ends it on request. `mpiddp.spawn` runs a function in every rank instead.
 
 The public names load on first use, so that `import mpiddp` imports neither torch nor mpi4py.
 """

@@ -147,7 +147,9 @@ def print_error(error: str | Exception) -> None:
 
 def print_line(line: str, stream: TextIO) -> None:
     """Print the line in one write. With PYTHONUNBUFFERED, `print` takes two, and others write between."""
-    print(f"{line}\n", end="", file=stream, flush=True)
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # a path in it may be any bytes
+    text = line.encode(encoding, "backslashreplace").decode(encoding)
+    print(f"{text}\n", end="", file=stream, flush=True)
 
 
 # --- paths that a user names ---

@@ -32,20 +32,15 @@ class RankSource(NamedTuple):
     # Of the rank, the world size, the local rank and the local world size. The ranks count what is missing at
     # the end when they have joined.
     variables: tuple[str, ...]
-    vendors: tuple[str, ...] = ()  # of the MPIs that its ranks may load, by mpi4py's get_vendor()
+    mpis: tuple[str, ...] = ()  # that its ranks may load, by mpi4py's get_vendor()
     hides_gpus: bool = False  # each rank may see only its own GPU
     starts_any_program: bool = False  # its ranks may have MASTER_ADDR and _PORT, and need no MPI
 
-    @property
-    def speaks_mpi(self) -> bool:
-        """Whether its ranks may load MPI."""
-        return bool(self.vendors)
 
-
-def _mpi(name: str, prefix: str, *vendors: str) -> RankSource:
+def _mpi(name: str, prefix: str, *mpis: str) -> RankSource:
     """The row of an MPI whose variables have the usual names."""
     names = tuple(f"{prefix}_{end}" for end in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    return RankSource(name, names, names, vendors)
+    return RankSource(name, names, names, mpis)
 
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -60,8 +60,7 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             slots = expand_counts(counts)
             if len(slots) != len(names):
                 raise ValueError(
-                    f"SLURM_TASKS_PER_NODE={shown(counts)} does not fit the {len(names)} hosts "
-                    f"of SLURM_JOB_NODELIST={shown(nodelist)}"
+                    f"SLURM_TASKS_PER_NODE={shown(counts)} does not fit SLURM_JOB_NODELIST={shown(nodelist)}"
                 )
         else:
             slots = _gpus_of_slurm(env, names)

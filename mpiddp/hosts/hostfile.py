@@ -294,8 +294,7 @@ def _in_mpich(host: Host, where: str) -> str:
     cannot = f"{where}: MPICH's hostfile format cannot express"
     if host.port is not None:
         raise UserError(
-            f"{cannot} port={host.port}. "
-            f'Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
+            f'{cannot} port={host.port}. Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
         )
     if ":" in host.name:
         raise UserError(

@@ -67,8 +67,11 @@ class Agent:
         self._streams = [Stream(each, self.name) for each in STREAMS if self._selection]
         # Those of the child, by its file descriptors. Without a launcher, it has those of the MPI.
         self._files = {stream.number: stream.theirs for stream in self._streams}
+        # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
+        name = f"mpiddp-{os.urandom(16).hex()}-{world.rank}-error.json"
+        self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
         # This process's parent. Without it, nothing would end this rank.
-        has_daemon = world.launcher.speaks_mpi or world.launcher.name == "slurm"
+        has_daemon = world.launcher.mpis or world.launcher.name == "slurm"
         self._daemon = os.getppid() if has_daemon else None
         self._is_stopping = False  # the launcher has requested a stop
         self._ends_on_request = False
@@ -90,8 +93,7 @@ class Agent:
         finally:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
-            if file := os.environ.get(variables.ERROR_FILE):
-                Path(file).unlink(missing_ok=True)
+            self._error_file.unlink(missing_ok=True)
         if self._code is not None:
             return self._code
         if self._ends_on_request or not ending.is_failure:
@@ -132,8 +134,7 @@ class Agent:
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
         from mpiddp.runtime.rendezvous.result import RankInfo
 
-        is_compared = world.local_world_size != world.world_size and problem is None
-        files = child.program.files if is_compared else []
+        files = [] if world.local_world_size == world.world_size else child.program.files
         info = RankInfo.of_this_process(world, str(problem or ""), files)
         self.coordinator, env, store = meet(self.coordinator, info)
         # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
@@ -143,12 +144,13 @@ class Agent:
         ranks = self.coordinator
         if ranks.connection is not None:
             env |= {variables.CHANNEL: ranks.address, variables.CHANNEL_SECRET: ranks.key}
+        if world.launcher.name != "torchrun":
+            env[variables.ERROR_FILE] = str(self._error_file)
         if threads := limit_threads(ranks.world):  # only now known
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
         self._join(joining_timeout_s())
-        has_torch = child.said.get("ready", {}).get("has_torch")
-        if store is not None and not has_torch:
+        if store is not None and not child.said.get("ready", {}).get("has_torch"):
             reserve(store)  # a process of the program may listen there
             store = None
         if child.is_command:
@@ -188,8 +190,7 @@ class Agent:
         if child.status is not None:
             return
         ranks.send("joining", timeout_s=timeout_s)
-        limit_s = None if ranks.has_launcher else timeout_s
-        ranks.give("joined", None, timeout_s=limit_s, calls=False)
+        ranks.give("joined", None, timeout_s=None if ranks.has_launcher else timeout_s, calls=False)
         while ranks.connection and child.status is None and not ranks.given("joined", timeout_s):
             self._wait()
 
@@ -259,8 +260,7 @@ class Agent:
                 if kind == "stop" and signal.SIGTERM not in self.child.passed:
                     self.child.pass_on(signal.SIGTERM)
             case {"type": "stacks"}:
-                text = self.child.stack()
-                if text is not None:  # the script answers
+                if (text := self.child.stack()) is not None:  # else the script answers
                     usage = usage_of(self.child.pid or os.getpid())
                     self.coordinator.send("stacks", text=text[-TEXT_LIMIT:], step=0, **usage)
 

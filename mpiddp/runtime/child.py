@@ -7,7 +7,6 @@ started. If the agent itself is killed, the kernel kills the child.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import json
@@ -27,7 +26,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError, cause_of, check_program, named_by, read_limited
 from mpiddp.hosts.processes import descendants, end_all, group_of, kills_in, signal_at_parents_end
 from mpiddp.protocol.channel import LINE_LIMIT, Lines
@@ -45,7 +43,7 @@ _WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - _RUNS_OTHERS
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
     *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
-    *(name for source in RANK_SOURCES if source.speaks_mpi for name in source.variables),
+    *(name for source in RANK_SOURCES if source.mpis for name in source.variables),
 )
 _START = "from mpiddp.runtime.script import main; main(imports_torch=%s)"
 # The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
@@ -78,13 +76,11 @@ class Program(NamedTuple):
                 raise UserError(f"module {name} not found (looked in {where}).")
         else:
             with named_by(""):
-                if not path.exists():
-                    raise UserError(f"{name} not found (looked in {Path.cwd()}).")
+                if path.is_dir():
+                    hint = "To run a module: mpiddp run -m MODULE"
+                    raise UserError(f"{name} is a folder, not a script. {hint}")
                 if not path.is_file():
-                    what = "no regular file, and each rank reads its script from the disk."
-                    if path.is_dir():
-                        what = "a folder, not a script. To run a module: mpiddp run -m MODULE"
-                    raise UserError(f"{name} is {what}")
+                    raise UserError(f"{name} not found (looked in {Path.cwd()}).")
                 path.open("rb").close()
 
     @property
@@ -134,17 +130,17 @@ def parse(argv: list[str]) -> Program:
     """The program in the arguments of `mpiddp run`."""
     kind = {"--": COMMAND, "-m": MODULE}.get("".join(argv[:1]), SCRIPT)
     job = argv if kind == SCRIPT else argv[1:]
-    parser = OneSentenceParser(
-        prog="mpiddp run",
-        usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
-        description="Run an unmodified env:// script, or any command, as one rank of a job, after all "
-        "ranks have joined.",
-    )
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
-    rest = parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    rest.required = False
-    if kind == SCRIPT or not job:
-        parser.parse_args(job)
+    if not job or (kind == SCRIPT and job[0].startswith("-")):  # such as --help
+        from mpiddp.arguments import OneSentenceParser  # 5 ms of each rank
+
+        parser = OneSentenceParser(
+            prog="mpiddp run",
+            usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
+            description="Run an unmodified env:// script, or any command, as one rank of a job, after "
+            "all ranks have joined.",
+        )
+        parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
+        parser.parse_args([*job[:1], "script"] if job else [])
     return Program(kind, job[0], tuple(job[1:]))
 
 

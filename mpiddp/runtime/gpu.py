@@ -19,12 +19,12 @@ from mpiddp.protocol.variables import BIND, GPUS, PLACEMENT, VERBOSE
 from mpiddp.text import counted, parse_whole
 from mpiddp.world import World
 
-_SYSFS = Path("/sys")
-
 
 def prepare(world: World) -> None:
     """Choose the GPUs, cores and threads of this rank, which torch reads when it is imported."""
-    choose_gpus(world)
+    if text := os.environ.get(GPUS):  # the variables that the launcher has for each host
+        hosts, of_hosts = expected_hosts(os.environ.get(PLACEMENT, "")), json.loads(text)
+        os.environ.update(of_hosts[list(dict.fromkeys(hosts)).index(hosts[world.rank])])
     bind_to_gpu(world)
     limit_threads(world)
 
@@ -45,14 +45,6 @@ def limit_threads(world: World) -> int | None:
     return threads
 
 
-def choose_gpus(world: World) -> None:
-    """Set the variables that the launcher has for the ranks of this host."""
-    if text := os.environ.get(GPUS):
-        hosts = expected_hosts(os.environ.get(PLACEMENT, ""))
-        of_hosts = json.loads(text)
-        os.environ.update(of_hosts[list(dict.fromkeys(hosts)).index(hosts[world.rank])])
-
-
 def expected_hosts(placement: str) -> list[str]:
     """The host of each rank: [world_size]. "node1:4,[fd00::1]:2" has ranks 4 and 5 on fd00::1."""
     hosts: list[str] = []
@@ -62,7 +54,7 @@ def expected_hosts(placement: str) -> list[str]:
     return hosts
 
 
-def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
+def bind_to_gpu(world: World, sysfs: Path = Path("/sys")) -> None:
     """With `--bind gpu`, bind this process to the cores of its GPU's NUMA node.
 
     A rank whose GPU or node is not known stays where it is, and says so: this costs speed, not correctness.
@@ -81,31 +73,24 @@ def bind_to_gpu(world: World, sysfs: Path = _SYSFS) -> None:
         print_line(f"rank {world.rank} on {world.hostname} {sentence}", sys.stderr)
 
 
-def own_gpu(world: World, env: Mapping[str, str], default: str = "") -> str:
-    """The entry of CUDA_VISIBLE_DEVICES and its kin, or of `default`, for this rank; "" if it has none."""
-    visible = next((env[name] for name in VISIBLE if name in env), default).split(",")
-    # Some launchers do not set the local rank, which is not counted before the ranks have joined.
-    index = 0 if len(visible) == 1 and world.launcher.hides_gpus else world.local_rank
-    return visible[index].strip() if index is not None and index < len(visible) else ""
-
-
 def gpu_address(world: World, env: Mapping[str, str]) -> str:
     """The PCI address of this rank's GPU, which `process_group.device_of` chooses; "" if it is not known."""
     addresses = gpu_addresses(env.get("PATH"))
     every_gpu = ",".join(map(str, range(len(addresses))))
+    visible = next((env[name] for name in VISIBLE if name in env), every_gpu).split(",")
+    # Some launchers do not set the local rank, which is not counted before the ranks have joined.
+    index = 0 if len(visible) == 1 and world.launcher.hides_gpus else world.local_rank
     with contextlib.suppress(ValueError, IndexError):  # a name, or a number that no tool lists
-        return addresses[parse_whole(own_gpu(world, env, every_gpu))]
+        return addresses[parse_whole(visible[index].strip())] if index is not None else ""
     return ""
 
 
-def near_cores(address: str, sysfs: Path = _SYSFS) -> set[int]:
-    """The cores of the NUMA node of a PCI device; empty if the kernel knows none."""
+def near_cores(address: str, sysfs: Path = Path("/sys")) -> set[int]:
+    """The cores of the NUMA node of a PCI device; empty if there is no such device."""
     cores: set[int] = set()
     with contextlib.suppress(OSError, ValueError):
-        node = (sysfs / "bus/pci/devices" / address / "numa_node").read_text().strip()
-        # "-1" on a machine, or a virtual one, that does not say. Else "0-3,8-11".
-        text = (sysfs / f"devices/system/node/node{node}/cpulist").read_text()
-        for part in text.strip().split(","):
+        text = (sysfs / "bus/pci/devices" / address / "local_cpulist").read_text()
+        for part in text.strip().split(","):  # "0-3,8-11"; all cores where the kernel knows no node
             first, _, last = part.partition("-")
             cores |= {*range(int(first), int(last or first) + 1)}
     return cores

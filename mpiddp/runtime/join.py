@@ -1,8 +1,5 @@
 """The ranks join under any launcher, agree over one channel, and leave together.
 
-    with join(world) as coordinator:
-        coordinator.all_gather_json(socket.gethostname(), timeout_s=60)
-
 Under `mpiddp launch` and `mpiddp run` the ranks' agents have met before a script's first line, and they end
 the ranks. By hand a process group, or `mpiddp.Checkpoints`, joins, and this module does all of it.
 
@@ -30,12 +27,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_from_one_rank
 from mpiddp.hosts.sockets import bind
-from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, ERROR_FILE, RUN_ID
+from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, RUN_ID
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
@@ -48,9 +44,7 @@ from mpiddp.world import World, is_joined
 
 Value = TypeVar("Value")
 
-
-class _ExitUnknown(SystemExit):
-    """The script has ended by a SystemExit whose code nobody knows but its parent."""
+_EXIT_UNKNOWN = SystemExit(FAILED)  # that has ended a script: nobody but its parent knows the code
 
 
 @contextlib.contextmanager
@@ -138,8 +132,6 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
         session.torch_store = serve_store(env, listener.detach())
     if world.local_world_size is None:  # the local ranks have just been counted
         limit_threads(coordinator.world)
-    if file := os.environ.get(ERROR_FILE):
-        atexit.register(Path(file).unlink, missing_ok=True)
     return coordinator
 
 
@@ -151,7 +143,7 @@ def _end(session: Session, error: BaseException | None = None) -> None:
     if session is not current():  # a forked child
         return
     ending = ending_of(error, has_stopped=session.stop.has_stopped)
-    is_unknown = isinstance(error, _ExitUnknown)
+    is_unknown = error is _EXIT_UNKNOWN
     if is_unknown or not ending.is_failure:  # many scripts end with sys.exit(main())
         try:
             session.finish()
@@ -196,7 +188,7 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
             last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
             is_exit = not (last_instruction.startswith("RETURN") or session.stop.has_stopped)
             if error is None and is_exit:
-                error = _ExitUnknown(FAILED)  # for all that is known
+                error = _EXIT_UNKNOWN
         try:
             context.__exit__(type(error) if error else None, error, None)
         except SystemExit as end:

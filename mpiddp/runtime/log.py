@@ -22,11 +22,8 @@ class _ConsoleHandler(logging.Handler):
         stream = sys.stderr if record.levelno > logging.INFO else sys.stdout
         # The terminal is gone, the disk is full, or the script has closed or replaced the stream.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            # A path may be any bytes, which the stream cannot encode.
-            encoding = getattr(stream, "encoding", None) or "utf-8"
-            text = self.format(record).encode(encoding, "backslashreplace").decode(encoding)
             try:
-                print_line(text, stream)
+                print_line(self.format(record), stream)
             except BrokenPipeError:  # the reader is gone, and Python's own flush at exit would fail
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

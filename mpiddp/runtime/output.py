@@ -114,6 +114,5 @@ class Stream:
         except OSError as error:  # a full disk may have room again, so the next chunk is tried
             if not self._has_complained:
                 self._has_complained = True
-                name = STREAMS[self.number]
-                gap = f"mpiddp: {self._rank}: its log of {name} has a gap: {error.strerror}.\n"
-                self._unsent += gap.encode(errors="backslashreplace")
+                what = f"its log of {STREAMS[self.number]} has a gap: {error.strerror}"
+                self._unsent += f"mpiddp: {self._rank}: {what}.\n".encode(errors="backslashreplace")

@@ -133,15 +133,13 @@ def import_torch() -> None:
     """
     if "torch" in sys.modules:
         return
-    was_enabled = gc.isenabled()
     gc.disable()
     try:
         import torch  # noqa: F401 - a rank that hangs here has not joined, and the launcher names the line
 
         gc.freeze()
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 def _begin(session: Session, control: socket.socket) -> None:
@@ -157,7 +155,7 @@ def _begin(session: Session, control: socket.socket) -> None:
     env = json.loads(line)
     os.environ.update(env)
     script_session()  # which connects it
-    if World.from_env().launcher.speaks_mpi:
+    if World.from_env().launcher.mpis:
         from mpiddp.runtime.rendezvous import FinalizedMPI
 
         sys.meta_path.insert(0, FinalizedMPI())
@@ -261,12 +259,11 @@ def _leave_sigterm_to_rank(_: object) -> None:
 
     target = getattr(current_process(), "_target", None)
     if getattr(target, "__module__", "").startswith("torch.utils.data."):
+
+        def end_with_rank() -> None:
+            while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+                pass
+            os._exit(0)  # as torch's own handler does
+
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
-        threading.Thread(target=_end_with_rank, daemon=True).start()
-
-
-def _end_with_rank() -> None:
-    """End this worker at a SIGTERM of its parent, as torch's own handler does."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
+        threading.Thread(target=end_with_rank, daemon=True).start()

@@ -126,11 +126,8 @@ def spawn(
     call = encode(
         "call", pickled, options=argv, env=dict(env or {}), max_result_bytes=max_result_bytes
     )
-    try:
-        with errors.named_by("mpiddp.spawn:"):
-            outcome, answers = _launched(call, cwd)
-    except OSError as error:  # no process or no file is left
-        raise JobFailed(f"mpiddp.spawn cannot start a launcher: {error.strerror}.") from None
+    with errors.named_by("mpiddp.spawn:"):
+        outcome, answers = _launched(call, cwd)
     code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
     if code in (DONE, STOPPED):
         return [unpickled(body, name, rank) for rank, body in sorted(answers.items())]
@@ -244,8 +241,7 @@ def _launched(
                 copy.join(_LAST_S)
     if outcome is None:
         raise JobFailed(
-            f"the launcher ended with exit code {code} before it reported the outcome. Its last "
-            "lines say why, unless it was killed."
+            f"the launcher ended early, with exit code {code}. Its last lines may say why."
         )
     return outcome, answers
 

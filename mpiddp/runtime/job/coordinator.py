@@ -79,7 +79,7 @@ class Coordinator:
         self.hostnames: Sequence[str] = ()  # [world_size], once the ranks have met; for sentences
         self.has_launcher = False  # which prints why a job failed
         self.connection: socket.socket | None = None
-        # Gathers a text of every rank in the place of the server: MPI, while ranks meet.
+        # Gathers a text of every rank in the place of the server: a rank alone, and MPI while ranks meet.
         self.exchange: Callable[[str], list[str]] | None = None
         if world.world_size == 1:
             self.exchange = lambda text: [text]
@@ -111,8 +111,7 @@ class Coordinator:
                 with self._send_lock:
                     self.connection.sendall(encode(kind, value, **facts))
             except OSError as error:
-                # Nobody receives any more if the script has closed the file: a thread that waits there stays.
-                self.is_lost |= error.errno == errno.EBADF
+                self.is_lost |= error.errno == errno.EBADF  # the script has closed it
 
     @property
     def has_room(self) -> bool:
@@ -138,13 +137,10 @@ class Coordinator:
         return self._values(*answer, timeout_s)
 
     def _values(self, facts: Mapping[str, Any], values: bytes, timeout_s: float) -> list[Any]:
-        size = self.world.world_size
-        if facts["type"] != "no_answer":
-            return channel.unlisted(values, size)
-        names, met = ", ".join(map(self.name, facts["missing"])), size - len(facts["missing"])
-        if self.hostnames:  # they have met
+        if facts["type"] == "no_answer":
+            names = ", ".join(map(self.name, facts["missing"]))
             raise NoAnswer(f"{names} did not answer in {timeout_s:g} s.")
-        raise NoAnswer(f"only {met} of {size} ranks joined in {timeout_s:g} s. Missing: {names}.")
+        return channel.unlisted(values, self.world.world_size)
 
     def unique_prefix(self, name: str) -> str:
         """A new prefix for keys, the same on every rank. All ranks must call this."""
@@ -242,8 +238,9 @@ class Coordinator:
         if not self.code_of_failure and (self.has_launcher or self.world.local_rank == 0):
             lost = "the launcher" if self.has_launcher else "rank 0"
             with contextlib.suppress(OSError):
-                own = self.name(self.world.rank)
-                print_error(f"{own}: lost the connection to {lost}; exiting.")
+                print_error(
+                    f"{self.name(self.world.rank)}: lost the connection to {lost}; exiting."
+                )
         return self.code_of_failure or FAILED
 
     # --- what arrives ---
@@ -285,13 +282,14 @@ class Coordinator:
             self.on_news, self._listens = on_news, True
             for facts in self._early:
                 on_news(facts)
-            threading.Thread(target=self._listen, args=(look,), name="mpiddp", daemon=True).start()
 
-    def _listen(self, look: Callable[[], object]) -> None:
-        look()
-        while not self.is_lost:
-            self.receive()
-            look()
+            def receive_all() -> None:
+                look()
+                while not self.is_lost:
+                    self.receive()
+                    look()
+
+            threading.Thread(target=receive_all, name="mpiddp", daemon=True).start()
 
     def receive(self) -> None:
         """Receive what arrives next: note what the ranks agree on, and pass on the other messages."""
@@ -346,10 +344,8 @@ def connect_to_server(
             why, is_final = str(error), is_refused or time.monotonic() >= deadline
             time.sleep(_RETRY_S)
     name = "the launcher" if answer_s is None else "rank 0's channel"
-    host, _, port = server.address.rpartition(":")
-    where = f"on {server.address}" if server.address.startswith(UNIX) else f"at {host} port {port}"
     raise JobFailed(
-        f"rank {world.rank} on {world.hostname} cannot reach {name} {where} ({why}). "
+        f"rank {world.rank} on {world.hostname} cannot reach {name} at {server.address} ({why}). "
         "Check that it is running and that no firewall blocks the port."
     )
 
@@ -359,15 +355,14 @@ def _connect(
 ) -> tuple[socket.socket, int]:
     """Prove that this process is of the job, and check that the server is."""
     with contextlib.ExitStack() as stack:
+        host, _, port = server.address.rpartition(":")
         if server.address.startswith(UNIX):
-            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(_ATTEMPT_S)
             connection.connect(server.address.removeprefix(UNIX))
         else:
-            host, _, port = server.address.rpartition(":")
-            connection = stack.enter_context(
-                socket.create_connection((host, int(port)), _ATTEMPT_S)
-            )
+            connection = socket.create_connection((host, int(port)), _ATTEMPT_S)
+        stack.enter_context(connection)
         # A stopped launcher (Ctrl-Z) reads no steps. If it is lost, the rank's own connection shows it.
         channel.notice_silence(connection, is_read_slowly=facts.get("role") == channel.SCRIPT)
         connection.settimeout(answer_s)

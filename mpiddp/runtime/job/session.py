@@ -3,10 +3,9 @@
 Under `mpiddp launch` and `mpiddp run` the script is the child of the rank's agent, and has a channel
 of its own to the server of the job. By hand (mpirun, srun, torchrun) the process is the rank itself.
 
-All ranks stop after the same step, and exchange messages only after a request to stop. Then the thread of
-each rank's channel proposes a step slightly ahead, in a gather to which the first calls the others. The rank
-does not pass that step before the decision. All ranks stop at the highest proposed step, which no rank has
-passed.
+All ranks stop after the same step, and exchange messages only after a request to stop. Then each rank
+proposes a step slightly ahead, in a gather to which the first calls the others. A rank does not pass its own
+step before the decision. All ranks stop at the highest proposed step, which no rank has passed.
 """
 
 from __future__ import annotations
@@ -192,7 +191,6 @@ class StopRequest:
         self._session = session
         self._changed = threading.Condition()  # its lock: a handler of a signal may call os._exit
         self._calls = 0
-        self._denied = 0  # the latest call at which the ranks do not stop
         self.steps_before = 0  # of the run, which another process has made
         self._proposed = 0  # the step that this rank has proposed
         self._step = _NEVER  # after which all ranks stop, once it is decided
@@ -234,8 +232,6 @@ class StopRequest:
             while self._step == _NEVER and self._proposed == call:
                 self._changed.wait()
             # A later proposal of this rank is a later step, and the decision is later, too.
-            if call < self._step:
-                self._denied = call
             return call >= self._step
 
     def stopped(self) -> None:
@@ -254,12 +250,11 @@ class StopRequest:
         with self._changed:
             if not self.is_requested or self._step != _NEVER:
                 return
-            if ranks.world.world_size == 1:
-                self._step = self._denied + 1
-            elif not self._proposed:
+            if not self._proposed:
                 self._proposed = self._calls + _AHEAD
                 ranks.give("stop", self._proposed)
-            elif (steps := ranks.given("stop")) is not None:
+            steps = [self._proposed] if ranks.world.world_size == 1 else ranks.given("stop")
+            if steps is not None:
                 self._step = max(step for step in steps if step is not None)
                 self._changed.notify_all()
 

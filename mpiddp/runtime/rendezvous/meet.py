@@ -31,14 +31,14 @@ from mpiddp.world import World
 
 _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it knows more of them
 
-# The ranks; the variables of each; and rank 0's socket for torch's store, bound before it is announced.
-Met = tuple[Coordinator, dict[str, str], socket.socket | None]
 
-
-def meet(ranks: Coordinator, info: RankInfo, *, keep_mpi: bool = False) -> Met:
+def meet(
+    ranks: Coordinator, info: RankInfo, *, keep_mpi: bool = False
+) -> tuple[Coordinator, dict[str, str], socket.socket | None]:
     """Meet the other ranks, which learn `info` of this one. All ranks must call this.
 
-    `ranks` may be connected to the launcher; without one, rank 0 serves the job channel.
+    `ranks` may be connected to the launcher; without one, rank 0 serves the job channel. Returns the ranks,
+    the variables of each, and rank 0's socket for torch's store, which is bound before it is announced.
     """
     env, world, timeout_s = os.environ, ranks.world, joining_timeout_s()
     if ranks.has_launcher:
@@ -46,9 +46,8 @@ def meet(ranks: Coordinator, info: RankInfo, *, keep_mpi: bool = False) -> Met:
     is_alone = world.world_size == 1 and env.get(AGENT_STORE) != "True"
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
-    has_address = is_named and world.launcher.starts_any_program
     meeting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if world.launcher.speaks_mpi and not (is_alone or has_address):
+    if world.launcher.mpis and not (is_alone or (is_named and world.launcher.starts_any_program)):
         meeting = over_mpi(ranks, timeout_s, keep_mpi=keep_mpi)
     elif not (is_alone or ranks.has_launcher):
         ranks = _by_address(world, timeout_s)
@@ -68,8 +67,7 @@ def meet(ranks: Coordinator, info: RankInfo, *, keep_mpi: bool = False) -> Met:
         interface = infos[world.rank].interface_for(address, result.requested_interface(env))
         if env.get(VERBOSE):
             places = _places(world, infos) if world.rank == 0 else ""
-            own = f"rank {world.rank} on {world.hostname} uses {interface}\n"
-            print(f"{places}{own}", end="", flush=True)
+            print(f"{places}rank {world.rank} on {world.hostname} uses {interface}", flush=True)
         return ranks, result.variables_of(world, interface, infos[0].run_id), listener
 
 
@@ -178,16 +176,16 @@ def _places(world: World, infos: Infos) -> str:
 
 def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:
     """What `make` returns on rank 0, on every rank. Its UserError or JobFailed is raised there as well."""
-    said: dict[str, Any] = {}
+    made, problem, is_failure = None, "", False
     if world.rank == 0:
         try:
-            said = {"value": make()}
+            made = make()
         except (UserError, JobFailed) as error:
-            said = {"problem": str(error), "is_failure": isinstance(error, JobFailed)}
-    said = gather(said)[0]
-    if "problem" in said:
-        raise (JobFailed if said["is_failure"] else UserError)(said["problem"])
-    return said["value"]
+            problem, is_failure = str(error), isinstance(error, JobFailed)
+    made, problem, is_failure = gather((made, problem, is_failure))[0]
+    if problem:
+        raise (JobFailed if is_failure else UserError)(problem)
+    return made
 
 
 def _serve_beside_agent(world: World, timeout_s: float) -> Server:

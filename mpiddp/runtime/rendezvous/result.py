@@ -16,7 +16,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import resolve
 from mpiddp.protocol import variables
-from mpiddp.runtime.gpu import expected_hosts, own_gpu
+from mpiddp.runtime.gpu import expected_hosts
 from mpiddp.text import align_columns
 from mpiddp.world import World
 
@@ -34,7 +34,6 @@ class RankInfo(NamedTuple):
     interfaces: Sequence[Interface]
     problem: str = ""  # why this rank cannot begin
     program: Sequence[tuple[str, str]] = ()  # the files of its script, with their SHA-256
-    gpu: str = ""  # that it uses, of those that its variables name
     run_id: str = ""  # that of rank 0 counts; the same in all attempts of a job
 
     @classmethod
@@ -43,10 +42,8 @@ class RankInfo(NamedTuple):
     ) -> RankInfo:
         local = (world.local_rank, world.local_world_size)
         here = (world.hostname, machine_id())
-        # Slurm's cgroups renumber the GPUs for each task.
-        gpu = "" if world.launcher.name == "slurm" else own_gpu(world, os.environ)
         run_id = os.environ.get(variables.RUN_ID) or secrets.token_hex(8)
-        return cls(world.rank, *local, *here, interfaces(), problem, program, gpu, run_id)
+        return cls(world.rank, *local, *here, interfaces(), problem, program, run_id)
 
     @property
     def host(self) -> tuple[str, str]:
@@ -120,7 +117,6 @@ def variables_of(world: World, interface: str, run_id: str) -> dict[str, str]:
     TORCHELASTIC_USE_AGENT_STORE stays unset: with it, `init_method="tcp://…"` on another port would wait
     for a store that nobody serves.
     """
-    folder = os.environ.get("TMPDIR") or "/tmp"
     env = {
         "RANK": str(world.rank),
         "LOCAL_RANK": str(world.local_rank),
@@ -140,8 +136,6 @@ def variables_of(world: World, interface: str, run_id: str) -> dict[str, str]:
             "ROLE_NAME": "default",
             "ROLE_RANK": str(world.rank),
             "ROLE_WORLD_SIZE": str(world.world_size),
-            # No other user of the host can guess the name, and so create the file before.
-            variables.ERROR_FILE: f"{folder}/mpiddp-{secrets.token_hex(16)}-{world.rank}-error.json",
         }
     if interface:
         # gloo uses the address of the host's own name, which Debian maps to 127.0.1.1; NCCL uses the
@@ -244,8 +238,8 @@ def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
 
 
 def table(infos: Infos, expected: Sequence[str] = ()) -> str:
-    """A line for each rank: its host, local rank and GPU, and the expected host if it is known."""
-    rows = [("rank", "host", "local rank", "GPU", "expected host")]
+    """A line for each rank: its host and local rank, and the expected host if it is known."""
+    rows = [("rank", "host", "local rank", "expected host")]
     for info, name in zip(infos, [*expected, *["none"] * len(infos)], strict=False):
-        rows.append((str(info.rank), info.hostname, str(info.local_rank), info.gpu or "-", name))
+        rows.append((str(info.rank), info.hostname, str(info.local_rank), name))
     return align_columns([row if expected else row[:-1] for row in rows])

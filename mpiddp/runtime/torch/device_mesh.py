@@ -73,11 +73,9 @@ def mesh(
         resolved = resolve(checked, hosts, unit="rank", tp_across_hosts=tp_across_hosts)
         if not tp_across_hosts:
             Layout(resolved, hosts).require_tp_inside_hosts()
-        try:
-            torch.device(type_)
-        except RuntimeError:
-            wrong = f"device_type={device_type!r}"
-            raise UserError(f"{wrong}: expected a type of device such as cuda or cpu.") from None
+        if type_ not in ("cpu", gpu and gpu.type):
+            expected = "a type of device such as cuda or cpu, which this host has"
+            raise UserError(f"device_type={device_type!r}: expected {expected}.")
     except UserError as error:
         if dist.get_rank() == 0:
             print_error(f"mpiddp.mesh: {error}")

@@ -71,8 +71,7 @@ def check_divergence(
     if not tensors:
         raise UserError(
             "mpiddp.check_divergence: each rank has its own shard of every tensor, so there is nothing to "
-            "compare. Name the ranks that hold the same shards with group=, or leave the call "
-            "out."
+            "compare. Name the ranks that hold the same shards with group=, or leave the call out."
         )
     device = next(iter(tensors.values())).device
     numbers = torch.stack([digest(each).to(device) for each in tensors.values()]).tolist()

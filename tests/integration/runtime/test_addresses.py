@@ -93,7 +93,7 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(world):
         rank_1 = ENV | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
         with pytest.raises(JobFailed) as refused:
             _by_address(world(rank_1 | {"MASTER_PORT": port}), 0.3)
-    values = (f"rank 1 on {socket.gethostname()} ", f"127.0.0.1 port {port} ", "refused")
+    values = (f"rank 1 on {socket.gethostname()} ", f" at 127.0.0.1:{port} ", "refused")
     assert re.fullmatch(error("reach rank 0's channel", *values), str(refused.value))
 
 

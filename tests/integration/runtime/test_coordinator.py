@@ -101,7 +101,7 @@ def test_missing_ranks_are_named(ranks):
     both = ranks(4, body, absent=(2, 3))
     assert len(both) == 2
     assert all(re.fullmatch(f"{silent}\n", each.stderr) for each in both), both
-    missing = error("ranks joined", "1 of 2 ranks ", "0.3 s", ": rank 1.")
+    missing = error("did not answer", "rank 1 ", "0.3 s")
     first, *_ = ranks(2, body, absent=(1,))
     assert re.fullmatch(f"{missing}\n", first.stderr), first
 

@@ -163,7 +163,7 @@ def test_no_allocation(env):
         (TRAIN_JOB, "PET_NNODES=2: a PyTorchJob or TrainJob has started this process on one of"),
         (AWS_BATCH, "AWS_BATCH_JOB_NUM_NODES=2: AWS Batch has started this process on one of"),
         (SLURM | {"SLURM_NTASKS": "12", "SLURM_TASKS_PER_NODE": "4(x3)"},
-         "SLURM_TASKS_PER_NODE=4(x3) does not fit the 2 hosts of SLURM_JOB_NODELIST=n[1-2]"),
+         "SLURM_TASKS_PER_NODE=4(x3) does not fit SLURM_JOB_NODELIST=n[1-2]"),
         (SLURM_HETEROGENEOUS, "SLURM_HET_SIZE=2: Slurm job 7 is heterogeneous"),
         ({"SKYPILOT_NODE_IPS": "-oProxyCommand=x"}, 'SKYPILOT_NODE_IPS: "-oProxyCommand=x" is not a name'),
         ({"SKYPILOT_NODE_IPS": "\n"}, "SKYPILOT_NODE_IPS lists no host"),

@@ -18,7 +18,7 @@ OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_S
 
 
 @pytest.mark.parametrize(
-    "launcher", [each for each in RANK_SOURCES if each.speaks_mpi], ids=lambda each: each.name
+    "launcher", [each for each in RANK_SOURCES if each.mpis], ids=lambda each: each.name
 )
 def test_no_variable_of_an_mpi_reaches_the_command(launcher: RankSource) -> None:
     """A script in it is a rank by torchrun's variables. Its GPU may be the only one that it sees."""

@@ -121,7 +121,7 @@ def test_an_unreachable_candidate_names_the_host_that_is_cut_off() -> None:
     """As the second rank of the first host sees it, which tries none itself."""
     infos = ranks_on(*((LO, eth(node)) for node in range(3)), ranks=2)
     reached = [["10.0.0.1"] if rank != 4 else [] for rank in range(6)]
-    answers = iter([[{"value": {"10.0.0.1": 4711}}], reached])
+    answers = iter([[({"10.0.0.1": 4711}, "", False)], reached])
     with pytest.raises(JobFailed) as failed:
         _place(World(1, 6, 1, 2), infos, lambda value: next(answers))
     values = ("node2 ", " node0 (10.0.0.1) ", " 2 s", ": --master-addr ADDR ")

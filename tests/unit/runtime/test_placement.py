@@ -7,7 +7,6 @@ python -m pytest tests/unit/runtime/test_placement.py
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 import pytest
 
@@ -19,19 +18,18 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused
 from mpiddp.runtime.rendezvous.meet import meet
 from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, table
-from mpiddp.world import RANK_SOURCES, World
+from mpiddp.world import World
 from tests.support.errors import error
 
 
-def placements(*hostnames: str, gpus: Sequence[str] = ()) -> list[RankInfo]:
+def placements(*hostnames: str) -> list[RankInfo]:
     """One rank on each host, in order. A host's address is 10.0.0.<its number>."""
     found = []
     for rank, name in enumerate(hostnames):
         local_rank = hostnames[:rank].count(name)
         interface = Interface("eth0", f"10.0.0.{name[-1]}", "10.0.0.0/24")
-        size, gpu = hostnames.count(name), gpus[rank] if gpus else ""
-        boot = f"boot-{name}"
-        found.append(RankInfo(rank, local_rank, size, name, boot, (interface,), gpu=gpu))
+        size, boot = hostnames.count(name), f"boot-{name}"
+        found.append(RankInfo(rank, local_rank, size, name, boot, (interface,)))
     return found
 
 
@@ -68,19 +66,12 @@ def test_ranks_on_other_hosts(expected: str) -> None:
         check_alike(placements("node1", "node1", "node2"), {PLACEMENT: expected})
 
 
-def test_the_gpu_of_a_task_of_slurm_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert RankInfo.of_this_process(World(1, 2, 1, 2)).gpu == "3"
-    [slurm] = [source for source in RANK_SOURCES if source.name == "slurm"]
-    assert RankInfo.of_this_process(World(1, 2, 1, 2, slurm)).gpu == ""
-
-
 def test_the_table_of_placements() -> None:
-    infos = placements("node1", "node2", gpus=("", "3"))
+    infos = placements("node1", "node2")
     assert table(infos, ["node2", "node1"]).splitlines() == [
-        "rank  host   local rank  GPU  expected host",
-        "0     node1  0           -    node2",
-        "1     node2  0           3    node1",
+        "rank  host   local rank  expected host",
+        "0     node1  0           node2",
+        "1     node2  0           node1",
     ]
 
 
