@@ -166,13 +166,10 @@ class World:
                 f"{_listed(found) or source.proof[0]}, missing {', '.join(missing)}. "
                 "Start the job with mpirun, torchrun or srun, or unset these variables."
             )
-        numbers = []
-        for name, text in found.items():
-            try:
-                numbers.append(parse_whole(text))
-            except ValueError as error:
-                raise UserError(f'{name}="{shown(text)}" is not {error}.') from None
-        rank, world_size, *known = numbers
+        try:
+            rank, world_size, *known = map(parse_whole, found.values())
+        except ValueError as error:
+            raise UserError(f"{_listed(found)}: each must be {error}.") from None
         alone: list[int | None] = [0, 1] if world_size == 1 else [None, None]  # on its host
         local_rank, local_size = known + alone[len(known) :]
         most = world_size if local_size is None else local_size

@@ -74,8 +74,7 @@ def mesh(
         if not tp_across_hosts:
             Layout(resolved, hosts).require_tp_inside_hosts()
         if type_ not in ("cpu", gpu and gpu.type):
-            expected = "a type of device such as cuda or cpu, which this host has"
-            raise UserError(f"device_type={device_type!r}: expected {expected}.")
+            raise UserError(f"device_type={device_type!r}: this host has no such type of device.")
     except UserError as error:
         if dist.get_rank() == 0:
             print_error(f"mpiddp.mesh: {error}")

@@ -68,10 +68,11 @@ def test_ranks_on_other_hosts(expected: str) -> None:
 
 def test_the_table_of_placements() -> None:
     infos = placements("node1", "node2")
+    infos[1] = infos[1]._replace(gpus="2,3")
     assert table(infos, ["node2", "node1"]).splitlines() == [
-        "rank  host   local rank  expected host",
-        "0     node1  0           node2",
-        "1     node2  0           node1",
+        "rank  host   local rank  visible GPUs  expected host",
+        "0     node1  0           none          node2",
+        "1     node2  0           2,3           node1",
     ]
 
 

@@ -190,7 +190,7 @@ def test_a_value_that_is_not_a_number_is_refused(launcher: str, value: str) -> N
     row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
     for name in World.from_env(row).launcher.variables:
         wrong = row | {name: value}
-        sentence = error('" is not', f'{name}="{shown(value)}" ', "0 or more")
+        sentence = error("each must be", f"{name}={shown(value)}", "0 or more")
         assert re.fullmatch(sentence, refusal(wrong))
         rank, local_rank = likely_ranks(row)
         assert likely_ranks(wrong) in ((0, 0), (rank, 0), (rank, local_rank))
