@@ -87,8 +87,7 @@ class Program(NamedTuple):
     def may_use_torch(self) -> bool:
         """False of a command, and of a script that imports nothing but Python's own modules and mpiddp.
 
-        Such a script begins at once. If it does use torch after all, it works, but nobody counts the steps of
-        its optimizers, nor keeps a stranger's SIGTERM from the workers of its loaders.
+        Such a script begins at once. If it uses torch after all, nobody counts the steps of its optimizers.
         """
         if self.kind == SCRIPT:
             with contextlib.suppress(OSError):  # python will say why

@@ -61,8 +61,7 @@ def main() -> None:
 
 def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[], Any]]:
     """The facts about the function, and the call of it. That of a stranger is not unpickled."""
-    hostname = coordinator.world.hostname
-    cloudpickle = import_package("cloudpickle", f"mpiddp.spawn on {hostname}")
+    cloudpickle = import_package("cloudpickle", f"mpiddp.spawn on {coordinator.world.hostname}")
     answered, value = coordinator.ask("function")
     if answered["mac"] != mac(coordinator.key, "function", value):
         raise coordinator.lost()
@@ -82,7 +81,7 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
                 "in the calling process. Install the same version."
             )
         raise UserError(
-            f"{facts['name']} cannot be unpickled on {hostname}: {said(error)}.{hint}"
+            f"{facts['name']} cannot be unpickled on {coordinator.world.hostname}: {said(error)}.{hint}"
         ) from None
 
 

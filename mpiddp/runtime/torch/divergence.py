@@ -83,11 +83,10 @@ def check_divergence(
         return
     name = f"rank {dist.get_rank()} on {socket.gethostname()}"
     names, digests = zip(*_of_all_ranks((name, own), group), strict=True)
-    reason = differing_ranks(names, digests)
     current().wait_for_saves()
     _of_all_ranks(None, group)  # the first rank to exit ends the others
     at = "" if step is None else f"step {step}: "
-    raise JobFailed(f"{at}the ranks have diverged: {reason}.")
+    raise JobFailed(f"{at}the ranks have diverged: {differing_ranks(names, digests)}.")
 
 
 @torch.no_grad()
