@@ -43,8 +43,7 @@ def results(check: str, found: Iterable[Found], ok_text: str) -> list[Line]:
 
 def differences(what: str, values: Mapping[str, Any]) -> str:
     """ "torch is 2.12.1 on node2, 2.13.0 on the other 15 hosts"; "" if all are equal."""
-    texts = {name: str(value) for name, value in values.items()}
-    groups = names_by_value(texts)
+    groups = names_by_value({name: str(value) for name, value in values.items()})
     most = max(map(len, groups.values()), default=0)
     if len(groups) < 2:
         return ""

@@ -136,8 +136,7 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
         )
         names = expand_nodelist(answer.stdout.strip())
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip()
-        reason = shown(said.rpartition("\n")[2])
+        reason = shown(str(getattr(error, "stderr", None) or error).strip().rpartition("\n")[2])
         raise UserError(f"FLUX_URI is set, but {program} fails: {reason}. {NAME_THEM}") from None
     # An instance may have several brokers on a host.
     rows = [[name] for name in dict.fromkeys(names)]

@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from tempfile import TemporaryFile
 from typing import BinaryIO
 
 from mpiddp.arguments import OneSentenceParser, whole
@@ -31,7 +30,7 @@ from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by
 from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.remote import ask_hosts
-from mpiddp.hosts.ssh import other_hosts, shell_command, ssh_options
+from mpiddp.hosts.ssh import other_hosts, shell_command, ssh_options, unnamed_file
 from mpiddp.text import counted, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
@@ -251,10 +250,7 @@ def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
 
 def _list_of(names: Sequence[str]) -> BinaryIO:
     """A file of them for rsync or tar: a command line is too short for 100,000."""
-    file = TemporaryFile()  # noqa: SIM115 - its reader closes it
-    file.write(b"".join(os.fsencode(f"./{each}\0") for each in names))
-    file.seek(0)
-    return file
+    return unnamed_file(b"".join(os.fsencode(f"./{each}\0") for each in names))
 
 
 def rsync(
@@ -277,8 +273,7 @@ def errors_of(program: str, stderr: str) -> list[str]:
 
 
 def _failed(program: str, code: int, stderr: str) -> JobFailed:
-    last = ["no output", *stderr.strip().splitlines()][-1]
-    why = [*errors_of(program, stderr), shown(last)][0]
+    why = [*errors_of(program, stderr), shown(["no output", *stderr.strip().splitlines()][-1])][0]
     return JobFailed(f"{why} ({program}'s exit code {code})")
 
 

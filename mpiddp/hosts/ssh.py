@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import BinaryIO
 
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
@@ -159,6 +160,15 @@ def ssh_options(host: Host) -> list[str]:
     return [*options, *(["-p", str(host.port)] if host.port else [])]
 
 
+def unnamed_file(content: bytes = b"") -> BinaryIO:
+    """A file in memory, because a disk may be full. A Python without memfd_create, as uv's, uses the disk."""
+    memory = hasattr(os, "memfd_create")
+    file = os.fdopen(os.memfd_create("mpiddp"), "w+b") if memory else TemporaryFile()  # noqa: SIM115
+    file.write(content)
+    file.seek(0)
+    return file
+
+
 class _Running:
     """The program on one host, with its output so far."""
 
@@ -169,9 +179,7 @@ class _Running:
         self.has_begun = False
         # stdin is a file: a user with many pipes gets pipes that are smaller than a program.
         # So is stderr: a connection that ssh keeps (ControlPersist) may hold it open for long.
-        with TemporaryFile() as file, TemporaryFile() as errors:
-            file.write(stdin)
-            file.seek(0)
+        with unnamed_file(stdin) as file, unnamed_file() as errors:
             self._stderr = os.dup(errors.fileno())
             command = shell_command(host, _SHELL_LINE, transport)
             self.process = subprocess.Popen(

@@ -87,8 +87,9 @@ class Agent:
             ending = ending_of(error)
             if self._launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
-            if isinstance(error, (JobFailed, UserError)) and self.coordinator.has_launcher:
-                return ending.code  # the launcher prints it
+            ranks = self.coordinator
+            if isinstance(error, JobFailed | UserError) and (ranks.has_launcher or ranks.hostnames):
+                return ending.code  # it has been reported
             raise
         finally:
             if self.child.runs:  # this rank could not begin
@@ -100,8 +101,6 @@ class Agent:
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=self._ends_on_request)
         return ending.code
-
-    # --- beginning ---
 
     def _begin(self) -> None:
         """Start the script, and meet the other ranks meanwhile."""
@@ -194,8 +193,6 @@ class Agent:
         while ranks.connection and child.status is None and not ranks.given("joined", timeout_s):
             self._wait()
 
-    # --- the loop ---
-
     def _serve(self) -> Ending:
         """Wait for all that may happen until the script has ended. End what it has left."""
         child = self.child
@@ -283,8 +280,6 @@ class Agent:
             raise SystemExit(self._code)
         self.child.end(_END_S if self.child.is_command else 0.0)
 
-    # --- the end ---
-
     def _report(self, ending: Ending) -> None:
         """Tell the launcher, or else the other ranks, how this rank ends."""
         if self._code is not None:
@@ -305,7 +300,7 @@ class Agent:
             return
         if self._launcher is not None:
             self.coordinator.send("failed", **ending.facts, **child.lack_of_memory)
-        elif child.status is not None and self.coordinator.claim_first_failure():
+        elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
             line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)

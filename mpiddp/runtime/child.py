@@ -76,11 +76,11 @@ class Program(NamedTuple):
                 raise UserError(f"module {name} not found (looked in {where}).")
         else:
             with named_by(""):
-                if path.is_dir():
-                    hint = "To run a module: mpiddp run -m MODULE"
-                    raise UserError(f"{name} is a folder, not a script. {hint}")
-                if not path.is_file():
+                if not path.exists():
                     raise UserError(f"{name} not found (looked in {Path.cwd()}).")
+                if not path.is_file():
+                    what = "a folder, not a script" if path.is_dir() else "no regular file"
+                    raise UserError(f"{name} is {what}. To run a module: mpiddp run -m MODULE")
                 path.open("rb").close()
 
     @property
@@ -201,6 +201,8 @@ class Child:
             for file in (*files.values(), theirs.detach()):
                 os.close(file)
         self.pid, self.control = self._process.pid, ours
+        for number in tuple(self.passed):  # before there was a command
+            self.pass_on(number)
 
     def go(self, env: Mapping[str, str], store: socket.socket | None) -> None:
         """Let the script begin, with these variables. `store`: where rank 0 serves torch's store."""

@@ -23,7 +23,7 @@ from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import join
 from mpiddp.runtime.script import script_frames
 
-_LARGEST_ERROR = 32 << 20  # bytes of the pickle of an exception
+_MAX_TRACEBACK, _LARGEST_ERROR = 1 << 15, 32 << 20  # characters, and bytes of the pickled exception
 
 
 def said(error: Exception) -> str:
@@ -74,7 +74,9 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
     except Exception as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = f" Install {error.name} on every host."
+            hint = (
+                f" Install {error.name} on every host, or cloudpickle.register_pickle_by_value it."
+            )
         elif cloudpickle.__version__ != facts["cloudpickle"]:
             hint = (
                 f" cloudpickle is {cloudpickle.__version__} there, and {facts['cloudpickle']} "
@@ -121,7 +123,7 @@ def pickled_error(error: BaseException) -> bytes:
 
         body = cloudpickle.dumps(error)
     # The caller may lack the error's class.
-    return pickle.dumps((text, body if len(body) <= _LARGEST_ERROR else b""))
+    return pickle.dumps((text[-_MAX_TRACEBACK:], body if len(body) <= _LARGEST_ERROR else b""))
 
 
 if __name__ == "__main__":

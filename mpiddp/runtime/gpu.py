@@ -57,7 +57,7 @@ def expected_hosts(placement: str) -> list[str]:
 def bind_to_gpu(world: World, sysfs: Path = Path("/sys")) -> None:
     """With `--bind gpu`, bind this process to the cores of its GPU's NUMA node.
 
-    A rank whose GPU or node is not known stays where it is, and says so: this costs speed, not correctness.
+    A rank whose GPU is not known stays where it is, and says so: this costs speed, not correctness.
     """
     if os.environ.get(BIND) != "gpu":
         return

@@ -51,7 +51,7 @@ _EXIT_UNKNOWN = SystemExit(FAILED)  # that has ended a script: nobody but its pa
 def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coordinator]:
     """Join the ranks. They leave together at the end of the body.
 
-    Then os.environ holds the variables that scripts find under torchrun.
+    Then os.environ holds the variables that scripts find under torchrun, by hand without an error file.
     """
     session = script_session()
     if not session.coordinator.hostnames:
@@ -65,7 +65,7 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     if session.is_member:  # mpiddp.Checkpoints has joined, and is the one to leave
         yield coordinator
         return
-    session.is_member = True
+    session.is_member = session.is_bound = True
     stop_on(session.stop, signal.SIGUSR1)
     if session.control is None:
         coordinator.claim_key += "+"  # an earlier error has been caught
@@ -108,8 +108,7 @@ def _as_script(world: World, session: Session) -> None:
         # In a command, and for a script that has begun without torch, nobody serves the store yet, unless the
         # script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
-            listener = bind(address, port, world.hostname)
-            session.torch_store = serve_store(env, listener.detach())
+            session.torch_store = serve_store(env, bind(address, port, world.hostname).detach())
     ranks.world = world
     # Python keeps no SystemExit for the handler that reports a command's end, so that one prints why.
     ranks.has_launcher = session.has_launcher and session.control is not None
@@ -157,10 +156,12 @@ def _end(session: Session, error: BaseException | None = None) -> None:
         session.coordinator.claim_first_failure()
         if session.control is None:  # else `mpiddp.runtime.script` reports it
             atexit.register(session.fail_at_exit)  # unless the script catches it
+        return
     elif error is not None and not isinstance(error, Refused):
         session.fail(error)
         if not isinstance(error, SystemExit):
             raise SystemExit(ending.code) from None
+    session.is_bound = False
 
 
 def _watch(session: Session) -> None:
@@ -169,7 +170,7 @@ def _watch(session: Session) -> None:
     session.stop.agree()
     if ranks.code_of_failure or ranks.is_lost:
         time.sleep(GRACE_S)
-        if session.is_member:
+        if session.is_bound:
             exit_now(ranks.code_of_end())
 
 

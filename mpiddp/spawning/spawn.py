@@ -169,16 +169,18 @@ def pickled_call(call: partial[Any], max_result_bytes: int) -> tuple[str, bytes]
     cloudpickle = errors.import_package("cloudpickle", "mpiddp.spawn")
     function = inspect.unwrap(call.func)
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
-    file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    lines = linecache.getlines(file)
+    source = getattr(getattr(function, "__code__", None), "co_filename", "")
+    lines = linecache.getlines(source)
     # The script's folder, or a notebook's working folder, which is "" behind those of the standard library.
-    folders = [each for each in (*sys.path[:1], "") if each in sys.path]
+    folders = [each for each in (*sys.path[:1], "") if each in sys.path and "-packages" not in each]
     with _REGISTRY, ExitStack() as registered:
         others = {"mpiddp", *cloudpickle.list_registry_pickle_by_value()}
         for module_name, module in list(sys.modules.items()):
-            is_other = "." in module_name or module_name in others
+            file, is_package = getattr(module, "__file__", None), hasattr(module, "__path__")
+            is_source = is_package or str(file).endswith(".py")  # what is compiled goes by name
+            is_other = not is_source or "." in module_name or module_name in others
             spec = None if is_other else PathFinder.find_spec(module_name, folders)
-            if spec and spec.origin == getattr(module, "__file__", None):
+            if spec and spec.origin == file and module.__name__ == module_name:
                 cloudpickle.register_pickle_by_value(module)
                 registered.callback(cloudpickle.unregister_pickle_by_value, module)
         try:
@@ -193,7 +195,7 @@ def pickled_call(call: partial[Any], max_result_bytes: int) -> tuple[str, bytes]
         "cloudpickle": cloudpickle.__version__,
         "max_result_bytes": max_result_bytes,
         # For linecache. Without a time of change, no check of files removes it.
-        "source": {file: (sum(map(len, lines)), None, lines, file)},
+        "source": {source: (sum(map(len, lines)), None, lines, source)},
         "path": [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)],
     }
     return name, b64encode(pickle.dumps((facts, body)))

@@ -111,7 +111,8 @@ class Coordinator:
                 with self._send_lock:
                     self.connection.sendall(encode(kind, value, **facts))
             except OSError as error:
-                self.is_lost |= error.errno == errno.EBADF  # the script has closed it
+                # The script has closed it, and may have opened another file.
+                self.is_lost |= error.errno in (errno.EBADF, errno.ENOTSOCK)
 
     @property
     def has_room(self) -> bool:
@@ -120,8 +121,6 @@ class Coordinator:
         if self.connection is not None:
             poll.register(self.connection, select.POLLOUT)
         return bool(poll.poll(0))
-
-    # --- what the ranks agree on ---
 
     def all_gather_json(self, value: Value, *, timeout_s: float, key: str = "") -> list[Value]:
         """The values of all ranks, by rank: [world_size]. All ranks must call this.
@@ -148,7 +147,7 @@ class Coordinator:
         return f"{name}/{self._round}"
 
     def give(
-        self, key: str, value: object, *, timeout_s: float | None = None, calls: bool = True
+        self, key: str, value: Any, timeout_s: float | None = None, *, calls: bool = True
     ) -> None:
         """Give this rank's value, and do not wait, see `given`.
 
@@ -203,8 +202,6 @@ class Coordinator:
         first_rank = {problem: problems.index(problem) for problem in problems if problem}
         return [f"{self.name(rank)}: {problem}" for problem, rank in first_rank.items()]
 
-    # --- the end ---
-
     def claim_first_failure(self) -> bool:
         """Whether this rank is the first to fail. If the server has ended, only rank 0 counts as the first.
 
@@ -242,8 +239,6 @@ class Coordinator:
                     f"{self.name(self.world.rank)}: lost the connection to {lost}; exiting."
                 )
         return self.code_of_failure or FAILED
-
-    # --- what arrives ---
 
     def ask(
         self, kind: str, value: bytes = b"", *, unless_failed: bool = False, **facts: object

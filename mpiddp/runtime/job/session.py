@@ -50,6 +50,7 @@ class Session:
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1), None)
         self.is_member = False  # of the process group of its job, which this process leaves later
+        self.is_bound = False  # by hand: another rank's failure ends this process
         self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
         self.torch_store: object = None  # rank 0 serves it as long as its process lives
         self.error: BaseException | None = None  # that has ended the script, under an agent
@@ -109,7 +110,7 @@ class Session:
         """Send these values of the training with the next progress, but those that cannot be shown."""
         for name, value in values.items():
             if type(value) not in (bool, int) and isinstance(value, numbers.Real):  # numpy's
-                value = float(value)
+                value = int(value) if isinstance(value, numbers.Integral) else float(value)
             has_room = name in self._shown or len(self._shown) < _MOST_SHOWN
             is_whole = type(value) is int and abs(value) <= LARGEST_WHOLE
             is_shown = has_room and (is_whole or type(value) in (float, str))
@@ -253,7 +254,8 @@ class StopRequest:
             if not self._proposed:
                 self._proposed = self._calls + _AHEAD
                 ranks.give("stop", self._proposed)
-            steps = [self._proposed] if ranks.world.world_size == 1 else ranks.given("stop")
+            is_alone = ranks.world.world_size == 1 or ranks.is_lost
+            steps = [self._proposed] if is_alone else ranks.given("stop")
             if steps is not None:
                 self._step = max(step for step in steps if step is not None)
                 self._changed.notify_all()

@@ -40,9 +40,8 @@ def meet(
     `ranks` may be connected to the launcher; without one, rank 0 serves the job channel. Returns the ranks,
     the variables of each, and rank 0's socket for torch's store, which is bound before it is announced.
     """
-    env, world, timeout_s = os.environ, ranks.world, joining_timeout_s()
-    if ranks.has_launcher:
-        timeout_s += _LAUNCHER_HEAD_START_S
+    env, world = os.environ, ranks.world
+    timeout_s = joining_timeout_s() + _LAUNCHER_HEAD_START_S * ranks.has_launcher
     is_alone = world.world_size == 1 and env.get(AGENT_STORE) != "True"
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
@@ -67,7 +66,8 @@ def meet(
         interface = infos[world.rank].interface_for(address, result.requested_interface(env))
         if env.get(VERBOSE):
             places = _places(world, infos) if world.rank == 0 else ""
-            print(f"{places}rank {world.rank} on {world.hostname} uses {interface}", flush=True)
+            own = f"rank {world.rank} on {world.hostname} uses {interface}\n"
+            print(f"{places}{own}", end="", flush=True)
         return ranks, result.variables_of(world, interface, infos[0].run_id), listener
 
 

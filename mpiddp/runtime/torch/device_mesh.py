@@ -69,12 +69,13 @@ def mesh(
             )
         # Several machines, such as containers, may have one name.
         hosts = names if len(set(names)) == len(set(machines)) else machines
-        checked = check_sizes(sizes)
-        resolved = resolve(checked, hosts, unit="rank", tp_across_hosts=tp_across_hosts)
+        resolved = resolve(check_sizes(sizes), hosts, unit="rank", tp_across_hosts=tp_across_hosts)
         if not tp_across_hosts:
             Layout(resolved, hosts).require_tp_inside_hosts()
-        if type_ not in ("cpu", gpu and gpu.type):
-            raise UserError(f"device_type={device_type!r}: this host has no such type of device.")
+        try:
+            torch.device(type_)
+        except RuntimeError:
+            raise UserError(f"device_type={device_type!r}: expected cuda, cpu, …") from None
     except UserError as error:
         if dist.get_rank() == 0:
             print_error(f"mpiddp.mesh: {error}")

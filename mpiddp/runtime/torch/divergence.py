@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mpiddp.errors import JobFailed, UserError
@@ -131,14 +130,14 @@ def _compared_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, with_shards: bool
 ) -> dict[str, Tensor]:
     """The parameters and the optimizer's state, by name, type and shape."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
     sharded: set[Tensor] = set()  # parameters in modules of FSDP, which are plain tensors
     # Not loaded: the model has no such module.
     if not with_shards and (fsdp := sys.modules.get("torch.distributed.fsdp")):
         for module in fsdp.FullyShardedDataParallel.fsdp_modules(model):
             sharded.update(module.parameters())
-    names: dict[Tensor, str] = {each: name for name, each in model.named_parameters()}
+    names: dict[Tensor, str] = {}
+    for name, each in model.named_parameters():  # without what DDP and torch.compile add
+        names[each] = name.replace("_orig_mod.", "").removeprefix("module.")
     # With the parameter to which each belongs.
     found: list[tuple[str, Any, Tensor]] = [(name, each, each) for each, name in names.items()]
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
