@@ -18,7 +18,7 @@ import pytest
 from mpiddp import errors
 from mpiddp.errors import print_from_one_rank
 from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
-from mpiddp.runtime.child import Program
+from mpiddp.runtime.child import COMMAND, Child, Program
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, run_command, script
 
@@ -191,6 +191,31 @@ def test_the_objects_of_a_script_go_before_its_modules(tmp_path):
     """Also after sys.exit, whose traceback would keep them until Python has emptied the modules."""
     done = run_command([sys.executable, "-m", "mpiddp", "run", script(tmp_path, ENDS)])
     assert (done.returncode, done.stdout) == (3, "gone\n"), done.stderr
+
+
+CLOSES = """
+import os, mpiddp
+mpiddp.should_stop()
+os.closerange(3, 256)
+others = [open(os.devnull) for _ in range(20)]
+print("end", flush=True)
+"""
+
+
+def test_a_script_that_closes_its_files_and_opens_others_ends(tmp_path):
+    """Its thread still waits at the closed connection, and no answer comes."""
+    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, CLOSES)])
+    assert (done.returncode, done.stdout) == (0, "end\nend\n"), done.stderr
+
+
+def test_a_signal_that_comes_before_a_command_reaches_it(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a rank that has joined")
+    child = Child(Program(COMMAND, "sleep", ("600",)))
+    child.pass_on(signal.SIGTERM)
+    child.start({})
+    while child.status is None:
+        child.reap()
+    assert child.status == -signal.SIGTERM
 
 
 ASKED = """
