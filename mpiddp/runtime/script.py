@@ -258,18 +258,15 @@ def _leave_sigterm_to_rank(_: object) -> None:
     from multiprocessing import current_process
 
     target = getattr(current_process(), "_target", None)
-    if getattr(target, "__module__", "").startswith("torch.utils.data."):
+    is_worker = getattr(target, "__module__", "").startswith("torch.utils.data.")
+    if (
+        is_worker and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):  # else the script handles it
 
         def end_with_rank() -> None:
-            while True:
-                sender = signal.sigwaitinfo({signal.SIGTERM}).si_pid
-                if (
-                    signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-                ):  # the worker's own handler
-                    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-                    os.kill(os.getpid(), signal.SIGTERM)
-                elif sender == os.getppid():
-                    os._exit(0)  # as torch's own handler does
+            while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+                pass
+            os._exit(0)  # as torch's own handler does
 
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # later threads inherit the mask
         threading.Thread(target=end_with_rank, daemon=True).start()

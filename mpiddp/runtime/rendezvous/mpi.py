@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import UserError
@@ -73,8 +75,10 @@ def _load_mpi(ranks: Coordinator, *, keep_mpi: bool) -> Any:
         expected = world.launcher.mpis
         if vendor not in expected:
             started_by = f"{' or '.join(expected)} {os.environ.get('OMPI_VERSION', '')}".rstrip()
+            library = re.search(r"/(libmpi\.so\S*)", Path("/proc/self/maps").read_text())
             raise UserError(
-                f"mpirun is {started_by} but mpi4py loaded {vendor}. Set MPI4PY_LIBMPI or reinstall."
+                f"mpirun is {started_by} but mpi4py loaded {vendor} ({library[1] if library else 'libmpi'}). "
+                "Set MPI4PY_LIBMPI or reinstall."
             )
         if not MPI.Is_initialized():
             ranks.send("mpi_init", active=True)  # many MPIs end the process when it fails
