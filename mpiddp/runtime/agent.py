@@ -77,7 +77,7 @@ class Agent:
         self._ends_on_request = False
         self._wakeup: int | None = None  # readable when a signal has arrived
         self._code: int | None = None  # with which this rank ends because of another
-        self._ends_at = float("inf")  # when another rank's failure ends this one
+        self._ends_at: float | None = None  # when another rank's failure ends this one
 
     def run(self) -> int:
         try:
@@ -230,8 +230,7 @@ class Agent:
         for file in (child.control, self._wakeup, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        has_end = channel.code_of_failure or channel.is_lost
-        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if has_end else _WAIT_MS))
+        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS))
         for stream in self._streams:
             stream.act(ready)
         child.reap()  # then, what an ended script has said last is there
@@ -269,7 +268,7 @@ class Agent:
         if self._daemon not in (None, os.getppid()):
             self._end(FAILED)
         elif ranks.code_of_failure or ranks.is_lost:
-            self._ends_at = min(self._ends_at, time.monotonic() + GRACE_S)
+            self._ends_at = self._ends_at or time.monotonic() + GRACE_S
             if time.monotonic() >= self._ends_at:
                 self._end(ranks.code_of_end())
 

@@ -79,15 +79,16 @@ class Program(NamedTuple):
                 if not path.exists():
                     raise UserError(f"{name} not found (looked in {Path.cwd()}).")
                 if not path.is_file():
-                    what = "a folder, not a script" if path.is_dir() else "no regular file"
-                    raise UserError(f"{name} is {what}. To run a module: mpiddp run -m MODULE")
+                    folder = "a folder, not a script. To run a module: mpiddp run -m MODULE"
+                    raise UserError(f"{name} is {folder if path.is_dir() else 'no regular file.'}")
                 path.open("rb").close()
 
     @property
     def may_use_torch(self) -> bool:
         """False of a command, and of a script that imports nothing but Python's own modules and mpiddp.
 
-        Such a script begins at once. If it uses torch after all, nobody counts the steps of its optimizers.
+        Such a script begins at once. If it uses torch after all, nobody counts the steps of its optimizers,
+        nor keeps a stranger's SIGTERM from the workers of its loaders.
         """
         if self.kind == SCRIPT:
             with contextlib.suppress(OSError):  # python will say why
