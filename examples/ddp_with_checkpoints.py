@@ -37,7 +37,7 @@ def main() -> None:
         optimizer.step()
         if step % 100 == 0 and rank == 0:
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
-        if checkpoints.due(step):
+        if checkpoints.due(step) or step == STEPS:
             checkpoints.save(step, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
         if mpiddp.should_stop():
             return

@@ -50,7 +50,7 @@ class Checkpoints:
             saved.load_into(model=model, optimizer=optimizer)
         for step in range(saved.step + 1 if saved else 1, 1001):
             train_one_step()
-            if checkpoints.due(step):
+            if checkpoints.due(step) or step == 1000:
                 checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
     Every rank creates one, at the same point of the script, and every rank makes the same calls of its

@@ -14,12 +14,18 @@ import torch.distributed as dist
 
 import mpiddp
 from mpiddp.errors import UserError
-from mpiddp.train.resnet import ARCHITECTURES, stem_of
+from mpiddp.train.resnet import ARCHITECTURES
 
 IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
-# Small and quick on CPUs: a few epochs learn more from images that change little.
-_ON_CPU = {"arch": "wide_resnet14_2", "batch_size": 64, "epochs": 7, "low_res": 0.5, "max_shift": 2}
-_ON_GPU = {"arch": "resnet18", "batch_size": 256, "epochs": 30, "low_res": 0.0, "max_shift": 4}
+_SMALL_IMAGE = 64  # pixels: what CIFAR's stems are for
+# Small and quick on CPUs: a few epochs learn more from images that change little. On GPUs, only the CIFAR
+# stem leaves enough of 32×32 images: torchvision's halves them twice before the first block.
+# fmt: off
+_ON_CPU = {"arch": "wide_resnet14_2", "stem": "half", "batch_size": 64,
+           "epochs": 7, "low_res": 0.5, "max_shift": 2}
+_ON_GPU = {"arch": "resnet18", "stem": "cifar", "batch_size": 256,
+           "epochs": 30, "low_res": 0.0, "max_shift": 4}
+# fmt: on
 
 
 def resolve(options: Namespace, world_size: int, device: torch.device) -> Namespace:
@@ -40,7 +46,9 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Namesp
     config.max_shift = defaults["max_shift"]  # pixels by which CIFAR-10's images are shifted
     is_folder = options.dataset == "image-folder"
     config.image_size = (options.image_size or 224) if is_folder else 32
-    config.stem = stem_of(config.arch, options.stem, config.image_size)
+    if options.stem == "auto":  # a model that the user names is torchvision's, or of its paper
+        own_stem = ARCHITECTURES[options.arch].stem if options.arch else defaults["stem"]
+        config.stem = "imagenet" if config.image_size >= _SMALL_IMAGE else own_stem
     is_usual = device.type == "cpu" and options.parallel == "ddp" and options.amp != "fp16"
     own = ARCHITECTURES[config.arch].optimizer if is_usual else "sgd"
     config.optimizer = options.optimizer or own

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 __all__ = ["ARCHS", "ResNet"]
 
-SMALL_IMAGE = 64  # pixels: the ImageNet stem would shrink smaller images too much
 STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "half": (3, 2)}  # size and stride of the convolution
 
 
@@ -115,16 +114,6 @@ ARCHITECTURES = {
     **{f"resnet{6 * depth + 2}": _cifar(depth) for depth in (3, 5, 7, 9, 18)},
     "wide_resnet14_2": Architecture(BasicBlock, (2, 2, 2), (32, 64, 128), "half", "muon"),
 }
-
-
-def stem_of(arch: str, stem: str, pixels: int) -> str:
-    """The stem of --stem, which "auto" leaves to the architecture and the height of the images."""
-    if stem != "auto":
-        return stem
-    if pixels >= SMALL_IMAGE:
-        return "imagenet"
-    own = ARCHITECTURES[arch].stem
-    return own if own != "imagenet" else "cifar"
 
 
 class ResNet(nn.Module):

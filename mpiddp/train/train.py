@@ -126,10 +126,16 @@ def main(options: Namespace) -> int:
             ):
                 log.info(
                     f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} over "
-                    f"{world.backend}, {config.parallel}, {config.arch} on {data.name}, "
-                    f"amp {config.amp}, global batch {config.global_batch_size}, --lr {config.lr:g}"
+                    f"{world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) on "
+                    f"{data.name}, amp {config.amp}, global batch {config.global_batch_size}, "
+                    f"--lr {config.lr:g}"
                 )
-                summary = fit(config, world, data, order, state, checkpoints, step, record=record)
+                try:
+                    summary = fit(
+                        config, world, data, order, state, checkpoints, step, record=record
+                    )
+                except torch.OutOfMemoryError as error:
+                    raise mpiddp.JobFailed(out_of_memory(error, options, config)) from error
         if summary is None:
             return STOPPED
         summary["hosts"] = dict(Counter(hosts))
@@ -339,6 +345,15 @@ def say(config: Namespace, line: str) -> None:
     """With --per-rank-log, print a line of the multi-node guides' script on every rank."""
     if config.per_rank_log:
         print(f"{line}\n", end="", flush=True)  # in one write, as other ranks print too
+
+
+def out_of_memory(error: BaseException, options: Namespace, config: Namespace) -> str:
+    """The sentence for a GPU whose memory is full. It says how to keep the global batch."""
+    cause = "".join(str(error).partition("is free.")[:2])  # then torch lists who has the rest
+    place = " in the place of --batch-size" if options.batch_size else ""
+    batch = f"--global-batch-size {config.global_batch_size}"
+    passes = f"{batch} --grad-accum-steps {2 * config.grad_accum_steps}{place}"
+    return f"{cause} The same global batch in half of the memory: {passes}."
 
 
 def refuse_existing_run(out: Path, config: Namespace) -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from mpiddp.arguments import whole
 from mpiddp.errors import DONE, UserError
@@ -14,9 +15,11 @@ from mpiddp.protocol.channel import VIEW_STACKS
 from mpiddp.text import counted, escaped
 from mpiddp.watch.jobs import find_job, job_parser
 
-# The frames of what runs a script, which stand above the script's own.
+# The frames of what runs a script, which stand above the script's own: Python's, and this package's, whose
+# folder is the same on every host. A user's folder may be called mpiddp, too.
+_OURS = re.escape(f"{Path(__file__).parents[1]}/")
 _ABOVE_SCRIPT = re.compile(
-    r'(?:(?<=:\n)|\A)(?:  File "(?:<frozen |<string>|[^"]*/(?:mpiddp/|runpy\.py))[^\n]*\n(?:    [^\n]*\n)*)+'
+    rf'(?:(?<=:\n)|\A)(?:  File "(?:<frozen |<string>|[^"]*/runpy\.py|{_OURS})[^\n]*\n(?:    [^\n]*\n)*)+'
 )
 
 

@@ -262,6 +262,17 @@ def test_sync_bn_gives_two_ranks_the_first_loss_of_one_with_their_batch(tmp_path
     assert abs(synced - one) < abs(apart - one) / 10
 
 
+@needs_gpu
+def test_a_training_that_does_not_fit_says_which_options_do(tmp_path):
+    """CIFAR's stem makes it 16 times as large as the guides' own model."""
+    options = ["--use-syn", "--arch=resnet152", "--stem=cifar", "--batch-size=131072", "--epochs=1"]
+    done = run([*LAUNCH, "-n", "1", "-m", "mpiddp", "train", f"--out={tmp_path}", *options], code=1)
+    (line,) = (line for line in done.splitlines() if "failed first" in line)
+    assert line.endswith(
+        "--global-batch-size 131072 --grad-accum-steps 2 in the place of --batch-size."
+    )
+
+
 @pytest.mark.parametrize("passes", [pytest.param(1, marks=needs_gpu), 2])
 def test_cuda_graphs_compute_the_losses_without_them(tmp_path, passes):
     """torch silently runs without graphs where it cannot capture them."""

@@ -131,6 +131,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
+def test_a_run_shorter_than_the_interval_keeps_its_last_step(here):
+    """The nine lines of the README save the end of a run, and a second run has nothing left to do."""
+    script = example(here.folder, every=1000)
+    here.run("launch", *here.where(2), script).assert_ok()
+    (last,) = (here.folder / "runs/ddp/checkpoints").glob("step_*")
+    assert last.name == f"step_{STEPS:08d}"
+    model = (last / "model.pt").read_bytes()
+    here.run("launch", *here.where(2), script).assert_ok()
+    assert (last / "model.pt").read_bytes() == model
+
+
 def test_killed_script_restarts(here, undisturbed):
     """A restart repeats a script's steps since its last save, and ends with the same bits."""
     job = example(here.folder, each_step=DIES)

@@ -204,12 +204,13 @@ NO_FILE = os.strerror(errno.EMFILE)
 
 def test_an_mpirun_that_cannot_be_started():
     """subprocess needs two more files for its own pipe."""
-    gc.collect()  # what other tests have left open
-    before = len(list(Path("/proc/self/fd").iterdir()))
     starter = STARTERS[1]._replace(program=Path("mpirun"))
     no_file = error("cannot start", "mpirun: ", NO_FILE)
     with files_left(1), pytest.raises(JobFailed, match=no_file):
         MpirunProcess(starter, Command("mpirun", (), ()))
+    gc.collect()  # what other tests have left open
+    # Not counted above: without a file for a pipe, Python before 3.11.5 leaves its /dev/null open.
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for program, argument in (("/nowhere/mpirun", "x"), ("true", "x" * (1 << 18))):
         with pytest.raises(UserError, match=error("cannot start", f"{program}: ")):
             MpirunProcess(starter, Command(program, (), (argument,)))

@@ -6,18 +6,21 @@ python -m pytest tests/integration/train/test_options.py
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 
 import pytest
+import torch
 
 from mpiddp import Announced
 from mpiddp.errors import UserError
 from mpiddp.train import parallel
-from mpiddp.train.config import _keep_global_batch, resume_args
+from mpiddp.train.config import _keep_global_batch, resolve, resume_args
 from mpiddp.train.options import FIXED, NOTED, OF_RUN, parse
 from mpiddp.train.parallel import find_copies
-from mpiddp.train.train import noted_changes
+from mpiddp.train.train import noted_changes, out_of_memory
 from mpiddp.world import World
+from tests.support.ranks import ROOT
 from tests.support.training import configured
 
 
@@ -33,6 +36,29 @@ def test_the_defaults_follow_from_the_device():
     assert (sharded.optimizer, sharded.channels_last) == ("sgd", False)
     folder = configured("--dataset=image-folder", "--arch=resnet50")
     assert (folder.image_size, folder.stem) == (224, "imagenet")
+
+
+def test_a_model_that_the_user_names_has_its_own_stem():
+    """The guides train torchvision's ResNets on 32×32 images. The default on GPUs is for CIFAR-10."""
+    guides = "--use_syn", "--batch_size=8192", "--arch=resnet152"
+    assert configured(*guides).stem == "imagenet"
+    assert configured(*guides, "--stem=cifar").stem == "cifar"
+    assert configured("--arch=resnet20").stem == "cifar"
+    on_gpu = resolve(parse(["--amp=off"]), 1, torch.device("cuda"))
+    assert (on_gpu.arch, on_gpu.stem) == ("resnet18", "cifar")
+
+
+def test_a_full_gpu_says_which_options_keep_the_global_batch():
+    torch_says = (ROOT / "tests/data/failures/cuda-out-of-memory.txt").read_text()
+    error = torch.OutOfMemoryError(torch_says.partition("Error: ")[2])
+    written = parse(["--batch-size=64", "--grad-accum-steps=2"])
+    before = resolve(written, 3, torch.device("cpu"))
+    sentence = out_of_memory(error, written, before)
+    assert sentence.startswith("CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has ")
+    (options,) = re.findall(r"is free\. The .*: (--.*) in the place of --batch-size\.$", sentence)
+    after = configured(*options.split(), ranks=3)
+    assert after.global_batch_size == before.global_batch_size
+    assert after.batch_size == before.batch_size / 2
 
 
 def test_the_global_batch_is_split_over_the_ranks_also_unevenly():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.launch.ranks import Ranks, job_facts
 from mpiddp.protocol.server import Message
@@ -107,11 +108,12 @@ def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls(
 
 
 def test_a_stack_begins_where_the_script_is(monkeypatch, capsys):
+    ours = Path(mpiddp.__file__).with_name("__main__.py")
     stack = (
         "thread MainThread:\n"
         '  File "<frozen runpy>", line 198, in _run_module_as_main\n'
-        '  File "/venv/site-packages/mpiddp/__main__.py", line 7, in <module>\n    sys.exit(main())\n'
-        '  File "/home/me/train.py", line 3, in <module>\n    main()\n'
+        f'  File "{ours}", line 7, in <module>\n    sys.exit(main())\n'
+        '  File "/home/me/mpiddp/train.py", line 3, in <module>\n    main()\n'
     )
     job = Job(Path("x"), 7, {"name": "train.py", "ranks": [{}]})
     answer = {"sentence": "rank 0 is in main.", "stacks": {"0": stack}}
@@ -120,5 +122,5 @@ def test_a_stack_begins_where_the_script_is(monkeypatch, capsys):
     assert stop_and_stacks.stacks(["--rank", "0"]) == 0
     assert capsys.readouterr().out.splitlines()[2:4] == [
         "thread MainThread:",
-        '  File "/home/me/train.py", line 3, in <module>',
+        '  File "/home/me/mpiddp/train.py", line 3, in <module>',
     ]
