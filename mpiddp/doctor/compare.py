@@ -165,14 +165,18 @@ def folders(facts: Facts) -> Iterator[Found]:
 
 
 def files(facts: Facts) -> Iterator[Found]:
-    """Whether the files of the job are the same, by their SHA-256."""
+    """Whether the files of the job are the same, by their SHA-256: the first that differs on each host.
+
+    Another version of a file may import others, so what follows tells nothing of that host.
+    """
+    told: set[str] = set()
     for path in dict.fromkeys(path for found in facts.values() for path in found["files"]):
-        each = {name: found["files"][path] for name, found in facts.items()}
-        errors = {name: file["error"] for name, file in each.items() if file["error"]}
-        for error, hosts in names_by_value(errors).items():
-            yield FAIL, f"{path} {error} on {all_of(hosts)}", _PUSH
-        hashes = {name: file["hash"] for name, file in each.items() if not file["error"]}
-        if fact := differences(path, hashes):
+        all_hashes = {name: found["files"].get(path, "")[:12] for name, found in facts.items()}
+        hashes = {name: each for name, each in all_hashes.items() if name not in told}
+        told.update(*sorted(names_by_value(hashes).values(), key=len)[:-1])
+        if missing := [name for name, digest in hashes.items() if not digest]:
+            yield FAIL, f"{path} is missing or unreadable on {all_of(missing)}", _PUSH
+        if fact := differences(path, {name: each for name, each in hashes.items() if each}):
             yield FAIL, fact, _PUSH
 
 

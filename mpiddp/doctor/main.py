@@ -29,7 +29,7 @@ from mpiddp.doctor import job as small_job
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
 from mpiddp.doctor.job import HEAVY, LIGHT
 from mpiddp.errors import DONE, FAILED, UserError
-from mpiddp.hosts import facts, gpus, interfaces
+from mpiddp.hosts import files, interfaces
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
@@ -137,19 +137,16 @@ def _facts_program(options: argparse.Namespace, hosts: Hosts) -> str:
     folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
     if options.data is not None:
         folders["data"] = str(Path(folder, options.data))
-    files = []
-    if options.script is not None:
-        script = Path(folder, options.script)
-        if not os.path.isfile(script):  # noqa: PTH113 - it raises nothing
-            raise UserError(f"--script {options.script} not found (looked in {folder}).")
-        files = [script, *sorted(each for each in script.parent.glob("*.py") if each != script)]
+    script = options.script or ""
+    if script and not os.path.isfile(Path(folder, script)):  # noqa: PTH113 - it raises nothing
+        raise UserError(f"--script {script} not found (looked in {folder}).")
     wanted = {
         "names": [host.name for host in hosts.usable],
         "folders": folders,
-        "files": [str(each) for each in files],
+        "program": ("script" if script else "", script, folder, files.import_folders()),
         "path": os.environ.get("PATH", os.defpath),
     }
-    return program_that_prints((interfaces, gpus, facts), f"doctor_facts({wanted!a})")
+    return program_that_prints(preflight.TRAVELLING, f"doctor_facts({wanted!a})")
 
 
 def _of_facts(found: compare.Facts, answers: Mapping[str, Answer]) -> list[Line]:

@@ -1,7 +1,7 @@
 """What a host says of itself: the one program that the preflight and `mpiddp doctor` ask.
 
-Its source travels to the hosts, with those of interfaces.py and gpus.py. It needs Python 3.8 and the standard
-library. What a host cannot tell is None.
+Its source travels to the hosts, with those of interfaces.py, gpus.py and files.py. It needs Python 3.8 and
+the standard library. What a host cannot tell is None.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from mpiddp.hosts.files import files_of
 from mpiddp.hosts.gpus import TIMEOUT_S, gpu_names, tool_output
 from mpiddp.hosts.interfaces import interfaces, own_addresses
 
@@ -56,7 +56,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
 
 
 def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
-    """What `mpiddp doctor` compares. `wanted` has names of hosts, folders, files and a PATH."""
+    """What `mpiddp doctor` compares. `wanted` has names of hosts, folders, a program and a PATH."""
     from concurrent.futures import ThreadPoolExecutor  # 10 ms
 
     names = {*wanted["names"], socket.gethostname()}
@@ -69,7 +69,7 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "names": resolved,
         **process_facts(),
         "folders": {label: _folder(path, label) for label, path in wanted["folders"].items()},
-        "files": {path: _file(path) for path in wanted["files"]},
+        "files": dict(files_of(*wanted["program"])),
         "gpus": _gpus(wanted["path"]),
         "clock": time.time(),  # the last one: a tool may take seconds
     }
@@ -146,17 +146,6 @@ def _folder(path: str, label: str) -> dict[str, Any]:
     except OSError as error:
         found["error"] = str(error.strerror)
     return found
-
-
-def _file(path: str) -> dict[str, str]:
-    """The hash of a file, or why it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return {"hash": sha256(file.read()).hexdigest()[:12], "error": ""}
-    except FileNotFoundError:
-        return {"hash": "", "error": "is missing"}
-    except OSError as error:
-        return {"hash": "", "error": f"cannot be read ({error.strerror})"}
 
 
 def _gpus(path: str) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from platform import python_version
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from mpiddp.hosts import facts, gpus, interfaces, names
+from mpiddp.hosts import facts, files, gpus, interfaces, names
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
@@ -29,7 +29,7 @@ PAUSE_S = 1.0  # between two attempts to reach a host
 _NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports. They need only a Python.
-TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, facts)
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, files, facts)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from functools import partial
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError, cause_of, check_program, named_by, read_limited
+from mpiddp.hosts.files import files_of, import_folders, imported_by
 from mpiddp.hosts.processes import descendants, end_all, group_of, kills_in, signal_at_parents_end
 from mpiddp.protocol.channel import LINE_LIMIT, Lines
 from mpiddp.protocol.variables import AGENT_STORE, ERROR_FILE, GPUS, PLACEMENT, RUN_ID
@@ -35,7 +35,6 @@ from mpiddp.text import escaped
 from mpiddp.world import RANK_SOURCES
 
 SCRIPT, MODULE, COMMAND = "script", "module", "command"
-_IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+(?:[ \t]*,[ \t]*[\w.]+)*)", re.MULTILINE)
 # Python's own packages that run other code, which may use torch.
 _RUNS_OTHERS = {"concurrent", "importlib", "multiprocessing", "runpy"}
 _WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - _RUNS_OTHERS
@@ -93,37 +92,14 @@ class Program(NamedTuple):
         if self.kind == SCRIPT:
             with contextlib.suppress(OSError):  # python will say why
                 text = Path(self.name).read_bytes()
-                packages = {each.partition(".")[0] for each in _imported_by(text)}
+                packages = {each.partition(".")[0] for each in imported_by(text)}
                 return b"torch" in text or bool(packages - _WITHOUT_TORCH)
         return self.kind != COMMAND
 
     @property
     def files(self) -> list[tuple[str, str]]:
-        """The script and the modules beside it that it imports, each with its SHA-256."""
-        found: dict[str, str] = {}
-        seen: set[str] = set()
-        folder, todo = Path(self.name).parent, [Path(self.name)] if self.kind == SCRIPT else []
-        for path in todo:  # which grows
-            with contextlib.suppress(OSError):  # Python will say why, if the script ever imports it
-                text = path.read_bytes()
-                found[str(path.relative_to(folder))] = sha256(text).hexdigest()
-                for name in _imported_by(text) - seen:
-                    seen.add(name)
-                    package = folder / name.replace(".", "/")
-                    module = package.with_suffix(".py")
-                    # A package counts as a whole. A folder of data, with all that lies below, is none.
-                    files = "**/*.py" if (package / "__init__.py").is_file() else "*.py"
-                    todo += [module] if module.is_file() else package.glob(files)
-        return sorted(found.items())
-
-
-def _imported_by(text: bytes) -> set[str]:
-    """The modules that a script imports, and the packages above them, as far as its lines show it."""
-    names = b",".join(_IMPORT.findall(text)).decode().split(",")
-    parts = [name.strip().split(".") for name in names]
-    return {
-        ".".join(each[:number]) for each in parts if all(each) for number in range(1, len(each) + 1)
-    }
+        """Its files that have to be the same on all hosts, each with its SHA-256."""
+        return files_of(self.kind, self.name, str(Path.cwd()), import_folders())
 
 
 def parse(argv: list[str]) -> Program:

@@ -509,16 +509,34 @@ def test_children_of_a_rank(here):
 # --- nothing starts silently wrong ---
 
 
-def test_all_hosts_run_the_same_code(hosts):
-    """A script, or a module beside it, that differs on a host is named, and the job does not start."""
+@pytest.mark.parametrize("how", ["script", "module", "PYTHONPATH"])
+def test_all_hosts_run_the_same_code(hosts, how):
+    """A file of a script or of `-m MODULE` that differs on a host is named, and the job does not start.
+
+    The doctor compares the same files.
+    """
+    code = Path("/root", how)
     for name in hosts.hosts_of(2):
-        folder = hosts[name].path("/root/code")
-        folder.mkdir()
-        (folder / "train.py").write_text("import helper\nprint('ran')\n")
-        (folder / "helper.py").write_text(f"# {name}\n")
-    done = hosts.run("launch", *hosts.where(2), "/root/code/train.py")
+        folder = hosts[name].path(str(code))
+        (folder / "pkg").mkdir(parents=True)
+        (folder / "pkg/__init__.py").touch()
+        (folder / "pkg/net.py").write_text(f"# {name}\n")
+        (folder / "pkg/train.py").write_text("print('ran')\n")
+        (folder / "train.py").write_text("from pkg import net\nprint('ran')\n")
+    job, where, env = {
+        "script": ((code / "train.py",), hosts.folder, {}),
+        "module": (("-m", "pkg.train"), code, {}),
+        "PYTHONPATH": (("-m", "pkg.train"), hosts.folder, {"PYTHONPATH": f"{ROOT}:{code}"}),
+    }[how]
+    done = hosts.run("launch", *hosts.where(2), *job, cwd=where, env=env)
     assert (done.code, done.stdout) == (2, ""), done.stderr
-    assert re.search(r"helper\.py differs on node1 .*: mpiddp hosts push", done.stderr), done.stderr
+    assert re.search(r"pkg/net\.py differs on node1 .*: mpiddp hosts push", done.stderr), (
+        done.stderr
+    )
+    if how == "script":
+        done = hosts.run("doctor", *hosts.where(2), "--script", *job)
+        (line,) = re.findall("^fail +files +(.*)$", done.stdout, re.MULTILINE)
+        assert line.startswith("pkg/net.py differs: ")
 
 
 FAULTS = ("script", "port", "address", "library", "launcher")

@@ -86,7 +86,7 @@ def prepared() -> Iterator[Cluster]:
             shell(host, f"mkdir -p {WORK}/runs {WORK}/data /run/env /run/tools")
             shell(host, f"ln -s {BIN.parent}/* /run/env; rm /run/env/bin; mkdir /run/env/bin")
             shell(host, f"ln -s {BIN}/* /run/env/bin; echo 1 >{WORK}/data/file")
-            shell(host, f"echo 'print(1)' >{WORK}/train.py; echo 'X = 1' >{WORK}/model.py")
+            shell(host, f"echo 'import model' >{WORK}/train.py; echo 'X = 1' >{WORK}/model.py")
             write_gpu_tool(host)
         yield standing
 

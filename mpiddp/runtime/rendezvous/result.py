@@ -205,9 +205,10 @@ def check_alike(infos: Infos, env: Mapping[str, str]) -> None:
         if info.program != infos[0].program:
             ours, theirs = dict(infos[0].program), dict(info.program)
             name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
+            own, other = (each.get(name, "")[:8] or "none" for each in (ours, theirs))
             raise UserError(
-                f"{name} differs on {info.hostname} (sha256 {theirs.get(name, 'none')[:8]} instead of "
-                f"{ours.get(name, 'none')[:8]} on {infos[0].hostname}). Copy it again: mpiddp hosts push"
+                f"{name} differs on {info.hostname} (sha256 {other} instead of {own} on "
+                f"{infos[0].hostname}). Copy it again: mpiddp hosts push"
             )
     if placement := env.get(variables.PLACEMENT):
         names = expected_hosts(placement)

@@ -108,34 +108,6 @@ def test_a_later_optimizer_goes_on_and_two_of_one_step_count_once():
     assert done.stdout == "[1, 2, 2, 3, 3, 4]\n[4, 4, 5, 5]\n"
 
 
-def test_the_files_of_a_script_are_those_that_it_imports(tmp_path):
-    """A module beside the script counts as the script does; others in its folder do not."""
-    (tmp_path / "train.py").write_text(
-        "import os, helper, wandb, models\nif True:\n    from pkg.sub import x\nfrom src.nets.deep import y\n"
-    )
-    (tmp_path / "helper.py").write_text("import deeper\n")
-    (tmp_path / "deeper.py").write_text("import train\n")
-    (tmp_path / "stranger.py").touch()
-    (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg" / "__init__.py").touch()
-    (tmp_path / "pkg" / "sub.py").touch()
-    (tmp_path / "wandb/run-1/code").mkdir(parents=True)  # wandb itself is installed
-    (tmp_path / "wandb/run-1/code/old.py").touch()
-    (tmp_path / "models").mkdir()  # packages without an __init__.py
-    (tmp_path / "models/net.py").touch()
-    (tmp_path / "src/nets").mkdir(parents=True)
-    (tmp_path / "src/nets/deep.py").touch()
-    found = dict(Program("script", str(tmp_path / "train.py")).files)
-    package, others = (
-        ["pkg/__init__.py", "pkg/sub.py"],
-        ["models/net.py", "src/nets/deep.py", "train.py"],
-    )
-    assert sorted(found) == sorted(["deeper.py", "helper.py", *package, *others])
-    before = found["helper.py"]
-    (tmp_path / "helper.py").write_text("import deeper  # changed\n")
-    assert dict(Program("script", str(tmp_path / "train.py")).files)["helper.py"] != before
-
-
 def test_rank_0_prints_before_the_other_ranks_exit(monkeypatch, capsys):
     """The first rank that exits makes mpirun kill the others, so a silent rank must not be the first."""
     waits: list[float] = []

@@ -16,11 +16,11 @@ from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line
 from mpiddp.doctor.main import as_json, main, text
 from mpiddp.errors import UserError
 from mpiddp.hosts import facts as hosts_facts
-from mpiddp.hosts import gpus, interfaces
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
+from mpiddp.launch.preflight import TRAVELLING
 from tests.support.errors import error
 from tests.support.machine import an_mpirun
 from tests.support.patience import PATIENCE_S
@@ -53,7 +53,7 @@ def facts():
             "shm": 8_000_000_000,
             "infiniband": False,
             "folders": {"run": {"path": "/r", "is_written": True, "error": "", "free": 10**12}},
-            "files": {"/w/train.py": {"hash": "1f3a", "error": ""}},
+            "files": {"train.py": "1f3a"},
             "gpus": {"each": [{**GPU}], "users": []},
         }
         for name, address in ADDRESSES.items()
@@ -82,8 +82,9 @@ def everything(facts):
         (ECC, "2", FAIL, "uncorrected memory errors on b: GPU 0: 2"),
         (ECC, "[N/A]", UNKNOWN, "a GPU of b does not count errors of its memory (ECC)"),
         (("limits", "open files"), 512, FAIL, "a process may open 512 files on b (in a rank)"),
-        (("files", "/w/train.py", "hash"), "9c2e", FAIL,
-         "/w/train.py is 9c2e on b, 1f3a on the other 2 hosts"),
+        (("files", "train.py"), "9c2e", FAIL, "train.py is 9c2e on b, 1f3a on the other 2 hosts"),
+        (("files", "model.py"), "1f3a", FAIL, "model.py is missing or unreadable on a and c"),
+        (("files", "train.py"), "", FAIL, "train.py is missing or unreadable on b"),
         (("folders", "run", "free"), 10e6, FAIL, "the run folder /r has 10.0 MB left on b"),
         (("folders", "run", "error"), "Permission denied", FAIL,
          "the run folder /r cannot be used on b: Permission denied; a and c can"),
@@ -96,15 +97,6 @@ def test_the_odd_host_is_named(facts, path, value, status, fact):
         inner = inner[key]
     inner[path[-1]] = value
     assert everything(facts) == [(status, fact)]
-
-
-def test_a_script_that_no_host_has_is_not_the_same_on_every_host(facts):
-    for found in facts.values():
-        found["files"] = {path: hosts_facts._file(path) for path in ("/w/none.py", "/")}
-    assert everything(facts) == [
-        (FAIL, "/w/none.py is missing on a, b and c"),
-        (FAIL, "/ cannot be read (Is a directory) on a, b and c"),
-    ]
 
 
 def test_without_a_majority_each_value_has_its_hosts():
@@ -218,9 +210,14 @@ def test_this_machine_alone_needs_no_ssh(monkeypatch, capsys, tmp_path):
 
 
 def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path):
-    wanted = {"names": ["localhost"], "folders": {}, "files": [], "path": str(tmp_path)}
+    wanted = {
+        "names": ["localhost"],
+        "folders": {},
+        "program": ("", "", "", []),
+        "path": str(tmp_path),
+    }
     call = f"doctor_facts({wanted!r})"
-    program = program_that_prints((interfaces, gpus, hosts_facts), call)
+    program = program_that_prints(TRAVELLING, call)
     found, failures, _ = ask_hosts([Host("localhost")], program, timeout_s=PATIENCE_S)
     assert failures == {}
     (facts,) = found.values()

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from mpiddp.doctor import job, network
-from mpiddp.hosts import facts, gpus, interfaces, processes
+from mpiddp.hosts import facts, files, gpus, interfaces, processes
 from mpiddp.hosts.facts import host_info, links
 from mpiddp.hosts.remote import CHECK_PYTHON, program_that_prints
 from mpiddp.launch.preflight import TRAVELLING, Needs
 from tests.support.patience import PATIENCE_S
 
-SENT = (interfaces, gpus, facts, network, job, processes)
+SENT = (interfaces, gpus, files, facts, network, job, processes)
 
 
 def run_bare(program, folder):
