@@ -79,6 +79,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
     parser.add_argument(
         "folders",
         nargs="*",
+        default=[],  # else Python before 3.12 demands one
         metavar="FOLDER",
         help="the folders to push (default: this one, and the environment that runs this command)",
     )

@@ -11,6 +11,7 @@ torn or strange: what can be read is read, and `Run.notes` has a sentence for ea
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -119,6 +120,9 @@ def number(values: dict[str, Any], name: str) -> float | None:
 
 
 def is_run(folder: Path) -> bool:
+    """Whether it is the folder of a run. Raises OSError for one that may not be read."""
+    if folder.is_dir():
+        os.listdir(folder)  # is_file() hides this error, from Python 3.14 on
     run = RunDir(folder)
     return run.metrics.is_file() or run.checkpoints.is_dir()
 

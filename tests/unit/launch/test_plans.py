@@ -123,10 +123,9 @@ def test_a_job_on_this_machine_has_no_memory(tmp_path: Path, slots: int, has_one
     hostfile = tmp_path / "hosts"
     hostfile.write_text(f"localhost slots=1\nb.invalid slots={slots}\n")
     where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", str(hostfile), "--no-check", "-n", "1"]
-    for variable in ("", "MPIDDP_DRILL"):
-        env = {**os.environ, variable: "1"}
-        plan = make_plan(parse_options([*where, "--", "true"]), env)
-        assert (plan.memory is not None) == (has_one and not variable)
+    for of_drill in ({}, {"MPIDDP_DRILL": "1"}):
+        plan = make_plan(parse_options([*where, "--", "true"]), {**os.environ, **of_drill})
+        assert (plan.memory is not None) == (has_one and not of_drill)
 
 
 def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
