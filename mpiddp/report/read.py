@@ -11,7 +11,6 @@ torn or strange: what can be read is read, and `Run.notes` has a sentence for ea
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -122,7 +121,7 @@ def number(values: dict[str, Any], name: str) -> float | None:
 def is_run(folder: Path) -> bool:
     """Whether it is the folder of a run. Raises OSError for one that may not be read."""
     if folder.is_dir():
-        os.listdir(folder)  # is_file() hides this error, from Python 3.14 on
+        next(folder.iterdir(), None)  # is_file() hides its error, from Python 3.14 on
     run = RunDir(folder)
     return run.metrics.is_file() or run.checkpoints.is_dir()
 
