@@ -54,6 +54,11 @@ class Host:
     line: int | None = field(default=None, compare=False)
 
     @property
+    def alias(self) -> str:
+        """The host's name for mpirun and in its lists, which take no IPv6 address."""
+        return f"mpiddp-{self.name.replace(':', '-')}" if ":" in self.name else self.name
+
+    @property
     def ssh_target(self) -> str:
         """The destination argument of ssh: `name`, or `user@name`."""
         return f"{self.user}@{self.name}" if self.user else self.name

@@ -118,4 +118,4 @@ def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:
         return f"exit code {code}" if code else ""
     if answer.has_begun and code != NO_PROGRAM:
         return "the connection was lost"
-    return no_answer(host, "python3", answer, math.inf, INSTALL).removeprefix(f"{host.name}: ")
+    return no_answer(host, "python3", answer, None, INSTALL).removeprefix(f"{host.name}: ")

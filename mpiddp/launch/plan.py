@@ -209,7 +209,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
     # Its default, which the environment may hold, does not precede -x.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     own = {
-        names.PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in hosts),
+        names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
         # A scheduler chooses the GPUs of each host itself.
         names.GPUS: "" if starter.has_scheduler else gpu_table(hosts, env, exports),

@@ -19,7 +19,7 @@ from mpiddp.hosts import facts, files, gpus, interfaces, names
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.remote import LOGIN_S, ask_hosts, program_that_prints
+from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
@@ -60,6 +60,7 @@ class HostInfo:
     gpus: int | None  # None if the vendor's tool does not answer
     interfaces: tuple[Interface, ...]
     python: str = ""  # its version
+    address: str = ""  # of this host, to which ssh has connected
 
 
 class Checked(NamedTuple):
@@ -81,7 +82,6 @@ def preflight(
         new, failed, newest = ask_hosts(
             waiting,
             program,
-            timeout_s=LOGIN_S,
             work_s=facts.LONGEST_S,
             python=needs.python,
             transport=transport,

@@ -108,6 +108,7 @@ def test_what_a_host_has(tmp_path, monkeypatch):
         "path": str(tools),
         "program": "job",
     }
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 50001 10.0.0.2 22")
     found = host_info(needs)
     assert {name: value for name, value in found.items() if name != "interfaces"} == {
         "has_folder": True,
@@ -118,6 +119,7 @@ def test_what_a_host_has(tmp_path, monkeypatch):
         "torch": "2.99",
         "mpi4py": "4.99",
         "gpus": 2,
+        "address": "10.0.0.2",
     }
     assert json.loads(json.dumps(found)) == found
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import main
+from mpiddp.hosts import keys, main
 from mpiddp.hosts.hostfile import (
     Host,
     Hosts,
@@ -256,6 +256,17 @@ def test_a_key_is_made_and_copied_to_the_hosts_that_ask(folder, monkeypatch, cap
         f"copy -i {key}.pub -p 2222 -- joe@n1.invalid",
         f"copy -i {folder}/.ssh/id_rsa.pub -p 2222 -- joe@n1.invalid",
     ]
+
+
+def test_a_private_key_without_its_public_half_is_kept(tmp_path, monkeypatch):
+    (tmp_path / ".ssh").mkdir()
+    key = tmp_path / ".ssh" / "id_ed25519"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", key], check=True)
+    private, public = key.read_bytes(), key.with_suffix(".pub").read_text()
+    key.with_suffix(".pub").unlink()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert keys._key().read_text().split()[:2] == public.split()[:2]
+    assert key.read_bytes() == private
 
 
 @pytest.mark.parametrize(("name", "slots"), [("local", 2), ("two_nodes", 4), ("mixed", 7)])

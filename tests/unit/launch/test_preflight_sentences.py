@@ -72,7 +72,7 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
     ("errors", "words", "values"),
     [
         (f"ssh: {UNKNOWN.format('a')}", "a: cannot be resolved", (HERE,)),
-        ("REMOTE HOST IDENTIFICATION HAS CHANGED!", "changed. Check", ("run: ssh-keygen -R a ",)),
+        ("REMOTE HOST IDENTIFICATION HAS CHANGED!", "changed. Check", (" -R '[a]:22022' ",)),
         ("Host key verification failed.", ">> ~/.ssh/known_hosts", (": ssh-keyscan -p 22022 a ",)),
         (
             "u@a: Permission denied (publickey,password).",
@@ -95,6 +95,15 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
         ),
         (BEHIND.format("prohibited: open failed"), "way does", ("(prohibited: open failed)", TRY)),
         ("banner\nsomething else\n", "failed:", ("something else", TRY)),
+        # A banner says what it likes: only ssh's own lines count.
+        (
+            f"Sessions end: Connection timed out. Permission denied (x).\n{AT_22}No route to host",
+            *("no route", (HERE,)),
+        ),
+        (
+            "Permissions 0644 for '/k' are too open.\r\nu@a: Permission denied (publickey).",
+            *("does not use", ("key /k, because", "chmod 600 /k ")),
+        ),
         ("", "failed:", ("no output", TRY)),
     ],
 )
