@@ -52,6 +52,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "mpi4py": package_version("mpi4py"),
         "gpus": None if names is None else len(names),
         "interfaces": [interface._asdict() for interface in interfaces()],
+        "address": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2],
     }
 
 

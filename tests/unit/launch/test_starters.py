@@ -135,7 +135,8 @@ def test_variables_that_mpirun_inherits_are_not_set_again() -> None:
     command = MPIS["mpich"].compose(UNEQUAL._replace(env=env, variables=variables))
     assert command.job == JOB
     assert follows(command.argv, "-genvlist", "PATH,RESTARTS,SAME,TOKEN,UCX_TLS")
-    assert command.settings == {"RESTARTS": "2", "UCX_TLS": "tcp,self"}
+    ssh = {"HYDRA_LAUNCHER_EXTRA_ARGS": "-F mpiddp-ssh_config"}
+    assert command.settings == {"RESTARTS": "2", "UCX_TLS": "tcp,self", **ssh}
 
 
 @pytest.mark.parametrize("folder", ["lib", "lib64", "lib/release", "lib/x86_64-linux-gnu"])
