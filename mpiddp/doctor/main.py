@@ -105,7 +105,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 it could not run.",
         allow_abbrev=False,
     )
-    where = add_options(parser, "hostfile", "host_list", "mpirun", "interface")
+    where = add_options(parser, "hostfile", "host_list", "mpirun", "interface", "login_s")
     add = parser.add_argument
     add("--script", metavar="FILE", help="compare this script on all hosts")
     add("--data", metavar="DIR", help="check this folder of data on all hosts")

@@ -45,6 +45,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     return {
         "has_folder": os.path.isdir(needs["folder"]),
         "has_program": program is None or shutil.which(program, path=needs["path"]) is not None,
+        "has_script": os.path.exists(os.path.join(needs["folder"], needs.get("script") or "")),
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
         "python": sys.version.split()[0],

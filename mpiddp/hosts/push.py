@@ -26,8 +26,8 @@ from typing import BinaryIO
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by
-from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.remote import ask_hosts
 from mpiddp.hosts.ssh import LOGIN, config_file, other_hosts, ssh_complaint, unnamed_file
 from mpiddp.hosts.transport import SSH, Transport

@@ -73,8 +73,10 @@ def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) 
     taken, spares = left[:wanted], left[wanted:]
     if spares:
         log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
-    if known := [past.doubts[host.key] for host in taken if host.key in past.doubts]:
-        log.info(f"{listed(known, most=3)}: --exclude HOST does without it.")
+    if known := [host for host in taken if host.key in past.doubts]:
+        why = listed([past.doubts[host.key] for host in known], most=3)
+        names = ",".join(host.name for host in known)
+        log.info(f"{why}. To do without: --exclude {names}")
     left_out = {*reasons, *spares}
     return replace(named, hosts=tuple(host for host in named.hosts if host not in left_out))
 

@@ -98,6 +98,27 @@ def test_parse_a_host_list():
     assert hosts.hosts[1].ssh_target == "joe@h2"
 
 
+def test_sets_of_names():
+    """As in Slurm's lists, in -H, in a hostfile's line and in --exclude."""
+    hosts = parse_host_list("gpu[07-09,12]:8,me@b[1-2]:1,[fd77::1]:2,login").hosts
+    assert [(host.name, host.slots, host.user) for host in hosts] == [
+        *((f"gpu{number}", 8, None) for number in ("07", "08", "09", "12")),
+        *(("b1", 1, "me"), ("b2", 1, "me"), ("fd77::1", 2, None), ("login", None, None)),
+    ]
+    hosts = parse_hostfile(b"# all\ngpu[1-2] slots=4 port=2222\ngpu3\n", "hosts").hosts
+    assert [(host.name, host.slots, host.port, host.line) for host in hosts] == [
+        *(("gpu1", 4, 2222, 2), ("gpu2", 4, 2222, 2), ("gpu3", None, None, 3)),
+    ]
+    for text, words in (
+        ("gpu[1-2:8", "brackets do not match"),
+        ("gpu[2-1]", "range such as"),
+        ("gpu[1-999999999]", "range such as"),
+        ("gpu[1-2],gpu2", "listed twice"),
+    ):
+        with pytest.raises(UserError, match=words):
+            parse_host_list(text)
+
+
 def test_a_host_is_the_same_wherever_it_is_written():
     first, second = parse("node1 slots=2\n"), parse("# more\nnode1   slots=2 # fast\n")
     assert first.hosts == second.hosts

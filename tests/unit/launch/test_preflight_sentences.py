@@ -49,6 +49,7 @@ MISSING = "missing or does not run. Install the same MPI"
         ({"has_daemon": False}, {}, MISSING, ("a: /mpi/bin/prted ",)),
         ({"has_program": False}, {"program": "x"}, "Install it on", ("a: x is not on PATH",)),
         ({"has_program": False}, {"program": "/x"}, "Install it", ("a: /x is missing or not ex",)),
+        ({"has_script": False}, {"script": "t.py"}, "Copy it", ("a: t.py ", "launch --push")),
         ({}, {"interface": "eth1"}, "interface", ('"eth1"', " a,", "has eth0.")),
         ({"python": "2.7.18"}, {}, "same Python", ("a: /venv/bin/python is Python 2.7 there, 3.",)),
         # A tool of GPUs that does not answer matters only where a rank may use GPUs.
