@@ -350,9 +350,9 @@ def no_answer(
     if answer.exit_code is None:
         slow = f"If its logins are slow: --login-timeout {2 * limit_s:.0f}s"
         return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true. {slow}"
-    if answer.exit_code != 255 and not answer.has_begun:
-        said = shown([*answer.printed_before.strip().splitlines(), "nothing"][0])
-        why = f"the login works, but the host runs another command, which prints: {said}"
+    printed = answer.printed_before.strip().splitlines()
+    if answer.exit_code != 255 and not answer.has_begun and (printed or answer.exit_code == 0):
+        why = f"the host runs another command, which prints: {shown([*printed, 'nothing'][0])}"
         return (
             f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, and its start-up files."
         )
