@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
     try:
         return _launch(argv)
     except (UserError, JobFailed) as error:
-        log.error(str(error).removeprefix("mpiddp launch: "))
+        log.error(re.sub("^mpiddp (launch: |(?=[a-z]+: ))", "", str(error)))
         return BAD_INPUT if isinstance(error, UserError) else FAILED
     except KeyboardInterrupt:
         log.error("interrupted")
