@@ -57,16 +57,13 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with ThreadPoolExecutor(MOST_BEHIND_JUMP) as threads:
-            pulled = dict(
-                zip(others, threads.map(lambda host: _fetch(host, folder), others), strict=True)
-            )
-        for host, each in pulled.items():
-            if each.has_folder and not each.problem:
-                last = _run(
-                    host, folder, *(f"--include={name}" for name in ("*/", *_LAST)), "--exclude=*"
-                )
-                pulled[host] = each._replace(
-                    files=each.files + last.files, size=each.size + last.size, problem=last.problem
+            fetched = threads.map(lambda host: _fetch(host, folder), others)
+            pulled = dict(zip(others, fetched, strict=True))
+        for host, (files, size, *_, problem, has_folder) in pulled.items():
+            if has_folder and not problem:
+                last = _run(host, folder, "--include=*/", *_options("include"), "--exclude=*")
+                pulled[host] = pulled[host]._replace(
+                    files=files + last.files, size=size + last.size, problem=last.problem
                 )
     finally:
         for path in (folder, *folder.parents):
@@ -85,18 +82,22 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 def _fetch(host: Host, folder: Path) -> _Pulled:
     """Bring what is missing here, but for `_LAST`, and compare the rest."""
-    pulled = _run(host, folder, *(f"--exclude={name}" for name in _LAST))
+    pulled = _run(host, folder, *_options("exclude"))
     if pulled.problem or not pulled.has_folder:
         return pulled
     compare = ("--dry-run", "--existing", "--size-only", "--out-format=%n")
-    done = _rsync(host, folder, *compare, *(f"--exclude={name}" for name in _LAST))
+    done = _rsync(host, folder, *compare, *_options("exclude"))
     names = [shown(each) for each in done.stdout.splitlines() if not each.endswith("/")]
     return pulled._replace(differing=names)
 
 
+def _options(how: str) -> list[str]:
+    return [f"--{how}={name}" for name in _LAST]
+
+
 def _run(host: Host, folder: Path, *options: str) -> _Pulled:
     done = _rsync(host, folder, *_MISSING, *options)
-    files, size = push.counts_of(done, "transferred", "size")
+    files, size = push.counts_of(done, push.FILES, push.SIZE)
     if done.returncode in (DONE, push.VANISHED):
         return _Pulled(files, size)
     if "change_dir" in done.stderr and "No such file" in done.stderr:
@@ -106,16 +107,12 @@ def _run(host: Host, folder: Path, *options: str) -> _Pulled:
 
 def _rsync(host: Host, folder: Path, *options: str) -> CompletedProcess[str]:
     ours = ("--no-links", "--no-devices", "--no-specials", "--prune-empty-dirs", "--exclude=.*")
-    where = (f"{push.rsync_target(host)}:{folder}/", f"{folder}/")
-    return push.rsync(host, *ours, *options, "--", *where)
+    return push.rsync(host, *ours, *options, "--", f"{host.alias}:{folder}/", f"{folder}/")
 
 
 def _said(pulled: _Pulled) -> str:
-    text = (
-        f"{counted(pulled.files, 'file')}, {size_text(pulled.size)}"
-        if pulled.files
-        else "nothing new"
-    )
+    came = f"{counted(pulled.files, 'file')}, {size_text(pulled.size)}"
+    text = came if pulled.files else "nothing new"
     if pulled.differing:
         text += f"; not taken, because it differs here: {listed(sorted(pulled.differing), 3)}"
     return text

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import BinaryIO
@@ -39,6 +39,7 @@ _EXCLUDED = ("--exclude=__pycache__", "--exclude=*.history.jsonl")  # each host 
 _AT_ONCE = 8  # rsync processes
 # -s keeps names from the shell there. Its long name differs between versions of rsync.
 RSYNC = ("rsync", "-a", "-s", "--modify-window=-1")
+FILES, SIZE = "files transferred", "Total transferred file size"  # in what --stats prints
 VANISHED = 24  # rsync's exit code where a file was deleted here meanwhile
 
 # Makes the folders on a host, and says what failed.
@@ -181,11 +182,11 @@ def push(
         raise UserError(_by_host(refusals))
 
     def send(host: Host) -> int | str:
+        def size(folder: str) -> int:
+            return _rsync(host, folder, names[folder], inside, transport, dry_run=dry_run)
+
         try:
-            return sum(
-                _rsync(host, folder, entries, inside, dry_run=dry_run, transport=transport)
-                for folder, entries in names.items()
-            )
+            return sum(map(size, names))
         except JobFailed as failed:
             return str(failed)
 
@@ -237,9 +238,9 @@ def _rsync(
     folder: str,
     names: Sequence[str],
     environment: Collection[str],  # its folders, which are sent for themselves
-    *,
-    dry_run: bool,
     transport: Transport = SSH,
+    *,
+    dry_run: bool = False,
 ) -> int:
     """Send a folder by rsync. Returns the bytes of the files that were sent. Raises JobFailed."""
     within = [os.path.relpath(each, folder) for each in environment if each != folder]
@@ -253,15 +254,14 @@ def _rsync(
             *(f"--exclude=/{each}" for each in within if not each.startswith("..")),
             *("--stats", "--no-human-readable", *(["--dry-run"] if dry_run else [])),
             *("-r", "--no-relative", "--from0", "--files-from=-"),
-            *("--", f"{folder}/", f"{rsync_target(host)}:{folder}/"),
+            *("--", f"{folder}/", f"{host.alias}:{folder}/"),
             stdin=stdin,
             transport=transport,
         )
     if done.returncode not in (DONE, VANISHED):
         raise JobFailed(why_failed(host, done))
-    if not any(counts_of(done, "transferred", "created", "deleted")):
-        return 0
-    return max(1, *counts_of(done, "size"))
+    size, *changes = counts_of(done, SIZE, FILES, "created files", "deleted files")
+    return max(1, size) if any(changes) else 0
 
 
 def rsync(
@@ -274,40 +274,25 @@ def rsync(
             env={**os.environ, "LC_ALL": "C"},
             stdin=stdin,
             capture_output=True,
-            text=True,
             encoding="utf-8",
             errors="replace",
         )
 
 
-_COUNTS = {
-    "transferred": "Number of regular files transferred",
-    "created": "Number of created files",
-    "deleted": "Number of deleted files",
-    "size": "Total transferred file size",
-}
-
-
 def counts_of(done: subprocess.CompletedProcess[str], *names: str) -> list[int]:
-    """The numbers of `_COUNTS` in the output of rsync --stats."""
-    stats = dict(re.findall(r"^([A-Z][a-z ]+): (\d+)", done.stdout, re.MULTILINE))
-    return [int(stats.get(_COUNTS[name], 0)) for name in names]
+    """The numbers behind these names in what rsync --stats prints, 0 where there is none."""
+    return [sum(map(int, re.findall(rf"{name}: (\d+)", done.stdout))) for name in names]
 
 
 def why_failed(host: Host, done: subprocess.CompletedProcess[str]) -> str:
     """The sentence of an rsync that failed, without the host's name."""
-    own = [shown(line) for line in re.findall("^rsync: (.*)", done.stderr, re.MULTILINE)]
     # A connection that ends early is for ssh to explain, whatever exit code rsync has by then.
-    if own := [each for each in own if "unexpectedly closed" not in each]:
-        return f"{own[0]} (rsync's exit code {done.returncode})"
+    if own := re.search("(?m)^rsync: (?!.*unexpectedly closed)(.*)", done.stderr):
+        return f"{shown(own[1])} (rsync's exit code {done.returncode})"
     if re.search("rsync: (command not found|not found|Permission denied)", done.stderr):
         return _INSTALL.format("there", " there")
     said = re.sub("(?m)^rsync(:| error:) .*\n?", "", done.stderr)
     return ssh_complaint(host, said).removeprefix(f"{host.name}: ")
-
-
-def rsync_target(host: Host) -> str:
-    return (replace(host, name=f"[{host.name}]") if ":" in host.name else host).ssh_target
 
 
 def _pythons(hosts: Sequence[Host], transport: Transport) -> list[str]:

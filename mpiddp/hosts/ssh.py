@@ -173,7 +173,7 @@ def shell_command(host: Host, line: str, transport: Transport, config: str) -> l
     if not transport.is_ssh:
         return [*transport.agent, host.name, line]
     # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
-    return ["ssh", "-F", config, "-T", "--", host.ssh_target, line]
+    return ["ssh", "-F", config, "-T", "--", host.alias, line]
 
 
 def ssh_config(hosts: Sequence[Host], transport: Transport = SSH) -> str:
@@ -184,10 +184,10 @@ def ssh_config(hosts: Sequence[Host], transport: Transport = SSH) -> str:
     """
     blocks = ""
     for host in hosts:
-        name = host.name if host.alias != host.name else None
-        own = {"HostName": name, "User": host.user, "Port": host.port}
+        address = host.name if ":" in host.name else None
+        own = {"HostName": address, "User": host.user, "Port": host.port}
         if lines := "".join(f"  {key} {value}\n" for key, value in own.items() if value):
-            blocks += f"Host {' '.join(dict.fromkeys((host.alias, host.name)))}\n{lines}"
+            blocks += f"Host {host.alias}\n{lines}"
     return blocks + _SETTINGS.format(connect_s=transport.connect_s)
 
 
