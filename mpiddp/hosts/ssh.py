@@ -348,7 +348,7 @@ def no_answer(
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
     if answer.exit_code is None:
-        slow = f"If its logins are slow: --login-timeout {2 * limit_s:.0f}s"
+        slow = f"If its logins are slow: mpiddp launch --login-timeout {2 * limit_s:.0f}s"
         return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true. {slow}"
     printed = answer.printed_before.strip().splitlines()
     if answer.exit_code != 255 and not answer.has_begun and (printed or answer.exit_code == 0):
