@@ -90,7 +90,8 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         # 6,300 with a folder each, none.
         command.settings["PRTE_MCA_prte_local_tmpdir_base"] = command.folder
     agent, why_agent = _agent(request.hosts.transport) if several else ("", "")
-    needs_agent = why_agent and "plm_ssh_agent" not in given
+    is_own_agent = bool({"plm_rsh_agent", "plm_ssh_agent"} & given)  # which may be no ssh
+    needs_agent = why_agent and not is_own_agent
     # For each: its option, its name, its value, whether this job needs it, and why. The first three keep its
     # components from following a scheduler's variables. Names that this one was built without do no harm.
     parameters: list[tuple[str, str, str, object, str]] = [
@@ -108,7 +109,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
         ("--mca", tmpdir, "/tmp", not (is_ssh or chooses_tmpdir), _SESSIONS),
         ("--mca", "plm_rsh_agent", agent, needs_agent, why_agent),
-        ("--mca", "plm_rsh_args", ssh, ssh, _SSH_CONFIG),
+        ("--mca", "plm_rsh_args", ssh, ssh and not is_own_agent, _SSH_CONFIG),
         ("--mca", "plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _ALL_LOGINS),
     ]
     where = ("--hostfile", listed) if listed else ("-H", ",".join(names))
@@ -159,7 +160,8 @@ def _mpich(request: Request, command: Command) -> None:
         known = "MPICH's mpirun knows IPv4 only, and the hosts share only IPv6"
         raise UserError(f"{known}. Use Open MPI or Intel MPI: --mpirun PATH")
     if ssh := command.ssh_arguments(request.hosts):
-        command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = ssh
+        more = request.env.get("HYDRA_LAUNCHER_EXTRA_ARGS", "")
+        command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = f"{ssh} {more}".rstrip()
     if len(counts) > 1 and "UCX_TLS" not in request.env:
         # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
         # and then hangs between them.
