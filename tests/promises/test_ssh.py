@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from mpiddp.checkpoints import folder as directory
 from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, Host, faults, ssh
 from tests.support.cluster.host import configure
@@ -166,6 +167,30 @@ def test_a_script_that_a_host_lacks(hosts):
     ]
     done = hosts.run("launch", "-H", "node0:1,node1:1", "--push", "train.py", cwd=folder)
     assert done.assert_ok().stdout == "1\n1\n"
+
+
+def test_a_resume_with_push_keeps_shards(hosts):
+    """A resume with --push keeps the shards that only other hosts have, on disks of their own."""
+    folder = "/run/tmp/sharded"
+    for host in hosts.cluster.hosts:
+        host.path(folder).mkdir()
+    train = ["-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=4"]
+    train += ["--parallel=fsdp", "--backend=gloo", "--epochs=1", "--steps-per-epoch=2", "--out=out"]
+    launch = ("launch", "-H", "node[0-2]:1")
+    hosts.run(*launch, *train, cwd=folder).assert_ok()
+    kept = "out/checkpoints/step_00000002"
+    shards = [f"shard_{rank:05d}.pt" for rank in range(3)]
+    there = {
+        host.name: [name for name in shards if host.path(f"{folder}/{kept}/{name}").exists()]
+        for host in hosts.cluster.hosts
+    }
+    assert there["node0"] != shards  # a host has those of two
+    done = hosts.run(*launch, "--push", *train, "--resume=auto", cwd=folder)
+    assert "missing" not in done.assert_ok().stdout + done.stderr
+    for host in hosts.cluster.hosts:
+        for name in there[host.name]:
+            assert host.path(f"{folder}/{kept}/{name}").exists()
+        directory.verify(host.path(f"{folder}/{kept}"))
 
 
 def test_sets_of_names(hosts):
