@@ -290,7 +290,7 @@ _COMPLAINTS = {
 
 def ssh_complaint(host: Host, errors: str, transport: Transport = SSH) -> str:
     """The sentence for ssh's own error, with the command that fixes it."""
-    lines = errors.strip().splitlines() or ["no output"]  # ssh ends them with \r\n
+    lines = errors.strip().splitlines()  # ssh ends them with \r\n
     port, ssh = (f"-p {host.port} " if host.port else ""), ssh_line(host)
     words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh}
     words |= {"here": socket.gethostname(), "connect": str(transport.connect_s)}
@@ -302,6 +302,8 @@ def ssh_complaint(host: Host, errors: str, transport: Transport = SSH) -> str:
                 why = f"the key {key} has a passphrase, and no agent holds it"
                 return f"ssh {host.name}: {why}. Run: {agent}ssh-add {key}"
             return sentence.format(*found.groups(), **words)
+    if not lines:  # a LogLevel of the user may hide them
+        return f"ssh {host.name} failed: no output. Try: {ssh.replace('ssh', 'ssh -v', 1)} true"
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh} true"
 
 

@@ -105,7 +105,7 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
             "Permissions 0644 for '/k' are too open.\r\nu@a: Permission denied (publickey).",
             *("does not use", ("key /k, because", "chmod 600 /k ")),
         ),
-        ("", "failed:", ("no output", TRY)),
+        ("", "failed:", ("no output", "Try: ssh -v -p 22022 u@a true ")),
     ],
 )
 def test_what_mends_an_error_of_ssh(errors, words, values):
