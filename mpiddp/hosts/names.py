@@ -65,8 +65,10 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
     Raises ValueError for any other text, or more than MAX_HOSTS hosts.
     """
+    if not re.fullmatch(f"{_PATTERN}(,{_PATTERN})*", nodelist):
+        raise ValueError("the brackets do not match")
     names: list[str] = []
-    for pattern in split_names(nodelist):
+    for pattern in re.findall(_PATTERN, nodelist):
         parts = re.split(r"\[([^]]*)\]", pattern)  # each odd part is the text of brackets
         choices = [_numbers(text) if index % 2 else [text] for index, text in enumerate(parts)]
         names += islice(map("".join, product(*choices)), MAX_HOSTS + 1 - len(names))
@@ -109,10 +111,3 @@ def compress_names(names: Sequence[str]) -> str:
         one = len(numbers) == 1
         texts.append(before + (inside[0] if one else f"[{','.join(inside)}]") + after)
     return ",".join(texts)
-
-
-def split_names(text: str) -> list[str]:
-    """`gpu[07-09,12],login` → gpu[07-09,12] and login. Raises ValueError."""
-    if not re.fullmatch(f"{_PATTERN}(,{_PATTERN})*", text):
-        raise ValueError("the brackets do not match")
-    return re.findall(_PATTERN, text)
