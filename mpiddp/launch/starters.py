@@ -79,6 +79,12 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     hosts, is_ssh = request.hosts.hosts, request.hosts.transport.is_ssh
     several, why_pinned = len(hosts) > 1, request.why_pinned
     include = ",".join(request.network.networks) if several else ""
+    exclude = ""
+    if request.network.other_family == 4 and (":" in include or not include):
+        include, exclude = (
+            "",
+            "lo",
+        )  # Open MPI knows networks of IPv4 only, and would take the loopback
     dotted = [each for each in hosts if "." in each.name and each.name.strip("0123456789.")]
     # The names of the parameters that the user's own arguments for mpirun, or the environment, set.
     given = {name for flag, name in pairwise(request.mpi_args) if _PARAMETER_OPTION.fullmatch(flag)}
@@ -105,6 +111,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", "oob_tcp_keepalive_probes", "3", several, _KEEPALIVE),
         ("--mca", "btl_tcp_if_include", include, include, _NETWORK),
         ("--mca", "oob_tcp_if_include", include, include, _NETWORK),
+        ("--mca", "btl_tcp_if_exclude", exclude, exclude, _NETWORK),
         ("--mca", "btl_tcp_disable_family", str(request.network.other_family), several, _FAMILY),
         ("--mca", f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
         ("--mca", tmpdir, "/tmp", not (is_ssh or chooses_tmpdir), _SESSIONS),

@@ -253,11 +253,11 @@ def test_ipv6(hosts, alone):
             assert {rank["master"] for rank in done.records} == {address}
 
 
-@pytest.mark.parametrize("mpi", ["openmpi4", "intelmpi", "mpich"], indirect=True)
-def test_other_mpis_over_ipv6(hosts, mpi):
-    """The other MPIs run over IPv6 alone, but for MPICH, which is refused."""
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)
+def test_every_mpi_over_ipv6(hosts, mpi):
+    """Every MPI runs over IPv6 alone, also with --interface, but for MPICH, which is refused."""
     with ipv6(hosts.cluster, alone=True):
-        where = ("-H", "[fd77::1]:1,[fd77::2]:1")
+        where = ("-H", "[fd77::1]:1,[fd77::2]:1", "--interface", "fd77::/64")
         done = hosts.run("launch", *where, program("identity.py"), mpi=mpi)
     if mpi == "mpich":
         assert (done.code, "MPICH's mpirun knows IPv4 only" in done.stderr) == (2, True)
