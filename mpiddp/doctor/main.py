@@ -264,7 +264,7 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str,
             [sys.executable, "-m", "mpiddp", "launch", *job],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=_JOB_S,
         )

@@ -169,6 +169,6 @@ def _gpus(path: str) -> dict[str, Any] | None:
 def _text(path: Path) -> str:
     """The line of a file of sysfs, "" where it cannot be read: the speed of a link that is down."""
     try:
-        return path.read_text(errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

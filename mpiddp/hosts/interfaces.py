@@ -72,7 +72,7 @@ def interfaces() -> list[Interface]:
 def own_addresses() -> tuple[str, ...]:
     """All IPv4 addresses of this host, including the second and later ones of an interface."""
     try:
-        table = Path("/proc/net/fib_trie").read_text()
+        table = Path("/proc/net/fib_trie").read_text(encoding="utf-8")
     except OSError:
         return ()
     return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", table)))
@@ -89,7 +89,7 @@ def _ipv6_addresses() -> dict[str, str]:
     """Each interface's first global IPv6 address, with its prefix length."""
     table = Path("/proc/net/if_inet6")
     addresses: dict[str, str] = {}
-    for line in table.read_text().splitlines() if table.exists() else ():
+    for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else ():
         digits, _, prefix, scope, _, name = line.split()
         # Global. A link-local address needs a zone, which other hosts do not share.
         if scope == "00":

@@ -191,7 +191,7 @@ def _place_checkpoint(new: Path, places: tuple[Path, Path]) -> Path | None:
 
 def _manifest(folder: Path) -> dict[str, dict[str, str]]:
     try:
-        return dict(json.loads((folder / _MANIFEST).read_text()))
+        return dict(json.loads((folder / _MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
@@ -214,10 +214,10 @@ def _verify(new: Path, here: Path, own: dict[str, dict[str, str]]) -> None:
                     shutil.copy2(here / name, new / name)
         if own:
             text = json.dumps({**theirs, **own}, indent=1)
-            (new / _MANIFEST).write_text(text)
-            (new / _COMPLETE).write_text(sha256(text.encode()).hexdigest())
+            (new / _MANIFEST).write_text(text, encoding="utf-8")
+            (new / _COMPLETE).write_text(sha256(text.encode()).hexdigest(), encoding="utf-8")
         content = (new / _MANIFEST).read_bytes()
-        if (new / _COMPLETE).read_text() != sha256(content).hexdigest():
+        if (new / _COMPLETE).read_text(encoding="utf-8") != sha256(content).hexdigest():
             raise ValueError(f"{problem}{_MANIFEST} does not match its SHA-256.")
         for name, entry in json.loads(content).items():
             digest = sha256()

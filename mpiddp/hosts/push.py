@@ -262,7 +262,7 @@ def rsync(
         env={**os.environ, "LC_ALL": "C"},
         stdin=stdin,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         errors="replace",
     )
 

@@ -53,7 +53,7 @@ class MpirunProcess:
 
         try:
             for path, text in command.files.items():
-                Path(path).write_text(text)
+                Path(path).write_text(text, encoding="utf-8")
             self._process = subprocess.Popen(
                 command.argv,
                 env={**with_own_folder(starter.program, os.environ), **command.settings},

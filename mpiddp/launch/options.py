@@ -304,7 +304,7 @@ def refuse_misplaced(job: Sequence[str], verb: str) -> None:
     flags = [each for each in (text.partition("=")[0] for text in arguments) if each in _MISPLACED]
     if not flags or script in ("-m", "--"):
         return
-    text = Path(script).read_text(errors="replace").replace("_", "-")
+    text = Path(script).read_text(encoding="utf-8", errors="replace").replace("_", "-")
     for flag in flags:
         is_named = re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text)
         if is_named or (flag in ("--help", "-h") and _OWN_PARSER.search(text)):

@@ -110,7 +110,7 @@ class Agent:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # A SIGKILL of the launcher leaves the last output to this process.
         with contextlib.suppress(OSError):
-            Path("/proc/self/comm").write_text(OUTPUT_PROCESS)
+            Path("/proc/self/comm").write_text(OUTPUT_PROCESS, encoding="utf-8")
         child, world, launcher = self.child, self.world, self._launcher
         allow_open(_SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
         if launcher is not None and world.rank == 0:

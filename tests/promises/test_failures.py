@@ -430,7 +430,7 @@ def test_a_killed_rank_with_a_command(here):
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("command", 3)])

@@ -418,7 +418,7 @@ def test_a_script_runs_as_under_python(here, how):
     cwd = scripts if how == "module" else here.folder
     (cwd / "data.txt").write_text("42")
     for name in ("facts.py", "identity.py"):
-        (scripts / name).write_text(Path(program(name)).read_text())
+        (scripts / name).write_text(Path(program(name)).read_text(encoding="utf-8"))
     (here.folder / "link.py").symlink_to(scripts / "facts.py")
     job = {"script": ["scripts/facts.py"], "link": ["link.py"], "module": ["-m", "facts"]}[how]
     arguments = [*job, "--", "--flag", "-m", "--", "a b"]
@@ -471,7 +471,7 @@ def test_a_job_inside_of_a_rank(here, inner):
 def test_a_command_is_a_rank(here, kind):
     """Any command can be a rank: a shell, or a container that has its own torch and no MPI."""
     for name in ("reduces.py", "identity.py"):
-        (here.folder / name).write_text(Path(program(name)).read_text())
+        (here.folder / name).write_text(Path(program(name)).read_text(encoding="utf-8"))
     command = ["bash", "-c", f"{sys.executable} reduces.py; exit $?"]
     if kind != "shell":
         other = installs.OTHER_TORCH if kind == "other torch" else None

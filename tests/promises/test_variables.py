@@ -19,6 +19,7 @@ from unittest.mock import patch
 import pytest
 
 from mpiddp.cli import main
+from tests.support import cluster as test_cluster
 from tests.support.allocations import GRID_ENGINE, LSF, SLURM, enter_folder
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
@@ -48,6 +49,23 @@ def test_what_reaches_other_hosts(hosts, mpi):
     assert program("variables.py") in commands
     assert "private-value" not in commands
     assert "requested" not in commands
+
+
+@pytest.mark.parametrize("locale", ["zh_CN.GBK", "ja_JP.EUC-JP"])
+def test_a_locale_that_is_not_utf_8(hosts, locale):
+    """In a locale such as GBK or EUC-JP, a job runs on several hosts, and the doctor checks them."""
+    language, charset = locale.split(".")
+    built = hosts.folder / locale
+    hosts.run("localedef", "-i", language, "-f", charset, str(built))
+    if not built.is_dir():
+        test_cluster.lacking(f"localedef cannot make {locale}. Run: apt-get install locales")
+    env = {"LOCPATH": str(hosts.folder), "LC_ALL": locale, "PYTHONUTF8": "0"}
+    script = hosts.script("import locale\nprint('中', locale.getpreferredencoding())\n")
+    both = ("-x", "LOCPATH", "-x", "LC_ALL", "--log-ranks", "all")
+    done = hosts.run("launch", *hosts.where(2), *both, script, env=env).assert_ok()
+    said = "中".encode(charset).decode(errors="surrogateescape")
+    assert [line.endswith(f"{said} {charset}") for line in done.lines] == [True] * 2, done.stdout
+    hosts.run("doctor", *hosts.where(2), env=env).assert_ok()
 
 
 def test_a_file_of_variables(here):

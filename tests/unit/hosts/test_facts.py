@@ -59,7 +59,7 @@ def test_a_python_that_is_too_old_says_so(tmp_path):
 def test_what_is_sent_runs_on_python_3_8(module):
     """It imports the standard library and what travels with it, and evaluates no generic of Python 3.9."""
     assert module.__file__ is not None
-    parsed = ast.parse(Path(module.__file__).read_text(), feature_version=(3, 8))
+    parsed = ast.parse(Path(module.__file__).read_text(encoding="utf-8"), feature_version=(3, 8))
     nodes = list(evaluated(parsed))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     assert "annotations" in {alias.name for node in imports for alias in node.names}

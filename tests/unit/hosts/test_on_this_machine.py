@@ -103,7 +103,7 @@ def test_background_processes_of_a_program_are_not_waited_for():
     """For example a connection that ssh keeps open for reuse, which keeps stderr open."""
     start = time.monotonic()
     answer = run_here("sh", "sleep 1000 >/dev/null & echo $!\n", timeout_s=100.0)
-    Path("/proc", answer.stdout.strip(), "status").read_text()  # it still runs
+    Path("/proc", answer.stdout.strip(), "status").read_text(encoding="utf-8")  # it still runs
     assert time.monotonic() - start < 50
     assert answer.exit_code == 0
     assert run_here("sh", f"kill {answer.stdout}").exit_code == 0
@@ -287,7 +287,13 @@ def test_orphans_are_adopted_and_no_child_outlives_its_parent():
 def runs(pid):
     """Whether it has not ended. Nobody may have collected it yet."""
     try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path("/proc", str(pid), "stat")
+            .read_text(encoding="utf-8")
+            .rpartition(")")[2]
+            .split()[0]
+            != "Z"
+        )
     except OSError:
         return False
 

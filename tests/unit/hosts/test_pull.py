@@ -163,14 +163,14 @@ def test_a_damaged_checkpoint_is_not_taken(there, bring, file, text, problem):
 
 
 def test_bad_input_is_one_sentence(there, monkeypatch):
-    Path("hosts").write_text("localhost\n")
+    Path("hosts").write_text("localhost\n", encoding="utf-8")
 
     def verb(*arguments):
         return main.main(["pull", "hosts", *arguments])
 
     with pytest.raises(UserError, match=error("is on no", "/here/none ")):
         verb("none")
-    Path("hosts").write_text("localhost\nn1.invalid\n")
+    Path("hosts").write_text("localhost\nn1.invalid\n", encoding="utf-8")
     with monkeypatch.context() as here:
         here.setattr(Path, "mkdir", no_folder)
         with pytest.raises(UserError, match=error("Permission denied", "/n1.invalid: ")):
@@ -178,7 +178,7 @@ def test_bad_input_is_one_sentence(there, monkeypatch):
         here.setenv("PATH", "")
         with pytest.raises(UserError, match=error("apt-get install rsync", "rsync ")):
             verb("none")
-    Path("hosts").write_text("localhost\n")
+    Path("hosts").write_text("localhost\n", encoding="utf-8")
     checkpoint(Path("run") / "step1", model="weights")
     above = f": {Path.cwd()}/run."
     with pytest.raises(UserError, match=error("checkpoint. Pull", "/run/step1 ", above)):
@@ -282,7 +282,7 @@ def test_a_push_without_rsync_here_sends_archives(there, monkeypatch, capsys):
     """It says so, and what it leaves out of a folder that was named."""
     run = Path("run").absolute()
     write(run, a="12345", data__train="6")
-    Path("hosts").write_text("localhost\nn1.invalid\n")
+    Path("hosts").write_text("localhost\nn1.invalid\n", encoding="utf-8")
     monkeypatch.setattr(push, "ask_hosts", lambda hosts, *_, **__: ({hosts[0]: [True, ""]}, {}, {}))
     monkeypatch.setattr(push.shutil, "which", lambda name: None)
     monkeypatch.setattr(push, "_tar", lambda host, folder, names, dry_run: len(names))
