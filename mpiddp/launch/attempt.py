@@ -149,8 +149,7 @@ class Attempt:
     def _enter(self, phase: Phase) -> None:
         """The next phase, for which what was asked of the stacks before no longer counts."""
         self._phase, self._stacks.then = phase, None  # a script that saves is not interrupted
-        if phase > Phase.RUNNING:
-            self.output.begin_end()
+        self.output.hold_mpirun()
 
     def on(self, event: Event) -> None:
         """React to an event as `Event` says."""

@@ -260,7 +260,20 @@ def test_a_cut_link(hosts, mpi, script):
         hosts["node1"].link("up")
     assert done.code == 1
     assert verdict(done) == f"lost node1 (rank 1): the host stopped answering.{OTHERS}"
+    assert "-----" not in done.stderr  # mpirun's banner
     eventually(lambda: not hosts.processes())  # sshd and the MPI's daemon, once the link is up
+
+
+def test_a_rank_that_cannot_start(hosts):
+    """A rank that mpirun cannot start is named with its host, and no error code of mpirun's is a signal."""
+    folder = Path("/run/of-node0")
+    hosts["node0"].run(["mkdir", folder])
+    launch = [sys.executable, "-m", "mpiddp", "launch", "--no-check", "-H", "node0:1,node1:1"]
+    line = f"cd {folder} && exec {shlex.join([*launch, program('alone.py'), 'never'])}"
+    done = hosts.run("sh", "-c", line)
+    assert done.code == 1
+    assert "rank 1 on node1" in verdict(done)
+    assert not re.search(r"signal|killed|failed first", verdict(done))
 
 
 def test_a_short_outage(hosts):
