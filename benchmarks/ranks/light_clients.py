@@ -22,7 +22,7 @@ from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.job import Job
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan
-from mpiddp.protocol.channel import RANK, decode, encode, member_proof
+from mpiddp.protocol.channel import RANK, decode, encode, mac, member_key
 from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.rendezvous.channel_process import serve
@@ -113,7 +113,7 @@ def _connect(address: str, key: str, ranks: int) -> list[socket.socket]:
     for rank in range(ranks):
         connection = socket.create_connection((host, int(port)))
         facts, _ = decode(connection.recv(4096).rstrip())
-        proof = member_proof(key, facts["challenge"], RANK, rank)
+        proof = mac(member_key(key, RANK, rank), f"member {facts['challenge']}")
         connection.sendall(encode("hello", rank=rank, challenge="", proof=proof))
         connections.append(connection)
     for connection in connections:

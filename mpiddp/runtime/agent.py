@@ -27,6 +27,7 @@ from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end, usage_o
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
+from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.runtime.child import MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator, Server, connect_to_server
@@ -142,7 +143,8 @@ class Agent:
         self._catch_signals()
         ranks = self.coordinator
         if ranks.connection is not None:
-            env |= {variables.CHANNEL: ranks.address, variables.CHANNEL_SECRET: ranks.key}
+            key = ranks.server.member_key(world.rank, CHANNEL_SCRIPT)
+            env |= {variables.CHANNEL: ranks.server.address, variables.CHANNEL_SECRET: key}
         if world.launcher.name != "torchrun":
             env[variables.ERROR_FILE] = str(self._error_file)
         if threads := limit_threads(ranks.world):  # only now known

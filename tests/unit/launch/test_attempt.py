@@ -30,10 +30,10 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.starters import STARTERS
 from mpiddp.launch.verdict import MpirunEnd, Stop, verdict
-from mpiddp.protocol.channel import RANK, UNIX, encode, member_proof
+from mpiddp.protocol.channel import RANK, UNIX, encode
 from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from tests.support.channels import progress
+from tests.support.channels import member_proof, progress
 
 LIMIT_S = 60.0
 OPEN_MPI = STARTERS[1]._replace(program=Path("/usr/bin/mpirun"))
