@@ -35,6 +35,9 @@ class JobNetwork(NamedTuple):
     # if they are not known.
     networks: tuple[str, ...] = ()
     control_address: str = "127.0.0.1"  # this machine's for all ranks; "" in a dry run without one
+    addresses: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # in `networks`, of each host that tells its own
 
 
 class Request(NamedTuple):

@@ -13,8 +13,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import KeysView
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, KeysView
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -66,6 +66,15 @@ class SignalQueue:
         """Handle a signal, whose number is in the queue already."""
         if self.interrupts and number in STOP_SIGNALS:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a stop signal raise KeyboardInterrupt in the body, which may block, as logins to hosts do."""
+        self.interrupts = True
+        try:
+            yield
+        finally:
+            self.interrupts = False
 
     def receive(self) -> list[int]:
         """The stop signals that are new, without those that only repeat an equal one."""

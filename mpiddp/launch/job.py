@@ -16,17 +16,19 @@ from functools import partial
 from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
-from mpiddp.hosts import history
+from mpiddp.hosts import history, private
 from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
+from mpiddp.launch.handover import hand_over
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_once
 from mpiddp.launch.ranks import Announcement, Ranks
+from mpiddp.launch.variables import of_mpirun, private_names
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
@@ -85,6 +87,8 @@ class Job:
         self.console.attempts += 1
         try:
             outcome = self._run_mpirun()
+        except KeyboardInterrupt:  # before mpirun has started
+            outcome = Outcome(INTERRUPTED, "interrupted.", stop=Stop.BY_USER)
         except (UserError, JobFailed) as error:
             if self.console.attempts == 1:
                 raise
@@ -134,10 +138,20 @@ class Job:
                 self.exchange.begin(server)
             given = {name: value for name, value in own.items() if value} | server.settings
             resumed, variables = (*request.job, *known.resume_args), {**request.variables, **given}
+            if name := private.new_name() if others and not has_scheduler else "":
+                stack.callback(private.remove, name)
+                kept = {
+                    each: variables.pop(each)
+                    for each in private_names(variables, options.variables)
+                }
+                variables[names.PRIVATE] = name
+                with self.signals.interrupting():
+                    hand_over(request, server, name, kept)
             request = request._replace(job=resumed, variables=variables)
             command = starter.compose(request, str(folder))
             has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
-            mpirun = MpirunProcess(starter, command)
+            env = of_mpirun(request, is_alone=not others or has_scheduler)
+            mpirun = MpirunProcess(starter, command, env)
             shown = {"has_prefix": has_prefix, "shows_end": options.verbose}
             output = JobOutput(ranks.world_size, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)
@@ -155,7 +169,7 @@ class Job:
                 output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
         if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
             left = [host for host in others if host.name not in ranks.silent_hosts]
-            kill_orphans(left, job, request.job[0], request.hosts.transport)
+            kill_orphans(left, job, name, request.job[0], request.hosts.transport)
         return outcome
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
@@ -210,8 +224,7 @@ class Job:
             return interrupted
         planned: Plan | Outcome
         try:
-            try:
-                self.signals.interrupts = True  # what follows may block, as logins to hosts do
+            with self.signals.interrupting():
                 forget_addresses()
                 named = self.plan.named
                 try:
@@ -220,8 +233,6 @@ class Job:
                     log.error(f"{error} The hosts of before are used until the list is right.")
                 past = Past(named, self.doubts, self.enough, self.known.max_ranks)
                 planned = make_plan(self.options, os.environ, past)
-            finally:
-                self.signals.interrupts = False
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:

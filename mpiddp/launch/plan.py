@@ -77,6 +77,9 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
     placed = place.place(chosen, checked.infos, starter, options, past, wanted)
     infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
+    network = network._replace(
+        addresses=place.addresses_in(network.networks, placed, checked.infos)
+    )
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(placed.hosts) > 1 and not starter.has_scheduler:

@@ -14,18 +14,46 @@ from mpiddp.errors import UserError, named_by
 from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
-from mpiddp.launch.command import LEFT_OUT
+from mpiddp.launch.command import LEFT_OUT, Request
+from mpiddp.protocol.variables import SECRET
 
 ALLOWED = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "MPI4PY_LIBMPI"),
-    *("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"),
+    *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "MPI4PY_LIBMPI"),
     # Rank 0 uses these two, and it may run on another host than the launcher.
     *("MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "PBS_JOBID", "LSB_JOBID", "JOB_ID"),  # for names of runs
 )
 BEGINNINGS = (
     *("NCCL_", "GLOO_", "RCCL_", "UCX_", "FI_"),
-    *("TORCH_", "PYTORCH_", "OMP_", "HF_", "MPIDDP_"),
-    *("HIP_", "ROCR_", "ZE_", "ONEAPI_"),
+    *("TORCH", "PYTORCH_", "OMP_", "KMP_", "MKL_", "HF_", "MPIDDP_"),
+    *("CUDA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCR_", "ZE_", "ONEAPI_"),
+    "PYTHON",
+)
+# Paths of this machine's interpreter.
+_OF_THIS_PYTHON = ("PYTHONHOME", "PYTHONEXECUTABLE", "PYTHONPLATLIBDIR", "PYTHONSTARTUP")
+# What a login sets on each host by itself.
+OF_A_LOGIN = (
+    *("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "SHLVL", "TERM", "TMPDIR"),
+    *("HOSTNAME", "DISPLAY", "KRB5CCNAME", "TZ", "LANG", "LANGUAGE"),
+)
+_LOGINS = ("LC_", "SSH_", "XDG_", "DBUS_")
+# What mpirun needs, beside what it hands on: the user's settings of an MPI, and a scheduler's variables where
+# its own program takes the place of ssh.
+_OF_MPIS = (
+    "OMPI_",
+    "OPAL_",
+    "ORTE_",
+    "PRTE_",
+    "PMIX_",
+    "HYDRA_",
+    "I_MPI_",
+    "MPICH_",
+    "MPIR_",
+    "MV2_",
+)
+_OF_SCHEDULERS = (
+    *("SLURM_", "PBS_", "LSB_", "LSF_", "LS_", "EGO_", "SGE_", "PE", "JOB_", "TASK_ID", "NSLOTS"),
+    *("NHOSTS", "NQUEUES", "QUEUE", "ARC", "RESTARTED", "REQUEST", "ENVIRONMENT"),
 )
 
 # A variable with such a word in its name is passed only if -x or a file of variables names it: it may be a
@@ -35,17 +63,34 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_BYTES = 1 << 20
 
 
-def forwarded(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `env` that every job gets, sorted by name.
+def forwarded(env: Mapping[str, str], *, all_of_it: bool = False) -> dict[str, str]:
+    """The variables of `env` that every job gets, sorted by name; with --env-all, all but secrets.
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
-    allowed = (name for name in sorted(env) if name in ALLOWED or name.startswith(BEGINNINGS))
     return {
         name: env[name]
-        for name in allowed
-        if not is_secret(name) and not is_of_one_host(name, env[name])
+        for name in sorted(env)
+        if (is_known(name) or (all_of_it and _is_free(name)))
+        and not is_of_one_host(name, env[name])
     }
+
+
+def is_known(name: str) -> bool:
+    """Whether a variable of this name reaches the ranks of every job."""
+    is_listed = name in ALLOWED or name.startswith(BEGINNINGS)
+    return is_listed and name not in _OF_THIS_PYTHON and not is_secret(name)
+
+
+def _is_free(name: str) -> bool:
+    """Whether --env-all hands it on."""
+    if is_secret(name) or name in _OF_THIS_PYTHON or not _NAME.fullmatch(name):
+        return False
+    return not (_is_of_a_login(name) or name.startswith((*_OF_MPIS, *_OF_SCHEDULERS)))
+
+
+def _is_of_a_login(name: str) -> bool:
+    return name in OF_A_LOGIN or name.startswith(_LOGINS) or name == "_"
 
 
 def is_secret(name: str) -> bool:
@@ -110,6 +155,27 @@ def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str
             for each in arguments
         ]
     return [*arguments]
+
+
+def private_names(variables: Iterable[str], exports: Iterable[str]) -> list[str]:
+    """Those that mpirun must not send in clear text: the job's key, and what only the user names."""
+    named = {name for name in exports if not is_known(name)}
+    return [name for name in variables if name == SECRET or name in named]
+
+
+def of_mpirun(request: Request, *, is_alone: bool) -> dict[str, str]:
+    """The environment of mpirun. Its ranks on this machine inherit it, and get no more than the others.
+
+    A job on this machine alone (`is_alone`) has no others: then its ranks get all, as under torchrun.
+    """
+    env, is_ssh = request.env, request.hosts.transport.is_ssh
+    needs = (*_OF_MPIS, *(() if is_ssh else _OF_SCHEDULERS))
+    chosen = {
+        name: value
+        for name, value in env.items()
+        if is_alone or _is_of_a_login(name) or name.startswith(needs)
+    }
+    return {**chosen, **request.variables}
 
 
 # --- the GPUs of each host ---

@@ -39,8 +39,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Who a member is: a rank, which `mpiddp run` or the process itself speaks for, or the script of a rank.
-RANK, SCRIPT = "rank", "script"
+# Who a member is: a rank, which `mpiddp run` or the process itself speaks for, the script of a rank, or a
+# host that only tries, before the ranks start, whether it reaches the launcher.
+RANK, SCRIPT, HOST = "rank", "script", "host"
 
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
 CHUNK = 1 << 16  # bytes that are read at once

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, named_by, print_error
+from mpiddp.hosts import private
 from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end, usage_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.protocol import variables
@@ -59,6 +60,10 @@ class Agent:
     def __init__(self, program: Program, world: World) -> None:
         self.world, self.child = world, Child(program)
         self.name = f"rank {world.rank} on {world.hostname}"
+        if kept := os.environ.pop(variables.PRIVATE, ""):
+            with named_by(""):
+                os.environ.update(private.take(kept))
+        self._kept = kept
         address, key = os.environ.pop(variables.ADDRESS, ""), os.environ.pop(variables.SECRET, "")
         self._launcher = Server(address, key) if address and key else None
         self._selection = os.environ.pop(variables.OUTPUT, "") if self._launcher else ""
@@ -136,7 +141,11 @@ class Agent:
 
         files = [] if world.local_world_size == world.world_size else child.program.files
         info = RankInfo.of_this_process(world, str(problem or ""), files)
-        self.coordinator, env, store = meet(self.coordinator, info)
+        try:
+            self.coordinator, env, store = meet(self.coordinator, info)
+        finally:
+            if self._kept:  # all ranks have taken it
+                private.remove(self._kept)
         # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
         # of the script's.
         adopt_orphans()

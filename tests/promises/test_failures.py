@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cluster import faults
 from tests.support.machine import reserved
 from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
 from tests.support.ranks import mpirun_command
@@ -274,6 +275,24 @@ def test_a_rank_that_cannot_start(hosts):
     assert done.code == 1
     assert "rank 1 on node1" in verdict(done)
     assert not re.search(r"signal|killed|failed first", verdict(done))
+
+
+@pytest.mark.parametrize("verdict_of_it", ["drop", "reject with tcp reset"])
+@pytest.mark.parametrize("host", ["node0", "node1"])
+def test_a_firewall(hosts, host, verdict_of_it):
+    """A firewall that passes only ssh is named within 20 s, with both hosts and the port. Nothing starts."""
+    since = time.monotonic()
+    with faults.firewall(hosts[host], verdict_of_it):
+        done = hosts.run("launch", *hosts.where(3), program("alone.py"), "never")
+    assert time.monotonic() - since < 20
+    assert (done.code, done.stdout) == (1, "")
+    address = re.escape(hosts[host].address)
+    why = "no answer in 3 s" if verdict_of_it == "drop" else "Connection refused"
+    way = "node1, node2 → node0" if host == "node0" else "no other host reaches node1"
+    assert re.match(rf"(mpiddp: )?{way} \({address} tcp/\d+\)( fails)?: {why}\. .*", done.stderr), (
+        done.stderr
+    )
+    assert not list(Path("/tmp").glob("mpiddp-private-*"))
 
 
 def test_a_short_outage(hosts):

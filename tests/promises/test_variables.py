@@ -5,6 +5,7 @@ python -m tests.promises.test_variables     # write tests/data/command_lines.txt
 """
 
 import io
+import json
 import os
 import re
 import shlex
@@ -12,7 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -33,7 +34,7 @@ NAMES = ("NCCL_DEBUG", "HF_HOME", "HF_TOKEN", "NCCL_SECRET", "EDITOR", "MY_KEY",
 
 @every_mpi
 def test_what_reaches_other_hosts(hosts, mpi):
-    """Other hosts get known variables and those of -x. No secret travels by itself or on a command line."""
+    """All ranks get known variables and those of -x, and no others. No secret travels by itself."""
     env = {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "MY_KEY": "requested", "EDITOR": "vi"}
     env |= dict.fromkeys(("HF_TOKEN", "NCCL_SECRET"), "private-value")
     options = ("-H", "node1:1,node0:1,node2:1", "-x", "MY_KEY", "-x", "MODE=a b")
@@ -44,11 +45,33 @@ def test_what_reaches_other_hosts(hosts, mpi):
     passed = {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "MY_KEY": "requested", "MODE": "a b"}
     ranks = job.wait().records
     assert [rank["host"] for rank in ranks] == ["node1", "node0", "node2"]
-    assert [ranks[0]["found"], ranks[2]["found"]] == [passed] * 2
-    assert ranks[1]["found"] | passed == ranks[1]["found"]  # on node0 with the shell's own
+    assert [rank["found"] for rank in ranks] == [passed] * 3
     assert program("variables.py") in commands
     assert "private-value" not in commands
     assert "requested" not in commands
+
+
+@every_mpi
+def test_what_crosses_the_network(hosts, mpi):
+    """Neither the job's key nor a value of -x crosses the network in clear text. No file of them is left."""
+    captured = hosts.folder / "captured"
+    hosts.start("ssh", "node1", sys.executable, program("sniffer.py"), str(captured)).until("ready")
+    options = ("-H", "node1:1,node0:1", "-x", "MY_KEY", "--log-ranks", "none")
+    env = {"MY_KEY": "a-private-value", "NCCL_DEBUG": "a-public-value"}
+    job = hosts.start("launch", *options, program("variables.py"), "none", env=env, mpi=mpi)
+    kept: dict[str, str] = {}
+    while not kept and job.process.poll() is None:
+        for file in Path("/tmp").glob("mpiddp-private-*/variables"):  # which the hosts share
+            with suppress(OSError):
+                assert file.stat().st_mode & 0o777 == 0o600
+                assert file.parent.stat().st_mode & 0o777 == 0o700
+                kept = json.loads(file.read_text(encoding="utf-8"))
+    job.wait().assert_ok()
+    assert kept.keys() == {"MPIDDP_CONTROL_SECRET", "MY_KEY"}
+    seen = captured.read_bytes()
+    assert b"a-public-value" in seen  # what mpirun sends to its daemon
+    assert [value for value in kept.values() if value.encode() in seen] == []
+    assert not list(Path("/tmp").glob("mpiddp-private-*"))
 
 
 @pytest.mark.parametrize("locale", ["zh_CN.GBK", "ja_JP.EUC-JP"])

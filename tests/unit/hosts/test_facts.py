@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.doctor import job, network
-from mpiddp.hosts import facts, files, gpus, interfaces, processes
+from mpiddp.doctor import job
+from mpiddp.hosts import facts, files, gpus, interfaces, network, processes
 from mpiddp.hosts.facts import host_info, links
 from mpiddp.hosts.remote import CHECK_PYTHON, program_that_prints
 from mpiddp.launch.preflight import TRAVELLING, Needs

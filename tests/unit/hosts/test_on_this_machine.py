@@ -19,6 +19,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts import main, run, ssh
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
+from mpiddp.hosts.private import new_name
 from mpiddp.hosts.processes import descendants, end_all, signal_all, usage_of
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, logins_at_once, run_on_hosts, shell_command
 from mpiddp.hosts.transport import QRSH, SSH, Transport
@@ -211,14 +212,14 @@ def test_processes_of_the_job_alone_are_killed(capfd):
     )
     try:
         far = Host("far.invalid")
-        kill_orphans([far], f"1-{os.getpid()}", sys.executable, SHELL)
+        kill_orphans([far], f"1-{os.getpid()}", new_name(), sys.executable, SHELL)
         assert ours.wait(60) == -signal.SIGKILL
         assert other.poll() is None
         text = "mpiddp: killed leftover processes of the job on far.invalid: 1.\n"
         assert capfd.readouterr().err == text
-        kill_orphans([far], f"1-{os.getpid()}", sys.executable, SHELL)
+        kill_orphans([far], f"1-{os.getpid()}", new_name(), sys.executable, SHELL)
         assert capfd.readouterr().err == ""
-        kill_orphans([far], f"2-{os.getpid()}", "/no/such/python", SHELL)
+        kill_orphans([far], f"2-{os.getpid()}", new_name(), "/no/such/python", SHELL)
         assert capfd.readouterr().err == (
             "mpiddp: far.invalid cannot be reached, so no leftover process was killed there; "
             "its ranks end by themselves.\n"

@@ -352,7 +352,7 @@ def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(
 def test_an_attempt_removes_the_folders_of_killed_launchers_alone() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as root, private_folder({"TMPDIR": root}) as own:
         killed = Path(root, "mpiddp-0")
-        killed.mkdir()
+        killed.mkdir(mode=0o700)
         [lock] = own.iterdir()
         (killed / lock.name).touch()
         with private_folder({"TMPDIR": root}) as other:
