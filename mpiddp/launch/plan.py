@@ -26,7 +26,7 @@ from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
 from mpiddp.launch.preflight import Checked, Needs, preflight
 from mpiddp.launch.starters import find_starter
-from mpiddp.launch.variables import forwarded, gpu_table
+from mpiddp.launch.variables import forwarded, gpu_table, told
 from mpiddp.protocol import variables as names
 from mpiddp.text import all_of, listed, shown
 
@@ -103,6 +103,9 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
         mpi_args=options.mpi_args,
     )
     request = request._replace(variables=rank_variables(options, starter, request))
+    if options.dry_run and len(placed.hosts) > 1:
+        for sentence in told(env, request.variables):
+            log.info(sentence)
     return Plan(starter, request, named, chosen, memory)
 
 
@@ -224,7 +227,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         "MASTER_ADDR": options.master_addr,
     }
     given = {name: value for name, value in own.items() if value}
-    return {**forwarded(env), **library, **exports, **given}
+    return {**forwarded(env, all_of_it=options.env_all), **library, **exports, **given}
 
 
 # --- hosts that can join a running job ---

@@ -76,6 +76,16 @@ def forwarded(env: Mapping[str, str], *, all_of_it: bool = False) -> dict[str, s
     }
 
 
+def told(env: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """Which variables of this shell the ranks of several hosts get, and which they do not: two sentences."""
+    got = sorted(given.keys() & env.keys())
+    others = sorted(name for name in env if name not in given and not _is_of_a_login(name))
+    return [
+        f"of this shell, the ranks get {', '.join(got) or 'no variable'}.",
+        f"they do not get {', '.join(others) or 'none'}. -x NAME passes one, --env-all all but secrets.",
+    ]
+
+
 def is_known(name: str) -> bool:
     """Whether a variable of this name reaches the ranks of every job."""
     is_listed = name in ALLOWED or name.startswith(BEGINNINGS)

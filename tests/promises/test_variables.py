@@ -91,6 +91,35 @@ def test_a_locale_that_is_not_utf_8(hosts, locale):
     hosts.run("doctor", *hosts.where(2), env=env).assert_ok()
 
 
+SEEN = """
+import json, os
+print(json.dumps({"RANK": int(os.environ["RANK"]), "names": sorted(os.environ)}))
+"""
+# Of the host, the rank, or the test's own way to start a job there.
+OF_A_RANK = (
+    r"LOCAL_RANK|(OMPI|PMIX|PRTE|HWLOC|SSH|XDG)_\w+|DYLD_LIBRARY_PATH|MAIL|MOTD\w*|TMPDIR|LANG|LC_CTYPE"
+    r"|_|PWD|OLDPWD|SHLVL"
+)
+
+
+@pytest.mark.parametrize("options", [(), ("--env-all",)])
+def test_the_same_environment_on_all_ranks(hosts, options):
+    """Ranks beside the launcher have no variable that those of other hosts lack. --env-all passes more."""
+    env = {"CUDA_LAUNCH_BLOCKING": "1", "PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    env |= {"MKL_NUM_THREADS": "1", "MODE": "fast", "HF_TOKEN": "private-value", "PYTHONHOME": ""}
+    done = hosts.run("launch", *hosts.where(2), *options, hosts.script(SEEN), env=env).assert_ok()
+    first, second = ({*rank["names"]} for rank in done.records)
+    different = {name for name in first ^ second if not re.fullmatch(OF_A_RANK, name)}
+    assert different == set()
+    assert first >= {"CUDA_LAUNCH_BLOCKING", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG"}
+    assert ("MODE" in first) is bool(options)
+    assert not first & {"HF_TOKEN", "PYTHONHOME", "MPIDDP_CONTROL_SECRET", "MPIDDP_PRIVATE"}
+    dry = hosts.run("launch", "--dry-run", *hosts.where(2), *options, hosts.script(SEEN), env=env)
+    said = re.sub(r"\s+", " ", dry.assert_ok().stderr)
+    assert re.search(r"the ranks get .*CUDA_LAUNCH_BLOCKING", said), said
+    assert re.search(r"they do not get .*HF_TOKEN", said), said
+
+
 def test_a_file_of_variables(here):
     """--env-file passes the variables of a file and prints no value of them. -x takes precedence."""
     file = here.folder / "job.env"
@@ -109,6 +138,38 @@ def test_a_file_of_variables(here):
     sentence = error("expected NAME=VALUE", f"{file}:2: ", "NAME=VALUE")
     assert re.fullmatch(f"{sentence}\n", refused.stderr), refused.stderr
     assert "private-value" not in refused.stderr
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python")
+STALE = {
+    "PMI_RANK": "0",
+    "PMI_SIZE": "1",
+    "PMIX_RANK": "0",
+    "PMIX_NAMESPACE": "x",
+    "GROUP_RANK": "7",
+}
+STALE |= {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("outer", "env"),
+    [
+        (("python", *TORCHRUN), {}),
+        (mpirun_command(1)[:-1], {}),
+        ((), {"TORCHELASTIC_RUN_ID": "none"}),
+        ((), STALE),
+    ],
+    ids=["torchrun", "mpirun", "stale id of torchrun", "stale variables"],
+)
+def test_a_launcher_within_another(here, outer, env):
+    """A job that a rank of another launcher starts gets none of that one's variables."""
+    launch = (sys.executable, "-m", "mpiddp", "launch", *here.where(2), "--", "env")
+    lines = here.run(*outer, *launch, env=env).assert_ok().lines
+    ranks = [line for line in lines if line.startswith("RANK=")]
+    assert sorted(ranks) == ["RANK=0", "RANK=1"]
+    assert lines.count("WORLD_SIZE=2") == lines.count("GROUP_RANK=0") == 2
+    of_others = r"OMPI_|PMI|PRTE_|SLURM_(STEP|PROC|LOCAL)|TORCHELASTIC_RUN_ID=none"
+    assert [line for line in lines if re.match(of_others, line)] == []
 
 
 # What torchrun sets, and what it is on one host.
