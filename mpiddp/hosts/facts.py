@@ -47,6 +47,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "has_program": program is None or shutil.which(program, path=needs["path"]) is not None,
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
+        "machine": machine(),
         "python": sys.version.split()[0],
         "torch": package_version("torch"),
         "mpi4py": package_version("mpi4py"),
@@ -73,6 +74,16 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "gpus": _gpus(wanted["path"]),
         "clock": time.time(),  # the last one: a tool may take seconds
     }
+
+
+def machine() -> str:
+    """What tells this host from others, whatever its names: its boot, and a container's own network and pids."""
+    try:
+        namespaces = [os.readlink(f"/proc/self/ns/{each}") for each in ("net", "pid")]
+    except OSError:
+        return ""
+    boot = _text(Path("/proc/sys/kernel/random/boot_id"))
+    return " ".join([boot, *namespaces]) if boot else ""
 
 
 def process_facts() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mpiddp.launch import log, place
 from mpiddp.launch.command import Request, Starter
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
-from mpiddp.launch.preflight import Checked, Needs, preflight
+from mpiddp.launch.preflight import Checked, Needs, preflight, twins
 from mpiddp.launch.starters import find_starter
 from mpiddp.launch.variables import forwarded, gpu_table, told
 from mpiddp.protocol import variables as names
@@ -191,7 +191,8 @@ def run_preflight(
         program=program,
         uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
-    return preflight(named.usable, needs, named.transport, wait_s=options.wait_s or 0.0)
+    checked = preflight(named.usable, needs, named.transport, wait_s=options.wait_s or 0.0)
+    return checked._replace(complaints={**twins(checked.infos), **checked.complaints})
 
 
 def working_folder(env: Mapping[str, str]) -> str:

@@ -659,6 +659,13 @@ def test_hosts_that_differ(hosts, fault):
     assert re.fullmatch(error(words, *values), sentence), sentence
 
 
+def test_one_machine_under_two_names(hosts):
+    """A machine that is listed by its name and by its address is refused."""
+    address = hosts["node1"].address
+    lines = refusal(hosts.run("launch", "-H", f"node1:1,{address}:1,node0:1", program("alone.py")))
+    assert lines == [f"{address} and node1 are the same machine. Merge them into one."]
+
+
 def test_hosts_that_come_up_late(hosts):
     """--wait-for-hosts starts the job as soon as all hosts answer. Ctrl-C ends the wait."""
     names = hosts["node0"].path("/etc/hosts")

@@ -110,6 +110,7 @@ def test_what_a_host_has(tmp_path, monkeypatch):
     }
     found = host_info(needs)
     assert {name: value for name, value in found.items() if name != "interfaces"} == {
+        "machine": facts.machine(),
         "has_folder": True,
         "has_program": True,
         "has_daemon": True,
