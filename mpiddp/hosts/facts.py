@@ -77,7 +77,7 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """What tells this host from others, whatever its names: its boot, and a container's own network and pids."""
+    """What tells this host from others, whatever its names: its boot, its network, and a container's pids."""
     try:
         namespaces = [os.readlink(f"/proc/self/ns/{each}") for each in ("net", "pid")]
     except OSError:

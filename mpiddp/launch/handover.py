@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -76,6 +76,16 @@ def _problems(found: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]
     addresses, port, *_ = wanted["meet"]
     for fact, fix in [*network.blocked(met, addresses, port)][:_MOST_SAID]:
         yield f"{fact}. Fix: {fix}"
+
+
+def gone(request: Request, names: Collection[str]) -> list[str]:
+    """A sentence for each of these hosts that answers no login any more."""
+    hosts = [each for each in request.hosts.hosts if each.name in names]
+    _, failures, answers = ask_hosts(
+        hosts, "print(0)", timeout_s=LOGIN_S, transport=request.hosts.transport
+    )
+    lost = {host: each for host, each in failures.items() if not answers[host].has_begun}
+    return [f"lost {host.name} before its ranks started: {each}" for host, each in lost.items()]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
-from mpiddp.launch.handover import hand_over
+from mpiddp.launch.handover import gone, hand_over
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
@@ -157,7 +157,8 @@ class Job:
             of_job = (self.signals, self.console, self.stop_at, self.exchange)
             grows = partial(search_once, options, self.plan, [*self.doubts])
             search = grows if self.may_grow else None
-            attempt = Attempt(options, ranks, server, mpirun, output, *of_job, search)
+            probe = partial(gone, request) if others and not has_scheduler else None
+            attempt = Attempt(options, ranks, server, mpirun, output, *of_job, search, probe)
             is_all_shown = attempt.run()
             there = {host.name for host in others}
             here = frozenset(rank for rank, host in enumerate(ranks.hosts) if host not in there)

@@ -277,6 +277,22 @@ def test_a_rank_that_cannot_start(hosts):
     assert not re.search(r"signal|killed|failed first", verdict(done))
 
 
+def test_a_host_that_is_lost_at_the_start(hosts):
+    """A host whose link is cut after the preflight is named within 40 s."""
+    job = hosts.start("launch", *hosts.where(3), program("alone.py"), "never")
+    eventually(lambda: list(Path("/tmp").glob("mpiddp-private-*/variables")))
+    since = time.monotonic()
+    hosts["node1"].link("down")
+    try:
+        done = job.wait()
+        assert time.monotonic() - since < 40
+    finally:
+        hosts["node1"].link("up")
+    assert done.code == 1
+    assert re.match(r"lost node1 before its ranks started: ssh node1: no answer in ", verdict(done))
+    eventually(lambda: not hosts.processes())
+
+
 @pytest.mark.parametrize("verdict_of_it", ["drop", "reject with tcp reset"])
 @pytest.mark.parametrize("host", ["node0", "node1"])
 def test_a_firewall(hosts, host, verdict_of_it):
