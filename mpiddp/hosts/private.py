@@ -91,7 +91,7 @@ def take(name: str) -> dict[str, str]:
 def _folder(name: str) -> Path:
     if not re.fullmatch(f"{_BEGINNING}[0-9a-f]{{32}}", name):
         raise ValueError(name)  # "" would be the parent
-    return _PARENT / name
+    return _PARENT / f"{name}-{os.getuid()}"  # the users of hosts that share it may differ
 
 
 def is_private(folder: Path) -> bool:

@@ -30,7 +30,7 @@ def test_hosts_that_share_a_folder_keep_the_same(parent: Path) -> None:
     name = new_name()
     for _ in range(2):
         keep(name, KEPT)
-    (file,) = (parent / name).iterdir()
+    (file,) = private._folder(name).iterdir()
     assert (take(name), file.stat().st_mode & 0o777) == (KEPT, 0o600)
     remove(name)
     remove(name)
@@ -44,14 +44,14 @@ def test_a_folder_of_others_is_neither_opened_nor_followed(parent: Path, how: st
     (theirs / "variables").write_text("{}")
     if how == "link":
         theirs.chmod(0o700)
-        (parent / name).symlink_to(theirs)
+        private._folder(name).symlink_to(theirs)
     else:
-        theirs.rename(parent / name)
-        (parent / name).chmod(0o755)
+        theirs.rename(private._folder(name))
+        private._folder(name).chmod(0o755)
     for act in (lambda: keep(name, KEPT), lambda: take(name)):
         with pytest.raises(PermissionError):
             act()
-    assert len(list((parent / name).iterdir())) == 1
+    assert len(list(private._folder(name).iterdir())) == 1
 
 
 def test_nothing_else_is_removed(parent: Path) -> None:
@@ -64,9 +64,9 @@ def test_what_killed_launchers_have_left_is_removed_after_a_day(parent: Path) ->
     old, young = new_name(), new_name()
     for name in (old, young):
         keep(name, KEPT)
-    os.utime(parent / old, (time.time() - 90_000,) * 2)
+    os.utime(private._folder(old), (time.time() - 90_000,) * 2)
     keep(new := new_name(), KEPT)
-    assert {each.name for each in parent.iterdir()} == {young, new}
+    assert {*parent.iterdir()} == {*map(private._folder, (young, new))}
 
 
 @pytest.mark.parametrize("how", ["pipe", "link"])
