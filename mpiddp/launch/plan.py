@@ -228,7 +228,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         "MASTER_ADDR": options.master_addr,
     }
     given = {name: value for name, value in own.items() if value}
-    return {**forwarded(env, all_of_it=options.env_all), **library, **exports, **given}
+    return {**forwarded(env, env_all=options.env_all), **library, **exports, **given}
 
 
 # --- hosts that can join a running job ---

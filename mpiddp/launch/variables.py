@@ -17,43 +17,24 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.command import LEFT_OUT, Request
 from mpiddp.protocol.variables import SECRET
 
-ALLOWED = (
-    *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "MPI4PY_LIBMPI"),
-    # Rank 0 uses these two, and it may run on another host than the launcher.
-    *("MASTER_ADDR", "MASTER_PORT"),
-    *("SLURM_JOB_ID", "SLURM_JOB_NAME", "PBS_JOBID", "LSB_JOBID", "JOB_ID"),  # for names of runs
+# Those that reach the ranks of every job. Rank 0 uses the address, and it may run on another host than the
+# launcher; the ids of schedulers are for names of runs; the paths of this Python are left out.
+_KNOWN = re.compile(
+    "(PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|MPI4PY_LIBMPI|MASTER_ADDR|MASTER_PORT)$"
+    "|(SLURM_JOB_ID|SLURM_JOB_NAME|PBS_JOBID|LSB_JOBID|JOB_ID)$"
+    "|(NCCL|GLOO|RCCL|UCX|FI|OMP|KMP|MKL|HF|MPIDDP|PYTORCH|CUDA|CUBLAS|CUDNN|HIP|ROCR|ZE|ONEAPI)_"
+    "|TORCH|PYTHON(?!(HOME|EXECUTABLE|PLATLIBDIR|STARTUP)$)"
 )
-BEGINNINGS = (
-    *("NCCL_", "GLOO_", "RCCL_", "UCX_", "FI_"),
-    *("TORCH", "PYTORCH_", "OMP_", "KMP_", "MKL_", "HF_", "MPIDDP_"),
-    *("CUDA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCR_", "ZE_", "ONEAPI_"),
-    "PYTHON",
+# Those that a login sets on each host by itself.
+_OF_A_HOST = re.compile(
+    "(HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|TERM|TMPDIR|HOSTNAME|DISPLAY|KRB5CCNAME|TZ|_)$"
+    "|LANG|LC_|SSH_|XDG_|DBUS_"
 )
-# Paths of this machine's interpreter.
-_OF_THIS_PYTHON = ("PYTHONHOME", "PYTHONEXECUTABLE", "PYTHONPLATLIBDIR", "PYTHONSTARTUP")
-# What a login sets on each host by itself.
-OF_A_LOGIN = (
-    *("HOME", "USER", "LOGNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "SHLVL", "TERM", "TMPDIR"),
-    *("HOSTNAME", "DISPLAY", "KRB5CCNAME", "TZ", "LANG", "LANGUAGE"),
-)
-_LOGINS = ("LC_", "SSH_", "XDG_", "DBUS_")
-# What mpirun needs, beside what it hands on: the user's settings of an MPI, and a scheduler's variables where
-# its own program takes the place of ssh.
-_OF_MPIS = (
-    "OMPI_",
-    "OPAL_",
-    "ORTE_",
-    "PRTE_",
-    "PMIX_",
-    "HYDRA_",
-    "I_MPI_",
-    "MPICH_",
-    "MPIR_",
-    "MV2_",
-)
-_OF_SCHEDULERS = (
-    *("SLURM_", "PBS_", "LSB_", "LSF_", "LS_", "EGO_", "SGE_", "PE", "JOB_", "TASK_ID", "NSLOTS"),
-    *("NHOSTS", "NQUEUES", "QUEUE", "ARC", "RESTARTED", "REQUEST", "ENVIRONMENT"),
+# What mpirun needs beside these: the user's settings of an MPI, and a scheduler's variables where its program
+# takes the place of ssh.
+_OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MV2)_")
+_OF_A_SCHEDULER = re.compile(
+    "(SLURM|PBS|LSB|LSF|LS|EGO|SGE|JOB|TASK)_|PE|N(SLOTS|HOSTS|QUEUES)|QUEUE|ARC|RESTARTED|REQUEST"
 )
 
 # A variable with such a word in its name is passed only if -x or a file of variables names it: it may be a
@@ -63,44 +44,36 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_BYTES = 1 << 20
 
 
-def forwarded(env: Mapping[str, str], *, all_of_it: bool = False) -> dict[str, str]:
+def forwarded(env: Mapping[str, str], *, env_all: bool = False) -> dict[str, str]:
     """The variables of `env` that every job gets, sorted by name; with --env-all, all but secrets.
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
-    return {
-        name: env[name]
-        for name in sorted(env)
-        if (is_known(name) or (all_of_it and _is_free(name)))
-        and not is_of_one_host(name, env[name])
-    }
+    of_no_job = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER)
 
+    def is_free(name: str) -> bool:
+        is_name = _NAME.fullmatch(name) and not is_secret(name)
+        is_ours = name.startswith("PYTHON") or any(each.match(name) for each in of_no_job)
+        return bool(is_name) and not is_ours
 
-def told(env: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
-    """Which variables of this shell the ranks of several hosts get, and which they do not: two sentences."""
-    got = sorted(given.keys() & env.keys())
-    others = sorted(name for name in env if name not in given and not _is_of_a_login(name))
-    return [
-        f"of this shell, the ranks get {', '.join(got) or 'no variable'}.",
-        f"they do not get {', '.join(others) or 'none'}. -x NAME passes one, --env-all all but secrets.",
-    ]
+    chosen = [name for name in sorted(env) if is_known(name) or (env_all and is_free(name))]
+    return {name: env[name] for name in chosen if not is_of_one_host(name, env[name])}
 
 
 def is_known(name: str) -> bool:
     """Whether a variable of this name reaches the ranks of every job."""
-    is_listed = name in ALLOWED or name.startswith(BEGINNINGS)
-    return is_listed and name not in _OF_THIS_PYTHON and not is_secret(name)
+    return bool(_KNOWN.match(name)) and not is_secret(name)
 
 
-def _is_free(name: str) -> bool:
-    """Whether --env-all hands it on."""
-    if is_secret(name) or name in _OF_THIS_PYTHON or not _NAME.fullmatch(name):
-        return False
-    return not (_is_of_a_login(name) or name.startswith((*_OF_MPIS, *_OF_SCHEDULERS)))
-
-
-def _is_of_a_login(name: str) -> bool:
-    return name in OF_A_LOGIN or name.startswith(_LOGINS) or name == "_"
+def told(env: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """Which variables of this shell the ranks of several hosts get, and which they do not: two sentences."""
+    got = ", ".join(sorted(given.keys() & env.keys())) or "no variable"
+    others = [name for name in sorted(env) if name not in given and not _OF_A_HOST.match(name)]
+    hint = "-x NAME passes one, --env-all all but secrets."
+    return [
+        f"of this shell, the ranks get {got}.",
+        *([f"they do not get {', '.join(others)}. {hint}"] if others else []),
+    ]
 
 
 def is_secret(name: str) -> bool:
@@ -178,14 +151,10 @@ def of_mpirun(request: Request, *, is_alone: bool) -> dict[str, str]:
 
     A job on this machine alone (`is_alone`) has no others: then its ranks get all, as under torchrun.
     """
-    env, is_ssh = request.env, request.hosts.transport.is_ssh
-    needs = (*_OF_MPIS, *(() if is_ssh else _OF_SCHEDULERS))
-    chosen = {
-        name: value
-        for name, value in env.items()
-        if is_alone or _is_of_a_login(name) or name.startswith(needs)
-    }
-    return {**chosen, **request.variables}
+    needs = [_OF_A_HOST, _OF_AN_MPI]
+    needs += [] if request.hosts.transport.is_ssh else [_OF_A_SCHEDULER]
+    chosen = [name for name in request.env if is_alone or any(each.match(name) for each in needs)]
+    return {**{name: request.env[name] for name in chosen}, **request.variables}
 
 
 # --- the GPUs of each host ---

@@ -47,7 +47,7 @@ SECRETS = (
 def test_variables_of_the_allow_list_reach_the_ranks_and_no_secret() -> None:
     env = dict.fromkeys((*PASSED, *OF_A_HOST, *FREE, *SECRETS), "1")
     assert forwarded(env) == dict.fromkeys(sorted(PASSED), "1")
-    assert forwarded(env, all_of_it=True) == dict.fromkeys(sorted((*PASSED, *FREE)), "1")
+    assert forwarded(env, env_all=True) == dict.fromkeys(sorted((*PASSED, *FREE)), "1")
     assert all(map(is_secret, SECRETS))
 
 
