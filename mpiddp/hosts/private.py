@@ -6,6 +6,7 @@ takes it from there, and removes the folder once all ranks have met. The source 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -63,7 +64,7 @@ def reach_launcher(at: str, key: str) -> str:
 
 
 def keep(name: str, variables: Mapping[str, str]) -> None:
-    """Put the variables where `take` finds them. Raises OSError if another user has been there before."""
+    """Put the variables where `take` finds them. Both raise OSError for a folder that others can enter."""
     for old in _PARENT.glob(f"{_BEGINNING}*"):
         with suppress(OSError):
             if is_private(old) and old.lstat().st_mtime < time.time() - _STALE_S:
@@ -71,8 +72,7 @@ def keep(name: str, variables: Mapping[str, str]) -> None:
     folder = _folder(name)
     with suppress(FileExistsError):  # by another host that shares it
         folder.mkdir(mode=0o700)
-    if not is_private(folder):
-        raise PermissionError(f"{folder} is another user's")
+    _check(folder)
     part = folder / os.urandom(8).hex()
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(json.dumps(variables).encode())
@@ -82,8 +82,7 @@ def keep(name: str, variables: Mapping[str, str]) -> None:
 def take(name: str) -> dict[str, str]:
     """The variables that this host keeps under this name."""
     folder = _folder(name)
-    if not is_private(folder):
-        raise PermissionError(f"{folder} is another user's")
+    _check(folder)
     variables: dict[str, str] = json.loads((folder / "variables").read_bytes())
     return variables
 
@@ -92,6 +91,11 @@ def _folder(name: str) -> Path:
     if not re.fullmatch(f"{_BEGINNING}[0-9a-f]{{32}}", name):
         raise ValueError(name)  # "" would be the parent
     return _PARENT / f"{name}-{os.getuid()}"  # the users of hosts that share it may differ
+
+
+def _check(folder: Path) -> None:
+    if not is_private(folder):
+        raise PermissionError(errno.EPERM, "another user can enter it", str(folder))
 
 
 def is_private(folder: Path) -> bool:

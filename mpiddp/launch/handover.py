@@ -28,8 +28,6 @@ from mpiddp.text import listed, names_by_value
 
 TRAVELLING = (channel, interfaces, network, processes, private)
 _PORTS = range(33_000, 60_000)  # the kernel's own choice is among them, as for the ranks
-_START_S = 6.0  # for all hosts to listen
-_WORK_S = network.CONNECT_S + 2 * _START_S
 _MOST = 16  # hosts of which each connects to each
 _MOST_SAID = 3
 
@@ -44,7 +42,7 @@ def hand_over(
     wanted = {
         "launcher": server.settings[ADDRESS],
         "key": server.key,
-        "meet": (addresses, port, _START_S, _MOST) if knows_all else (),
+        "meet": (addresses, port, request.network.start_s, _MOST) if knows_all else (),
         "name": name,
         "variables": variables,
     }
@@ -53,7 +51,8 @@ def hand_over(
     try:
         with _answering(server):
             program = program_that_prints(TRAVELLING, f"ready({wanted!a})")
-            found, failures, _ = ask(hosts, program, timeout_s=LOGIN_S, work_s=_WORK_S)
+            work_s = 2 * request.network.start_s + 2 * network.CONNECT_S
+            found, failures, _ = ask(hosts, program, timeout_s=LOGIN_S, work_s=work_s)
         kept = [*found]
         if problems := [*failures.values(), *_problems(found, wanted)]:
             raise JobFailed("\n".join(problems))

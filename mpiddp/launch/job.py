@@ -28,7 +28,7 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_once
 from mpiddp.launch.ranks import Announcement, Ranks
-from mpiddp.launch.variables import of_mpirun, private_names
+from mpiddp.launch.variables import of_mpirun, take_private
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
@@ -140,10 +140,7 @@ class Job:
             resumed, variables = (*request.job, *known.resume_args), {**request.variables, **given}
             if name := private.new_name() if others and not has_scheduler else "":
                 stack.callback(private.remove, name)
-                kept = {
-                    each: variables.pop(each)
-                    for each in private_names(variables, options.variables)
-                }
+                kept = take_private(variables, options.variables)
                 variables[names.PRIVATE] = name
                 with self.signals.interrupting():
                     hand_over(request, server, name, kept)

@@ -226,12 +226,12 @@ def addresses_in(
 ) -> dict[str, str]:
     """The address of each host in the job's networks, by the name that mpirun gets."""
     own = {key_of(host.name, placed): info.interfaces for host, info in infos.items()}
-    found: dict[str, str] = {}
-    for host in placed.hosts:
-        for interface in own.get(key_of(host.name, placed), ()):
-            if any(map(interface.matches, networks)):
-                found.setdefault(host.name, interface.address)
-    return found
+    return {
+        host.name: interface.address
+        for host in placed.hosts
+        for interface in reversed(own.get(key_of(host.name, placed), ()))
+        if any(map(interface.matches, networks))
+    }
 
 
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,7 @@ from mpiddp.hosts.gpus import VISIBLE, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.launch import log, place
-from mpiddp.launch.command import Request, Starter
+from mpiddp.launch.command import JobNetwork, Request, Starter
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
 from mpiddp.launch.preflight import Checked, Needs, preflight, twins
@@ -70,16 +71,17 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
     wanted, least = place.wanted_hosts(options, past)
     if options.push and not options.dry_run:
         _push(named, working_folder(env), least)
+    since = time.monotonic()
     checked = run_preflight(options, named, starter, env)
+    start_s = min(5 + 2 * (time.monotonic() - since), JobNetwork().start_s)
     if checked.silent:
         history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(past, checked.complaints, wanted, least)
     placed = place.place(chosen, checked.infos, starter, options, past, wanted)
     infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
-    network = network._replace(
-        addresses=place.addresses_in(network.networks, placed, checked.infos)
-    )
+    addresses = place.addresses_in(network.networks, placed, checked.infos)
+    network = network._replace(addresses=addresses, start_s=start_s)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(placed.hosts) > 1 and not starter.has_scheduler:

@@ -140,10 +140,10 @@ def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str
     return [*arguments]
 
 
-def private_names(variables: Iterable[str], exports: Iterable[str]) -> list[str]:
-    """Those that mpirun must not send in clear text: the job's key, and what only the user names."""
-    named = {name for name in exports if not is_known(name)}
-    return [name for name in variables if name == SECRET or name in named]
+def take_private(variables: dict[str, str], exports: Iterable[str]) -> dict[str, str]:
+    """Take out what mpirun must not send in clear text: the job's key, and what only the user names."""
+    names = [SECRET, *(name for name in exports if not is_known(name))]
+    return {name: variables.pop(name) for name in names}
 
 
 def of_mpirun(request: Request, *, is_alone: bool) -> dict[str, str]:
