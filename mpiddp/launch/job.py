@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_once
 from mpiddp.launch.ranks import Announcement, Ranks
-from mpiddp.launch.variables import of_mpirun, take_private
+from mpiddp.launch.variables import left_out, take_private
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
@@ -141,14 +142,14 @@ class Job:
             if name := private.new_name() if others and not has_scheduler else "":
                 stack.callback(private.remove, name)
                 kept = take_private(variables, options.variables)
+                kept[names.LEFT_OUT] = ",".join([socket.gethostname(), *left_out(request)])
                 variables[names.PRIVATE] = name
                 with self.signals.interrupting():
                     hand_over(request, server, name, kept)
             request = request._replace(job=resumed, variables=variables)
             command = starter.compose(request, str(folder))
             has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
-            env = of_mpirun(request, is_alone=not others or has_scheduler)
-            mpirun = MpirunProcess(starter, command, env)
+            mpirun = MpirunProcess(starter, command)
             shown = {"has_prefix": has_prefix, "shows_end": options.verbose}
             output = JobOutput(ranks.world_size, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)

@@ -30,9 +30,8 @@ _OF_A_HOST = re.compile(
     "(HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|TERM|TMPDIR|HOSTNAME|DISPLAY|KRB5CCNAME|TZ|_)$"
     "|LANG|LC_|SSH_|XDG_|DBUS_"
 )
-# What mpirun needs beside these: the user's settings of an MPI, and a scheduler's variables where its program
-# takes the place of ssh.
-_OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MV2)_")
+# The user's settings of an MPI, which it passes on, and what a scheduler sets on each host.
+_OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MPIEXEC|MV2)_")
 _OF_A_SCHEDULER = re.compile(
     "(SLURM|PBS|LSB|LSF|LS|EGO|SGE|JOB|TASK)_|PE|N(SLOTS|HOSTS|QUEUES)|QUEUE|ARC|RESTARTED|REQUEST"
 )
@@ -146,15 +145,15 @@ def take_private(variables: dict[str, str], exports: Iterable[str]) -> dict[str,
     return {name: variables.pop(name) for name in names}
 
 
-def of_mpirun(request: Request, *, is_alone: bool) -> dict[str, str]:
-    """The environment of mpirun. Its ranks on this machine inherit it, and get no more than the others.
+def left_out(request: Request) -> list[str]:
+    """The names that ranks beside the launcher inherit from its shell, and those of other hosts do not have.
 
-    A job on this machine alone (`is_alone`) has no others: then its ranks get all, as under torchrun.
+    mpirun itself gets all: an ssh with a ProxyCommand may need any. So a rank's agent drops these.
     """
-    needs = [_OF_A_HOST, _OF_AN_MPI]
-    needs += [] if request.hosts.transport.is_ssh else [_OF_A_SCHEDULER]
-    chosen = [name for name in request.env if is_alone or any(each.match(name) for each in needs)]
-    return {**{name: request.env[name] for name in chosen}, **request.variables}
+    of_others = [_OF_A_HOST, _OF_AN_MPI]
+    of_others += [] if request.hosts.transport.is_ssh else [_OF_A_SCHEDULER]
+    inherited = request.env.keys() - request.variables.keys()
+    return [name for name in inherited if not any(each.match(name) for each in of_others)]
 
 
 # --- the GPUs of each host ---

@@ -62,7 +62,13 @@ class Agent:
         self.name = f"rank {world.rank} on {world.hostname}"
         if kept := os.environ.pop(variables.PRIVATE, ""):
             with named_by(""):
-                os.environ.update(private.take(kept))
+                given = private.take(kept)
+            host, *names = given.pop(variables.LEFT_OUT).split(",")
+            for each in (
+                names if host == world.hostname else ()
+            ):  # it has them from the launcher's shell
+                os.environ.pop(each, None)
+            os.environ.update(given)
         self._kept = kept
         address, key = os.environ.pop(variables.ADDRESS, ""), os.environ.pop(variables.SECRET, "")
         self._launcher = Server(address, key) if address and key else None
