@@ -29,7 +29,7 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_once
 from mpiddp.launch.ranks import Announcement, Ranks
-from mpiddp.launch.variables import left_out, take_private
+from mpiddp.launch.variables import left_out, of_mpirun, take_private
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
@@ -139,6 +139,7 @@ class Job:
                 self.exchange.begin(server)
             given = {name: value for name, value in own.items() if value} | server.settings
             resumed, variables = (*request.job, *known.resume_args), {**request.variables, **given}
+            kept: dict[str, str] = {}
             if name := private.new_name() if others and not has_scheduler else "":
                 stack.callback(private.remove, name)
                 kept = take_private(variables, options.variables)
@@ -149,7 +150,8 @@ class Job:
             request = request._replace(job=resumed, variables=variables)
             command = starter.compose(request, str(folder))
             has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
-            mpirun = MpirunProcess(starter, command)
+            env = of_mpirun(os.environ, kept) if kept else os.environ
+            mpirun = MpirunProcess(starter, command, env)
             shown = {"has_prefix": has_prefix, "shows_end": options.verbose}
             output = JobOutput(ranks.world_size, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)

@@ -39,7 +39,9 @@ class MpirunProcess:
     system may send one to every process of a job, whose ranks still save.
     """
 
-    def __init__(self, starter: Starter, command: Command) -> None:
+    def __init__(
+        self, starter: Starter, command: Command, env: Mapping[str, str] = os.environ
+    ) -> None:
         self.starter = starter
         self.was_ended = False  # by this launcher
         # Children of the shell that this process may have replaced by exec.
@@ -57,7 +59,7 @@ class MpirunProcess:
                 Path(path).write_text(text, encoding="utf-8")
             self._process = subprocess.Popen(
                 command.argv,
-                env={**with_own_folder(starter.program, os.environ), **command.settings},
+                env={**with_own_folder(starter.program, env), **command.settings},
                 stdin=subprocess.DEVNULL,  # rank 0 gets it from `JobOutput`
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError, named_by
@@ -145,11 +145,21 @@ def take_private(variables: dict[str, str], exports: Iterable[str]) -> dict[str,
     return {name: variables.pop(name) for name in names}
 
 
-def left_out(request: Request) -> list[str]:
-    """The names that ranks beside the launcher inherit from its shell, and those of other hosts do not have.
+def of_mpirun(env: Mapping[str, str], kept: Collection[str]) -> dict[str, str]:
+    """The environment of mpirun without secrets, and what is `kept`: Hydra sends all of it to its proxies.
 
-    mpirun itself gets all: an ssh with a ProxyCommand may need any. So a rank's agent drops these.
+    An ssh with a ProxyCommand may need any other.
     """
+
+    def is_needed(name: str) -> bool:
+        return bool(_OF_A_HOST.match(name) or _OF_AN_MPI.match(name))
+
+    left = {name for name in env if name in kept or is_secret(name)}
+    return {name: env[name] for name in env if name not in left or is_needed(name)}
+
+
+def left_out(request: Request) -> list[str]:
+    """The names that ranks beside the launcher inherit from its shell, and no rank of another host has."""
     of_others = [_OF_A_HOST, _OF_AN_MPI]
     of_others += [] if request.hosts.transport.is_ssh else [_OF_A_SCHEDULER]
     inherited = request.env.keys() - request.variables.keys()
