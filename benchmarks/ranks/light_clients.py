@@ -49,7 +49,10 @@ def launcher(ranks: int) -> None:
     names = [f"10.0.{number >> 8}.{number & 255}" for number in range(ranks // per_host)]
     named = Hosts("light clients", tuple(Host(name, ranks=per_host) for name in names))
     request = Request(named, ("true",), ".")
-    plan = Plan(STARTERS[1]._replace(program=mpirun), request, named, named, None)
+    # As of a scheduler: no login to these hosts, which do not exist.
+    plan = Plan(
+        STARTERS[1]._replace(program=mpirun, has_scheduler=True), request, named, named, None
+    )
     since = time.monotonic()
     with closing(SignalQueue()) as signals:
         outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).attempt()
