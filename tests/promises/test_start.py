@@ -663,7 +663,8 @@ def test_one_machine_under_two_names(hosts):
     """A machine that is listed by its name and by its address is refused."""
     address = hosts["node1"].address
     lines = refusal(hosts.run("launch", "-H", f"node1:1,{address}:1,node0:1", program("alone.py")))
-    assert lines == [f"{address} and node1 are the same machine. Merge them into one."]
+    assert len(lines) == 1
+    assert lines[0].endswith(f"{address} and node1 are the same machine. Merge them into one.")
 
 
 def test_hosts_that_come_up_late(hosts):
