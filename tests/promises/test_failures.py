@@ -305,7 +305,9 @@ def test_a_firewall(hosts, host, verdict_of_it):
     address = re.escape(hosts[host].address)
     why = "no answer in 3 s" if verdict_of_it == "drop" else "Connection refused"
     way = "node1, node2 → node0" if host == "node0" else "no other host reaches node1"
-    assert re.match(rf"(?:mpiddp: )?{way} \({address} tcp/\d+\)( fails)?: {why}\. .*", done.stderr), done.stderr
+    assert re.match(
+        rf"(?:mpiddp: )?{way} \({address} tcp/\d+\)( fails)?: {why}\. .*", done.stderr
+    ), done.stderr
     assert not list(Path("/tmp").glob("mpiddp-private-*"))
 
 
