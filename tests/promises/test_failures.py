@@ -278,18 +278,19 @@ def test_a_rank_that_cannot_start(hosts):
 
 
 def test_a_host_that_is_lost_at_the_start(hosts):
-    """A host whose link is cut after the preflight is named within 40 s."""
+    """A host whose link is cut between the preflight and its ranks is named within 40 s."""
     job = hosts.start("launch", *hosts.where(3), program("alone.py"), "never")
-    eventually(lambda: list(Path("/tmp").glob("mpiddp-private-*/variables")))
-    since = time.monotonic()
+    eventually(lambda: hosts.processes("--map-by seq"))  # mpirun
     hosts["node1"].link("down")
+    since = time.monotonic()
     try:
         done = job.wait()
         assert time.monotonic() - since < 40
     finally:
         hosts["node1"].link("up")
     assert done.code == 1
-    assert re.match(r"lost node1 before its ranks started: ssh node1: no answer in ", verdict(done))
+    # Its rank may have started before, on a loaded machine.
+    assert re.match(r"lost node1 (before its ranks started: ssh node1: |\(rank 1\))", verdict(done))
     eventually(lambda: not hosts.processes())
 
 
