@@ -17,6 +17,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from mpiddp.checkpoints.state import (
     Keys,
     Outline,
     Packed,
+    Row,
     is_sharded,
     mapped,
     packed,
@@ -435,43 +437,54 @@ def _to_host(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor], Callab
     reader of the copies waits.
     """
     events: dict[torch.device, torch.Event] = {}
-    rows: dict[Any, list[Tensor]] = {}
-    sizes: dict[Any, int] = {}
-    places: dict[Any, Any] = {}  # of each distinct tensor
-    keys, blocks = [], []
+    rows: dict[Any, list[Row]] = defaultdict(lambda: [Row()])
+    first: dict[
+        int, int
+    ] = {}  # the number of the first tensor at an address; no tuples, which gc counts
+    copies: list[Any] = []
+    blocks: list[Tensor] = []
     with torch.inference_mode(False), torch.no_grad():
-        for value in tensors:
-            device, dtype, shape = value.device, value.dtype, value.shape
-            key = (value.data_ptr(), dtype, device, shape, value.stride(), value.is_conj())
-            keys.append(key)
-            if key in places:
+        for number, value in enumerate(tensors):
+            before = first.setdefault(value.data_ptr(), number)
+            if before < number and _is_same(value, tensors[before]):
+                copies.append(copies[before])
                 continue
+            device, dtype, shape = value.device, value.dtype, value.shape
             if device.type != "cpu" and device not in events:
                 events[device] = torch.Event(device)
             size = value.numel()
             if size <= _SMALL and dtype in PACKED_TYPES and value.is_contiguous():
-                total = sizes.get((device, dtype), 0)
-                row = (device, dtype, total // _ROW)
-                offset = sizes.get(row, 0)
-                sizes[device, dtype], sizes[row] = total + size, offset + size
-                rows.setdefault(row, []).append(value.detach().reshape(-1))
-                places[key] = (row, offset, shape)
-                continue
-            copy = _unexpanded(value.detach()).to("cpu", non_blocking=True, copy=True)
-            blocks.append(copy)
-            places[key] = copy if copy.shape == shape else copy.expand(shape)
-        joined = {row: torch.cat(each).to("cpu", non_blocking=True) for row, each in rows.items()}
+                row = rows[device, dtype]
+                if row[-1].size > _ROW:
+                    row.append(Row())
+                copies.append(Packed(row[-1], row[-1].size, shape))
+                row[-1].parts.append(value.reshape(-1))
+                row[-1].size += size
+            else:
+                copy = _unexpanded(value.detach()).to("cpu", non_blocking=True, copy=True)
+                blocks.append(copy)
+                copies.append(copy if copy.shape == shape else copy.expand(shape))
+        for each in (each for row in rows.values() for each in row):
+            each.block = torch.cat(each.parts).to("cpu", non_blocking=True)
+            each.parts.clear()
+            blocks.append(each.block)
     for device, event in events.items():
         event.record(torch.accelerator.current_stream(device))
-    for key, place in places.items():
-        if type(place) is tuple:
-            places[key] = Packed(joined[place[0]], *place[1:])
 
     def wait_for_copies() -> None:
         for event in events.values():
             event.synchronize()
 
-    return [places[key] for key in keys], [*blocks, *joined.values()], wait_for_copies
+    return copies, blocks, wait_for_copies
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape, a.stride(), a.is_conj()) == (
+        b.dtype,
+        b.shape,
+        b.stride(),
+        b.is_conj(),
+    )
 
 
 def _unexpanded(value: Tensor) -> Tensor:
@@ -486,7 +499,9 @@ def _worst(tensors: Sequence[Any]) -> float:
     """NaN if a tensor has one, else an infinity that one has, else 0."""
     worst = 0.0
     for each in tensors:
-        value = each.block[each.offset :][: each.shape.numel()] if type(each) is Packed else each
+        value = (
+            each.row.block[each.offset :][: each.shape.numel()] if type(each) is Packed else each
+        )
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())
         if not value.is_floating_point() or value.element_size() == 1 or value.is_quantized:

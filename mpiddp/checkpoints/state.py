@@ -61,10 +61,19 @@ _STORAGES = {
 PACKED_TYPES = {each for each in _STORAGES if not each.is_complex}  # that may share a storage
 
 
-class Packed(NamedTuple):
-    """A small tensor in a row of them: a contiguous part of `block`, [elements]."""
+class Row:
+    """The memory of many small tensors of one type, [size]."""
 
-    block: Tensor
+    def __init__(self) -> None:
+        self.block = torch.empty(0)
+        self.parts: list[Tensor] = []  # until they are copied into the block
+        self.size = 0
+
+
+class Packed(NamedTuple):
+    """A small contiguous tensor in a row of them, at the offset in its block."""
+
+    row: Row
     offset: int
     shape: torch.Size
 
@@ -246,7 +255,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if kind is Packed:
-            block, offset, shape = value
+            block, offset, shape = value.row.block, value.offset, value.shape
             steps = [1, *accumulate((max(size, 1) for size in shape[:0:-1]), mul)]
             place = (offset, tuple(shape), tuple(steps[::-1]) if shape else ())
         elif (kind is Tensor or kind is torch.nn.Parameter) and value.dtype in _STORAGES:
