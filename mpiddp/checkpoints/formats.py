@@ -13,6 +13,7 @@ import io
 import json
 import pickle
 import struct
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,7 +56,9 @@ def write_foreign(to: str, state: Mapping[str, Any], new: Path) -> None:
     if to == "dcp":
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(dict(state), checkpoint_id=new, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is one process
+            dcp.save(dict(state), checkpoint_id=new, no_dist=True)
         return
     for key, entry in state.items():
         _write_safetensors(new / f"{stem_of(key)}{_SUFFIX}", entry)

@@ -163,7 +163,7 @@ class Run:
                             "each save has to. Name a folder on another one."
                         ) from None
         except BaseException:
-            self.close()
+            self.close(removes_new=True)
             raise
 
     @property
