@@ -393,6 +393,8 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
         table = json.loads(content)
         rows = (table[key] if key else table).items()
         entries = {name: Entry(**each) for name, each in rows}
+        if not all(type(each.bytes) is int for each in entries.values()):
+            raise TypeError
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise BrokenCheckpoint(folder, f"{file} is not a table of files") from None
     for name in entries:

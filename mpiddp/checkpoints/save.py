@@ -102,9 +102,7 @@ class Saver:
         self._sign = -1 if highest_is_best else 1
         self._values: dict[int, float] = {}  # of the metric, by step; the lowest is the best
         self._not_finite = ""  # why the latest loss is not finite
-        self._infinite: set[Keys] | None = (
-            None  # tensors that hold infinities on purpose, as a mask does
-        )
+        self._infinite: set[Keys] | None = None  # tensors with infinities on purpose, such as masks
         self._is_warned = False  # of a state that is not finite
         self._digests: list[str] = []  # of what each rank saves
         self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
@@ -319,24 +317,16 @@ class Saver:
 
     def _not_finite_in(self, job: _Copied) -> str:
         """Name a tensor that is not finite. One that holds infinities from the first save on may do so."""
-        found = _worst(job.blocks)
-        if math.isfinite(found) and self._infinite is not None:
-            return ""
-        bad = (
-            {}
-            if math.isfinite(found)
-            else {
-                path: value
-                for path, each in job.copies.items()
-                if not math.isfinite(value := _worst([each]))
-            }
-        )
+        bad = {}
+        if not math.isfinite(_worst(job.blocks)):
+            every = {path: _worst([each]) for path, each in job.copies.items()}
+            bad = {path: value for path, value in every.items() if not math.isfinite(value)}
         if self._infinite is None:
             self._infinite = {path for path, value in bad.items() if math.isinf(value)}
-        named = [
-            path for path, value in bad.items() if math.isnan(value) or path not in self._infinite
-        ]
-        return f"{shown_path(named[0])} has {bad[named[0]]}" if named else ""
+        for path, value in bad.items():
+            if math.isnan(value) or path not in self._infinite:
+                return f"{shown_path(path)} has {value}"
+        return ""
 
     def _send_copies(self, new: Path, files: Mapping[str, Entry]) -> None:
         transfers = [
@@ -499,9 +489,7 @@ def _worst(tensors: Sequence[Any]) -> float:
     """NaN if a tensor has one, else an infinity that one has, else 0."""
     worst = 0.0
     for each in tensors:
-        value = (
-            each.row.block[each.offset :][: each.shape.numel()] if type(each) is Packed else each
-        )
+        value = each.tensor if type(each) is Packed else each
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())
         if not value.is_floating_point() or value.element_size() == 1 or value.is_quantized:

@@ -58,26 +58,25 @@ def file_of(rank: int) -> str:
 class _Leaf(NamedTuple):
     """A tensor of some ranks, without its values."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    label: str  # its type, shape and placements
     mesh: tuple[int, ...]  # the ranks that share a DTensor; () for a plain one
-    placements: str
-    part: tuple[tuple[int, ...], tuple[int, ...]]  # the shape and the offsets of this rank's part
+    part: str  # which box of it the sample is of
     sample: tuple[float, ...]
 
     @classmethod
     def of(cls, path: Keys, value: Any, *, samples: bool) -> _Leaf:
-        shape, dtype = tuple(value.shape), str(value.dtype)
-        sampled = samples and path[-1] not in _OF_EACH_RANK
-        if not is_sharded(value):
-            return cls(shape, dtype, (), "", ((), ()), _sample(value) if sampled else ())
-        mesh = tuple(value.device_mesh.mesh.flatten().tolist())
-        part: Any = ((), ())
-        sample: tuple[float, ...] = ()
-        if sampled and value.device_mesh.get_coordinate() is not None:
-            box, offsets = _own_box(value)
-            part, sample = (tuple(box.shape), tuple(offsets)), _sample(box)
-        return cls(shape, dtype, mesh, str(value.placements), part, sample)
+        label, box, part = f"{value.dtype} {list(value.shape)}", value, ""
+        mesh: tuple[int, ...] = ()
+        if is_sharded(value):
+            label, mesh = f"{label} as {value.placements}", _mesh_of(value)
+            box, offsets = _own_box(value) if value.device_mesh.get_coordinate() else (None, ())
+            part = f"{offsets}"
+        sampled = samples and path[-1] not in _OF_EACH_RANK and box is not None
+        return cls(label, mesh, part, _sample(box) if sampled else ())
+
+
+def _mesh_of(value: Any) -> tuple[int, ...]:
+    return tuple(value.device_mesh.mesh.flatten().tolist())
 
 
 def _sample(value: Tensor) -> tuple[float, ...]:
@@ -107,7 +106,7 @@ def digest_of(outline: Outline, *, samples: bool) -> str:
     every = max(1, len(outline.tensors) // _MAX_SAMPLED)
     for index, (path, value) in enumerate(zip(outline.paths, outline.tensors, strict=True)):
         if is_sharded(value):  # its ranks have different parts of it
-            rows.append(_Leaf.of(path, value, samples=False))
+            rows.append(_Leaf.of(path, value, samples=False)[:2])
         else:
             sampled = samples and index % every == 0 and path[-1] not in _OF_EACH_RANK
             rows.append((tuple(value.shape), value.dtype, _sample(value) if sampled else ()))
@@ -136,8 +135,7 @@ class Union:
     def saves(self, path: Keys, value: Any, rank: int) -> bool:
         """Whether this rank takes part in saving a boxed tensor."""
         if is_sharded(value):
-            mesh = self.meshes.get(path)
-            return mesh is None or tuple(value.device_mesh.mesh.flatten().tolist()) == mesh
+            return self.meshes.get(path) in (None, _mesh_of(value))
         return self.owners.get(path, rank) == rank
 
 
@@ -149,109 +147,85 @@ def union_of(run: Run, outline: Outline, digests: Sequence[str]) -> Union:
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     if len(first) == 1:
         return Union()
-    leaves = {
-        path: _Leaf.of(path, value, samples=True)
-        for path, value in zip(outline.paths, outline.tensors, strict=True)
-    }
-    own = mapped(outline.tree, lambda path, value: [leaves[path]] if value is ... else value)
+    pairs = zip(outline.paths, outline.tensors, strict=True)
+    own = outline.filled(_Leaf.of(path, value, samples=True) for path, value in pairs)
     trees: dict[int, Any] = {}
     for rank in sorted(first.values()):  # one of each kind, not those of a thousand ranks
         sent = [own]
         dist.broadcast_object_list(sent, rank, group=run.group)
         trees[rank] = sent[0]
     writers = {first[digests[rank]] for rank in run.writers}
-    return _Merge(run, writers).union(trees)
+    merge = _Merge(run, writers, len(trees))
+    merge.found.tree = merge.merged(trees, ())
+    return merge.found
 
 
 class _Merge:
     """The trees of several ranks become one."""
 
-    def __init__(self, run: Run, writers: set[int]) -> None:
-        self._run, self._writers = run, writers
-        self._found = Union()
+    def __init__(self, run: Run, writers: set[int], num_trees: int) -> None:
+        self._run, self._writers, self._num_trees = run, writers, num_trees
+        self.found = Union()
 
-    def union(self, trees: Mapping[int, Any]) -> Union:
-        self._num_trees = len(trees)
-        self._found.tree = self._merged(trees, ())
-        return self._found
-
-    def _merged(self, found: Mapping[int, Any], path: Keys) -> Any:
+    def merged(self, found: Mapping[int, Any], path: Keys) -> Any:
+        """The union of these, by rank. Raises ValueError."""
         # A rank that has nothing, such as the state of an optimizer on rank 0 alone, gives None.
         found = {rank: each for rank, each in found.items() if each is not None}
         if not found:
             return None
         first = min(found)
         value = found[first]
+        for rank, other in found.items():
+            if _label(other) != _label(value):
+                self._refuse(path, {first: _label(value), rank: _label(other)})
         kind = type(value)
-        for rank, other in found.items():
-            if type(other) is not kind:
-                self._refuse(path, {first: f"a {kind.__name__}", rank: f"a {type(other).__name__}"})
-        if kind in DICTS:
-            keys = dict.fromkeys(key for each in found.values() for key in each)
-            parts = {
-                key: self._merged(
-                    {r: each[key] for r, each in found.items() if key in each}, (*path, key)
-                )
-                for key in keys
-            }
-            if kind is dict:
-                return parts
-            merged = kind(parts)
-            for rank in sorted(found, reverse=True):
-                merged.__dict__.update(found[rank].__dict__)
-            return merged
-        if kind is list and len(value) == 1 and type(value[0]) is _Leaf:
-            return self._leaf({rank: each[0] for rank, each in found.items()}, path)
-        for rank, other in found.items():
-            if kind in LISTS and len(other) != len(value):
-                said = {first: f"{len(value)} items", rank: f"{len(other)} items"}
-                self._refuse(path, said)
-            if kind not in LISTS and repr(other) != repr(value):
-                self._refuse(path, {first: repr(value)[:60], rank: repr(other)[:60]})
+        if kind is _Leaf:
+            return self._leaf(found, path)
         if kind in LISTS:
             rows = range(len(value))
-            return kind(
-                self._merged({rank: each[row] for rank, each in found.items()}, (*path, row))
-                for row in rows
-            )
-        return value
+            return kind(self._at(row, found, path) for row in rows)
+        if kind not in DICTS:
+            return value
+        keys = dict.fromkeys(key for each in found.values() for key in each)
+        parts = kind({key: self._at(key, found, path) for key in keys})
+        for rank in sorted(found, reverse=True):  # a module's state_dict keeps its versions there
+            getattr(parts, "__dict__", {}).update(getattr(found[rank], "__dict__", {}))
+        return parts
+
+    def _at(self, key: Any, found: Mapping[int, Any], path: Keys) -> Any:
+        has = {
+            rank: each[key] for rank, each in found.items() if type(each) in LISTS or key in each
+        }
+        return self.merged(has, (*path, key))
 
     def _leaf(self, found: Mapping[int, _Leaf], path: Keys) -> Any:
         first = min(found)
         leaf = found[first]
         for rank, other in found.items():
-            for name in ("shape", "dtype"):
-                mine, its = getattr(leaf, name), getattr(other, name)
-                if mine != its:
-                    self._refuse(
-                        path, {first: f"{name} {_plain(mine)}", rank: f"{name} {_plain(its)}"}
-                    )
-            if bool(leaf.mesh) != bool(other.mesh) or leaf.placements != other.placements:
-                said = {r: each.placements or "a whole tensor" for r, each in found.items()}
-                self._refuse(path, {first: said[first], rank: said[rank]})
-            if (
-                (leaf.mesh != other.mesh or not leaf.mesh)
-                and leaf.part == other.part
-                and not _are_close(leaf.sample, other.sample)
-            ):
-                self._refuse(
-                    path, {first: f"values {leaf.sample[:2]}…", rank: f"{other.sample[:2]}…"}
-                )
-        self._found.owners[path] = first
-        self._found.meshes[path] = leaf.mesh
-        self._found.is_partial |= len(found) < self._num_trees
+            has_same_part = leaf.part == other.part and (leaf.mesh != other.mesh or not leaf.mesh)
+            if has_same_part and not _are_close(leaf.sample, other.sample):
+                said = {first: f"values {leaf.sample[:2]}…", rank: f"{other.sample[:2]}…"}
+                self._refuse(path, said)
+        self.found.owners[path], self.found.meshes[path] = first, leaf.mesh
+        self.found.is_partial |= len(found) < self._num_trees
         if leaf.mesh or not self._writers <= found.keys():
-            self._found.boxed.add(path)
+            self.found.boxed.add(path)
         return ...
 
     def _refuse(self, path: Keys, said: Mapping[int, str]) -> None:
         name = self._run.coordinator.name
-        both = ", and ".join(f"{what} on {name(rank)}" for rank, what in said.items())
+        both = ", and ".join(f"{what[:80]} on {name(rank)}" for rank, what in said.items())
         raise ValueError(f"{shown_path(path)} differs: {both}. {_KEYS_OF_ITS_OWN}")
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _label(value: Any) -> str:
+    """What has to be the same on all ranks."""
+    kind = type(value)
+    if kind in DICTS:
+        return f"a {kind.__name__}"
+    if kind in LISTS:
+        return f"a {kind.__name__} of {len(value)}"
+    return value.label if kind is _Leaf else repr(value)
 
 
 # Written
