@@ -56,9 +56,8 @@ class Resumed:
     per_rank: dict[str, Any] = field(default_factory=dict)
     world_size: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
-    _is_partial: bool = field(
-        default=False, repr=False
-    )  # some ranks had tensors that others did not
+    # Some ranks had tensors that others did not.
+    _is_partial: bool = field(default=False, repr=False)
 
     def load_into(self, **objects: Any) -> None:
         """Call `load_state_dict` of each object with the entry of the same name.
@@ -142,7 +141,7 @@ def load(path: str | os.PathLike[str]) -> Resumed:
             except (BrokenCheckpoint, UserError) as error:
                 problems.append(error)
                 continue
-            except FileNotFoundError:  # the run has removed it just now
+            except (FileNotFoundError, BlockingIOError):  # the run removes it just now
                 break
             weakref.finalize(saved, held.close)
             return saved

@@ -197,9 +197,7 @@ class Retention:
 
     newest: int = 2  # verified ones
     every: int | None = None  # the first one at or after each so many steps
-    lowest: Mapping[int, float] | None = (
-        None  # the value of each step, of which the lowest one stays
-    )
+    lowest: Mapping[int, float] | None = None  # by step; the checkpoint of the lowest one stays
 
     def spared(self, folders: list[Path]) -> set[Path]:
         """Those that stay although they are old. `folders`: the oldest first."""
@@ -238,20 +236,28 @@ def prune(root: Path, keep: Retention, *, is_good: Callable[[Path], bool]) -> li
 
 
 def hold(folder: Path) -> BinaryIO:
-    """Keep runs from removing the checkpoint until the file is closed. Raises FileNotFoundError."""
-    with contextlib.ExitStack() as opened:
-        file = opened.enter_context((folder / COMPLETE).open("rb"))
-        with contextlib.suppress(BlockingIOError):
-            _lock(file, fcntl.LOCK_SH)
-            if (folder / COMPLETE).stat().st_ino == os.fstat(file.fileno()).st_ino:
-                opened.pop_all()
-                return file
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    """Keep runs from removing the checkpoint until the file is closed.
+
+    Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
+    """
+    try:
+        file = (folder / COMPLETE).open("rb")
+    except OSError as error:
+        folder.stat()
+        raise _unreadable(folder, COMPLETE, error) from None
+    try:
+        _lock(file, fcntl.LOCK_SH)
+        if (folder / COMPLETE).stat().st_ino != os.fstat(file.fileno()).st_ino:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def _remove_unless_held(folder: Path) -> bool:
     with contextlib.ExitStack() as opened:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a broken checkpoint
+        with contextlib.suppress(OSError):  # a broken checkpoint
             file = opened.enter_context((folder / COMPLETE).open("r+b"))
             try:
                 _lock(file, fcntl.LOCK_EX)

@@ -345,6 +345,19 @@ def test_load_beside_a_live_run(here):
         job.wait()
 
 
+def test_load_passes_over_damage(tmp_path):
+    """mpiddp.load reads the newest checkpoint that is verified, and names the damage if there is none."""
+    run = saved_run(tmp_path / "run", {"a": 1}, {"a": 2}, {"a": 3})
+    (step_folder(run, 3) / "COMPLETE").unlink()
+    with (step_folder(run, 2) / "a.pt").open("ab") as file:
+        file.write(b"x")
+    assert mpiddp.load(run).state == {"a": 1}
+    with pytest.raises(mpiddp.UserError, match=r"step_00000002: a\.pt has .* bytes instead of"):
+        mpiddp.load(step_folder(run, 2))
+    with pytest.raises(mpiddp.UserError, match="not found"):
+        mpiddp.load(tmp_path / "nothing")
+
+
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
 @pytest.mark.parametrize("form", ["whole", "sharded"])
 def test_formats_of_other_programs(tmp_path, to, form, capsys):
