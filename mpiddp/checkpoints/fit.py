@@ -28,9 +28,7 @@ class Fit:
     name: str
     entry: Any
     target: Any
-    likes: dict[
-        Keys, Any
-    ]  # the tensors of the object, by the path of what is like them in the entry
+    likes: dict[Keys, Any]  # the object's tensors, by the path of what is like them in the entry
     module: Module | None = None  # of an optimizer whose state is by names
 
     @classmethod
@@ -77,10 +75,8 @@ class Fit:
             raise UserError("it is not the state of a module")
         entry = dict(self.entry)
         if entry.keys() != found.keys():
-            bare = {_WRAPPERS.sub("", str(name)): name for name in found}
-            renamed = {
-                bare.get(_WRAPPERS.sub("", str(name)), name): value for name, value in entry.items()
-            }
+            bare = {_bare(name): name for name in found}
+            renamed = {bare.get(_bare(name), name): value for name, value in entry.items()}
             entry = renamed if len(renamed) == len(entry) else entry
         missing = [name for name in found if name not in entry]
         unexpected = [name for name in entry if name not in found]
@@ -98,9 +94,8 @@ class Fit:
                 raise UserError(
                     f"{name} is on meta, and has no memory: call its to_empty(device=…) before"
                 )
-            if getattr(value, "shape", like.shape) != like.shape and not torch.nn.parameter.is_lazy(
-                like
-            ):
+            is_lazy = torch.nn.parameter.is_lazy(like)
+            if not is_lazy and getattr(value, "shape", like.shape) != like.shape:
                 raise UserError(
                     f"{name} was saved with shape {list(value.shape)}; it now has {list(like.shape)}"
                 )
@@ -115,9 +110,8 @@ class Fit:
         if not isinstance(self.entry, Mapping):
             raise UserError("it is not the state of an optimizer")
         saved = self.entry.get("param_groups") or []
-        if _is_flat(self.entry) or any(
-            type(each) is str for group in saved for each in group["params"]
-        ):
+        names = [each for group in saved for each in group["params"] if type(each) is str]
+        if names or _is_flat(self.entry):
             self._match_names({id(each) for each in params}, modules, is_partial=is_partial)
             return
         known, had = ({*groups[0]} if groups else set()), ({*saved[0]} if saved else set())
@@ -133,7 +127,7 @@ class Fit:
     def _match_names(self, own: set[int], modules: list[Module], *, is_partial: bool) -> None:
         """Of an optimizer's state by the names of its parameters, whose ids are `own`."""
         for module in modules:
-            found = {_WRAPPERS.sub("", name): each for name, each in module.named_parameters()}
+            found = {_bare(name): each for name, each in module.named_parameters()}
             if own <= {id(each) for each in found.values()}:
                 break
         else:
@@ -205,6 +199,10 @@ def _tensors_in(state: Any) -> dict[Keys, Any]:
 
     mapped(state, keep)
     return found
+
+
+def _bare(name: Any) -> str:
+    return _WRAPPERS.sub("", str(name))
 
 
 def _name_in(key: Any) -> str:

@@ -29,15 +29,11 @@ from mpiddp.errors import UserError, cause_of
 FORMATS = ("dcp", "safetensors")
 _SUFFIX = ".safetensors"
 _MAX_HEADER = 1 << 28
-_TYPES = {
-    code: getattr(torch, name)
-    for code, name in (
-        *(("F64", "float64"), ("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")),
-        *(("I64", "int64"), ("I32", "int32"), ("I16", "int16"), ("I8", "int8"), ("BOOL", "bool")),
-        *(("U64", "uint64"), ("U32", "uint32"), ("U16", "uint16"), ("U8", "uint8")),
-        *(("F8_E4M3", "float8_e4m3fn"), ("F8_E5M2", "float8_e5m2"), ("C64", "complex64")),
-    )
-}
+_NAMES = (
+    "F64:float64 F32:float32 F16:float16 BF16:bfloat16 I64:int64 I32:int32 I16:int16 I8:int8 BOOL:bool "
+    "U64:uint64 U32:uint32 U16:uint16 U8:uint8 F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2 C64:complex64"
+)
+_TYPES = {code: getattr(torch, name) for code, name in (each.split(":") for each in _NAMES.split())}
 _CODES = {dtype: code for code, dtype in _TYPES.items()}
 _DCP_CLASSES = {  # all that the .metadata of DCP consists of
     "torch.distributed.checkpoint.metadata": (
@@ -118,7 +114,10 @@ def _read_dcp(given: Path) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, own in parts.items():
         path = tuple((found.planner_data or {}).get(name, (name,)))
-        _put(state, path, _joined(path, found.state_dict_metadata[name], own))
+        place: Any = state
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = _joined(path, found.state_dict_metadata[name], own)
     return {key: _with_numbers(value) for key, value in state.items()}
 
 
@@ -130,16 +129,11 @@ def _joined(path: Keys, about: Any, parts: list[tuple[Any, Any]]) -> Any:
     return ShardedValue(json.dumps(path), boxes)
 
 
-def _put(state: dict[str, Any], path: Keys, value: Any) -> None:
-    """Set the value at the path: DCP has lists at whole numbers, and all keys as text."""
-    place: Any = state
-    for key in path[:-1]:
-        place = place.setdefault(key, {})
-    place[path[-1]] = value
-
-
 def _with_numbers(nested: Any) -> Any:
-    """The same with lists, and with the numbers of an optimizer's parameters as keys."""
+    """The same with lists, and with the numbers of an optimizer's parameters as keys.
+
+    DCP has keys that are text, and whole numbers for the places in lists.
+    """
     if type(nested) is not dict:
         return nested
     rows = {key: _with_numbers(value) for key, value in nested.items()}
@@ -172,12 +166,8 @@ def _write_safetensors(path: Path, entry: Any) -> None:
     ordered = sorted(tensors.items(), key=lambda each: -each[1].element_size())
     for name, value in ordered:
         end = at + value.numel() * value.element_size()
-        header[name] = {
-            "dtype": _CODES[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
+        about = {"dtype": _CODES[value.dtype], "shape": list(value.shape)}
+        header[name], at = {**about, "data_offsets": [at, end]}, end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

@@ -34,29 +34,16 @@ _SCALARS = (int, float, bool, str, type(None))
 DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiStepLR has a Counter
 LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
-_PICKLE_S, _PAUSE_S = (
-    0.001,
-    0.009,
-)  # a thread that pickles yields the interpreter's lock after each turn
+# A thread that pickles leaves the interpreter to the training for a while after each turn.
+_TURN_S, _PAUSE_S = 0.001, 0.006
 # The legacy class of each type's storage, as a torch.load of any age and other readers expect it.
+_NAMES = (
+    "float32:Float float64:Double float16:Half bfloat16:BFloat16 int64:Long int32:Int int16:Short "
+    "int8:Char uint8:Byte bool:Bool complex64:ComplexFloat complex128:ComplexDouble"
+)
 _STORAGES = {
     getattr(torch, dtype): f"{name}Storage"
-    for dtype, name in (
-        *(
-            ("float32", "Float"),
-            ("float64", "Double"),
-            ("float16", "Half"),
-            ("bfloat16", "BFloat16"),
-        ),
-        *(
-            ("int64", "Long"),
-            ("int32", "Int"),
-            ("int16", "Short"),
-            ("int8", "Char"),
-            ("uint8", "Byte"),
-        ),
-        *(("bool", "Bool"), ("complex64", "ComplexFloat"), ("complex128", "ComplexDouble")),
-    )
+    for dtype, name in (each.split(":") for each in _NAMES.split())
 }
 PACKED_TYPES = {each for each in _STORAGES if not each.is_complex}  # that may share a storage
 
@@ -295,7 +282,7 @@ class _Pickler(pickle.Pickler):
         return self._seen[key]
 
     def _yield(self) -> None:
-        if self._pauses and time.monotonic() - self._turn > _PICKLE_S:
+        if self._pauses and time.monotonic() - self._turn > _TURN_S:
             time.sleep(_PAUSE_S)
             self._turn = time.monotonic()
 
