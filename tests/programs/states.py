@@ -262,6 +262,7 @@ def save(kind: str, folder: Path) -> None:
         else:
             state = {name: each.state_dict() for name, each in KINDS[kind](True).items()}
             found = gathered(state)
+            folder.mkdir(parents=True, exist_ok=True)
             if dist.get_rank() == 0:
                 torch.save(found, folder / f"{kind}.pt")
         checkpoints.save(1, state, per_rank={"position": dist.get_rank()})

@@ -600,6 +600,14 @@ def test_lost_host_of_shards(apart):
     assert "step_00000008: shard_00001.pt" in done.stdout
 
 
+def test_lost_host_of_a_stage(apart):
+    """Without a shared disk, a pipeline's stage survives the loss of its host, whose shards another keeps."""
+    job = (program("states.py"), "save", PRIVATE, "pipeline", "values")
+    apart.fork("node0:1,node1:1", *job).assert_ok()
+    shutil.rmtree(private(apart, "node1"))
+    apart.fork("node0:1", program("states.py"), "resume", PRIVATE, "pipeline", "values").assert_ok()
+
+
 def test_script_on_hosts_apart(apart, undisturbed):
     """A script on hosts without a shared disk survives a kill, and the loss of a host with its disk."""
     job = str(example(apart.folder / "job", each_step=DIES, run=str(PRIVATE)))

@@ -253,11 +253,12 @@ with mpiddp.process_group(backend="gloo") as world:
 """
 
 
-def test_ranks_verify_a_checkpoint_once(here):
-    """The files of a checkpoint are verified once a job: its ranks divide them."""
+def test_ranks_verify_a_checkpoint_once(hosts):
+    """The files of a checkpoint on a shared disk are verified once: the ranks of all hosts divide them."""
     tensors = {f"part{index}": torch.zeros(1_000_000) for index in range(4)}
-    saved_run(here.folder / "run", tensors)
-    done = here.fork(script(here.folder, VERIFIES), "run", ranks=2).assert_ok()
+    saved_run(hosts.folder / "run", tensors)
+    job = script(hosts.folder, VERIFIES)
+    done = hosts.fork("node0:1,node1:1", job, hosts.folder / "run").assert_ok()
     found = [int(number) for number in re.findall(r"read (\d+)", done.stdout)]
     assert len(found) == 2
     assert max(found) < 10_000_000 < 16_000_000 < sum(found) < 20_000_000
