@@ -35,7 +35,7 @@ DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiSte
 LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
 # A thread that pickles leaves the interpreter to the training for a while after each turn.
-_TURN_S, _PAUSE_S = 0.001, 0.006
+_TURN_S, _PAUSE_S = 0.001, 0.008
 # The legacy class of each type's storage, as a torch.load of any age and other readers expect it.
 _NAMES = (
     "float32:Float float64:Double float16:Half bfloat16:BFloat16 int64:Long int32:Int int16:Short "
@@ -233,7 +233,10 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=2)  # that of torch.save
         self.storages: dict[str, torch.UntypedStorage] = {}
         self._seen: dict[Any, _Stored] = {}
-        self._tuples: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object each: written once
+        self._rows: dict[Row, _Stored] = {}
+        self._places: dict[
+            torch.Size, Any
+        ] = {}  # shape and strides: the same objects, written once
         self._pauses, self._turn = pauses, time.monotonic()
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
@@ -252,26 +255,28 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if kind is Packed:
-            block, offset, shape = value.row.block, value.offset, value.shape
-            steps = [1, *accumulate((max(size, 1) for size in shape[:0:-1]), mul)]
-            place = (offset, tuple(shape), tuple(steps[::-1]) if shape else ())
+            self._yield()
+            row, offset, shape = value
+            if row not in self._rows:
+                self._rows[row] = self._stored_of(row.block)
+            if shape not in self._places:
+                steps = [1, *accumulate((max(size, 1) for size in shape[:0:-1]), mul)]
+                self._places[shape] = (tuple(shape), tuple(steps[::-1]) if shape else ())
+            stored, (sizes, strides) = self._rows[row], self._places[shape]
         elif (kind is Tensor or kind is torch.nn.Parameter) and value.dtype in _STORAGES:
-            block = value
-            place = (value.storage_offset(), tuple(value.shape), value.stride())
             if value.is_conj() or value.is_neg():  # a view that only torch knows
                 return value.resolve_conj().resolve_neg().__reduce_ex__(2)
+            self._yield()
+            stored, offset = self._stored_of(value), value.storage_offset()
+            sizes, strides = tuple(value.shape), value.stride()
         else:
             return NotImplemented
-        self._yield()
-        untyped = block.untyped_storage()
-        size = untyped.nbytes() // block.element_size()
-        stored = self._stored(untyped, getattr(torch, _STORAGES[block.dtype]), size)
-        offset, shape, stride = place
-        shape, stride = (
-            self._tuples.setdefault(shape, shape),
-            self._tuples.setdefault(stride, stride),
-        )
-        return torch._utils._rebuild_tensor_v2, (stored, offset, shape, stride, False, None)
+        return torch._utils._rebuild_tensor_v2, (stored, offset, sizes, strides, False, None)
+
+    def _stored_of(self, tensor: Tensor) -> _Stored:
+        storage = tensor.untyped_storage()
+        kind = getattr(torch, _STORAGES[tensor.dtype])
+        return self._stored(storage, kind, storage.nbytes() // tensor.element_size())
 
     def _stored(self, storage: torch.UntypedStorage, kind: type, size: int) -> _Stored:
         key = storage._cdata, kind
