@@ -7,7 +7,7 @@ python -m pytest tests/integration/launch/test_spawning.py
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import io
 import multiprocessing
 import os
@@ -161,6 +161,24 @@ def test_the_callers_own_modules_travel_and_installed_ones_do_not(
     assert received() == b"[40, 5, 2]\n"
     (tmp_path / "own_helpers.py").write_text("def scaled(x):\n    return x\n")  # edited
     assert received() == b"[4, 5, 2]\n"
+
+
+def test_a_module_that_is_registered_travels_in_the_pickle(tmp_path, monkeypatch):
+    """cloudpickle's own way, for a module that no rank can import."""
+    path = tmp_path / "own_elsewhere.py"
+    path.write_text("FIVE = 5\ndef five():\n    return FIVE\n")
+    spec: Any = importlib.util.spec_from_file_location("own_elsewhere", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "own_elsewhere", module)
+    spec.loader.exec_module(module)
+    cloudpickle.register_pickle_by_value(module)
+    _, call = pickled_call(functools.partial(module.five), MAX_RESULT_BYTES)
+    cloudpickle.unregister_pickle_by_value(module)
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer)())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.loads(b64decode(call))[1], capture_output=True
+    )
+    assert done.stdout == b"5\n", done.stderr
 
 
 def test_what_cannot_be_pickled_is_named():
