@@ -59,6 +59,23 @@ def files_of(
         folder: the working folder.
         others: where else modules are imported from, see `import_folders`.
     """
+    own, sources = _sources(kind, name, folder, others)
+    found = []
+    for path, text in sources.items():
+        is_below = own in path.parents
+        digest = "" if text is None else sha256(text).hexdigest()
+        found.append((str(path.relative_to(own) if is_below else path), digest))
+    return found
+
+
+def texts_of(kind: str, name: str, folder: str, others: Sequence[str] = ()) -> list[bytes]:
+    """The contents of the same files, the program's own first."""
+    return [each for each in _sources(kind, name, folder, others)[1].values() if each is not None]
+
+
+def _sources(
+    kind: str, name: str, folder: str, others: Sequence[str]
+) -> tuple[Path, dict[Path, bytes | None]]:
     own = Path(folder)
     start: list[Path] = []
     if kind == "script":
@@ -67,12 +84,7 @@ def files_of(
     folders = [own, *map(Path, others)]
     if kind == "module":
         start = modules_at(name, folders)
-    found = []
-    for path, text in sources_of(start, folders).items():
-        is_below = own in path.parents
-        digest = "" if text is None else sha256(text).hexdigest()
-        found.append((str(path.relative_to(own) if is_below else path), digest))
-    return found
+    return own, sources_of(start, folders)
 
 
 def sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, bytes | None]:

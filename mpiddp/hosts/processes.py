@@ -20,6 +20,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
 _PAUSE_S = 0.02
+_LONGEST_COMMAND = 60  # characters
 _CGROUPS = Path("/sys/fs/cgroup")
 _FILES_OF_A_GROUP = (  # of cgroup v2 and v1
     ("memory.events", "memory.max"),
@@ -58,6 +59,14 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
     for pid, _ in found:
         found += children[pid]
     return dict(found)
+
+
+def command_of(pid: int) -> str:
+    """The beginning of a process's command line; "" if it has none, or has ended."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        return b" ".join(words).decode(errors="replace")[:_LONGEST_COMMAND]
+    return ""
 
 
 def usage_of(pid: int) -> dict[str, float | str]:
@@ -149,17 +158,39 @@ class OomKills:
 
 
 def group_of(
-    pid: int | str = "self", proc: Path = Path("/proc"), mount: Path = _CGROUPS
+    pid: int | str = "self", proc: Path = Path("/proc"), mount: Path = _CGROUPS, of: str = "memory"
 ) -> Path | None:
-    """The folder of the process's control group of memory, which outlives the process."""
+    """The folder of the process's control group of memory, or cpu, which outlives the process."""
     with suppress(OSError, ValueError):
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
-        groups = {of: path.lstrip("/") for _, of, path in (line.split(":", 2) for line in lines)}
-        if "memory" in groups:  # cgroup v1
-            return mount / "memory" / groups["memory"]
+        groups = {
+            each: path.lstrip("/")
+            for _, controllers, path in (line.split(":", 2) for line in lines)
+            for each in controllers.split(",")
+        }
+        if of in groups:  # cgroup v1
+            return mount / of / groups[of]
         if "" in groups:  # cgroup v2
             return mount / groups[""]
     return None
+
+
+def cores_of_group(folder: Path | None, mount: Path = _CGROUPS) -> float:
+    """How many of this host's cores a control group, and those above it, may use at the same time."""
+    cores = float(os.cpu_count() or 1)
+    for group in (folder, *folder.parents) if folder is not None else ():
+        with suppress(
+            OSError, ValueError
+        ):  # v2: "150000 100000" or "max 100000"; v1 has -1 for no limit
+            if (group / "cpu.max").exists():
+                quota, period = map(int, (group / "cpu.max").read_text().split())
+            else:
+                quota = int((group / "cpu.cfs_quota_us").read_text())
+                period = int((group / "cpu.cfs_period_us").read_text())
+            cores = min(cores, quota / period) if quota > 0 else cores
+        if group == mount:
+            break
+    return max(1.0, cores)
 
 
 def kills_in(folder: Path | None) -> OomKills | None:

@@ -22,9 +22,10 @@ from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.ranks import Announcement, Ranks, job_facts, status_lines
-from mpiddp.launch.verdict import History, Stop
+from mpiddp.launch.verdict import HUNG_UP, History, Stop
 from mpiddp.launch.watch import Stacks, Watch, missing_sentence
 from mpiddp.protocol.server import Message
+from mpiddp.protocol.terminal import Manners, Terminal
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 
 # Time limits for:
@@ -70,7 +71,7 @@ class Attempt:
         self.watch = Watch(self.ranks, time.monotonic(), self.options.hang_timeout_s)
         self._timers = self.server.selector
         self._phase = Phase.STARTING
-        self._stop_reason, self._stopping_since = "", 0.0
+        self._stop_signal, self._stopping_since = int(signal.SIGTERM), 0.0
         self._stacks = Stacks(self.ranks, self.server, self.console)
         self._found: list[str] = []  # by the search
         self._has_ended = threading.Event()
@@ -112,6 +113,10 @@ class Attempt:
         # After the messages, which the signal's sender may have reacted to.
         for number in self.signals.receive() if self.signals in ready else ():
             self.on_signal(number)
+        if self.signals.has_resized:
+            self.signals.has_resized = False
+            if (terminal := Terminal.of_this_process()).files:
+                self.server.send_all("size", columns=terminal.columns, rows=terminal.rows)
         for event in self._timers.due():
             event() if callable(event) else self.on(event)
 
@@ -159,14 +164,16 @@ class Attempt:
 
     def on_signal(self, number: int) -> None:
         if self.history.stop < Stop.BY_USER:
-            self.request_stop(signal.Signals(number).name)
+            is_hung_up = number == signal.SIGHUP
+            self.request_stop(HUNG_UP if is_hung_up else signal.Signals(number).name, number)
         elif number != signal.SIGHUP:  # a closing terminal may send two
             self.on(Event.SECOND_STOP)
 
-    def request_stop(self, reason: str = "--stop-after") -> None:
+    def request_stop(self, reason: str = "--stop-after", number: int = signal.SIGTERM) -> None:
         """The user requests a stop, unless this has happened before."""
         if self.history.stop < Stop.BY_USER:
-            self.history.stop, self._stop_reason = Stop.BY_USER, reason
+            self.history.stop, self.history.stop_reason = Stop.BY_USER, reason
+            self._stop_signal = number
             # A request after a failure explains nothing.
             self.history.is_requested = self._phase is not Phase.ENDING
             self.on(Event.STOP)
@@ -193,7 +200,7 @@ class Attempt:
                 if len(ranks.said["started"]) == 1:
                     self._allow(self._start_timeout_s)
                 if self.history.stop is Stop.BY_USER:
-                    self.server.request_stop(message.rank)
+                    self.server.request_stop(self._stop_signal, message.rank)
             case "mpi_init" if not joining and len(ranks.in_mpi_init) <= 1:
                 own_s = self.options.timeout_s or JOIN_TIMEOUT_S
                 # "active": MPI waits for all ranks.
@@ -203,6 +210,8 @@ class Attempt:
                     self._allow(facts["timeout_s"])
                 if len(joining) == ranks.world_size:
                     self.on(Event.ALL_JOINED)
+            case "terminal" if message.rank == 0:
+                self.output.follow(Manners(facts["echo"], facts["lines"]))
             case "stopped" if self.history.stop is Stop.TO_GROW:
                 self.on(Event.LAST_STEP)
             case "failed" | "lost" if message.rank in ranks.failures:
@@ -282,7 +291,7 @@ class Attempt:
         else:
             self.output.log(f"{found}: stopping to restart.")
             self.history.stop = Stop.TO_GROW
-            self.server.request_stop(*self.server.connected)
+            self.server.request_stop(self._stop_signal, *self.server.connected)
 
     # --- stopping, saving, ending ---
 
@@ -291,11 +300,11 @@ class Attempt:
         if not self.server.connected:
             self._end_mpirun()
             return
-        self.server.request_stop(*self.server.connected)
+        self.server.request_stop(self._stop_signal, *self.server.connected)
         self._begin_grace()
         if self.ranks.said["supports_stop"]:
             stopping = "the ranks are saving and stopping; another signal kills them at once."
-            self.output.log(f"{self._stop_reason}: {stopping}")
+            self.output.log(f"{self.history.stop_reason}: {stopping}")
 
     def _begin_grace(self) -> None:
         """From now on, a time limit counts. Growth has none before a rank has made its last step."""

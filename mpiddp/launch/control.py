@@ -36,7 +36,7 @@ _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 
 
 class SignalQueue:
-    """STOP_SIGNALS and SIGCHLD until it is closed. Its file descriptor is readable when one has arrived.
+    """STOP_SIGNALS, SIGCHLD and SIGWINCH until it is closed. Its file is readable when one has arrived.
 
     The kernel may deliver a signal to another thread. Python then runs no handler before the selector
     returns, but writes the number to `sender` at once.
@@ -46,10 +46,11 @@ class SignalQueue:
         self._receiver, self.sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._first_at: dict[int, float] = {}
         self.interrupts = False  # whether a stop signal raises KeyboardInterrupt
+        self.has_resized = False  # the terminal, since somebody has looked
         # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
         numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
-        numbers.append(signal.SIGCHLD)
+        numbers += (signal.SIGCHLD, signal.SIGWINCH)
         self._before = {each: signal.signal(each, self._handle) for each in numbers}
 
     def close(self) -> None:
@@ -73,6 +74,7 @@ class SignalQueue:
         with suppress(BlockingIOError):
             numbers = os.read(self._receiver, 4096)
         for number in numbers:
+            self.has_resized |= number == signal.SIGWINCH
             repeat_s = _REPEAT_OF_CTRL_C_S if number == signal.SIGINT else _REPEAT_S
             if number in STOP_SIGNALS and now - self._first_at.get(number, -repeat_s) >= repeat_s:
                 self._first_at[number] = now
@@ -121,12 +123,13 @@ class ControlServer(ChannelServer):
             self.send(rank, encode("stacks"), to_script=rank in self._scripts)
         return self.connected
 
-    def request_stop(self, *ranks: int) -> None:
-        """Request a stop of these ranks, as far as they are connected."""
+    def request_stop(self, number: int, *ranks: int) -> None:
+        """Request a stop of these ranks, as far as they are connected, by this signal."""
         for rank in ranks:
             if rank in self._scripts:
-                self.send(rank, encode("stop"), to_script=True)
-            self.send(rank, encode("stopping" if rank in self._scripts else "stop"))
+                self.send(rank, encode("stop", signal=number), to_script=True)
+            kind = "stopping" if rank in self._scripts else "stop"
+            self.send(rank, encode(kind, signal=number))
 
     def drop_silent_hosts(self) -> list[Message]:
         """Drop the ranks whose hosts have not acknowledged over TCP what was sent to them."""

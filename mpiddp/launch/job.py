@@ -30,6 +30,7 @@ from mpiddp.launch.ranks import Announcement, Ranks
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
+from mpiddp.protocol.terminal import Terminal
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -112,10 +113,12 @@ class Job:
         others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
         has_scheduler, job = starter.has_scheduler, os.urandom(8).hex()
         ranks = Ranks(request.names_of_ranks)
+        has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
         announced = {"global_batch_size": known.global_batch_size, "world_size": known.world_size}
         own = {
             names.JOB: job,
             names.OUTPUT: options.log_ranks,
+            names.TERMINAL: str(Terminal.of_this_process()._replace(has_prefix=has_prefix)),
             names.RUN_ID: self.run_id,
             names.RESTART_COUNT: str(self.console.attempts - 1),
             names.MAX_RESTARTS: str(options.max_restarts),
@@ -136,7 +139,6 @@ class Job:
             resumed, variables = (*request.job, *known.resume_args), {**request.variables, **given}
             request = request._replace(job=resumed, variables=variables)
             command = starter.compose(request, str(folder))
-            has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
             mpirun = MpirunProcess(starter, command)
             shown = {"has_prefix": has_prefix, "shows_end": options.verbose}
             output = JobOutput(ranks.world_size, *mpirun.streams, **shown)

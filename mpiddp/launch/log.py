@@ -2,7 +2,8 @@
 
 Its own lines begin with "mpiddp: ". The bytes of a job of one rank pass as they come. Of several ranks, and
 behind a prefix, only whole lines pass, and a line that is still open is shown below all others on a terminal.
-A line that a rank has drawn over and over, with "\\r", is shown as it looks in the end.
+A line that a rank has drawn over and over, with "\\r", is shown as it looks in the end. Elsewhere, as in
+`| tee`, an open line is written again as it grows, once a second.
 
 A terminal also has a status below all lines, while no other line is open there.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +25,7 @@ is_quiet = False  # with --quiet: `info` prints nothing
 
 LONGEST_LINE = 2 << 20  # bytes of one that shares its place with others
 _TURN_S = 1.0  # of waiting for a reader
+GROWTH_S = 1.0  # between two looks at an open line that no terminal shows
 _ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
 _UP = b"\x1b[%dA"
 # What follows is cut at the right margin, and no longer.
@@ -76,6 +79,7 @@ class Source:
     rank: int
     prefix: bytes = b""
     line: bytearray = field(default_factory=bytearray)
+    opened_at: float = 0.0  # when its line began, by time.monotonic()
 
 
 class Screen:
@@ -95,6 +99,8 @@ class Screen:
         self._open: set[Source] = set()  # with an open line that waits for its end
         self._status: list[bytes] = []
         self._drawn: list[bytes] = []  # the open line and the status on the terminal
+        self._grown: tuple[Source, bytes] | None = None  # the open line as it was written elsewhere
+        self._grown_at = 0.0
 
     def show(self, source: Source, text: bytes) -> None:
         if not self._is_shared and not source.prefix:
@@ -103,6 +109,8 @@ class Screen:
             self._at = None if text.endswith(b"\n") else source
             self._draw((b"\n" if is_other else b"") + text)
             return
+        if not source.line:
+            source.opened_at = time.monotonic()
         source.line += text
         end = source.line.rfind(b"\n") + 1
         if not end and len(source.line) >= LONGEST_LINE:
@@ -116,18 +124,40 @@ class Screen:
         if b"\r" in lines:
             lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
         prefix = source.prefix
-        self.show_lines(lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n")
+        self.show_lines(
+            lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n", source
+        )
 
     def end(self, source: Source) -> None:
         """A source has ended. Its open line is shown as it is."""
         if source in self._open:
             self.show(source, b"\n")
 
-    def show_lines(self, lines: bytes) -> None:
+    def show_lines(self, lines: bytes, source: Source | None = None) -> None:
         """Show whole lines above the open line that is drawn, or below the one that the cursor is in."""
         begin = b"\n" if self._at is not None else b""
+        if lines and self._grown is not None:  # the end of that line, or another
+            begin, self._grown = b"\r" if self._grown[0] is source else b"\n", None
         self._at = None
         self._draw(begin + lines)
+
+    @property
+    def grows(self) -> bool:
+        """Whether `show_growth` has something to show, now or later."""
+        return bool(self._open) and not self.is_terminal
+
+    def show_growth(self) -> None:
+        """Write the open line of the lowest rank, if it has changed, over what was written of it before."""
+        if not self.grows or time.monotonic() < self._grown_at + GROWTH_S:
+            return
+        source = min(self._open, key=lambda source: source.rank)
+        if time.monotonic() < source.opened_at + GROWTH_S:  # the rest may be on its way
+            return
+        text = source.prefix + _as_drawn(bytes(source.line))
+        if self._grown != (source, text):
+            begin = b"" if self._grown is None else b"\r" if self._grown[0] is source else b"\n"
+            self._grown, self._grown_at = (source, text), time.monotonic()
+            self._write(begin + text)
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others on a terminal, in place of the last ones, once it reads."""

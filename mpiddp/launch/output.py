@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import termios
 import threading
 import time
 from collections import deque
@@ -28,14 +29,15 @@ from pathlib import Path
 from typing import IO
 
 from mpiddp.launch import log
-from mpiddp.launch.log import Screen, Source
+from mpiddp.launch.log import GROWTH_S, Screen, Source
 from mpiddp.launch.ranks import MPIRUN, MPIRUN_AT_END
-from mpiddp.protocol.channel import STREAMS, notice_silence
-from mpiddp.text import escaped
+from mpiddp.protocol.channel import STREAMS, notice_silence, prefix_of
+from mpiddp.protocol.terminal import Manners
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _TAIL = 1 << 16  # bytes that are kept of stderr of all ranks, and of what waits for the verdict
 _LATEST = 256  # bytes that are kept of what each rank has written last
+_CTRL_D = b"\x04"
 _BACKGROUND_S = 0.5  # until the next question whose the terminal is
 
 
@@ -86,6 +88,9 @@ class JobOutput:
         self._copied_at = time.monotonic()  # the latest
         self._busy_since: float | None = None  # since when the thread has been in one turn
         self._input: socket.socket | None = None  # of rank 0, which another thread writes
+        self._manners = (
+            Manners.of(0) if os.isatty(0) else None
+        )  # those of the launcher's own terminal
         self._poll, self._wake = select.epoll(), os.eventfd(0)
         self._poll.register(self._wake, select.EPOLLIN)
         for number, file in enumerate(streams, 1):
@@ -101,7 +106,7 @@ class JobOutput:
             connection.close()
             return
         connection.setblocking(False)
-        text = f"[rank {rank} {escaped(host)}] " if self._has_prefix else ""
+        text = prefix_of(rank, host) if self._has_prefix else ""
         prefix = text.encode(errors="backslashreplace")
         self._register(_Stream(rank=rank, prefix=prefix, file=connection, number=stream))
 
@@ -109,6 +114,14 @@ class JobOutput:
         """Send stdin to rank 0, which reads this connection. A later attempt goes on where this one stops."""
         self._input = connection
         threading.Thread(target=_send_stdin, args=(connection,), daemon=True).start()
+
+    def follow(self, manners: Manners) -> None:
+        """Let the terminal of stdin behave as rank 0's script has set its own, for a password for example."""
+        if (
+            self._manners is not None and not _is_in_background()
+        ):  # else the kernel would stop this process
+            with suppress(OSError, termios.error):  # it is gone
+                manners.set(0)
 
     def _register(self, stream: _Stream) -> None:
         self._streams[stream.file.fileno()] = stream
@@ -176,6 +189,8 @@ class JobOutput:
         if self._input is not None:
             with suppress(OSError):  # it has ended
                 self._input.shutdown(socket.SHUT_RDWR)
+        if self._manners is not None:
+            self.follow(self._manners)
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
@@ -205,7 +220,8 @@ class JobOutput:
     def _copy(self) -> None:
         while not self._is_ending:
             self._busy_since = None
-            ready = self._poll.poll()
+            screens = set(self._screens.values())
+            ready = self._poll.poll(GROWTH_S if any(each.grows for each in screens) else None)
             self._busy_since = time.monotonic()
             for file, _ in ready:
                 if file == self._wake:
@@ -215,6 +231,8 @@ class JobOutput:
                     self._end(file)
                 self._copied_at = time.monotonic()
             self._show_own()
+            for screen in screens:
+                screen.show_growth()
         for file, stream in list(self._streams.items()):
             while stream.rank < 0 and self._take(stream, is_last=True):
                 pass
@@ -269,6 +287,8 @@ def _send_stdin(connection: socket.socket) -> None:
                 time.sleep(_BACKGROUND_S)
             elif chunk := os.read(0, _CHUNK):
                 connection.sendall(chunk)
+            elif os.isatty(0):  # Ctrl-D ends what is being read, and another input may follow
+                connection.sendall(_CTRL_D)
             else:
                 return
 

@@ -32,6 +32,10 @@ from mpiddp.text import all_of, listed, shown
 
 # This Python. Links are not resolved: its path identifies a virtual environment.
 PYTHON = Path(sys.executable).absolute()
+# What it runs as a rank. A user's signal.py in the working folder is not Python's own.
+AGENT: tuple[str, ...] = ("-P", "-m", "mpiddp")
+if sys.version_info < (3, 11):
+    AGENT = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
 _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
@@ -89,10 +93,11 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
             first, last = last + 1, last + host.ranks
             ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
             log.info(f"{host.name}: {ranks}")
-    run = ("-m", "mpiddp", "run")  # the command of a rank, which joins the job
+    run = ("-m", "mpiddp", "run")
+    job = options.job[3:] if options.job[:3] == run else options.job
     request = Request(
         hosts=placed,
-        job=(str(PYTHON), *(() if options.job[:3] == run else run), *options.job),
+        job=(str(PYTHON), *AGENT, "run", *job),
         folder=working_folder(env),
         env=env,
         network=network,

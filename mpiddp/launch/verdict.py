@@ -30,6 +30,7 @@ _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 _BY_MPIRUN_S = 0.5  # in which an mpirun that got a signal has ended all ranks
 _BY_MPIRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HUNG_UP = "the terminal has hung up (SIGHUP)"
 _Printed: TypeAlias = Mapping[int, Sequence[str]]  # the last lines on stderr, by rank
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
@@ -70,6 +71,7 @@ class History:
     """What an attempt has done to its job, beside what the ranks and mpirun report."""
 
     stop: Stop = Stop.NONE  # who has requested a stop of the ranks
+    stop_reason: str = ""  # the user's: the name of a signal, or an option
     ended_because: str = ""  # the reason for which the launcher ended the job, if it did
     is_requested: bool = False  # the user requested a stop, before the job began to end
     limit: str = ""  # the time limit that the ranks exceeded after the request, if any
@@ -147,6 +149,10 @@ def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | N
             return _of_failure(ranks, mpirun, first)
     if history.is_requested and not (all_done and ranks.said["supports_stop"]):
         what = f"{history.limit}; the job was killed" if history.limit else "the job was stopped"
+        if history.stop_reason == HUNG_UP:
+            what = (
+                f"{HUNG_UP}, and {what}. With nohup before its command, a job outlives its terminal"
+            )
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if all_done:
         return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that

@@ -8,7 +8,7 @@ news, so nobody polls.
 
     server -> member   challenge, received, taken, called, gathered, no_answer, claimed, failed, lost
     member -> server   hello, gather, claim, fail, leave
-    launcher -> rank   stop, stopping, stacks, end, function, answer
+    launcher -> rank   stop, stopping, stacks, size, end, function, answer
     rank -> launcher   those of MESSAGES
 
 Both ends prove that they have the job's key, which is never sent: the member by the server's challenge, the
@@ -19,9 +19,9 @@ Each stream of a rank that the launcher shows has a connection of its own. It be
 "hello", and has the bytes of the stream after "received". Over one that begins with "input", rank 0 gets the
 launcher's stdin.
 
-A rank's script is a process of its own, with a second connection. "stopping" tells the rank that its script
-has got a "stop". The script of `mpiddp.spawn` asks for its "function", and sends its "answer", see
-`mpiddp.launch.control.Exchange`.
+A rank's script is a process of its own, with a second connection. "stop" has the signal that the launcher has
+got, and "stopping" tells the rank that its script has got a "stop". The script of `mpiddp.spawn` asks for its
+"function", and sends its "answer", see `mpiddp.launch.control.Exchange`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from mpiddp.text import escaped
 
 # Who a member is: a rank, which `mpiddp run` or the process itself speaks for, or the script of a rank.
 RANK, SCRIPT = "rank", "script"
@@ -85,6 +87,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     # `state` of the main thread, as in /proc.
     "stacks": {"text": str, "step": int, "cpu_s": _NUMBER, "state": str},
     "stopped": {},
+    "terminal": {"echo": bool, "lines": bool},  # what rank 0's script has set of it
     # `is_verdict`: `error` names the culprit, which may be another rank. Then, if there is one, `signal`: the
     # number of the signal that killed it; and, if the kernel has killed for lack of memory, `oom_kills`, how
     # often, and `memory_limit`: in bytes, or None.
@@ -241,6 +244,11 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection == DEFAULT_RANKS:
         return rank == 0 or stream == 2
     return selection == "all" or str(rank) in selection.split(",")
+
+
+def prefix_of(rank: int, host: str) -> str:
+    """What the launcher writes before each line of a rank."""
+    return f"[rank {rank} {escaped(host)}] "
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:

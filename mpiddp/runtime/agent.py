@@ -26,12 +26,13 @@ from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, named_by, print
 from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end, usage_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.protocol import variables
-from mpiddp.protocol.channel import INPUT, OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
+from mpiddp.protocol.channel import OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown, prefix_of
+from mpiddp.protocol.terminal import Terminal, give_size
 from mpiddp.runtime.child import MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
-from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator, Server, connect_to_server
+from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator, Server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
-from mpiddp.runtime.output import Stream
+from mpiddp.runtime.output import Input, Stream
 from mpiddp.world import World, is_joined
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
@@ -64,7 +65,12 @@ class Agent:
         if self._launcher is None:
             os.environ.pop(variables.JOB, None)
         self.coordinator = Coordinator(world, None)  # until it is connected
-        self._streams = [Stream(each, self.name) for each in STREAMS if self._selection]
+        terminal = Terminal.parse(os.environ.pop(variables.TERMINAL, ""))
+        self._prefix = prefix_of(world.rank, world.hostname) if terminal.has_prefix else ""
+        self._terminal = terminal.behind(self._prefix)
+        self._input: Input | None = None  # of rank 0
+        streams = STREAMS if self._selection else ()
+        self._streams = [Stream(each, self.name, self._terminal) for each in streams]
         # Those of the child, by its file descriptors. Without a launcher, it has those of the MPI.
         self._files = {stream.number: stream.theirs for stream in self._streams}
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
@@ -73,7 +79,7 @@ class Agent:
         # This process's parent. Without it, nothing would end this rank.
         has_daemon = world.launcher.mpis or world.launcher.name == "slurm"
         self._daemon = os.getppid() if has_daemon else None
-        self._is_stopping = False  # the launcher has requested a stop
+        self._stop_signal = 0  # with which the launcher has requested a stop
         self._ends_on_request = False
         self._wakeup: int | None = None  # readable when a signal has arrived
         self._code: int | None = None  # with which this rank ends because of another
@@ -113,9 +119,12 @@ class Agent:
             Path("/proc/self/comm").write_text(OUTPUT_PROCESS)
         child, world, launcher = self.child, self.world, self._launcher
         allow_open(_SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
-        if launcher is not None and world.rank == 0:
-            self._files[0] = connect_to_server(launcher, world, INPUT)[0].detach()
-        elif launcher is not None:
+        if launcher is None:
+            give_size(1)
+        elif world.rank == 0:
+            self._input = Input(launcher, world, self._terminal)
+            self._files[0] = self._input.theirs
+        else:
             self._files[0] = os.open(os.devnull, os.O_RDONLY)
         problem: UserError | JobFailed | None = None
         try:
@@ -201,6 +210,11 @@ class Agent:
         while child.status is None:
             self._wait()
         ending = child.ending()
+        is_success = not (ending.is_failure or self._stop_signal or self._code)
+        left = child.left_behind() if is_success and self._streams else {}
+        if left:
+            named = ", ".join(f"pid {pid} ({command})" for pid, command in left.items())
+            self._streams[-1].say(f"ended what the script has left behind: {named}.")
         self._report(ending)
         if child.end(_END_S):  # what is left cannot be killed
             for stream in self._streams:
@@ -227,12 +241,16 @@ class Agent:
         poll = select.poll()
         for stream in self._streams:
             stream.register(poll)
+        if self._input is not None:
+            self._input.register(poll)
         for file in (child.control, self._wakeup, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
         ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS))
         for stream in self._streams:
             stream.act(ready)
+        if self._input is not None and (manners := self._input.act(ready)):
+            channel.send("terminal", **manners._asdict())
         child.reap()  # then, what an ended script has said last is there
         child.hear()
         if log := child.said.pop("log_to", None):
@@ -250,15 +268,26 @@ class Agent:
         match facts:
             case {"type": "end", "code": int(code)}:
                 self._end(code)
-            case {"type": "stop" | "stopping" as kind}:
-                self._is_stopping = True
+            case {"type": "stop" | "stopping" as kind, "signal": int(number)}:
                 # "stopping": the script talks to the launcher itself.
-                if kind == "stop" and signal.SIGTERM not in self.child.passed:
-                    self.child.pass_on(signal.SIGTERM)
+                if kind == "stop" and not self._stop_signal:
+                    self.child.pass_on(number)
+                self._stop_signal = number
+            case {"type": "size", "columns": int(columns), "rows": int(rows)}:
+                self._resize(Terminal(columns=columns, rows=rows).behind(self._prefix))
             case {"type": "stacks"}:
                 if (text := self.child.stack()) is not None:  # else the script answers
                     usage = usage_of(self.child.pid or os.getpid())
                     self.coordinator.send("stacks", text=text[-TEXT_LIMIT:], step=0, **usage)
+
+    def _resize(self, terminal: Terminal) -> None:
+        """Give the script's terminals the launcher's new size, and tell the script as a terminal does."""
+        for stream in self._streams:
+            if not stream.source.closed:
+                terminal.resize(stream.source.fileno())
+        if self._input is not None and self._input.sink is not None:
+            terminal.resize(self._input.sink)
+        self.child.pass_on(signal.SIGWINCH)
 
     def _see_failure(self) -> None:
         """End with the daemon of the MPI, another rank that has failed, or the server of the job."""
@@ -286,10 +315,13 @@ class Agent:
         child = self.child
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
         # so its ranks look at that alone.
-        was_asked = self._is_stopping if self._launcher is not None else child.passed & _REQUESTS
-        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in child.passed)}
+        was_asked = self._stop_signal if self._launcher is not None else child.passed & _REQUESTS
+        passed = {self._stop_signal, *child.passed}
+        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in passed)}
+        # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
+        is_exit = not (ending.signal or ending.traceback or ending.error)
         has_stopped = ending.code == STOPPED and "stopped" in child.said
-        self._ends_on_request = has_stopped or bool(was_asked and ending.code in ends)
+        self._ends_on_request = has_stopped or bool(was_asked and (ending.code in ends or is_exit))
         if self._ends_on_request or not ending.is_failure:
             if ending.code == STOPPED and not has_stopped:
                 self.coordinator.send("stopped")  # a command says so by its code alone

@@ -21,13 +21,21 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from functools import partial
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError, cause_of, check_program, named_by, read_limited
-from mpiddp.hosts.files import files_of, import_folders, imported_by
-from mpiddp.hosts.processes import descendants, end_all, group_of, kills_in, signal_at_parents_end
+from mpiddp.hosts.files import files_of, import_folders, imported_by, texts_of
+from mpiddp.hosts.processes import (
+    command_of,
+    descendants,
+    end_all,
+    group_of,
+    kills_in,
+    signal_at_parents_end,
+)
 from mpiddp.protocol.channel import LINE_LIMIT, Lines
 from mpiddp.protocol.variables import AGENT_STORE, ERROR_FILE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.runtime.job.ending import Ending, ending_of_process
@@ -38,19 +46,30 @@ SCRIPT, MODULE, COMMAND = "script", "module", "command"
 # Python's own packages that run other code, which may use torch.
 _RUNS_OTHERS = {"concurrent", "importlib", "multiprocessing", "runpy"}
 _WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - _RUNS_OTHERS
+# Lines that set or unset a variable; environ["X"], environ.get("X") and "X" in environ only read one.
+_SETS_VARIABLES = re.compile(
+    rb"\bdel +(?:os\.)?environ\b|\b(?:putenv|unsetenv|dotenv|load_dotenv)\b|"
+    rb"\benviron *\[[^\n]*\] *\|?=(?!=)|"
+    rb"(?<!in os\.)(?<!in )\benviron\b(?! *\[|\.(?:get|keys|values|items|copy)\()"
+)
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
     *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
     *(name for source in RANK_SOURCES if source.mpis for name in source.variables),
 )
-_START = "from mpiddp.runtime.script import main; main(imports_torch=%s)"
+# A user's signal.py in the working folder, which -c puts first, is not Python's own.
+_START = (
+    "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; "
+    "from mpiddp.runtime.script import main; main(imports_torch=%s)"
+)
 # The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
 PASSED = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
     *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
 )
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # for a script to write its stack: the first line, and the others
+_HELPERS_S = 0.5  # for the processes of multiprocessing to notice that their parent has ended
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 
@@ -68,9 +87,9 @@ class Program(NamedTuple):
         if self.kind == COMMAND:
             check_program(name, os.environ.get("PATH"))
         elif self.kind == MODULE:
-            sys.path.insert(0, str(Path.cwd()))  # as python -m does
             first = name.partition(".")[0]
-            if not first or find_spec(first) is None:
+            folders = [str(Path.cwd()), *sys.path]  # as python -m looks
+            if not first or not (PathFinder.find_spec(first, folders) or find_spec(first)):
                 where = f"{Path.cwd()} and in the installed packages"
                 raise UserError(f"module {name} not found (looked in {where}).")
         else:
@@ -83,18 +102,19 @@ class Program(NamedTuple):
                 path.open("rb").close()
 
     @property
-    def may_use_torch(self) -> bool:
-        """False of a command, and of a script that imports nothing but Python's own modules and mpiddp.
+    def imports_torch(self) -> bool:
+        """Whether torch may be imported ahead: it may be used, and nothing sets a variable that it reads.
 
-        Such a script begins at once. If it uses torch after all, nobody counts the steps of its optimizers,
-        nor keeps a stranger's SIGTERM from the workers of its loaders.
+        A script that imports nothing but Python's own modules and mpiddp begins at once. So does one that
+        sets variables, in any of its files, and a module of others, such as `-m coverage`.
         """
-        if self.kind == SCRIPT:
-            with contextlib.suppress(OSError):  # python will say why
-                text = Path(self.name).read_bytes()
-                packages = {each.partition(".")[0] for each in imported_by(text)}
-                return b"torch" in text or bool(packages - _WITHOUT_TORCH)
-        return self.kind != COMMAND
+        if self.kind == MODULE and self.name.partition(".")[0] == "mpiddp":
+            return True
+        texts = texts_of(self.kind, self.name, str(Path.cwd()), import_folders())
+        if not texts or any(map(_SETS_VARIABLES.search, texts)):
+            return False
+        packages = {each.partition(".")[0] for each in imported_by(texts[0])}
+        return any(b"torch" in text for text in texts) or bool(packages - _WITHOUT_TORCH)
 
     @property
     def files(self) -> list[tuple[str, str]]:
@@ -157,7 +177,7 @@ class Child:
         if self.is_command:
             env, passed = command_environment(env), []
         else:
-            start = [sys.executable, "-c", _START % program.may_use_torch, str(theirs.fileno())]
+            start = [sys.executable, "-c", _START % program.imports_torch, str(theirs.fileno())]
             argv = [*start, program.kind, *argv]
         try:
             self._process = subprocess.Popen(
@@ -214,6 +234,8 @@ class Child:
         """
         if self.is_command or not self.pid:
             return ""
+        if self.control is None:  # nobody would read it
+            return None
         self._frames = []
         self.pass_on(signal.SIGURG)
         deadline = time.monotonic() + _STACK_S
@@ -259,6 +281,13 @@ class Child:
         if now is None or before is None or now.count <= before.count:
             return {}
         return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
+
+    def left_behind(self) -> dict[int, str]:
+        """The processes that outlive the program, once helpers have had time to end: pids and commands."""
+        deadline = time.monotonic() + _HELPERS_S
+        while (left := descendants(os.getpid(), but=self._others)) and time.monotonic() < deadline:
+            time.sleep(_WRITTEN_S)
+        return {pid: command_of(pid) or name for pid, name in left.items()}
 
     def end(self, grace_s: float) -> Collection[int]:
         """End all that is left, see `end_all`. Returns the processes that cannot be killed."""

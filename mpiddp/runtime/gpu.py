@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mpiddp.errors import print_line
 from mpiddp.hosts.gpus import VISIBLE, gpu_addresses
+from mpiddp.hosts.processes import cores_of_group, group_of
 from mpiddp.protocol.variables import BIND, GPUS, PLACEMENT, VERBOSE
 from mpiddp.text import counted, parse_whole
 from mpiddp.world import World
@@ -33,11 +34,12 @@ def limit_threads(world: World) -> int | None:
     """Give each rank its share of this host's cores, unless OMP_NUM_THREADS is set.
 
     torch sizes its thread pools when it is imported. A rank that mpirun has bound to some cores uses at
-    most that many threads. Returns None if the user decides, or until the local ranks are counted.
+    most that many threads, and a container has the cores of its quota. Returns None if the user decides, or
+    until the local ranks are counted.
     """
     if world.local_world_size is None or "OMP_NUM_THREADS" in os.environ:
         return None
-    share = (os.cpu_count() or 1) // world.local_world_size
+    share = int(cores_of_group(group_of(of="cpu"))) // world.local_world_size
     threads = max(1, min(share, len(os.sched_getaffinity(0))))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if torch := sys.modules.get("torch"):

@@ -32,6 +32,7 @@ from typing import NoReturn, TypeVar
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_from_one_rank
 from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, RUN_ID
+from mpiddp.runtime import patches
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Refused, ending_of
@@ -39,7 +40,6 @@ from mpiddp.runtime.job.session import Session, current, script_session, stop_on
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
 from mpiddp.runtime.rendezvous.result import RankInfo
-from mpiddp.runtime.script import import_torch
 from mpiddp.world import World, is_joined
 
 Value = TypeVar("Value")
@@ -66,7 +66,8 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
         yield coordinator
         return
     session.is_member = session.is_bound = True
-    stop_on(session.stop, signal.SIGUSR1)
+    if patches.is_on("stop_signal"):
+        stop_on(session.stop, signal.SIGUSR1)
     if session.control is None:
         coordinator.claim_key += "+"  # an earlier error has been caught
         if coordinator.connection is not None:
@@ -117,9 +118,10 @@ def _as_script(world: World, session: Session) -> None:
 
 def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     """Meet the other ranks, and prepare this process for what it runs."""
+    if patches.is_on("torch_ahead"):
+        patches.torch_ahead()
     from mpiddp.runtime.rendezvous.store import serve_store
 
-    import_torch()
     ranks, info = Coordinator(world, None), RankInfo.of_this_process(world)
     try:
         coordinator, env, listener = meet(ranks, info, keep_mpi=keep_mpi)

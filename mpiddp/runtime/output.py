@@ -1,7 +1,8 @@
 """The streams of a script: its agent reads them, writes them to files, and sends them to the launcher.
 
-The agent never reads ahead of a slow launcher, so a stopped terminal stops the script as a full pipe does,
-and nothing is lost. Without a launcher, the script has the streams of the MPI.
+A stream is a terminal where the launcher's is one, else a pipe. The agent never reads ahead of a slow
+launcher, so a stopped terminal stops the script as a full pipe does, and nothing is lost. Without a launcher,
+the script has the streams of the MPI.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import select
 import socket
 import termios
 import time
-import tty
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpiddp.protocol.channel import STREAMS, notice_silence
+from mpiddp.protocol.channel import INPUT, STREAMS, notice_silence
+from mpiddp.protocol.terminal import Manners, Terminal
 from mpiddp.runtime.job.coordinator import Server, connect_to_server
 from mpiddp.world import World
 
@@ -28,22 +29,14 @@ _MOST_UNFILED = 1 << 20  # bytes that wait for the name of a folder; the rest is
 _SHORT, _PAUSE_S = 2048, 0.005
 
 
-def _new_stream(number: int) -> tuple[int, int]:
-    """The two ends of a new stream. stdout stays a terminal if it is one, since Python buffers a pipe."""
-    if number == 1 and os.isatty(number):
-        with contextlib.suppress(OSError, termios.error):  # a container without /dev/pts
-            reader, writer = os.openpty()
-            tty.setraw(writer)  # it passes all bytes on unchanged
-            return reader, writer
-    return os.pipe()
-
-
 class Stream:
     """A stream of a rank's child: both its ends are made here. `rank` is this rank and its host."""
 
-    def __init__(self, number: int, rank: str) -> None:
+    def __init__(self, number: int, rank: str, terminal: Terminal) -> None:
         self.number, self._rank = number, rank  # `number` is its file descriptor in the child
-        source, self.theirs = _new_stream(number)  # the child closes the other end here
+        source, self.theirs = (
+            terminal.open(number) or os.pipe()
+        )  # the child's end is closed at its start
         self.source = io.FileIO(source)  # open until the end of the stream
         self.connection: socket.socket | None = None  # to the launcher, if it shows this stream
         self._file: io.FileIO | None = None
@@ -103,6 +96,10 @@ class Stream:
         self._save(self._unfiled)
         self._unfiled = bytearray()
 
+    def say(self, sentence: str) -> None:
+        """Add a line of mpiddp's own, for the launcher to show."""
+        self._unsent += f"mpiddp: {self._rank}: {sentence}\n".encode(errors="backslashreplace")
+
     def _save(self, chunk: bytes | bytearray) -> None:
         if self._file is None:
             self._unfiled += chunk[: _MOST_UNFILED - len(self._unfiled)]
@@ -114,5 +111,65 @@ class Stream:
         except OSError as error:  # a full disk may have room again, so the next chunk is tried
             if not self._has_complained:
                 self._has_complained = True
-                what = f"its log of {STREAMS[self.number]} has a gap: {error.strerror}"
-                self._unsent += f"mpiddp: {self._rank}: {what}.\n".encode(errors="backslashreplace")
+                self.say(f"its log of {STREAMS[self.number]} has a gap: {error.strerror}.")
+
+
+class Input:
+    """The launcher's stdin, which the script of rank 0 reads: from a terminal if it is one, else from a pipe.
+
+    What is typed is shown by the launcher's own terminal. So that a script can ask for a password or edit a
+    line, that terminal follows what the script sets here.
+    """
+
+    def __init__(self, launcher: Server, world: World, terminal: Terminal) -> None:
+        pair = terminal.open(0)
+        self.is_terminal = pair is not None
+        self.theirs, sink = pair[::-1] if pair else os.pipe()
+        self.sink: int | None = sink  # until the script, or the launcher, has ended it
+        os.set_blocking(sink, False)
+        self._connection, _ = connect_to_server(launcher, world, INPUT)
+        self._connection.setblocking(False)
+        self._unwritten = b""
+        self._manners = Manners()
+
+    def register(self, poll: select.poll) -> None:
+        """Let `poll` report what `act` needs."""
+        if self.sink is None:
+            return
+        if not self._unwritten:
+            poll.register(self._connection, select.POLLIN)
+        events = select.POLLOUT if self._unwritten else 0
+        if self.is_terminal or events:
+            poll.register(self.sink, events | (select.POLLIN if self.is_terminal else 0))
+
+    def act(self, ready: Mapping[int, int]) -> Manners | None:
+        """Pass on what the events of poll(2) allow. Returns what the script has set, if it is new."""
+        if self.sink is None:
+            return None
+        try:
+            if self.is_terminal and ready.get(self.sink, 0) & select.POLLIN:
+                os.read(self.sink, _CHUNK)  # the echo
+            if not self._unwritten and self._connection.fileno() in ready:
+                self._unwritten = self._connection.recv(_CHUNK)
+                if not self._unwritten:
+                    self.close()
+            if self._unwritten and self.sink is not None:
+                self._unwritten = self._unwritten[os.write(self.sink, self._unwritten) :]
+            if (
+                self.is_terminal
+                and self.sink is not None
+                and self._manners != Manners.of(self.sink)
+            ):
+                self._manners = Manners.of(self.sink)
+                return self._manners
+        except BlockingIOError:
+            pass
+        except (OSError, termios.error):  # nobody reads it any more
+            self.close()
+        return None
+
+    def close(self) -> None:
+        if self.sink is not None:
+            os.close(self.sink)
+            self._connection.close()
+            self.sink = None

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from mpiddp.errors import DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
+from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import RANK, UNIX, decode, encode
 from mpiddp.runtime.job.ending import Refused, ending_of
@@ -101,6 +102,8 @@ class Coordinator:
             self.connection, self.group = connect_to_server(
                 server, world, "hello", role=role, answer_s=answer_s
             )
+            if role == channel.SCRIPT:
+                self.connection = out_of_the_way(self.connection)
             # It would hide this one's end.
             os.register_at_fork(after_in_child=self.connection.close)
 

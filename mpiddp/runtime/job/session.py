@@ -71,7 +71,11 @@ class Session:
         """Act on news: of the launcher, or a call. The agent ends this process, so "end" is none of them."""
         match facts["type"]:
             case "stop" if not self.stop.supports_stop:
-                os.kill(os.getpid(), signal.SIGTERM)
+                number = facts.get("signal", signal.SIGTERM)
+                # Without should_stop(), the handler of a request would only note it.
+                if signal.getsignal(number) in self.stop.handlers:
+                    number = signal.SIGTERM
+                os.kill(os.getpid(), number)
             case "stop" | "called":
                 self.stop.is_requested = True
             case "stacks":
@@ -200,6 +204,7 @@ class StopRequest:
         # any rank begins the agreement, and calls the others to it.
         self.is_requested = False
         self.supports_stop = False  # whether the script calls `should_stop`
+        self.handlers: list[object] = []  # of signals, see `stop_on`
 
     def declare_support(self) -> None:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
@@ -286,6 +291,7 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
                 signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
 
     if before and threading.main_thread() is threading.current_thread():
+        stop.handlers.append(on_signal)
         for number in before:
             signal.signal(number, on_signal)
         if not only_first:

@@ -190,7 +190,8 @@ def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:
 
 def _serve_beside_agent(world: World, timeout_s: float) -> Server:
     """Rank 0 writes into the store of torchrun's agent where it serves the channel."""
-    from mpiddp.runtime.rendezvous.store import connect_to_store, no_dns, prefix_of_attempt
+    from mpiddp.runtime.patches import no_dns
+    from mpiddp.runtime.rendezvous.store import connect_to_store, prefix_of_attempt
 
     with no_dns():
         store = connect_to_store(world, timeout_s)

@@ -19,7 +19,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused
-from mpiddp.runtime.rendezvous import FinalizedMPI
+from mpiddp.runtime.patches import FinalizedMPI
 from mpiddp.runtime.rendezvous.result import requested_interface
 from mpiddp.world import World
 

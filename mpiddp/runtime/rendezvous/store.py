@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.patches import no_dns
 from mpiddp.world import World
 
 _open = partial(TCPStore, wait_for_workers=False, multi_tenant=True)
@@ -62,21 +59,3 @@ def prefix_of_attempt() -> str:
     torchrun's store outlives the workers. Restarted workers must not read the keys of the earlier ones.
     """
     return f"mpiddp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-@contextmanager
-def no_dns() -> Iterator[None]:
-    """In the body, this process looks up hosts in /etc/hosts only. Without glibc, nothing changes.
-
-    torch 2.13 looks up the name of every address that its store connects to, only to log it. /etc/hosts
-    does not help, because torch looks up the addresses' IPv6 form. If DNS does not answer, as on the own
-    network of many clusters, each connection takes 5 s or more.
-    """
-    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: None)  # glibc's
-    file = Path("/etc/nsswitch.conf")
-    services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")
-    configure(b"hosts", b"files")
-    try:
-        yield
-    finally:
-        configure(b"hosts", services[1].strip() if services else b"files dns")  # glibc's default

@@ -16,8 +16,8 @@ from mpiddp.runtime.job.coordinator import AGREE_TIMEOUT_S
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import enter_until_exit, join
+from mpiddp.runtime.patches import await_gloo
 from mpiddp.runtime.rendezvous.store import store_of_group
-from mpiddp.runtime.script import await_gloo
 from mpiddp.world import World
 
 COLLECTIVE_TIMEOUT_S = 600.0

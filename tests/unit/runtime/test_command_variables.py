@@ -40,9 +40,19 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher: RankSource) -> None
         ("from model import Net", True),
         ("import multiprocessing.pool", True),
         ("import runpy\nrunpy.run_path('train.py')", True),
+        ("import torch\nrank = int(os.environ['RANK'])\nif 'X' in os.environ: pass", True),
+        ("import torch\nd = os.environ.get('X') == 1 and os.environ['Y'] == '='", True),
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch", False),
+        ("import os\nos.environ.setdefault('X', '1')\nimport torch", False),
+        ("from os import environ as e\ne['X'] = '1'\nimport torch", False),
+        ("import os\ndel os.environ['X']\nimport torch", False),
+        ("import os\nos.putenv('X', '1')\nimport torch", False),
+        ("from dotenv import load_dotenv\nload_dotenv()\nimport torch", False),
+        ("import settings\nimport torch", False),
     ],
 )
-def test_what_may_use_torch(tmp_path: Path, text: str, expected: bool) -> None:
-    """A script of Python's own modules alone begins without it."""
+def test_for_what_torch_is_imported_ahead(tmp_path: Path, text: str, expected: bool) -> None:
+    """Not for a script of Python's own modules, nor for one that sets a variable, in any of its files."""
     (tmp_path / "train.py").write_text(text)
-    assert Program(SCRIPT, str(tmp_path / "train.py")).may_use_torch is expected
+    (tmp_path / "settings.py").write_text("import os\nos.environ.update(TORCH_LOGS='+dynamo')")
+    assert Program(SCRIPT, str(tmp_path / "train.py")).imports_torch is expected

@@ -1,0 +1,207 @@
+"""What mpiddp changes in the process of a script, beside its variables. All else is as python has it.
+
+MPIDDP_NO_PATCHES names the patches that are to be left out, or "all" of them:
+
+    MPIDDP_NO_PATCHES=lines,gloo_end mpiddp launch train.py
+
+docs/reference.md lists them, and a test of tests/integration/runtime/test_still_needed.py fails once one of
+them is no longer needed. By hand, a process has only `torch_ahead`, `stop_signal` and `no_dns`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from mpiddp.protocol.variables import NO_PATCHES
+from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, stop_on
+
+_GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
+_IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
+
+
+class Script(NamedTuple):
+    """What a patch needs to know of its script."""
+
+    session: Session
+    control: socket.socket  # to the agent
+    imports_torch: bool  # before its first line
+    mpi_ended: bool  # the agent has ended MPI
+
+
+def apply(patches: Iterable[Callable[[Script], None]], script: Script) -> None:
+    """Make these changes, but for those that the user leaves out."""
+    for patch in patches:
+        if is_on(patch.__name__):
+            patch(script)
+
+
+def is_on(name: str) -> bool:
+    left_out = re.split(r"[,\s]+", os.environ.get(NO_PATCHES, ""))
+    return not {name, "all"} & {*left_out}
+
+
+# --- before the ranks meet ---
+
+
+def crash_stack(script: Script) -> None:
+    """A crash in native code prints the Python stack of its thread."""
+    faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
+
+
+def stack(script: Script) -> None:
+    """SIGURG writes the main thread's stack to the agent, for `mpiddp stacks` and hangs."""
+    # That of another thread may change while it is read, and the rank would crash.
+    faulthandler.register(signal.SIGURG, file=script.control.fileno(), all_threads=False)
+
+
+def lines(script: Script) -> None:
+    """stdout passes on each line at once, which python delays where stdout is a pipe."""
+    if not os.isatty(1):
+        with suppress(AttributeError, ValueError):  # it is closed
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def gloo_end(script: Script) -> None:
+    """At exit, gloo's threads get up to 1 s to end: else torch may hang or abort."""
+    atexit.register(await_gloo)
+
+
+def torch_ahead(script: Script | None = None) -> None:
+    """torch is imported while the ranks meet, and kept out of garbage collections.
+
+    Its modules live as long as the process. Otherwise the collector visits their 250,000 objects while they
+    are made, in each full collection of the training, and several times when the process ends: a third of
+    the processor time of a short rank.
+    """
+    if "torch" in sys.modules or (script and not script.imports_torch):
+        return
+    gc.disable()
+    try:
+        # A rank that hangs here has not joined, and the launcher names the line. A script need not use it.
+        with suppress(ImportError):
+            import torch  # noqa: F401
+
+            gc.freeze()
+    finally:
+        gc.enable()
+
+
+def await_gloo() -> None:
+    """Wait until gloo's threads have freed the tensors of the last collective.
+
+    Later they would wait for Python's lock for ever, because the end of a DistributedDataParallel holds it
+    while it waits for the threads of its group; or they would abort the process while Python ends ("terminate
+    called without an active exception"). Both are torch 2.13's. A thread without work sleeps.
+    """
+    deadline, idle = time.monotonic() + _GLOO_S, 0
+    while idle < _IDLE and time.monotonic() < deadline:
+        states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
+        for file in Path("/proc/self/task").glob("*/stat"):
+            with suppress(OSError):  # it has ended
+                name, _, rest = file.read_text("latin-1").rpartition(") ")  # "tid (name) state …"
+                if name.endswith(f"({_GLOO}"):
+                    states.append(rest[0])
+        if not states:
+            return
+        idle = 0 if "R" in states else idle + 1
+        time.sleep(_GLOO_POLL_S)
+
+
+# --- when they have met ---
+
+
+def finalized_mpi(script: Script) -> None:
+    """`mpi4py.MPI` is refused: the agent has ended MPI, and a second start would abort."""
+    if script.mpi_ended:
+        sys.meta_path.insert(0, FinalizedMPI())
+
+
+class FinalizedMPI:
+    """Finds no module, and raises an ImportError for mpi4py.MPI, that says what to do instead.
+
+    Every function of a finalized MPI aborts the process, and an MPI of a script's own would be rank 0 of 1.
+    Libraries that only ask whether MPI is there (PyTorch Lightning 2.6 calls MPI.COMM_WORLD.Get_size()) catch
+    the error, and continue without MPI.
+    """
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        if fullname == "mpi4py.MPI":
+            raise ImportError(
+                "mpiddp has finalized the MPI of this rank. To use mpi4py in the script, start it with "
+                "mpirun itself, and call mpiddp.init(keep_mpi=True)",
+                name=fullname,
+            )
+
+
+def stop_signal(script: Script) -> None:
+    """SIGUSR1 requests a stop, unless the script handles it. Forked children ignore it."""
+    stop_on(script.session.stop, signal.SIGUSR1)
+
+
+def optimizer_steps(script: Script) -> None:
+    """A hook of torch counts the steps of optimizers, for `mpiddp top`.
+
+    It costs a microsecond a step. A compiled optimizer reports none. A later optimizer, of the next
+    fold for example, goes on from the steps of the others.
+    """
+    if not (script.imports_torch and script.session.has_launcher and "torch" in sys.modules):
+        return
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+    newest = 0
+
+    def count(optimizer: object, args: object, kwargs: object) -> None:
+        nonlocal newest
+        if torch.compiler.is_compiling():
+            return
+        # Two optimizers of one step, as of a GAN, count it once.
+        counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
+        newest = max(newest, steps)
+        script.session.count(steps, BY_OPTIMIZER)
+
+    register_optimizer_step_post_hook(count)
+
+
+# --- while a process group forms ---
+
+
+@contextmanager
+def no_dns() -> Iterator[None]:
+    """While a process group forms, hosts are looked up in /etc/hosts only.
+
+    torch 2.13 looks up the name of every address that its store connects to, only to log it. /etc/hosts
+    does not help, because torch looks up the addresses' IPv6 form. If DNS does not answer, as on the own
+    network of many clusters, each connection takes 5 s or more. Without glibc, nothing changes.
+    """
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: None)  # glibc's
+    file = Path("/etc/nsswitch.conf")
+    services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")
+    if not is_on("no_dns"):
+        yield
+        return
+    configure(b"hosts", b"files")
+    try:
+        yield
+    finally:
+        configure(b"hosts", services[1].strip() if services else b"files dns")  # glibc's default
+
+
+BEFORE_RANKS_MEET = (crash_stack, stack, lines, gloo_end, torch_ahead)
+ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal, optimizer_steps)
+IN_A_CALL = (no_dns,)
