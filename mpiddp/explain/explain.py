@@ -47,8 +47,9 @@ _CHAINED = (
     "Original Traceb",
 )
 _FRAME = re.compile(r"\s+File \".*, in (\S+)")
-# The first function in the traceback of an uncaught exception.
-_ENTRIES = ("<module>", "_run_module_as_main", "_bootstrap", "_bootstrap_inner")
+_RERUNS = ("_fixup_main_from_path", "_fixup_main_from_name")  # in a child of spawn or forkserver
+# The first function in the traceback of an uncaught exception, or one of these two.
+_ENTRIES = ("<module>", "_run_module_as_main", "_bootstrap", "_bootstrap_inner", *_RERUNS)
 _RAISED = re.compile(r"([A-Za-z_]\w*\.)*[A-Za-z_]\w*(: .*|:?)")
 _OURS = "mpiddp: "
 _VERDICT = re.compile(
@@ -64,12 +65,15 @@ _WELL = re.compile(
     rb"\b(?:complete|completed|finished|done|succeeded|successful|successfully)\b|^\W*done\b"
 )
 
-_EXCEPTION, _EXIT = (
-    next(row for row in FAILURES if row.id == name) for name in ("python-exception", "python-exit")
+_EXCEPTION, _EXIT, _RERUN = (
+    next(row for row in FAILURES if row.id == name)
+    for name in ("python-exception", "python-exit", "python-start-method")
 )
 # Texts with the same first character share a branch: faster than one alternative a text.
 _SAYS = [text for row in FAILURES for text in row.says]
-_BRANCHES = groupby(sorted([*_SAYS, *_CHAINED, _TRACEBACK, _OURS]), key=lambda text: text[0])
+_BRANCHES = groupby(
+    sorted([*_SAYS, *_CHAINED, *_RERUNS, _TRACEBACK, _OURS]), key=lambda text: text[0]
+)
 _TEXTS = re.compile(
     "|".join(
         f"{re.escape(first)}(?:{'|'.join(re.escape(text[1:]) for text in texts)})"
@@ -172,8 +176,12 @@ class Log:
                 return True
         if text.startswith(_CHAINED):
             self._chained.add(rank)
-        if _TRACEBACK in text:
-            self._open[rank] = ""
+        frame = _FRAME.match(text)
+        is_rerun = (
+            frame is not None and frame[1] in _RERUNS
+        )  # its traceback may begin before the log
+        if _TRACEBACK in text or (is_rerun and rank not in self._open):
+            self._open[rank] = frame[1] if frame else ""
             return True
         if rank in self._open:
             return self._continue(rank, number, text)
@@ -185,18 +193,21 @@ class Log:
     def _continue(self, rank: str, number: int, text: str) -> bool:
         """Take a line of an open traceback's rank. A line of its stdout may stand between."""
         entry = self._open[rank]
-        if not entry and (frame := _FRAME.match(text)):
+        if (frame := _FRAME.match(text)) and (not entry or frame[1] in _RERUNS):
             entry = self._open[rank] = frame[1]
         if not entry or not _RAISED.fullmatch(text):
             return text[:1].isspace()
         del self._open[rank]
         found = _explained([*_shown_by(text, Weight.EXCEPTION), _EXCEPTION][0], number, text)
+        if entry in _RERUNS and not re.fullmatch(r"[\w.]+:", text):  # else its next line is known
+            found = self._rows.setdefault(_RERUN.id, _explained(_RERUN, number, text))
         before = [each for each in self._last if each.rank == rank]
         if rank in self._chained and before:
             led = before[-1]
             self._last.remove(led)
             entry = led.entry if led.entry in _ENTRIES else entry
-            if found.failure is _EXCEPTION and led.found.failure is not _EXCEPTION:
+            is_weaker = found.failure.weight > led.found.failure.weight
+            if led.found.failure is not _EXCEPTION and (is_weaker or found.failure is _EXCEPTION):
                 found = led.found  # the table knows what has led to it
         self._chained.discard(rank)
         if self._has_stepped:

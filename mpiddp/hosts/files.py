@@ -126,9 +126,9 @@ def modules_at(name: str, folders: Iterable[Path], known: Collection[Path] = ())
             package = folder.joinpath(*parts[:count])
             if (init := package / "__init__.py") in known:
                 return found
-            if init.is_file():
+            if os.path.isfile(init):  # unlike Path's, it raises nothing
                 return [*found, *sorted(package.rglob("*.py"))]
-            if (module := package.with_suffix(".py")).is_file():
+            if os.path.isfile(module := package.with_suffix(".py")):
                 return [*found, module]
             found += sorted(package.glob("*.py"))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.launch.control import Console, ControlServer
@@ -27,20 +28,22 @@ STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, also after
 _NAMED = 4  # ranks of one place
 _LONGEST_CODE = 60  # characters
 
+# The folder of this package, the same on every host, and the programs in it that ranks run as scripts.
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_PROGRAMS = tuple(f"{_PACKAGE}{room}/" for room in ("bench", "doctor", "train"))
 # A rank waits for others in a collective, in torch's store, or where mpiddp's ranks agree. In a backward
 # pass and at the end of a GPU's work it may wait or compute. Elsewhere in torch it computes.
 _WAITS = re.compile(r"/torch/distributed/")
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/(cuda|xpu|accelerator)/")
-_AGREES = re.compile(r"/mpiddp/runtime/job/")
+_AGREES = re.compile(rf"^{re.escape(_PACKAGE)}runtime/job/")
 _JOINS = re.compile(r"/(threading|concurrent/futures/\w+)\.py$")  # waits for another thread
 _DATA_OR_FILES = re.compile(
-    r"/torch/utils/data/|/mpiddp/train/(?:datasets|image_folder|cifar10)\.py|/torch/serialization\.py$"
+    rf"/torch/utils/data/|^{re.escape(_PACKAGE)}train/(?:datasets|image_folder|cifar10)\.py"
+    r"|/torch/serialization\.py$"
 )
-_OF_LIBRARIES = re.compile(
-    r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/|/mpiddp/runtime/"
-)
+_OF_LIBRARIES = re.compile(r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/")
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (.*)(?:\n    (.*))?', re.MULTILINE)
-_WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context")
+_WRAPPERS = ("wrapper", "_fn", "inner", "decorate_context", "__enter__", "__exit__")
 
 
 class Watch:
@@ -218,7 +221,7 @@ class Place(NamedTuple):
     @property
     def text(self) -> str:
         """For a sentence: "all_reduce (train.py:88)", or "load (data.py:40): f = open(path)"."""
-        own = [n for n, frame in enumerate(self.frames) if not _OF_LIBRARIES.search(frame[0])]
+        own = [n for n, frame in enumerate(self.frames) if not _is_library(frame[0])]
         at = own[-1] if own else len(self.frames) - 1
         file, line, function, code = self.frames[at]
         if self.waits:
@@ -237,6 +240,13 @@ class Place(NamedTuple):
         return f"{one} in {self.text}", f"{several} in {self.text}"
 
 
+def _is_library(file: str) -> bool:
+    """Whether a file is no part of what the ranks run as their script."""
+    if file.startswith(_PACKAGE):
+        return not file.startswith(_PROGRAMS)
+    return _OF_LIBRARIES.search(file) is not None
+
+
 def places_of(ranks: Ranks) -> dict[int, Place]:
     """The places of the ranks that have not ended."""
     return {rank: place_of(ranks.stacks.get(rank)) for rank in ranks.left}
@@ -249,9 +259,7 @@ def place_of(stacks: Mapping[str, Any] | None) -> Place:
     frames, *others = map(_FRAME.findall, stacks["text"].split("\nthread "))
     # The main thread's, or that of the thread of the script for which it waits.
     if frames and _JOINS.search(frames[-1][0]):
-        of_script = (
-            each for each in others if not all(_OF_LIBRARIES.search(frame[0]) for frame in each)
-        )
+        of_script = (each for each in others if not all(_is_library(frame[0]) for frame in each))
         frames = next(of_script, frames)
     return Place(tuple(frames), stacks["cpu_s"], stacks["state"])
 

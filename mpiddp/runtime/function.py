@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import pickle
 import sys
 import traceback
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import JobFailed, UserError, import_package
 from mpiddp.protocol.channel import mac
+from mpiddp.protocol.variables import MODULES
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.join import join
 from mpiddp.runtime.script import script_frames
+from mpiddp.runtime.shipped import install, share
 
 _MAX_TRACEBACK, _LARGEST_ERROR = 1 << 15, 32 << 20  # characters, and bytes of the pickled exception
 
@@ -40,6 +44,7 @@ def main() -> None:
         try:
             with coordinator.all_or_none():
                 facts, call = received_call(coordinator)
+            share(facts["modules"])
             sys.argv[0] = facts["name"]
             try:
                 result = call()
@@ -67,8 +72,7 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
         raise coordinator.lost()
     facts, body = pickle.loads(b64decode(value))
     linecache.cache.update(facts["source"])  # for tracebacks
-    # What the function imports may lie beside the caller's script, if this host has that folder.
-    sys.path += [each for each in facts["path"] if each not in sys.path]
+    install(facts["modules"], facts["path"])
     try:
         return facts, pickle.loads(body)
     except Exception as error:
@@ -128,3 +132,5 @@ def pickled_error(error: BaseException) -> bytes:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and MODULES in os.environ:  # in a child of multiprocessing
+    install(Path(os.environ[MODULES]).read_bytes())

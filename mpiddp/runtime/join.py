@@ -86,9 +86,16 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
 
 def _as_script(world: World, session: Session) -> None:
     """Meet the scripts of the other ranks, whose agents have met."""
+    from multiprocessing import current_process
+
     from mpiddp.runtime.rendezvous.store import serve_store
 
     env, ranks = os.environ, session.coordinator
+    if getattr(current_process(), "_inheriting", False):
+        raise UserError(
+            "a process of multiprocessing, such as a DataLoader's worker, runs the script again. "
+            'Put its main part below: if __name__ == "__main__":'
+        )
     if ranks.connection is None and world.world_size > 1:
         raise UserError(
             f"rank {world.rank} has a script already, or lacks {CHANNEL} and {CHANNEL_SECRET}: only the "

@@ -4,8 +4,8 @@ The caller starts a launcher (`mpiddp.launch.main`), which starts the ranks (`mp
 a process of its own, because a launcher handles signals, adopts orphans and writes to the file descriptors 1
 and 2, none of which belongs to a library. In a notebook sys.stdout is a stream of the cell.
 
-cloudpickle pickles what `__main__` and a notebook define by value, and the rest by name. The other hosts have
-the installed packages, but not the files beside the caller's script. So these modules are pickled by value.
+What has a name to import is pickled by that name, and the caller's own modules travel as source
+(`mpiddp.runtime.shipped`). cloudpickle pickles by value what `__main__` and a notebook define.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import sys
 import threading
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.machinery import PathFinder
 from multiprocessing import current_process, parent_process
 from operator import attrgetter
 from pathlib import Path
@@ -33,9 +32,11 @@ from typing import IO, Any, TypeAlias, TypeVar
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
+from mpiddp.hosts.files import imported_by, is_local, modules_at, sources_of
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
 from mpiddp.runtime.function import said
+from mpiddp.runtime.shipped import packed
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
@@ -43,7 +44,6 @@ Value: TypeAlias = str | int | float | bool | Sequence[str | int] | None  # of a
 
 MAX_RESULT_BYTES = 64 << 20
 _REPEATED = ("--env-file", "--mpi-args")  # the values of other options are joined by commas
-_REGISTRY = threading.Lock()  # of cloudpickle: all threads of the process share it
 _LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
 
 
@@ -73,10 +73,9 @@ def spawn(
     Within the function `mpiddp.init`, `mpiddp.Checkpoints` and the others work as in a script. Ctrl-C, or
     the interruption of a cell, stops the job, and a second one kills it; no process is left behind.
 
-    The function, its closure and its arguments are pickled by cloudpickle, which `pip install
-    'mpiddp[spawn]'` brings. Lambdas, functions of a notebook and of `__main__` work. Modules and packages in
-    the script's folder travel along; installed packages, and what the function itself imports, must be on
-    every host. `cloudpickle.register_pickle_by_value(module)` lets other modules travel.
+    A function of a module is imported by each rank. One of `__main__` or of a notebook, a lambda and all
+    arguments are pickled by cloudpickle, which `pip install 'mpiddp[spawn]'` brings. Your own modules travel
+    as source, as their files are now; installed packages must be on every host.
 
     Args:
         function: it may return anything that can be pickled; tensors have to be on the CPU. `sys.exit()`
@@ -171,34 +170,43 @@ def pickled_call(call: partial[Any], max_result_bytes: int) -> tuple[str, bytes]
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     source = getattr(getattr(function, "__code__", None), "co_filename", "")
     lines = linecache.getlines(source)
-    # The script's folder, or a notebook's working folder, which is "" behind those of the standard library.
-    folders = [each for each in (*sys.path[:1], "") if each in sys.path and "-packages" not in each]
-    with _REGISTRY, ExitStack() as registered:
-        others = {"mpiddp", *cloudpickle.list_registry_pickle_by_value()}
-        for module_name, module in list(sys.modules.items()):
-            file, is_package = getattr(module, "__file__", None), hasattr(module, "__path__")
-            is_source = is_package or str(file).endswith(".py")  # what is compiled goes by name
-            is_other = not is_source or "." in module_name or module_name in others
-            spec = None if is_other else PathFinder.find_spec(module_name, folders)
-            if spec and spec.origin == file and module.__name__ == module_name:
-                cloudpickle.register_pickle_by_value(module)
-                registered.callback(cloudpickle.unregister_pickle_by_value, module)
-        try:
-            body = cloudpickle.dumps(call)
-        except Exception as error:
-            raise UserError(
-                f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
-                f"{said(error)}. Create it within the function."
-            ) from error
+    path = [os.path.abspath(each) for each in sys.path if isinstance(each, str)]  # noqa: PTH100
+    try:
+        body = cloudpickle.dumps(call)
+    except Exception as error:
+        raise UserError(
+            f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
+            f"{said(error)}. Create it within the function, or in a module that it imports."
+        ) from error
     facts = {
         "name": name,
         "cloudpickle": cloudpickle.__version__,
         "max_result_bytes": max_result_bytes,
         # For linecache. Without a time of change, no check of files removes it.
         "source": {source: (sum(map(len, lines)), None, lines, source)},
-        "path": [str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)],
+        "path": path,
+        "modules": packed(_own_modules(source, "".join(lines), path)),
     }
     return name, b64encode(pickle.dumps((facts, body)))
+
+
+def _own_modules(source: str, text: str, path: Sequence[str]) -> dict[str, bytes]:
+    """The files of the caller's own modules, as a new process would import them now.
+
+    They are those of the loaded modules, and of what these, or the function's file or cell, import.
+    """
+    folders = [Path(each) for each in path if is_local(each)]
+    beginnings = tuple(f"{folder}{os.sep}" for folder in folders)
+    names = {each for each in imported_by(text.encode()) if not each.startswith(".")}
+    for name, module in list(sys.modules.items()):
+        file = str(getattr(module, "__file__", None))
+        if file.startswith(beginnings) and "-packages" not in file:
+            names.add(name)
+    start = [file for name in names for file in modules_at(name, folders)]
+    if source.startswith(beginnings):  # it may import its own package
+        start.append(Path(source))
+    found = sources_of(start, folders)
+    return {str(file): each for file, each in found.items() if each is not None}
 
 
 def _launched(

@@ -2,6 +2,7 @@
 
 import os
 import re
+from pathlib import Path
 
 from jupyter_client.manager import KernelManager
 
@@ -71,6 +72,15 @@ try:
         re.sub(r"rank (\d) \S+\]", r"\1]", line) for line in shown["stdout"].splitlines()
     )
     check(lines == ["[0] out 0", "[1] out 1"] and "] err 1\n" in shown["stderr"], "output", shown)
+    module = Path(
+        "noted.py"
+    )  # beside the notebook, which has an older version of it than the ranks
+    module.write_text("import threading\nLOCK = threading.Lock()\nVERSION = 1\n")
+    spawn = "import noted; f = lambda: noted.VERSION; mpiddp.spawn(f, hosts='localhost:1') + [f()]"
+    shown = run(spawn)
+    module.write_text(module.read_text().replace("1", "20"))
+    again = run(spawn)
+    check((shown["result"], again["result"]) == ("[1, 1]", "[20, 1]"), "modules", [shown, again])
     shown = run("mpiddp.spawn(fails, hosts='localhost:2')")
     is_right = "rank 1" in shown["error"] and 'raise LookupError("no such thing")' in shown["error"]
     check(is_right and shown["error"].startswith("RankFailed: "), "exception", shown)

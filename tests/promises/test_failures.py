@@ -186,6 +186,26 @@ def test_a_known_cause(here):
     assert cause.startswith('"OSError: [Errno 28] No space left on device" has a known cause.')
 
 
+JOINS = {
+    "torch": "import torch.distributed as dist; dist.init_process_group('gloo')",
+    "mpiddp": "import mpiddp; mpiddp.init(backend='gloo')",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("joins", JOINS)
+def test_a_missing_main_guard(here, joins, method):
+    """A script that its DataLoader's workers run again is told that, and not of a port that is in use."""
+    loader = f"DataLoader([1, 2], num_workers=1, multiprocessing_context='{method}')"
+    script = f"{JOINS[joins]}\nfrom torch.utils.data import DataLoader\nlist({loader})\n"
+    done = here.run("launch", *here.where(2), here.script(script))
+    assert done.code == 1
+    (cause,) = [line for line in done.said if "has a known cause" in line]
+    assert 'Fix: Put the main part under `if __name__ == "__main__":`' in cause
+    assert "port" not in cause.partition("known cause")[2]
+
+
 def test_a_kill_for_lack_of_memory(here):
     """If the kernel kills a rank for lack of memory, the error says so, with the memory limit."""
     memory = Path("/sys/fs/cgroup/memory")

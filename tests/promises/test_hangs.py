@@ -102,6 +102,34 @@ def test_hang_timeout_of_any_script(here):
     assert "return path.read_text()" in done.stderr
 
 
+ALONE = """\
+import torch, torch.distributed as dist
+import mpiddp
+with mpiddp.process_group(backend="gloo") as world:
+    checkpoints = mpiddp.Checkpoints("run")
+    {first}
+    if world.rank == {rank}:
+        checkpoints.save(1, {{"a": torch.ones(1)}})
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "first", "then", "places"),
+    [
+        (0, "checkpoints.resume()", "dist.barrier()", ["save (one.py:7)", "barrier (one.py:8)"]),
+        (1, "pass", "pass", ["process_group (one.py:3)", "save (one.py:7)"]),
+    ],
+)
+def test_a_save_of_one_rank_alone(here, rank, first, then, places):
+    """After `if rank == 0: save()`, the hang's line names the script's own lines, and no file of mpiddp."""
+    script = here.script(ALONE.format(rank=rank, first=first, then=then), "one.py")
+    done = here.run("launch", "--hang-timeout", "10", *here.where(2), script)
+    assert done.code == 1
+    sentence = next(line for line in done.said if "no rank has made a step" in line)
+    assert re.findall(r"waits in (\w+ \([^)]*\))", sentence) == places
+
+
 ONE_STAYS = """
 import os, time, mpiddp
 mpiddp.should_stop()

@@ -46,6 +46,97 @@ def test_spawn_returns_results(place):
     assert sorted(done.lines[:-2]) == ["out 0", "out 1"]
 
 
+OWN_MODULES = {
+    "calls.py": """\
+import os
+
+import helper
+import mpiddp
+import space.shifts
+from pkg import scale
+
+
+def work(x):
+    from torch.utils.data import DataLoader
+
+    import sets
+
+    kinds = ("fork", "spawn", "forkserver")
+    loaders = [
+        DataLoader(sets.Numbers(), 4, num_workers=1, multiprocessing_context=each) for each in kinds
+    ]
+    sums = [int(batch.sum()) for loader in loaders for batch in loader]
+    return [helper.locked(scale(space.shifts.shifted(x))), *sums, helper.DATA.exists()]
+
+
+print(mpiddp.spawn(work, 1, hosts="node1:1,node0:1"))
+print(mpiddp.spawn(helper.locked, 1, hosts="node1:1"))
+with open(helper.__file__, "a") as file:
+    file.write("VERSION = 2\\n")
+print(mpiddp.spawn(helper.locked, 1, hosts="node1:1"))
+try:
+    mpiddp.spawn(helper.fails, hosts="node1:1")
+except mpiddp.RankFailed as error:
+    assert isinstance(error.__cause__, helper.Trouble)
+    print(error.traceback)
+""",
+    "helper.py": """\
+import threading
+from pathlib import Path
+
+LOCK = threading.Lock()
+LOG = open("/dev/null", "w")
+THREAD = threading.Thread(target=threading.Event().wait, daemon=True)
+THREAD.start()
+DATA = Path(__file__).with_name("data.txt")
+VERSION = 1
+
+
+class Trouble(Exception):
+    pass
+
+
+def locked(x):
+    with LOCK:
+        return x + VERSION
+
+
+def fails():
+    raise Trouble("in helper")  # this line
+""",
+    "sets.py": """\
+class Numbers:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+""",
+    "pkg/__init__.py": "from .inner import scale\n",
+    "pkg/inner.py": "def scale(x):\n    from . import lazy\n    return lazy.FACTOR * x\n",
+    "pkg/lazy.py": "FACTOR = 10\n",
+    "space/shifts.py": "def shifted(x):\n    return x + 1\n",
+    "data.txt": "beside a module",
+}
+
+
+def test_spawn_ships_own_modules(hosts):
+    """A function's own modules travel as source: packages, what it imports late, a module that holds a lock.
+
+    An edited module counts from the next call on. A data file beside a module does not travel.
+    """
+    host = hosts["node0"]
+    home = f"{host.home()}/ships"
+    for name, text in OWN_MODULES.items():
+        file = host.path(f"{home}/{name}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    done = hosts.run("python", f"{home}/calls.py").assert_ok()
+    assert done.lines[:3] == ["[[21, 6, 6, 6, False], [21, 6, 6, 6, True]]", "[2]", "[3]"]
+    assert f'File "{home}/helper.py", line ' in done.stdout
+    assert 'raise Trouble("in helper")  # this line\n' in done.stdout
+
+
 def test_spawn_raises_the_first_failure(hosts):
     """mpiddp.spawn raises the exception of the first rank that fails, with its traceback."""
     done = hosts.run(*spawns(hosts, "fails")).assert_ok()
@@ -78,7 +169,7 @@ def test_notebook(here):
     """A notebook's cell shows the results, output and exceptions of the ranks, and can be interrupted."""
     env = installs.environment("ipykernel")
     done = here.run("python", program("notebook.py"), env=env).assert_ok()
-    assert done.lines == ["results", "output", "exception", "interrupt"]
+    assert done.lines == ["results", "output", "modules", "exception", "interrupt"]
     eventually(lambda: not here.processes())
 
 

@@ -162,6 +162,17 @@ python-hang() { launched "$INIT; dist.barrier(); rank == 1 and time.sleep(99); d
 python-start-method() { one "
 import multiprocessing
 multiprocessing.get_context('spawn').Process(target=print).start()"; }
+python-start-method.joins() { launched "$INIT
+list(torch.utils.data.DataLoader([1, 2], num_workers=1, multiprocessing_context='forkserver'))"; }
+python-child-ended() { one "
+class Data(torch.utils.data.IterableDataset):
+    __iter__ = lambda self: os._exit(3)
+list(torch.utils.data.DataLoader(Data(), num_workers=1))"; }
+python-child-ended.pool() { one "
+from concurrent.futures import ProcessPoolExecutor
+list(ProcessPoolExecutor(1).map(os._exit, [3]))"; }
+python-child-ended.spawn() { one "
+if __name__ == '__main__': torch.multiprocessing.spawn(os._exit, nprocs=2)"; }
 system-disk-full() { one "open('/dev/full', 'wb').write(bytes(1 << 20))"; }
 system-disk-failed.read-only() { unshare --mount bash -c 'mount -t tmpfs -o ro none /mnt; "$@"' - python -c "open('/mnt/model.pt', 'w')"; }
 system-permission() { one "os.setuid(65534); open('/root/model.pt', 'w')"; }

@@ -25,13 +25,14 @@ from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, pickled_error, received_call
 from mpiddp.runtime.job.coordinator import Coordinator, Server
+from mpiddp.runtime.shipped import packed
 from mpiddp.world import World
 from tests.support.channels import connect, cut, place_to_listen
 from tests.support.errors import error
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
 LARGE = b"f" * 3_000_000
-FACTS = {"name": "work", "source": {}, "path": []}
+FACTS = {"name": "work", "source": {}, "path": [], "modules": packed({})}
 FUNCTION = b64encode(pickle.dumps((FACTS, pickle.dumps(partial(len, LARGE)))))
 
 

@@ -7,15 +7,18 @@ python -m pytest tests/unit/launch/test_watch.py
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
+import mpiddp
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.watch import Watch, place_of, places_sentence
 from mpiddp.protocol.server import Message
 from tests.support.channels import progress, stacks
 
 SITE = "/venv/lib/python3.11/site-packages"
+OURS = str(Path(mpiddp.__file__).parent)
 ALL_REDUCE = [
     ("/home/me/train.py", 88, "step", "dist.all_reduce(loss)"),
     (f"{SITE}/torch/distributed/c10d_logger.py", 83, "wrapper", "return func(*args, **kwargs)"),
@@ -43,7 +46,7 @@ def stack(frames: Frames) -> str:
         f'  File "{file}", line {line}, in {name}\n    {code}\n'
         for file, line, name, code in frames
     ]
-    watch = 'thread watch:\n  File "/mpiddp/runtime/x.py", line 1, in run\n    pass\n'
+    watch = f'thread watch:\n  File "{OURS}/runtime/x.py", line 1, in run\n    pass\n'
     return f"thread MainThread:\n{''.join(lines)}\n{watch}"
 
 
@@ -258,6 +261,14 @@ def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
         ([("/home/me/data.py", 40, "load", "")], "load (data.py:40)"),
         ([(f"{SITE}/a/x.py", 1, "first", "a()"), (f"{SITE}/b/y.py", 2, "last", "b()")],
          "last (y.py:2): b()"),
+        # A save that the other ranks do not make: the script's line, in a folder of any name.
+        ([("/home/mpiddp/checkpoints/train.py", 8, "<module>", "checkpoints.save(1, state)"),
+          (f"{OURS}/checkpoints/checkpoints.py", 1, "save", "self._saver.save(step)"),
+          (f"{OURS}/checkpoints/run.py", 2, "gather", "return self.coordinator.all_gather_json(value)"),
+          (f"{OURS}/runtime/job/coordinator.py", 3, "ask", "self._changed.wait()"),
+          ("/usr/lib/python3.11/threading.py", 4, "wait", "waiter.acquire()")],
+         "save (train.py:8)"),
+        ([(f"{OURS}/train/loop.py", 5, "train", "loss.item()")], "train (loop.py:5): loss.item()"),
     ],
 )  # fmt: skip
 def test_the_place_of_a_rank_in_words(frames: Frames, text: str) -> None:
