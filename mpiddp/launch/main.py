@@ -69,6 +69,10 @@ def main(argv: list[str]) -> int:
     from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
 
     outcome = run(options, started_at)
+    if outcome.code in (STOPPED, INTERRUPTED):
+        # timeout(1) and a closing terminal send each request twice, and the ranks may have stopped in between.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
     outcome.log()
     resume_args = outcome.announcement.resume_args
     if outcome.code == STOPPED or (outcome.code == INTERRUPTED and resume_args):

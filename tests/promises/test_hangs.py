@@ -172,7 +172,7 @@ def test_ctrl_z(here):
 SITECUSTOMIZE = """
 import os, sys
 if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
-    sys.path.insert(1, os.path.join(os.path.dirname(__file__), "trouble"))
+    sys.path.insert(1, os.path.join(os.path.dirname(__file__), "site-packages"))
     import trouble
 """
 SLEEP = "import time\ntime.sleep(6000)\n"
@@ -182,7 +182,9 @@ STOPS = "import os\nos.kill(os.getpid(), 19)\n"
 
 def troubled(place: Place, module: str, text: str) -> dict[str, str]:
     """The variables under which rank 1 executes this text when it imports the module."""
-    trouble = place.folder / "trouble"
+    trouble = (
+        place.folder / "site-packages"
+    )  # else the ranks would have other files than their neighbours
     trouble.mkdir()
     (trouble / "trouble.py").touch()
     (trouble / f"{module}.py").write_text(text)

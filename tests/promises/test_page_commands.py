@@ -76,7 +76,9 @@ def alike(text: str) -> str:
     host = socket.gethostname().partition(".")[0]
     text = re.sub(rf"\b({re.escape(host)}|vm)\b", "HOST", text)
     text = re.sub(r"\d[\d,.]*\d|\d", "0", text)
-    return "".join(f"{' '.join(line.split())}\n" for line in text.splitlines())
+    # torch says so where no DNS answers.
+    lines = [line for line in text.splitlines() if "hostname of the client socket" not in line]
+    return "".join(f"{' '.join(line.split())}\n" for line in lines)
 
 
 def pattern(expected: str) -> str:

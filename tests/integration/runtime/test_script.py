@@ -77,10 +77,12 @@ def test_a_script_that_does_not_name_torch_begins_without_it(tmp_path):
 
 FOLDS_AND_A_GAN = """
 import torch
-from mpiddp.runtime.script import _report_optimizer_steps
+from types import SimpleNamespace
+from mpiddp.runtime.patches import optimizer_steps
 
 told = []
-_report_optimizer_steps(told.append)
+session = SimpleNamespace(has_launcher=True, count=lambda steps, by: told.append(steps))
+optimizer_steps(SimpleNamespace(session=session, imports_torch=True))
 parameter = torch.nn.Parameter(torch.zeros(1))
 parameter.grad = torch.zeros(1)
 for fold in range(3):

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -108,8 +109,8 @@ def test_a_rank_reports_and_is_lost(job: Job) -> None:
 
 def test_what_the_launcher_asks_of_a_rank(job: Job) -> None:
     rank = job.connect(1)
-    job.server.request_stop(1)
-    job.server.request_stop(2)  # it is not connected
+    job.server.request_stop(signal.SIGINT, 1)
+    job.server.request_stop(signal.SIGINT, 2)  # it is not connected
     assert job.server.request_stacks() == {1}
     job.server.send_all("end", code=3)
     job.hears(rank, "stop", "stacks", "end")
@@ -118,7 +119,7 @@ def test_what_the_launcher_asks_of_a_rank(job: Job) -> None:
 def test_the_script_of_a_rank_gets_what_concerns_it(job: Job) -> None:
     rank = job.connect(1)
     script = job.connect(1, SCRIPT)
-    job.server.request_stop(1)
+    job.server.request_stop(signal.SIGINT, 1)
     job.server.request_stacks()
     job.server.send_all("end", code=1)
     job.hears(script, "stop", "stacks", "end")

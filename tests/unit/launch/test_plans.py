@@ -21,7 +21,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.main import main
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.place import key_of
-from mpiddp.launch.plan import make_plan
+from mpiddp.launch.plan import AGENT, make_plan
 from tests.support.machine import an_mpirun
 
 HERE = socket.gethostname()
@@ -99,7 +99,8 @@ def test_options_become_variables_of_the_ranks(plan: Plan, monkeypatch: pytest.M
 )
 def test_the_command_of_a_rank(plan: Plan, job: tuple[str, ...], rank: str) -> None:
     arguments = plan("-H", "localhost:1", job=job)[1]
-    assert arguments[arguments.index(sys.executable) + 1 :] == ["-m", *rank.split()]
+    own = [*AGENT[:-1], *rank.split()] if "-m" in AGENT else [*AGENT, *rank.split()[1:]]
+    assert arguments[arguments.index(sys.executable) + 1 :] == own
 
 
 def test_a_pipe_of_hosts_is_read_once(plan: Plan, tmp_path: Path) -> None:
