@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 
     outcome = run(options, started_at)
     if outcome.code in (STOPPED, INTERRUPTED):
-        # timeout(1) and a closing terminal send each request twice, and the ranks may have stopped in between.
+        # timeout(1) and a closing terminal send each request twice; the ranks may have stopped in between.
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     outcome.log()
