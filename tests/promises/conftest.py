@@ -18,7 +18,17 @@ from tests.support.installs import mpirun_of
 from tests.support.place import Here, Hosts, Place
 
 CHAPTERS = (
-    *("start", "variables", "allocations", "output", "failures", "hangs", "stop", "restarts"),
+    *(
+        "start",
+        "as_under_torchrun",
+        "variables",
+        "allocations",
+        "output",
+        "failures",
+        "hangs",
+        "stop",
+        "restarts",
+    ),
     *("checkpoints", "training", "hosts", "doctor", "python", "page_commands"),
 )
 

@@ -124,19 +124,12 @@ def signal_all(place: Place) -> None:
 
 
 # Intel's mpirun is a shell, which dies of the signal.
-@pytest.mark.parametrize(
-    ("place", "mpi", "script"),
-    [
-        ("here", "openmpi5", "loader.py"),
-        *(("hosts", mpi, "stops.py") for mpi in ("openmpi5", "openmpi4", "mpich")),
-    ],
-    indirect=["place", "mpi"],
-)
-def test_sigterm_to_every_process(place, mpi, script):
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "mpich"], indirect=True)
+def test_sigterm_to_every_process(hosts, mpi):
     """The ranks save even if every process of a host gets SIGTERM, as batch systems send it."""
-    job = place.start("launch", *LONG_GRACE, *place.where(2), program(script), mpi=mpi)
+    job = hosts.start("launch", *LONG_GRACE, *hosts.where(2), program("stops.py"), mpi=mpi)
     job.until("ready", times=2)
-    signal_all(place)
+    signal_all(hosts)
     done = job.wait()
     assert (done.code, done.stdout.count("saved")) == (75, 2), done.stderr
 
@@ -158,10 +151,10 @@ def test_a_second_ctrl_c(here, mpi):
 
 
 def test_a_script_without_should_stop(here):
-    """A script that never calls should_stop() gets SIGTERM, and --grace seconds. Its job exits with 130."""
+    """A script that never calls should_stop() gets the signal, and --grace seconds. Its job exits with 130."""
     script = program("without_should_stop.py")
     job = here.start("launch", "--grace", "120", *here.where(2), script, "1")
-    job.until("ready", times=2).signal(signal.SIGINT)
+    job.until("ready", times=2).signal(signal.SIGTERM)
     done = job.wait()
     assert sorted(done.lines) == ["SIGTERM"] * 2 + ["ready"] * 2 + ["saved"] * 2
     assert (done.code, done.said) == (130, ["interrupted: the job was stopped."])

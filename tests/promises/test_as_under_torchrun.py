@@ -1,0 +1,431 @@
+"""As under torchrun: a script sees what it sees under python, in everything that a launcher could change.
+
+python -m pytest tests/promises/test_as_under_torchrun.py
+"""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import struct
+import sys
+import termios
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.place import Here, eventually
+from tests.support.ranks import clean_env
+
+# Each starts a script on this machine. The module of torchrun would put the working folder first for itself.
+WAYS = {
+    "python": [sys.executable],
+    "torchrun": [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2"],
+    "mpiddp": [str(Path(sys.executable).with_name("mpiddp")), "launch", "-H", "localhost:2"],
+}
+# What a script says goes to a file of its rank: no launcher is in between.
+SAYS = """\
+import json, os
+def says(**facts):
+    with open("rank%s.json" % os.environ.get("RANK", 0), "a") as file:
+        file.write(json.dumps(facts) + "\\n")
+"""
+
+
+@pytest.fixture
+def folders(here: Here) -> dict[str, Path]:
+    """A folder for each way, so that none sees what another has left."""
+    found = {way: here.folder / way for way in WAYS}
+    for folder in found.values():
+        folder.mkdir()
+        (folder / "saying.py").write_text(SAYS)
+    return found
+
+
+def ranks_of(way: str) -> range:
+    return range(1 if way == "python" else 2)
+
+
+def said(folder: Path, way: str) -> list[list[dict[str, Any]]]:
+    """What each rank has said, in its order."""
+    texts = [(folder / f"rank{rank}.json").read_text() for rank in ranks_of(way)]
+    return [[json.loads(line) for line in text.splitlines()] for text in texts]
+
+
+def same(here: Here, folders: dict[str, Path], text: str, **env: str) -> list[dict[str, Any]]:
+    """What every rank says of this script under every way, which is the same."""
+    found = {}
+    for way, folder in folders.items():
+        (folder / "train.py").write_text(textwrap.dedent(text))
+        here.run(*WAYS[way], "train.py", cwd=folder, env=env).assert_ok()
+        found[way] = said(folder, way)
+    one = found["python"][0]
+    assert found == {way: [one] * len(ranks_of(way)) for way in WAYS}
+    return one
+
+
+# --- signals ---
+
+SIGNALLED = """
+import atexit, os, signal, sys, time
+
+log = open(f"log{os.environ.get('RANK', 0)}", "w")  # its lines are lost unless Python ends as it does
+atexit.register(lambda: print("atexit", file=log))
+if "handles" in sys.argv:
+    def handle(number, frame):
+        print(signal.Signals(number).name, file=log)
+        raise SystemExit(0)
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGHUP, handle)
+print("began", file=log)
+print("ready", flush=True)
+try:
+    time.sleep(6000)
+except KeyboardInterrupt:
+    print("KeyboardInterrupt", file=log)
+    raise
+finally:
+    print("finally", file=log)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "lines"),
+    [
+        (signal.SIGINT, (), ["began", "KeyboardInterrupt", "finally", "atexit"]),
+        (signal.SIGTERM, (), []),
+        (signal.SIGTERM, ("handles",), ["began", "SIGTERM", "finally", "atexit"]),
+        (signal.SIGHUP, ("handles",), ["began", "SIGHUP", "finally", "atexit"]),
+    ],
+)
+def test_signals(here, folders, number, options, lines):
+    """Ctrl-C raises KeyboardInterrupt in every rank, and finally, atexit and buffered files come after it."""
+    for way, folder in folders.items():
+        (folder / "train.py").write_text(SIGNALLED)
+        job = here.start(*WAYS[way], "train.py", *options, cwd=folder)
+        job.until("ready", times=len(ranks_of(way)))
+        os.killpg(job.pid, number)  # as a terminal does
+        assert job.wait().code != 0 or way == "python"
+        logs = [(folder / f"log{rank}").read_text().splitlines() for rank in ranks_of(way)]
+        assert logs == [lines] * len(logs), way
+
+
+# --- what Python has before the first line ---
+
+
+SETS = 'import os\nos.putenv("A", "1")\nos.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"\n'
+READS = """
+from torch.distributed import get_debug_level
+from saying import says
+says(level=str(get_debug_level()))
+"""
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        SETS,
+        "from os import environ as e; e.update(TORCH_DISTRIBUTED_DEBUG='DETAIL')",
+        "import settings",
+        "import package.settings",
+    ],
+    ids=["environ", "another name", "module", "package"],
+)
+def test_variables_before_torch(here, folders, sets):
+    """A variable that a script, or a module of the user's, sets before it imports torch counts."""
+    for folder in folders.values():
+        (folder / "package").mkdir()
+        (folder / "package/__init__.py").touch()
+        for name in ("settings.py", "package/settings.py"):
+            (folder / name).write_text(SETS)
+    assert same(here, folders, f"{sets}\n{READS}") == [{"level": "DebugLevel.DETAIL"}]
+
+
+NAMES = ("inspect", "tokenize", "signal", "types", "copy", "json", "socket", "selectors", "queue")
+IN_A_FOLDER = """
+import inspect, os, sys, types
+from saying import says
+base = os.path.realpath(os.getcwd())
+paths = [os.path.relpath(each, base) for each in sys.path if each.startswith(base)]
+says(paths=paths, argv=sys.argv, file=os.path.relpath(__file__, base), name=__name__, names=sorted(vars()))
+says(shadowed=[each.__file__ for each in (inspect, types) if each.__file__.startswith(base)])
+"""
+
+
+def test_names(here, folders):
+    """A file of the user's with the name of a module of Python shadows nothing of mpiddp's or of Python's."""
+    found = {}
+    for way, folder in folders.items():
+        for name in NAMES:
+            (folder / f"{name}.py").write_text("raise RuntimeError('a file of the user')\n")
+        (folder / "src").mkdir()
+        (folder / "src/train.py").write_text(IN_A_FOLDER)
+        (folder / "saying.py").rename(folder / "src/saying.py")
+        here.run(*WAYS[way], "src/train.py", "--lr", "1", cwd=folder).assert_ok()
+        found[way] = said(folder, way)
+    one = found["python"][0]
+    assert found == {way: [one] * len(ranks_of(way)) for way in WAYS}
+    assert (one[0]["paths"], one[1]) == (["src"], {"shadowed": []})
+
+
+# --- streams ---
+
+
+@contextmanager
+def in_a_terminal(here: Here, *argv: str, cwd: Path) -> Iterator["InTerminal"]:
+    pid, outer = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execve(argv[0], argv, clean_env({"TERM": "xterm", "TEST_PLACE": here.mark}))
+    job = InTerminal(pid, outer)
+    try:
+        job.resize(33, 120)
+        yield job
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        os.close(outer)
+
+
+class InTerminal:
+    """A command whose terminal the test holds."""
+
+    def __init__(self, pid: int, outer: int) -> None:
+        self.pid, self.outer, self.shown = pid, outer, b""
+        os.set_blocking(outer, False)
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.outer, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+    def until(self, pattern: str) -> "InTerminal":
+        """Wait until the terminal shows this."""
+        eventually(lambda: re.search(pattern.encode(), self.read()))
+        return self
+
+    def read(self) -> bytes:
+        with suppress(BlockingIOError, OSError):
+            while chunk := os.read(self.outer, 1 << 16):
+                self.shown += chunk
+        return self.shown
+
+    def types(self, text: str) -> None:
+        os.write(self.outer, text.encode())
+
+    def wait(self) -> int:
+        """Its exit code."""
+        ended: list[int] = []
+
+        def has_ended() -> bool:
+            self.read()
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            ended.extend([status] if pid else [])
+            return bool(pid)
+
+        eventually(has_ended)
+        return os.waitstatus_to_exitcode(ended[0])
+
+
+STREAMS = """
+import os
+from saying import says
+if os.environ.get("RANK", "0") == "0":
+    with open("/dev/stdin") as file:
+        line = file.readline()
+    size = os.get_terminal_size(2) if os.isatty(2) else None
+    says(isatty=[os.isatty(each) for each in range(3)], line=line, size=size)
+"""
+
+
+@pytest.mark.parametrize(
+    ("redirected", "isatty"),
+    [
+        ("", [True, True, True]),
+        ("> out", [True, False, True]),
+        ("< typed 2> err", [False, True, False]),
+        ("< typed 2>&1 | cat", [False, False, False]),
+    ],
+)
+def test_streams(here, folders, redirected, isatty):
+    """isatty() tells the truth about each stream, a terminal has its size, and /dev/stdin opens on rank 0."""
+    for way, folder in folders.items():
+        (folder / "train.py").write_text(STREAMS)
+        (folder / "typed").write_text("typed\n")
+        line = f"{shlex.join([*WAYS[way], 'train.py'])} {redirected}"
+        with in_a_terminal(here, "/bin/sh", "-c", line, cwd=folder) as job:
+            job.types("typed\n")
+            assert job.wait() == 0, job.shown
+        (fact,) = [json.loads(each) for each in (folder / "rank0.json").read_text().splitlines()]
+        size = [120, 33] if isatty[2] else None
+        assert fact == {"isatty": isatty, "line": "typed\n", "size": size}, way
+
+
+ASKS = """
+import getpass, os, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    print("got", input("name? ").upper(), getpass.getpass("secret? ")[::-1], flush=True)
+for step in range(2):
+    dist.breakpoint()
+    if dist.get_rank() == 0:
+        print("step", step, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_questions_at_a_terminal(here):
+    """input(), getpass() without an echo, and torch.distributed.breakpoint() work at a terminal."""
+    with in_a_terminal(here, *WAYS["mpiddp"], here.script(ASKS), cwd=here.folder) as job:
+        job.until(r"name\? ").types("ada\n")
+        job.until(r"secret\? ").types("olleh\n")
+        job.until(r"got ADA hello").until(r"\(Pdb\) ").types("p 6 * 7\n")
+        job.until(r"\b42\b").types("c\n")
+        job.until(r"step 0(.|\n|\r)*\(Pdb\) ").types("c\n")
+        assert job.wait() == 0, job.shown
+        assert b"olleh" not in job.shown
+
+
+RESIZED = """
+import os, signal, sys
+signal.signal(signal.SIGWINCH, lambda *_: None)
+print("ready", flush=True)
+while os.get_terminal_size(1).columns != 90:
+    signal.pause()
+print("resized", os.get_terminal_size(1).lines, flush=True)
+"""
+
+
+def test_a_terminal_that_is_resized(here):
+    """The script's terminal follows the size of the launcher's, and the script gets SIGWINCH."""
+    command = [*WAYS["mpiddp"][:-1], "localhost:1", here.script(RESIZED)]
+    with in_a_terminal(here, *command, cwd=here.folder) as job:
+        job.until("ready").resize(20, 90)
+        job.until("resized 20")
+        assert job.wait() == 0, job.shown
+
+
+BAR = """
+import os, time
+rank = os.environ["RANK"]
+for number in range(4):
+    os.write(2, b"\\r%s: %d of 3" % (rank.encode(), number))
+    while not os.path.exists(f"seen{number}"):
+        time.sleep(0.01)
+os.write(2, b"\\n")
+"""
+
+
+def test_a_bar_through_a_pipe(here):
+    """Through `| tee`, the progress bar of the lowest rank appears as it grows, behind its prefix."""
+    env = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}
+    job = here.start(*WAYS["mpiddp"], here.script(BAR), env=env)
+    for number in range(4):
+        job.until(f"0: {number} of 3")
+        (here.folder / f"seen{number}").touch()
+    assert job.wait().assert_ok().stderr.count("1: 3 of 3") == 1
+
+
+# --- processes and memory ---
+
+WORKERS = """
+import os, signal, subprocess
+from saying import says
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        child = subprocess.Popen(["sleep", "6000"])
+        child.terminate()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        return child.wait(), len(blocked), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+if __name__ == "__main__":
+    for context in ("fork", "spawn"):
+        for found in DataLoader(Numbers(), 4, num_workers=1, multiprocessing_context=context):
+            codes, blocked, is_default = (each.tolist() for each in found)
+            says(codes=codes, blocked=blocked, is_default=is_default)
+"""
+
+
+def test_workers(here, folders):
+    """In a DataLoader's workers, and for their children, SIGTERM is as under python."""
+    for facts in same(here, folders, WORKERS):
+        assert (facts["codes"], facts["blocked"]) == ([-signal.SIGTERM] * 4, [0] * 4)
+
+
+FREES = """
+import os, torch
+from saying import says
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+before = resident()
+kept = [torch.ones(250_000) for _ in range(400)]  # 400 MB in blocks of 1 MB
+most = resident()
+del kept
+says(grows=most - before > 300, keeps=resident() - before > 150)
+"""
+
+
+def test_freed_memory(here, folders):
+    """Memory that a script frees goes back to the system, as under python."""
+    assert same(here, folders, FREES) == [{"grows": True, "keeps": False}]
+
+
+LEAVES = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(6000)"], start_new_session=True)
+print("child", child.pid, flush=True)
+"""
+
+
+def test_what_a_script_leaves_behind(here):
+    """A process that a script leaves behind is ended with its rank, and one line names it."""
+    done = here.run("launch", "-H", "localhost:1", here.script(LEAVES)).assert_ok()
+    pid = done.stdout.split()[1]
+    (line,) = [each for each in done.said if "left behind" in each]
+    assert re.fullmatch(
+        rf"rank 0 on \S+: ended what the script has left behind: pid {pid} \(.*sleep.*\)\.", line
+    )
+    eventually(lambda: not here.processes())
+
+
+# --- the patches that remain ---
+
+
+def test_no_patches(here):
+    """MPIDDP_NO_PATCHES leaves out all that mpiddp changes in the process of a script, or what it names."""
+    text = """
+    import faulthandler, gc, importlib.util, signal, sys
+    found = importlib.util.find_spec("mpi4py").origin and __import__("mpi4py")
+    try:
+        import mpi4py.MPI
+        mpi = "imported"
+    except ImportError as error:
+        mpi = str(error)[:6]
+    print(gc.get_freeze_count() > 0, faulthandler.is_enabled(), sys.stdout.line_buffering,
+          callable(signal.getsignal(signal.SIGUSR1)), mpi)
+    import torch
+    """
+    script = here.script(textwrap.dedent(text))
+
+    def run(patches: str) -> str:
+        env = {"MPIDDP_NO_PATCHES": patches}
+        return here.run("launch", "-H", "localhost:1", script, env=env).assert_ok().stdout
+
+    assert run("") == "True True True True mpiddp\n"
+    assert run("lines, stop_signal") == "True True False False mpiddp\n"
+    assert run("all").startswith("False False False False ")
