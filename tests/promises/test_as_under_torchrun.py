@@ -429,3 +429,15 @@ def test_no_patches(here):
     assert run("") == "True True True True mpiddp\n"
     assert run("lines, stop_signal") == "True True False False mpiddp\n"
     assert run("all").startswith("False False False False ")
+
+
+MPI_AGAIN = "from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(1))"
+
+
+@pytest.mark.parametrize("mpi", ["openmpi4", "mpich"], indirect=True)
+def test_a_second_start_of_mpi(here, mpi):
+    """`from mpi4py import MPI` raises an ImportError that says what to do. A second start of MPI would abort."""
+    command = ("launch", *here.where(2), here.script(MPI_AGAIN))
+    assert "mpiddp.init(keep_mpi=True)" in here.run(*command, mpi=mpi).stderr
+    done = here.run(*command, mpi=mpi, env={"MPIDDP_NO_PATCHES": "finalized_mpi"})
+    assert (done.code, done.stdout) == (1, ""), done.stderr
