@@ -179,9 +179,8 @@ def cores_of_group(folder: Path | None, mount: Path = _CGROUPS) -> float:
     """How many of this host's cores a control group, and those above it, may use at the same time."""
     cores = float(os.cpu_count() or 1)
     for group in (folder, *folder.parents) if folder is not None else ():
-        with suppress(
-            OSError, ValueError
-        ):  # v2: "150000 100000" or "max 100000"; v1 has -1 for no limit
+        # v2: "150000 100000" or "max 100000"; v1 has -1 for no limit
+        with suppress(OSError, ValueError):
             if (group / "cpu.max").exists():
                 quota, period = map(int, (group / "cpu.max").read_text().split())
             else:

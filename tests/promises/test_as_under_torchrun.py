@@ -436,7 +436,7 @@ MPI_AGAIN = "from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(1))"
 
 @pytest.mark.parametrize("mpi", ["openmpi4", "mpich"], indirect=True)
 def test_a_second_start_of_mpi(here, mpi):
-    """`from mpi4py import MPI` raises an ImportError that says what to do. A second start of MPI would abort."""
+    """`from mpi4py import MPI` raises an ImportError that says what to do: MPI started again would abort."""
     command = ("launch", *here.where(2), here.script(MPI_AGAIN))
     assert "mpiddp.init(keep_mpi=True)" in here.run(*command, mpi=mpi).stderr
     done = here.run(*command, mpi=mpi, env={"MPIDDP_NO_PATCHES": "finalized_mpi"})

@@ -151,7 +151,7 @@ def test_a_second_ctrl_c(here, mpi):
 
 
 def test_a_script_without_should_stop(here):
-    """A script that never calls should_stop() gets the signal, and --grace seconds. Its job exits with 130."""
+    """A script without should_stop() gets the signal, and --grace seconds. The job exits with 130."""
     script = program("without_should_stop.py")
     job = here.start("launch", "--grace", "120", *here.where(2), script, "1")
     job.until("ready", times=2).signal(signal.SIGTERM)

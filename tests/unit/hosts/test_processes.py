@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts.processes import OomKills, group_of, kill_marked, kills_in, opened
+from mpiddp.hosts.processes import OomKills, cores_of_group, group_of, kill_marked, kills_in, opened
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
@@ -158,3 +158,31 @@ def test_the_kills_of_a_control_group(tmp_path, files, kills):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert kills_in(tmp_path) == kills
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "cores"),
+    [
+        ({}, {}, 64.0),
+        ({"cpu.max": "max 100000"}, {"cpu.max": "250000 100000"}, 2.5),
+        ({"cpu.max": "150000 100000"}, {"cpu.max": "max 100000"}, 1.5),
+        ({"cpu.max": "50000 100000"}, {}, 1.0),
+        ({}, {"cpu.cfs_quota_us": "400000", "cpu.cfs_period_us": "100000"}, 4.0),
+        ({}, {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 64.0),
+    ],
+    ids=["no limit", "own", "above", "less than one", "v1", "v1 without"],
+)
+def test_the_quota_of_a_control_group_limits_its_cores(
+    outer: dict[str, str],
+    inner: dict[str, str],
+    cores: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    own = tmp_path / "outer" / "inner"
+    own.mkdir(parents=True)
+    for folder, files in ((own.parent, outer), (own, inner)):
+        for name, text in files.items():
+            (folder / name).write_text(f"{text}\n")
+    assert cores_of_group(own, tmp_path) == cores

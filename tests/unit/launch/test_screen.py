@@ -42,6 +42,32 @@ def test_the_only_rank_has_whole_lines_behind_its_prefix(
     assert capfdbinary.readouterr().out == b"[0] d\n"
 
 
+def test_an_open_line_grows_through_a_pipe(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 100.0
+    monkeypatch.setattr(log.time, "monotonic", lambda: clock)
+    screen = Screen(1, "stdout", is_shared=True)
+    first, second = Source(0, b"[0] "), Source(1, b"[1] ")
+    screen.show(second, b"1%")
+    screen.show(first, b"\r1%")
+    screen.show_growth()
+    assert capfdbinary.readouterr().out == b""  # the rest of the line may be on its way
+    clock += log.GROWTH_S
+    screen.show_growth()
+    assert capfdbinary.readouterr().out == b"[0] 1%"  # of the lowest rank alone
+    screen.show(first, b"\r2%")
+    screen.show_growth()
+    assert capfdbinary.readouterr().out == b""  # at most once a second
+    clock += log.GROWTH_S
+    screen.show_growth()
+    assert capfdbinary.readouterr().out == b"\r[0] 2%"
+    screen.show(second, b"\r9%\n")
+    assert capfdbinary.readouterr().out == b"\n[1] 9%\n"
+    screen.show(first, b"\r9%\n")
+    assert capfdbinary.readouterr().out == b"[0] 9%\n"
+
+
 RULE = b"-" * 60 + b"\n"
 SAID = RULE + b"prterun detected that one or more processes exited with non-zero status\n" + RULE
 
