@@ -238,6 +238,8 @@ def listing(folder: Path) -> Listing:
     for name, entry in shards.items():
         if here.get(name, entry) != entry:
             raise BrokenCheckpoint(folder, f"{name} is of another save")
+        if (folder / name).exists():  # a pull brings those of other hosts
+            here[name] = entry
     return Listing(here, shards, here[INDEX].sha256)
 
 

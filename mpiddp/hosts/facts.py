@@ -45,6 +45,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     return {
         "has_folder": os.path.isdir(needs["folder"]),
         "has_program": program is None or shutil.which(program, path=needs["path"]) is not None,
+        "has_script": os.path.exists(os.path.join(needs["folder"], needs.get("script") or "")),
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
         "python": sys.version.split()[0],
@@ -52,6 +53,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "mpi4py": package_version("mpi4py"),
         "gpus": None if names is None else len(names),
         "interfaces": [interface._asdict() for interface in interfaces()],
+        "address": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2],
     }
 
 

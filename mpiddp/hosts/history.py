@@ -125,7 +125,9 @@ def parse(line: bytes) -> Event | None:
 
 def doubts(path: Path | None, hosts: Sequence[Host]) -> dict[str, str]:
     """Why a job would do better without some of the hosts, by their keys."""
-    known = [(host, record_of(host.key, read(path))) for host in hosts]
+    events = read(path)
+    failed = {key for event in events for key in event.failed}
+    known = [(host, record_of(host.key, events)) for host in hosts if host.key in failed]
     flaky = [(host, each) for host, each in known if each.ended + each.silent >= FLAKY]
     return {host.key: f"{host.name} {each.summary}" for host, each in flaky}
 

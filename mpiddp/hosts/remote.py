@@ -31,7 +31,6 @@ for name, source in SOURCES.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(source, name, "exec"), module.__dict__)
 """
-LOGIN_S = 15.0
 
 
 def program_that_prints(modules: Sequence[ModuleType], call: str) -> str:
@@ -53,7 +52,7 @@ def ask_hosts(
     hosts: Sequence[Host],
     program: str,
     *,
-    timeout_s: float,
+    timeout_s: float | None = None,  # that of a login
     work_s: float = 0.0,
     python: str = "python3",
     transport: Transport = SSH,

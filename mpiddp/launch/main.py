@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -36,9 +37,20 @@ from mpiddp.world import World, leave_enclosing_job
 
 
 def main(argv: list[str]) -> int:
-    """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 its ranks refused their input, 75
-    stopped on request, 130 interrupted. Raises UserError for bad input, found before anything started.
+    """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 bad input, 75 stopped on request,
+    130 interrupted. All that it says begins with "mpiddp:", also why nothing was started.
     """
+    try:
+        return _launch(argv)
+    except (UserError, JobFailed) as error:
+        log.error(re.sub("^mpiddp (launch: |(?=[a-z]+: ))", "", str(error)))
+        return BAD_INPUT if isinstance(error, UserError) else FAILED
+    except KeyboardInterrupt:
+        log.error("interrupted")
+        return INTERRUPTED
+
+
+def _launch(argv: list[str]) -> int:
     started_at = time.monotonic()
     open_closed_streams()
     is_nested = leave_enclosing_job(os.environ)

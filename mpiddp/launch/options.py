@@ -18,6 +18,7 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
+from mpiddp.hosts.transport import SSH
 from mpiddp.launch import log
 from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol import variables as names
@@ -78,6 +79,7 @@ class LaunchOptions:
     mpi_args: tuple[str, ...] = ()
     check: bool = True
     wait_s: float | None = None
+    login_s: float = SSH.login_s
     timeout_s: float | None = None
     max_restarts: int = 0
     min_hosts: int | None = None
@@ -125,6 +127,7 @@ how
   check --no-check  skip the preflight checks of the hosts
   wait_s --wait-for-hosts TIME  wait up to this long until all names resolve and all hosts answer (default: \
 not at all)
+  login_s --login-timeout TIME  time that a login over ssh may take (default: 15 s)
   timeout_s --timeout TIME  time in which all ranks must join (default: 60)
 when something fails
 * max_restarts --max-restarts K  restart a failed job up to K times, from its newest checkpoint (default: 0)

@@ -18,7 +18,13 @@ from mpiddp.errors import JobFailed, UserError, cause_of, check_program
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpus import VISIBLE, hides_all_gpus
-from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
+from mpiddp.hosts.hostfile import (
+    Host,
+    Hosts,
+    hosts_between_commas,
+    parse_host_list,
+    read_hostfile,
+)
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.launch import log, place
 from mpiddp.launch.command import Request, Starter
@@ -71,7 +77,8 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
     if options.push and not options.dry_run:
         _push(named, working_folder(env), least)
     checked = run_preflight(options, named, starter, env)
-    if checked.silent:
+    others = [host for host in named.usable if not is_this_host(host.name)]
+    if len(checked.silent) < len(others):  # else it is this machine, or its network
         history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(past, checked.complaints, wanted, least)
     placed = place.place(chosen, checked.infos, starter, options, past, wanted)
@@ -116,6 +123,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         hosts = parse_host_list(options.host_list)
     else:
         hosts = find_allocation(env) or THIS_MACHINE
+    hosts = replace(hosts, transport=hosts.transport._replace(login_s=options.login_s))
     if options.exclude is not None:
         hosts = _without(options.exclude, hosts, is_first=is_first)
     for host in hosts.hosts:
@@ -127,7 +135,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
 def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
     """The hosts without those of --exclude."""
-    excluded = {name.strip().lower() for name in exclude.split(",")}
+    excluded = {host.key for host in hosts_between_commas("--exclude", exclude)}
     unknown = sorted(excluded - {host.key for host in hosts.hosts})
     if unknown and is_first:
         known = listed([host.name for host in hosts.hosts])
@@ -152,7 +160,9 @@ def _push(named: Hosts, folder: str, least: int) -> None:
     if not named.transport.is_ssh:
         reaches = f"{named.transport.name} reaches the hosts of this job"
         raise UserError(f"--push needs ssh, and {reaches}.")
-    pushed = push.push(named.usable, push.default_folders(folder), min_hosts=least)
+    pushed = push.push(
+        named.usable, push.default_folders(folder), min_hosts=least, transport=named.transport
+    )
     for host, failure in pushed.failures.items():
         log.error(f"not pushed to {host.name}: {failure}")
     for note in pushed.notes:
@@ -168,7 +178,8 @@ def run_preflight(
 
     Hosts with slots=0 take no rank and are not checked.
     """
-    program = options.job[1] if options.job[0] == "--" else None
+    first = options.job[0]
+    program = options.job[1] if first == "--" else None
     is_alone = _is_local(named)
     if is_alone and program is not None and not options.dry_run:
         check_program(program, env.get("PATH"))
@@ -183,6 +194,7 @@ def run_preflight(
         path=env.get("PATH", os.defpath),
         interface=",".join(interface) or None,
         program=program,
+        script=None if first in ("--", "-m") else first,
         uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
     return preflight(named.usable, needs, named.transport, wait_s=options.wait_s or 0.0)
@@ -209,7 +221,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
     # Its default, which the environment may hold, does not precede -x.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     own = {
-        names.PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in hosts),
+        names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
         # A scheduler chooses the GPUs of each host itself.
         names.GPUS: "" if starter.has_scheduler else gpu_table(hosts, env, exports),

@@ -19,7 +19,7 @@ from tests.support.place import Here, Hosts, Place
 
 CHAPTERS = (
     *("start", "variables", "allocations", "output", "failures", "hangs", "stop", "restarts"),
-    *("checkpoints", "training", "hosts", "doctor", "python", "page_commands"),
+    *("checkpoints", "training", "hosts", "ssh", "doctor", "python", "page_commands"),
 )
 
 

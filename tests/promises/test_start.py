@@ -31,9 +31,11 @@ PORT = 2222
 
 
 def refusal(done: Done) -> list[str]:
-    """The lines of a launch that has started nothing."""
+    """The lines of a launch that has started nothing, each without its "mpiddp:"."""
     assert (done.code, done.stdout) == (2, ""), done.stderr
-    return done.stderr.splitlines()
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("mpiddp: ") for line in lines), done.stderr
+    return [line.removeprefix("mpiddp: ").lstrip() for line in lines]
 
 
 @every_mpi_on_hosts

@@ -94,7 +94,7 @@ def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
     """
     address, port = env.get("MASTER_ADDR", ""), sockets.port_in(env)
     if world.launcher.name == "slurm":
-        from mpiddp.hosts.allocations import expand_nodelist
+        from mpiddp.hosts.names import expand_nodelist
 
         port = port or 20000 + crc32(_slurm_ids(env).encode()) % 32768
         nodelist = env.get("SLURM_STEP_NODELIST", "")

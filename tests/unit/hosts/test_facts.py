@@ -107,17 +107,22 @@ def test_what_a_host_has(tmp_path, monkeypatch):
         "folder": str(tmp_path),
         "path": str(tools),
         "program": "job",
+        "script": "here.py",
     }
+    (tmp_path / "here.py").touch()
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 50001 10.0.0.2 22")
     found = host_info(needs)
     assert {name: value for name, value in found.items() if name != "interfaces"} == {
         "has_folder": True,
         "has_program": True,
+        "has_script": True,
         "has_daemon": True,
         "mpirun": "mpirun 5.0",
         "python": "{}.{}.{}".format(*sys.version_info[:3]),
         "torch": "2.99",
         "mpi4py": "4.99",
         "gpus": 2,
+        "address": "10.0.0.2",
     }
     assert json.loads(json.dumps(found)) == found
 
@@ -130,6 +135,7 @@ def test_what_a_host_has(tmp_path, monkeypatch):
     names = ("has_folder", "has_daemon", "mpirun", "gpus")
     assert [found[name] for name in names] == [False, False, None, 0]
     assert host_info({**needs, "program": "tools/job"})["has_program"] is True
+    assert host_info({**needs, "script": "gone.py"})["has_script"] is False
 
 
 def test_why_a_folder_cannot_be_used(tmp_path):
