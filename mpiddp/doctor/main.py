@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, as_arguments
-from mpiddp.doctor import compare, network
+from mpiddp.doctor import compare
 from mpiddp.doctor import job as small_job
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
 from mpiddp.doctor.job import HEAVY, LIGHT
 from mpiddp.errors import DONE, FAILED, UserError
-from mpiddp.hosts import files, interfaces
+from mpiddp.hosts import files, interfaces, network
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
@@ -226,7 +226,7 @@ def _pairs(hosts: Hosts, found: compare.Facts, networks: Sequence[str]) -> list[
             reached = {host.name: each for host, each in answers.items()}
             break
     count = sum(map(len, reached.values()))
-    links, pairs = compare.links(found, addresses), compare.reach(reached, addresses)
+    links, pairs = compare.links(found, addresses), compare.reach(reached, addresses, port)
     return [
         *results("network", links, "the links have the same speed and MTU"),
         *results("network", pairs, f"all {count} directions open"),
@@ -262,7 +262,7 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str,
             [sys.executable, "-m", "mpiddp", "launch", *job],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=_JOB_S,
         )

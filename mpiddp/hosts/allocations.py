@@ -126,7 +126,8 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
             program.split(),
             env={**env},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_FLUX_S,
             check=True,
         )

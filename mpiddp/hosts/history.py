@@ -147,7 +147,7 @@ def append(path: Path | None, event: Event) -> None:
 def forget(path: Path, hosts: Collection[str]) -> None:
     """Remove the events of hosts. Raises OSError."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(_line(event, but=hosts) for event in read(path)))
+    part.write_text("".join(_line(event, but=hosts) for event in read(path)), encoding="utf-8")
     part.replace(path)
 
 

@@ -43,7 +43,7 @@ def program_that_prints(modules: Sequence[ModuleType], call: str) -> str:
         # The names by which they import each other, with empty parent packages.
         for name in accumulate(module.__name__.split("."), "{}.{}".format):
             sources.setdefault(name, "")
-        sources[module.__name__] = Path(str(module.__file__)).read_text()
+        sources[module.__name__] = Path(str(module.__file__)).read_text(encoding="utf-8")
     then = f"import json; print(json.dumps(sys.modules[{modules[-1].__name__!r}].{call}))"
     return f"{CHECK_PYTHON}\nSOURCES = {sources!a}\n{_LOAD}{then}\n"
 

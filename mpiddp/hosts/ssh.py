@@ -337,7 +337,7 @@ def no_answer(
     if answer.exit_code == NO_PROGRAM:
         return f"{host.name}: {program} is missing. {fix}"
     if answer.has_begun and answer.exit_code is None:
-        hint = "A file server may not answer. Run there: df"
+        hint = f"The host is gone, or a file server does not answer. Try: {ssh_line(host)} df"
         return f"{host.name}: {program} has started there, and does not end in time. {hint}"
     if answer.has_failed_there:
         last = (answer.stderr.strip().splitlines() or [f"exit code {answer.exit_code}"])[-1]

@@ -33,7 +33,7 @@ from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
 from mpiddp.text import all_of
-from mpiddp.world import World, leave_enclosing_job
+from mpiddp.world import World, leave_enclosing_job, leave_launchers
 
 
 def main(argv: list[str]) -> int:
@@ -68,6 +68,7 @@ def _launch(argv: list[str]) -> int:
                 f"already one of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place "
                 f"of mpiddp launch, or start it once; -H localhost starts a job on this machine alone."
             )
+    leave_launchers(os.environ)
     if options.dry_run:
         # Imported here, so that --help and a wrong option answer at once.
         from mpiddp.launch.plan import make_plan
@@ -118,6 +119,7 @@ def launch_function(argv: list[str]) -> int:
         from mpiddp.launch.job import run
 
         leave_enclosing_job(os.environ)
+        leave_launchers(os.environ)
         options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
         log.is_quiet = options.quiet
         if options.dry_run:

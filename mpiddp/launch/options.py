@@ -76,6 +76,7 @@ class LaunchOptions:
     interface: str | None = None
     exports: tuple[str, ...] = ()
     env_files: tuple[str, ...] = ()
+    env_all: bool = False
     mpi_args: tuple[str, ...] = ()
     check: bool = True
     wait_s: float | None = None
@@ -123,6 +124,7 @@ how
 * interface --interface NAME  network interface for the job: a name, an address or a network
 * exports -x VAR[=VALUE]  pass this environment variable to the ranks (repeatable)
 * env_files --env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)
+  env_all --env-all  pass every variable of this environment, except those that may be secrets
   mpi_args --mpi-args ARGS  options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)
   check --no-check  skip the preflight checks of the hosts
   wait_s --wait-for-hosts TIME  wait up to this long until all names resolve and all hosts answer (default: \
@@ -307,7 +309,7 @@ def refuse_misplaced(job: Sequence[str], verb: str) -> None:
     flags = [each for each in (text.partition("=")[0] for text in arguments) if each in _MISPLACED]
     if not flags or script in ("-m", "--"):
         return
-    text = Path(script).read_text(errors="replace").replace("_", "-")
+    text = Path(script).read_text(encoding="utf-8", errors="replace").replace("_", "-")
     for flag in flags:
         is_named = re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text)
         if is_named or (flag in ("--help", "-h") and _OWN_PARSER.search(text)):

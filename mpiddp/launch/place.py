@@ -229,6 +229,19 @@ def find_network(
     return JobNetwork(interface, networks, address)
 
 
+def addresses_in(
+    networks: Collection[str], placed: Hosts, infos: Mapping[Host, HostInfo]
+) -> dict[str, str]:
+    """The address of each host in the job's networks, by the name that mpirun gets."""
+    own = {key_of(host.name, placed): info.interfaces for host, info in infos.items()}
+    return {
+        host.name: interface.address
+        for host in placed.hosts
+        for interface in reversed(own.get(key_of(host.name, placed), ()))
+        if any(map(interface.matches, networks))
+    }
+
+
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
     """This machine's interface of --interface, and what it is on every host: names, or its networks."""
     present = interfaces()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
@@ -27,12 +28,12 @@ from mpiddp.hosts.hostfile import (
 )
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.launch import log, place
-from mpiddp.launch.command import Request, Starter
+from mpiddp.launch.command import JobNetwork, Request, Starter
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
-from mpiddp.launch.preflight import Checked, Needs, preflight
+from mpiddp.launch.preflight import Checked, Needs, preflight, twins
 from mpiddp.launch.starters import find_starter
-from mpiddp.launch.variables import forwarded, gpu_table
+from mpiddp.launch.variables import forwarded, gpu_table, told
 from mpiddp.protocol import variables as names
 from mpiddp.text import all_of, listed, shown
 
@@ -76,7 +77,9 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
     wanted, least = place.wanted_hosts(options, past)
     if options.push and not options.dry_run:
         _push(named, working_folder(env), least)
+    since = time.monotonic()
     checked = run_preflight(options, named, starter, env)
+    start_s = min(5 + 2 * (time.monotonic() - since), JobNetwork().start_s)
     others = [host for host in named.usable if not is_this_host(host.name)]
     if len(checked.silent) < len(others):  # else it is this machine, or its network
         history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
@@ -84,6 +87,8 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
     placed = place.place(chosen, checked.infos, starter, options, past, wanted)
     infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
+    addresses = place.addresses_in(network.networks, placed, checked.infos)
+    network = network._replace(addresses=addresses, start_s=start_s)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(placed.hosts) > 1 and not starter.has_scheduler:
@@ -107,6 +112,9 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
         mpi_args=options.mpi_args,
     )
     request = request._replace(variables=rank_variables(options, starter, request))
+    if options.dry_run and len(placed.hosts) > 1:
+        for sentence in told(env, request.variables):
+            log.info(sentence)
     return Plan(starter, request, named, chosen, memory)
 
 
@@ -197,7 +205,8 @@ def run_preflight(
         script=None if first in ("--", "-m") else first,
         uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
-    return preflight(named.usable, needs, named.transport, wait_s=options.wait_s or 0.0)
+    checked = preflight(named.usable, needs, named.transport, wait_s=options.wait_s or 0.0)
+    return checked._replace(complaints={**twins(checked.infos), **checked.complaints})
 
 
 def working_folder(env: Mapping[str, str]) -> str:
@@ -233,7 +242,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         "MASTER_ADDR": options.master_addr,
     }
     given = {name: value for name, value in own.items() if value}
-    return {**forwarded(env), **library, **exports, **given}
+    return {**forwarded(env, env_all=options.env_all), **library, **exports, **given}
 
 
 # --- hosts that can join a running job ---

@@ -64,6 +64,7 @@ class HostInfo:
     python: str = ""  # its version
     has_script: bool = True
     address: str = ""  # of this host, to which ssh has connected
+    machine: str = ""  # equal for two names of one machine; "" if it is not known
 
 
 class Checked(NamedTuple):
@@ -119,6 +120,16 @@ def preflight(
     if transport.hint and silent:
         complaints[silent[-1]] += f"\n{transport.hint}"
     return Checked(infos, complaints, {host: complaints[host] for host in silent})
+
+
+def twins(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
+    """A sentence for each host that is another one under a second name."""
+    found, names = dict[Host, str](), dict[str, str]()
+    for host, info in infos.items():
+        first = names.setdefault(info.machine or host.name, host.name)
+        if first != host.name:
+            found[host] = f"{host.name} and {first} are the same machine. Merge them into one."
+    return found
 
 
 def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:

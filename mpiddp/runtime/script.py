@@ -99,7 +99,7 @@ def await_gloo() -> None:
         states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
         for file in Path("/proc/self/task").glob("*/stat"):
             with contextlib.suppress(OSError):  # it has ended
-                name, _, rest = file.read_text().rpartition(") ")  # "tid (name) state …"
+                name, _, rest = file.read_text("latin-1").rpartition(") ")  # "tid (name) state …"
                 if name.endswith(f"({_GLOO}"):
                     states.append(rest[0])
         if not states:

@@ -198,7 +198,8 @@ def _serve_beside_agent(world: World, timeout_s: float) -> Server:
         if world.rank == 0:
             store.set(name, " ".join(serve_beside(world)))
         try:
-            return Server(*store.get(name).decode().split())
+            address, key = store.get(name).decode().split()
+            return Server(address, key)
         except RuntimeError:
             raise JobFailed(
                 f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."

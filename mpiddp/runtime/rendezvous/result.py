@@ -157,7 +157,7 @@ def requested_interface(env: Mapping[str, str]) -> str:
 def machine_id() -> str:
     """What distinguishes this machine from another one with the same name; "" where nothing does."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text().strip() if boot_id.exists() else ""
+    return boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else ""
 
 
 def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.doctor import job, network
-from mpiddp.hosts import facts, files, gpus, interfaces, processes
+from mpiddp.doctor import job
+from mpiddp.hosts import facts, files, gpus, interfaces, network, processes
 from mpiddp.hosts.facts import host_info, links
 from mpiddp.hosts.remote import CHECK_PYTHON, program_that_prints
 from mpiddp.launch.preflight import TRAVELLING, Needs
@@ -59,7 +59,7 @@ def test_a_python_that_is_too_old_says_so(tmp_path):
 def test_what_is_sent_runs_on_python_3_8(module):
     """It imports the standard library and what travels with it, and evaluates no generic of Python 3.9."""
     assert module.__file__ is not None
-    parsed = ast.parse(Path(module.__file__).read_text(), feature_version=(3, 8))
+    parsed = ast.parse(Path(module.__file__).read_text(encoding="utf-8"), feature_version=(3, 8))
     nodes = list(evaluated(parsed))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     assert "annotations" in {alias.name for node in imports for alias in node.names}
@@ -113,6 +113,7 @@ def test_what_a_host_has(tmp_path, monkeypatch):
     monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 50001 10.0.0.2 22")
     found = host_info(needs)
     assert {name: value for name, value in found.items() if name != "interfaces"} == {
+        "machine": facts.machine(),
         "has_folder": True,
         "has_program": True,
         "has_script": True,

@@ -261,7 +261,7 @@ def test_a_key_is_made_and_copied_to_the_hosts_that_ask(folder, monkeypatch, cap
     ):
         monkeypatch.setenv("PATH", tool(folder / "bin", name, text))
     monkeypatch.setenv("HOME", str(folder))
-    Path("hosts").write_text("localhost\njoe@n1.invalid port=2222\n")
+    Path("hosts").write_text("localhost\njoe@n1.invalid port=2222\n", encoding="utf-8")
     key = folder / ".ssh" / "id_ed25519"
     reached = "ssh reaches n1.invalid without a question\n"
     assert main.main(["keys", "hosts"]) == 0
@@ -272,7 +272,7 @@ def test_a_key_is_made_and_copied_to_the_hosts_that_ask(folder, monkeypatch, cap
     for _ in range(2):
         assert main.main(["keys", "hosts"]) == 0
         assert capfd.readouterr().out == reached
-    assert Path("said").read_text().splitlines() == [
+    assert Path("said").read_text(encoding="utf-8").splitlines() == [
         f"keygen -q -t ed25519 -N  -f {key}",
         f"copy -i {key}.pub -p 2222 -- joe@n1.invalid",
         f"copy -i {folder}/.ssh/id_rsa.pub -p 2222 -- joe@n1.invalid",

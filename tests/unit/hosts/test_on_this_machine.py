@@ -19,6 +19,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts import main, run, ssh
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
+from mpiddp.hosts.private import new_name
 from mpiddp.hosts.processes import descendants, end_all, signal_all, usage_of
 from mpiddp.hosts.ssh import (
     NO_PROGRAM,
@@ -110,7 +111,7 @@ def test_background_processes_of_a_program_are_not_waited_for():
     """For example a connection that ssh keeps open for reuse, which keeps stderr open."""
     start = time.monotonic()
     answer = run_here("sh", "sleep 1000 >/dev/null & echo $!\n", timeout_s=100.0)
-    Path("/proc", answer.stdout.strip(), "status").read_text()  # it still runs
+    Path("/proc", answer.stdout.strip(), "status").read_text(encoding="utf-8")  # it still runs
     assert time.monotonic() - start < 50
     assert answer.exit_code == 0
     assert run_here("sh", f"kill {answer.stdout}").exit_code == 0
@@ -218,14 +219,14 @@ def test_processes_of_the_job_alone_are_killed(capfd):
     )
     try:
         far = Host("far.invalid")
-        kill_orphans([far], f"1-{os.getpid()}", sys.executable, SHELL)
+        kill_orphans([far], f"1-{os.getpid()}", new_name(), sys.executable, SHELL)
         assert ours.wait(60) == -signal.SIGKILL
         assert other.poll() is None
         text = "mpiddp: killed leftover processes of the job on far.invalid: 1.\n"
         assert capfd.readouterr().err == text
-        kill_orphans([far], f"1-{os.getpid()}", sys.executable, SHELL)
+        kill_orphans([far], f"1-{os.getpid()}", new_name(), sys.executable, SHELL)
         assert capfd.readouterr().err == ""
-        kill_orphans([far], f"2-{os.getpid()}", "/no/such/python", SHELL)
+        kill_orphans([far], f"2-{os.getpid()}", new_name(), "/no/such/python", SHELL)
         assert capfd.readouterr().err == (
             "mpiddp: far.invalid cannot be reached, so no leftover process was killed there; "
             "its ranks end by themselves.\n"
@@ -294,7 +295,13 @@ def test_orphans_are_adopted_and_no_child_outlives_its_parent():
 def runs(pid):
     """Whether it has not ended. Nobody may have collected it yet."""
     try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path("/proc", str(pid), "stat")
+            .read_text(encoding="utf-8")
+            .rpartition(")")[2]
+            .split()[0]
+            != "Z"
+        )
     except OSError:
         return False
 

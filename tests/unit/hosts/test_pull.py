@@ -33,7 +33,7 @@ def there(tmp_path, monkeypatch):
 @pytest.fixture
 def bring(there, ssh, monkeypatch, capsys):
     """Pull the folder from the other host; returns what is said of it."""
-    Path("hosts").write_text("localhost\nn1\n")
+    Path("hosts").write_text("localhost\nn1\n", encoding="utf-8")
     monkeypatch.setattr(pull, "other_hosts", lambda hosts: [HOST])
 
     def bring(code=0):
@@ -189,7 +189,7 @@ def test_a_push_keeps_what_it_replaces_and_what_is_there_alone(there, ssh, monke
 
 def test_a_push_needs_rsync(there, monkeypatch):
     write(Path("run"), a="1")
-    Path("hosts").write_text("localhost\nn1\n")
+    Path("hosts").write_text("localhost\nn1\n", encoding="utf-8")
     monkeypatch.setattr(push, "other_hosts", lambda hosts: [HOST])
     there = {HOST: "rsync is not installed there."}
     monkeypatch.setattr(push, "ask_hosts", lambda *_, **__: (there, {}, {}))
