@@ -230,16 +230,24 @@ def find_network(
 
 
 def addresses_in(
-    networks: Collection[str], placed: Hosts, infos: Mapping[Host, HostInfo]
+    network: JobNetwork, placed: Hosts, infos: Mapping[Host, HostInfo]
 ) -> dict[str, str]:
     """The address of each host in the job's networks, by the name that mpirun gets."""
-    own = {key_of(host.name, placed): info.interfaces for host, info in infos.items()}
-    return {
-        host.name: interface.address
-        for host in placed.hosts
-        for interface in reversed(own.get(key_of(host.name, placed), ()))
-        if any(map(interface.matches, networks))
-    }
+    found, mine = dict[str, str](), network.interface
+    own = {key_of(host.name, placed): info for host, info in infos.items()}
+    if mine is None:
+        return {}
+    for host in placed.hosts:
+        if is_this_host(host.name):
+            found[host.name] = mine.address
+        elif info := own.get(key_of(host.name, placed)):
+            # The second is an IPv6 address beside an IPv4 one.
+            logged_in = Interface(mine.name, info.address, "")
+            for each in (*info.interfaces, *([logged_in] if info.address else [])):
+                is_ours = (":" in each.address) == (network.other_family == 4)
+                if is_ours and any(map(each.matches, network.networks)):
+                    found.setdefault(host.name, each.address)
+    return found
 
 
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:

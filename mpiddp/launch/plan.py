@@ -87,7 +87,7 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
     placed = place.place(chosen, checked.infos, starter, options, past, wanted)
     infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
-    addresses = place.addresses_in(network.networks, placed, checked.infos)
+    addresses = place.addresses_in(network, placed, checked.infos)
     network = network._replace(addresses=addresses, start_s=start_s)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
