@@ -37,8 +37,9 @@ LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 PART, _REPLACED = ".mpiddp-part", ".mpiddp-replaced"
 _EXCLUDED = ("--exclude=__pycache__", "--exclude=*.history.jsonl")  # each host has its own
 _AT_ONCE = 8  # rsync processes
-# -s keeps names from the shell there. Its long name differs between versions of rsync.
-RSYNC = ("rsync", "-a", "-s", "--modify-window=-1")
+# -s keeps names from the shell there. Its long name differs between versions of rsync. cat, of _SHELL, cannot
+# write to what does not block.
+RSYNC = ("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io")
 FILES, SIZE = "files transferred", "Total transferred file size"  # in what --stats prints
 VANISHED = 24  # rsync's exit code where a file was deleted here meanwhile
 
