@@ -17,7 +17,7 @@ import nox
 nox.options.stop_on_first_error = False
 nox.options.error_on_missing_interpreters = False
 
-_MINORS = re.search(r"for minor in \(([\d, ]+)\)", Path("setup.py").read_text())
+_MINORS = re.search(r"for minor in \(([\d, ]+)\)", Path("setup.py").read_text(encoding="utf-8"))
 assert _MINORS is not None
 PYTHONS = [f"3.{minor}" for minor in _MINORS[1].split(", ")]
 

@@ -6,7 +6,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (HERE / "mpiddp" / "__init__.py").read_text())
+VERSION = re.search(
+    r'__version__ = "(.+)"', (HERE / "mpiddp" / "__init__.py").read_text(encoding="utf-8")
+)
 assert VERSION is not None
 TRAIN = ["torch>=2.8", "numpy>=2", "mpi4py>=4.1", "pillow>=10"]
 
@@ -14,7 +16,7 @@ setup(
     name="mpiddp",
     version=VERSION[1],
     description="One mpirun starts every rank of a hostfile, torch.distributed does the rest",
-    long_description=(HERE / "README.md").read_text(),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     keywords="mpi mpirun pytorch distributed ddp launcher slurm checkpoints",

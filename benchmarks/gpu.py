@@ -38,7 +38,7 @@ class Bench:
         self.folder, self.is_tiny, self._count = folder, is_tiny, 0
 
     def run(self, *command: str) -> str:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
         return done.stdout
@@ -52,7 +52,7 @@ class Bench:
             options = (*options, *tiny, "--steps-per-epoch=2")
         job = ("-m", "mpiddp", "train", f"--out={out}", "--save-every=100000", *options)
         self.run(*launch_command("-H", "localhost:1"), *job)
-        found: Result = json.loads((out / "summary.json").read_text())
+        found: Result = json.loads((out / "summary.json").read_text(encoding="utf-8"))
         return found
 
     def alternate(self, variants: Mapping[str, Sequence[str]], *shared: str) -> Result:
@@ -94,7 +94,7 @@ def _bench(bench: Bench, name: str, sizes: Sequence[str], tiny: Sequence[str]) -
     small = ("--arch=resnet20", "--batch-size=4", "--rounds=1", *tiny)
     options = [*(small if bench.is_tiny else sizes), "-H", "localhost:1", f"--out={out}"]
     bench.run(sys.executable, "-m", "mpiddp", "bench", name, *options)
-    return dict(json.loads((out / f"{name}.json").read_text())["results"])
+    return dict(json.loads((out / f"{name}.json").read_text(encoding="utf-8"))["results"])
 
 
 def step(bench: Bench) -> Result:
@@ -133,7 +133,7 @@ def main() -> None:
             found = {"gpus": here["gpus"], "torch": here["torch"], "figure": MEASURED[name](bench)}
             line = json.dumps({"name": name, **found})
             print(line, flush=True)
-            with options.out.open("a") as file:
+            with options.out.open("a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
 
 

@@ -145,11 +145,13 @@ def sample(number: int, seed: int) -> list[Mutant]:
     found = []
     for path in sorted(each for package in PACKAGES for each in (ROOT / package).rglob("*.py")):
         file = str(path.relative_to(ROOT))
-        for site, name in sites(path.read_text()):
+        for site, name in sites(path.read_text(encoding="utf-8")):
             digest = hashlib.sha256(f"{seed} {file} {name}".encode()).digest()
             found.append((digest, file, site))
     chosen = sorted(found)[:number]
-    return [mutant_at(file, (ROOT / file).read_text(), site) for _, file, site in chosen]
+    return [
+        mutant_at(file, (ROOT / file).read_text(encoding="utf-8"), site) for _, file, site in chosen
+    ]
 
 
 def is_noticed(folder: Path, tests: Sequence[str], limit_s: float | None = None) -> bool:
@@ -189,7 +191,7 @@ def main() -> int:
         limit_s = LONGEST * (time.monotonic() - began)
         for mutant in mutants:
             file = Path(scratch, mutant.file)
-            file.write_text(mutant.source)
+            file.write_text(mutant.source, encoding="utf-8")
             if is_noticed(Path(scratch), options.tests, limit_s):
                 noticed += 1
             else:

@@ -192,12 +192,12 @@ class Job:
 
     def printed(self) -> str:
         files = [self.folder / "said", *self.folder.glob("printed/*")]
-        return "".join(file.read_text(errors="replace") for file in files)
+        return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def start(hosts: Cluster, folder: Path, plan: Plan) -> Job:
     folder.mkdir(exist_ok=True)
-    with (folder / "said").open("a") as said:
+    with (folder / "said").open("a", encoding="utf-8") as said:
         out = said.fileno()
         program = hosts["node0"].popen(
             plan.command(), cwd=folder, env=plan.env(), stdout=out, stderr=out
@@ -345,7 +345,11 @@ def _is_done(plan: Plan, folder: Path, result: Result) -> bool:
 
 
 def weights(plan: Plan, folder: Path) -> Any:
-    return (folder / "weights").read_text() if plan.program == "script" else contents(folder, STEPS)
+    return (
+        (folder / "weights").read_text(encoding="utf-8")
+        if plan.program == "script"
+        else contents(folder, STEPS)
+    )
 
 
 def undisturbed(plan: Plan, hosts: Cluster) -> Any:
@@ -385,7 +389,7 @@ def random_jobs(options: argparse.Namespace) -> int:
             if key not in right:
                 right[key] = undisturbed(plan, hosts)
             results.append(result := run(number, plan, hosts, right[key]))
-            with options.out.open("a") as lines:
+            with options.out.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(asdict(result)) + "\n")
             verdict = "right" if result.is_right else f"WRONG: {result}"
             print(f"{number}: {result.faults} {result.codes} {verdict}", file=sys.stderr)
@@ -410,7 +414,7 @@ def soak(options: argparse.Namespace) -> int:
     with cluster.up(3) as hosts:
         disturbed, alone = hosts.shared / "disturbed", hosts.shared / "alone"
         since, injected = time.monotonic(), Counter[str]()
-        with (hosts.shared / "said").open("w") as file:
+        with (hosts.shared / "said").open("w", encoding="utf-8") as file:
             job = hosts["node0"].popen(
                 _train(disturbed, options.epochs),
                 cwd=ROOT,
@@ -425,7 +429,7 @@ def soak(options: argparse.Namespace) -> int:
             kind = ("rank", "daemon", "link")[number % 3]
             injected[kind] += _disturb(hosts[draw.choice(VICTIMS)], kind)
         wall_s = time.monotonic() - since
-        said = (hosts.shared / "said").read_text()
+        said = (hosts.shared / "said").read_text(encoding="utf-8")
         assert job.returncode == 0, said[-6000:]
         useful_s = _seconds_of_steps(disturbed)
         ran = hosts["node0"].run(_train(alone, options.epochs), cwd=ROOT, env=ENV, timeout_s=7200)

@@ -50,4 +50,4 @@ def svg(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(svg(json.loads(Path(sys.argv[1]).read_text())["results"]))
+    print(svg(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["results"]))

@@ -67,7 +67,11 @@ def _wait_for_prompt(server: tuple[str, ...], count: int, interrupt_at: str) -> 
 
 def _shown(server: tuple[str, ...]) -> list[str]:
     done = subprocess.run(
-        [*server, "capture-pane", "-p"], check=True, capture_output=True, text=True
+        [*server, "capture-pane", "-p"],
+        check=True,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
     )
     return [line.rstrip() for line in done.stdout.rstrip().splitlines()]
 
@@ -106,7 +110,7 @@ def main() -> int:
     lines = record(
         options.shell, options.setup, options.commands, options.interrupt_at, options.columns
     )
-    options.picture.write_text(drawn(lines))
+    options.picture.write_text(drawn(lines), encoding="utf-8")
     print("\n".join(lines))
     return 0
 

@@ -74,13 +74,16 @@ def text() -> str:
 
 def provoked() -> set[str]:
     """The texts that a function of tests/support/provoke_failures.sh provokes."""
-    script = (_TESTS / "support" / "provoke_failures.sh").read_text()
+    script = (_TESTS / "support" / "provoke_failures.sh").read_text(encoding="utf-8")
     return set(re.findall(r"^([a-z0-9]+-[a-z0-9.-]+)\(\) \{", script, re.MULTILINE))
 
 
 def sources() -> dict[str, tuple[str, str]]:
     """The kind of the source of each other text, and where it is."""
-    rows = [line.split("\t") for line in (_TEXTS / "sources.tsv").read_text().splitlines()[1:]]
+    rows = [
+        line.split("\t")
+        for line in (_TEXTS / "sources.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    ]
     return {name: (kind, where) for name, kind, where in rows}
 
 
@@ -95,4 +98,4 @@ def _looks_like(failure: Failure) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(text())
+    PAGE.write_text(text(), encoding="utf-8")

@@ -10,6 +10,7 @@ rank 0 because a variable is missing.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
@@ -94,6 +95,11 @@ RANK_SOURCES = (
 )
 
 _OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
+# What launchers tell their ranks beside a row's variables. The rest of such a beginning is a user's setting.
+_OF_LAUNCHERS = re.compile(
+    r"TORCHELASTIC_|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)$|PMI_|PMIX_(?!MCA_)|PRTE_(?!MCA_)|OMPI_(?!MCA_|ALLOW_)"
+    r"|MPI_LOCAL|MV2_COMM_WORLD_|HYDI_|JSM_|PALS_|FLUX_TASK_|SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_|GTIDS|SRUN_)"
+)
 ALONE = RankSource("none", (), ())
 
 
@@ -219,4 +225,19 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     if was_joined:
         for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
             del env[name]
+    if not env.keys() & {*TORCH}:  # a stale id of torchrun's
+        env.pop("TORCHELASTIC_RUN_ID", None)
     return was_joined
+
+
+def leave_launchers(env: MutableMapping[str, str]) -> None:
+    """Remove what a launcher, or a stale profile, says of this process as its rank: new ranks have another.
+
+    torchrun sets the address of its own store. That of a user stays.
+    """
+    names = {name for source in RANK_SOURCES for name in (*source.proof, *source.variables)}
+    names -= {"SLURM_NTASKS"}  # of a job as well
+    if "TORCHELASTIC_RUN_ID" in env:
+        names |= {"MASTER_ADDR", "MASTER_PORT"}
+    for name in [each for each in env if each in names or _OF_LAUNCHERS.match(each)]:
+        del env[name]

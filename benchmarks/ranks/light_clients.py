@@ -22,7 +22,7 @@ from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.job import Job
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan
-from mpiddp.protocol.channel import RANK, decode, encode, member_proof
+from mpiddp.protocol.channel import RANK, decode, encode, mac, member_key
 from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.rendezvous.channel_process import serve
@@ -40,14 +40,19 @@ def launcher(ranks: int) -> None:
 
     folder = os.environ["LIGHT_CLIENTS_FOLDER"]
     mpirun = Path(folder, "mpirun")
-    mpirun.write_text(f"#!/bin/sh\nexec {sys.executable} -m {__spec__.name} clients {ranks}\n")
+    mpirun.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -m {__spec__.name} clients {ranks}\n", encoding="utf-8"
+    )
     mpirun.chmod(0o755)
     per_host = RANKS_PER_HOST if ranks >= RANKS_PER_HOST else 1
     # By address, so that no name server is in the figures.
     names = [f"10.0.{number >> 8}.{number & 255}" for number in range(ranks // per_host)]
     named = Hosts("light clients", tuple(Host(name, ranks=per_host) for name in names))
     request = Request(named, ("true",), ".")
-    plan = Plan(STARTERS[1]._replace(program=mpirun), request, named, named, None)
+    # As of a scheduler: no login to these hosts, which do not exist.
+    plan = Plan(
+        STARTERS[1]._replace(program=mpirun, has_scheduler=True), request, named, named, None
+    )
     since = time.monotonic()
     with closing(SignalQueue()) as signals:
         outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).attempt()
@@ -111,7 +116,7 @@ def _connect(address: str, key: str, ranks: int) -> list[socket.socket]:
     for rank in range(ranks):
         connection = socket.create_connection((host, int(port)))
         facts, _ = decode(connection.recv(4096).rstrip())
-        proof = member_proof(key, facts["challenge"], RANK, rank)
+        proof = mac(member_key(key, RANK, rank), f"member {facts['challenge']}")
         connection.sendall(encode("hello", rank=rank, challenge="", proof=proof))
         connections.append(connection)
     for connection in connections:

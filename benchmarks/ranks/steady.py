@@ -49,7 +49,7 @@ def main(folder: Path, steps: int) -> None:
                 return
             time.sleep(STEP_S)
         if world.rank == 0:
-            (folder / "weights").write_text(weights.numpy().tobytes().hex())
+            (folder / "weights").write_text(weights.numpy().tobytes().hex(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def time_command(argv: Sequence[str], *, timeout_s: float) -> Finished:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         errors="replace",
     ) as child:
         try:

@@ -28,7 +28,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":
             return value.strip()

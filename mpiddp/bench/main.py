@@ -120,7 +120,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     }
     with named_by("--out"):
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"\n{out / f'{name}.json'}")
     return DONE
 

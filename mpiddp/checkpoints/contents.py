@@ -142,7 +142,7 @@ def write_files(
         "keys": list(state),
         "config": config,
     }
-    (new / FACTS).write_text(json.dumps(facts, indent=1))
+    (new / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
     return hashes
 
 

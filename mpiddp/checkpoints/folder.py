@@ -139,8 +139,8 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
         path.name: {"bytes": path.stat().st_size, "sha256": hashes.get(path.name) or _sha256(path)}
         for path in sorted(new.iterdir())
     }
-    (new / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    (new / COMPLETE).write_text(_sha256(new / MANIFEST))
+    (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    (new / COMPLETE).write_text(_sha256(new / MANIFEST), encoding="utf-8")
     for path in (*new.iterdir(), new):
         flush(path)
     if final.exists():
@@ -238,6 +238,8 @@ def listing(folder: Path) -> Listing:
     for name, entry in shards.items():
         if here.get(name, entry) != entry:
             raise BrokenCheckpoint(folder, f"{name} is of another save")
+        if (folder / name).exists():  # a pull brings those of other hosts
+            here[name] = entry
     return Listing(here, shards, here[INDEX].sha256)
 
 

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
             for folder in checkpoints:
                 print(_line(folder))
             return 0
-        return max([_verify(folder) for folder in checkpoints])
+        return max(_verify(folder) for folder in checkpoints)
 
 
 def _line(folder: Path) -> str:

@@ -250,7 +250,7 @@ class Saver:
             if (new / name).stat().st_size != files[name].bytes:
                 raise RuntimeError(f"{name} is incomplete")  # a file server has not shown it yet
         if files:
-            (new / INDEX).write_text(json.dumps({"files": files}, default=vars))
+            (new / INDEX).write_text(json.dumps({"files": files}, default=vars), encoding="utf-8")
         folder.complete(new, final, hashes)
 
     def _is_verified(self, checkpoint: Path) -> bool:

@@ -13,6 +13,7 @@ from statistics import median, median_low
 from typing import Any
 
 from mpiddp.doctor.job import LEAST_COMPARED, LEAST_SPEED
+from mpiddp.hosts.network import blocked
 from mpiddp.text import all_of, counted, listed, names_by_value, shown, size_text
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
@@ -216,29 +217,11 @@ def links(facts: Facts, addresses: Mapping[str, str]) -> Iterator[Found]:
         yield WARN, fact, "see the cable and the switch: ethtool INTERFACE"
 
 
-def reach(found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str]) -> Iterator[Found]:
+def reach(
+    found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], port: int
+) -> Iterator[Found]:
     """Whether each host reaches each other on the job's network, in each direction, with large packets."""
-    errors = {(a, b): answer["error"] for a in found for b, answer in found[a].items()}
-    if not errors:
+    if not any(found.values()):
         yield UNKNOWN, "no direction between the hosts was tried", ""
-    unreached = {
-        name
-        for name in found
-        if len(found) > 2 and all(error for pair, error in errors.items() if pair[1] == name)
-    }
-    for name in sorted(unreached):
-        (error, *_) = [error for pair, error in errors.items() if pair[1] == name]
-        fact = f"no other host reaches {name} ({addresses.get(name)}): {error}"
-        yield FAIL, fact, f"allow TCP on {name} from the other hosts; see: ssh {name} ip addr"
-    for (here, there), error in errors.items():
-        answer = found[here][there]
-        if error and there not in unreached:
-            way = "" if errors.get((there, here), "-") else f"; {there} → {here} is open"
-            fact = f"{here} → {there} ({addresses.get(there)}) fails: {error}{way}"
-            fix = (
-                f"allow TCP from {here} on {there}; see: ssh {here} ip route get {addresses[there]}"
-            )
-            yield FAIL, fact, fix
-        elif answer["large"]:
-            fact = f"{here} → {there} carries small messages but no large ones ({answer['large']})"
-            yield FAIL, fact, "set the same MTU on the hosts and the switch"
+    for fact, fix in blocked(found, addresses, port):
+        yield FAIL, fact, fix

@@ -107,7 +107,7 @@ def stack(packages: tuple[str, ...], library: str = "") -> dict[str, str]:
 
 
 def _loaded(part: str) -> str:
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
     paths = {line.split(None, 5)[5].strip() for line in lines if "/" in line}
     return ", ".join(sorted(path for path in paths if part in Path(path).name))
 

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, as_arguments
-from mpiddp.doctor import compare, network
+from mpiddp.doctor import compare
 from mpiddp.doctor import job as small_job
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
 from mpiddp.doctor.job import HEAVY, LIGHT
 from mpiddp.errors import DONE, FAILED, UserError
-from mpiddp.hosts import files, interfaces
+from mpiddp.hosts import files, interfaces, network
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import LOGIN_S, ask_hosts, program_that_prints
+from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.ssh import Answer
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.options import add_options, parse_options
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     if not options.quick:
         program, transport = _facts_program(options, hosts), hosts.transport
         by_host, failures, answers = ask_hosts(
-            hosts.usable, program, timeout_s=LOGIN_S, work_s=_FACTS_S, transport=transport
+            hosts.usable, program, work_s=_FACTS_S, transport=transport
         )
         found = {host.name: each for host, each in by_host.items()}
         library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
@@ -105,7 +105,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 it could not run.",
         allow_abbrev=False,
     )
-    where = add_options(parser, "hostfile", "host_list", "mpirun", "interface")
+    where = add_options(parser, "hostfile", "host_list", "mpirun", "interface", "login_s")
     add = parser.add_argument
     add("--script", metavar="FILE", help="compare this script on all hosts")
     add("--data", metavar="DIR", help="check this folder of data on all hosts")
@@ -221,14 +221,12 @@ def _pairs(hosts: Hosts, found: compare.Facts, networks: Sequence[str]) -> list[
     for port in random.sample(_PORTS, _MOST_PORTS):
         program = program_that_prints((interfaces, network), f"meet({known!a}, {port})")
         work_s = 2 * network.longest_s(len(asked))
-        answers, *_ = ask_hosts(
-            asked, program, timeout_s=LOGIN_S, work_s=work_s, transport=hosts.transport
-        )
+        answers, *_ = ask_hosts(asked, program, work_s=work_s, transport=hosts.transport)
         if None not in answers.values():  # the port is free on all hosts
             reached = {host.name: each for host, each in answers.items()}
             break
     count = sum(map(len, reached.values()))
-    links, pairs = compare.links(found, addresses), compare.reach(reached, addresses)
+    links, pairs = compare.links(found, addresses), compare.reach(reached, addresses, port)
     return [
         *results("network", links, "the links have the same speed and MTU"),
         *results("network", pairs, f"all {count} directions open"),
@@ -264,7 +262,7 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str,
             [sys.executable, "-m", "mpiddp", "launch", *job],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=_JOB_S,
         )

@@ -117,11 +117,11 @@ class Plan:
         return next((fault for fault in FAULTS if fault.name == self.fault), UNDISTURBED)
 
     def write(self, folder: Path) -> None:
-        (folder / "plan.json").write_text(json.dumps(asdict(self)))
+        (folder / "plan.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Plan:
-        return cls(**json.loads((folder / "plan.json").read_text()))
+        return cls(**json.loads((folder / "plan.json").read_text(encoding="utf-8")))
 
 
 class PlannedFault:

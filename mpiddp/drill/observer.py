@@ -68,7 +68,7 @@ class _Observer:
         self._first_buffers = ""
         # The step at which a thread began to write into this folder.
         self._begun: dict[Path, int] = {}
-        self._file = file_of(folder, rank, time.time_ns()).open("w", buffering=1)
+        self._file = file_of(folder, rank, time.time_ns()).open("w", buffering=1, encoding="utf-8")
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
         """Remember the outermost module of the first forward pass. Each call of it takes a batch."""

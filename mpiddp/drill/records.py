@@ -112,7 +112,8 @@ def _read_attempts(folder: Path, rank: int) -> list[Attempt]:
     """In the order of their starts. What a killed process has half written is left out."""
     found = []
     for file in sorted(folder.glob(f"rank_{rank}_*.jsonl")):  # the times have as many digits
-        events = [json.loads(line) for line in file.read_text().rpartition("\n")[0].splitlines()]
+        lines = file.read_text("utf-8").rpartition("\n")[0].splitlines()
+        events = [json.loads(line) for line in lines]
         kinds = ("first", "step", "save")
         firsts, steps, saves = ([each for each in events if each["kind"] == k] for k in kinds)
         found.append(Attempt(firsts[0] if firsts else None, steps, saves))

@@ -134,8 +134,8 @@ def _run(
     own = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records)}
     said, printed = (folder / f"{label}.{end}" for end in ("err", "out"))
     with (
-        printed.open("w") as stdout,
-        said.open("w") as stderr,
+        printed.open("w", encoding="utf-8") as stdout,
+        said.open("w", encoding="utf-8") as stderr,
         subprocess.Popen(
             [sys.executable, "-m", "mpiddp", *arguments],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **own},
@@ -160,7 +160,8 @@ def _run(
             if code is None:
                 _end_leftover(records, wait_s=0.0)
                 process.kill()
-    return Ended(code, said.read_text(errors="replace"), _end_leftover(records, _END_S))
+    text = said.read_text("utf-8", errors="replace")
+    return Ended(code, text, _end_leftover(records, _END_S))
 
 
 def _end_leftover(records: Path, wait_s: float) -> int:

@@ -13,12 +13,13 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, product, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
+from mpiddp.hosts.names import MAX_HOSTS, expand_nodelist
 from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
 from mpiddp.text import parse_whole, shown
 
@@ -34,11 +35,6 @@ UNLISTED = {
 }
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
 _FLUX_S = 20.0  # for an answer
-MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
-
-_PATTERN = r"(?:[^][,]|\[[^][]*\])+"  # of names: the commas within brackets are its own
-_LAST_NUMBER = re.compile(r"([^.]*?)([0-9]{1,9})([^0-9.]*(?:\..*)?)", re.ASCII)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def slurm(env: Mapping[str, str]) -> Hosts | None:
@@ -130,7 +126,8 @@ def flux(env: Mapping[str, str]) -> Hosts | None:
             program.split(),
             env={**env},
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=_FLUX_S,
             check=True,
         )
@@ -267,59 +264,6 @@ def grants_hosts(env: Mapping[str, str]) -> bool:
 def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
     """The names of the schedulers whose variables in `env` an mpirun would follow."""
     return tuple(row.name for row in SCHEDULERS if row.followed_by and row.is_present(env))
-
-
-def expand_nodelist(nodelist: str) -> list[str]:
-    """`gpu[07-09,12],login` → gpu07, gpu08, gpu09, gpu12, login; several brackets multiply.
-
-    Raises ValueError for any other text, or more than MAX_HOSTS hosts.
-    """
-    if not re.fullmatch(f"{_PATTERN}(,{_PATTERN})*", nodelist):
-        raise ValueError("the brackets do not match")
-    names: list[str] = []
-    for pattern in re.findall(_PATTERN, nodelist):
-        parts = re.split(r"\[([^]]*)\]", pattern)  # each odd part is the text of brackets
-        choices = [_numbers(text) if index % 2 else [text] for index, text in enumerate(parts)]
-        names += islice(map("".join, product(*choices)), MAX_HOSTS + 1 - len(names))
-    if len(names) > MAX_HOSTS:
-        raise ValueError(f"more than {MAX_HOSTS} hosts")
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"{shown(name)!r} is not the name of a host")
-    return names
-
-
-def _numbers(ranges: str) -> list[str]:
-    """`07-09,12` → 07, 08, 09, 12."""
-    numbers: list[str] = []
-    for item in ranges.split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
-        low, high = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if found is None or not low <= high < low + MAX_HOSTS:
-            raise ValueError(f"{shown(item)!r} is not a range such as 07-09")
-        numbers += [str(number).zfill(len(found[1])) for number in range(low, high + 1)]
-    return numbers
-
-
-def compress_names(names: Sequence[str]) -> str:
-    """node1, node2, node3, login → "node[1-3],login": each name once, in the order of their first name."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in dict.fromkeys(names):
-        # An address is no name with a number: 10.0.0.1 and 10.0.0.2 are printed in full.
-        found = None if name[0].isdigit() or ":" in name else _LAST_NUMBER.fullmatch(name)
-        key, number = ((found[1], found[3]), found[2]) if found else ((name, ""), "")
-        groups.setdefault(key, []).append(number)
-    texts = []
-    for (before, after), numbers in groups.items():
-        ranges: list[list[str]] = []
-        for number in sorted(numbers, key=lambda text: (len(text), text)):
-            last = ranges[-1][-1] if ranges else ""
-            follows = last and number == str(int(last) + 1).zfill(len(last))
-            ranges[-1].append(number) if follows else ranges.append([number])
-        inside = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges]
-        one = len(numbers) == 1
-        texts.append(before + (inside[0] if one else f"[{','.join(inside)}]") + after)
-    return ",".join(texts)
 
 
 def expand_counts(counts: str) -> list[int]:

@@ -45,13 +45,16 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     return {
         "has_folder": os.path.isdir(needs["folder"]),
         "has_program": program is None or shutil.which(program, path=needs["path"]) is not None,
+        "has_script": os.path.exists(os.path.join(needs["folder"], needs.get("script") or "")),
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
+        "machine": machine(),
         "python": sys.version.split()[0],
         "torch": package_version("torch"),
         "mpi4py": package_version("mpi4py"),
         "gpus": None if names is None else len(names),
         "interfaces": [interface._asdict() for interface in interfaces()],
+        "address": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2],
     }
 
 
@@ -73,6 +76,16 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "gpus": _gpus(wanted["path"]),
         "clock": time.time(),  # the last one: a tool may take seconds
     }
+
+
+def machine() -> str:
+    """What tells this host from others, whatever its names: its boot, its network, and a container's pids."""
+    try:
+        namespaces = [os.readlink(f"/proc/self/ns/{each}") for each in ("net", "pid")]
+    except OSError:
+        return ""
+    boot = _text(Path("/proc/sys/kernel/random/boot_id"))
+    return " ".join([boot, *namespaces]) if boot else ""
 
 
 def process_facts() -> dict[str, Any]:
@@ -169,6 +182,6 @@ def _gpus(path: str) -> dict[str, Any] | None:
 def _text(path: Path) -> str:
     """The line of a file of sysfs, "" where it cannot be read: the speed of a link that is down."""
     try:
-        return path.read_text(errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 # For a host whose GPUs do not answer. NCCL would not work there either.
@@ -25,6 +26,8 @@ NO_ANSWER = (
     "CUDA_VISIBLE_DEVICES= to run without GPUs."
 )
 _MOST_BYTES = 1 << 20  # of a tool's output
+# What NVIDIA's driver lists, also in a container without nvidia-smi, and the GPUs that a container may use.
+_LISTED, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
 
 # CUDA (and HIP, which reads it too), HIP, ROCr, and Level Zero.
@@ -79,7 +82,12 @@ def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
             return None
         if names := re.findall(tool.name, text, re.MULTILINE):
             return names
-    return []
+    return ["NVIDIA GPU"] * len(_listed_by_driver())
+
+
+def _listed_by_driver() -> list[str]:
+    """The PCI addresses of NVIDIA's GPUs, in the order of nvidia-smi's numbers."""
+    return sorted(each.name for each in _LISTED.glob("*"))[: len([*_DEVICES.glob("nvidia[0-9]*")])]
 
 
 def gpu_addresses(path: str | None = None) -> list[str]:
@@ -91,7 +99,7 @@ def gpu_addresses(path: str | None = None) -> list[str]:
             # nvidia-smi gives the domain eight digits; sysfs four, as long as they are enough.
             parts = [address.lower().partition(":") for address in found]
             return [f"{int(domain, 16):04x}:{rest}" for domain, _, rest in parts]
-    return []
+    return _listed_by_driver()
 
 
 def tool_output(

@@ -125,7 +125,9 @@ def parse(line: bytes) -> Event | None:
 
 def doubts(path: Path | None, hosts: Sequence[Host]) -> dict[str, str]:
     """Why a job would do better without some of the hosts, by their keys."""
-    known = [(host, record_of(host.key, read(path))) for host in hosts]
+    events = read(path)
+    failed = {key for event in events for key in event.failed}
+    known = [(host, record_of(host.key, events)) for host in hosts if host.key in failed]
     flaky = [(host, each) for host, each in known if each.ended + each.silent >= FLAKY]
     return {host.key: f"{host.name} {each.summary}" for host, each in flaky}
 
@@ -145,7 +147,7 @@ def append(path: Path | None, event: Event) -> None:
 def forget(path: Path, hosts: Collection[str]) -> None:
     """Remove the events of hosts. Raises OSError."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(_line(event, but=hosts) for event in read(path)))
+    part.write_text("".join(_line(event, but=hosts) for event in read(path)), encoding="utf-8")
     part.replace(path)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import UserError, cause_of
+from mpiddp.hosts.names import expand_nodelist
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import listed, shown
 
@@ -35,6 +36,7 @@ _VALUES = {
 }
 _ADDRESS = re.compile(r"(?=.{1,253}$)([0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)")
 _BRACKETED = re.compile(r"\[([^]]*)\](?::(.*))?")
+_COMMA = re.compile(r",(?![^[]*\])")  # but not within brackets
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\udc80-\udcff]|\r(?!\n|\Z)")
 _MAX_BYTES = 4 << 20  # the wrong file may be a 10 GB checkpoint, or /dev/zero
 MAX_SLOTS = 999_999  # in all. A plan has an entry for each rank
@@ -52,6 +54,11 @@ class Host:
     gpus: tuple[int, ...] | None = None  # the numbers of those that its ranks use, None for all
     ranks: int = 0  # until they are placed
     line: int | None = field(default=None, compare=False)
+
+    @property
+    def alias(self) -> str:
+        """The host's name for mpirun and in its lists, which take no IPv6 address."""
+        return f"mpiddp-{self.name.replace(':', '-')}" if ":" in self.name else self.name
 
     @property
     def ssh_target(self) -> str:
@@ -122,8 +129,9 @@ def parse_hostfile(data: bytes, source: str) -> Hosts:
     if is_of_grid_engine:
         rows = {number: [tokens[0], f"slots={tokens[1]}"] for number, tokens in rows.items()}
     found = [
-        replace(_parse_host(f"{source}:{number}", tokens), line=number)
+        replace(host, line=number)
         for number, tokens in rows.items()
+        for host in _parse_hosts(f"{source}:{number}", tokens)
     ]
     if not found:
         raise UserError(f"{source} lists no host. {EXAMPLE}")
@@ -138,7 +146,7 @@ def granted_hosts(rows: Sequence[Sequence[str]], source: str) -> Hosts:
     """The hosts that a scheduler lists: for each a name, and maybe "slots=N". Raises UserError."""
     if not rows:
         raise UserError(f"{source} lists no host.")
-    found = [_parse_host(source, row) for row in rows]
+    found = [host for row in rows for host in _parse_hosts(source, row)]
     if all(host.slots is not None for host in found):
         found = _merged(found)
     return _checked(Hosts(source, tuple(found)))
@@ -155,13 +163,19 @@ def _merged(found: Sequence[Host]) -> list[Host]:
 
 
 def parse_host_list(text: str) -> Hosts:
-    """The hosts of `-H h1:2,h2:4`. Raises UserError as for a hostfile."""
+    """The hosts of `-H h1:2,h[2-4]:4`. Raises UserError as for a hostfile."""
+    return _checked(Hosts("-H", tuple(hosts_between_commas("-H", text))))
+
+
+def hosts_between_commas(where: str, text: str) -> list[Host]:
+    """The hosts of an option. Raises UserError as for a hostfile, but they may repeat."""
     found = []
-    for entry in text.split(","):
+    for entry in _COMMA.split(text):
         if len(tokens := _tokens(entry)) != 1:
-            raise UserError(f'-H: "{shown(entry)}" is not a host. Example: -H node1:2,node2:4')
-        found.append(_parse_host("-H", tokens))
-    return _checked(Hosts("-H", tuple(found)))
+            example = "Example: -H node1:2,node2:4"
+            raise UserError(f'{where}: "{shown(entry)}" is not a host. {example}')
+        found += _parse_hosts(where, tokens)
+    return found
 
 
 def _text(data: bytes, source: str) -> str:
@@ -183,8 +197,8 @@ def _tokens(line: str) -> list[str]:
     return re.findall(r"[^ \t\r]+", "=".join(part.strip(" \t\r") for part in line.split("=")))
 
 
-def _parse_host(where: str, tokens: Sequence[str]) -> Host:
-    """One host from the tokens of its line."""
+def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
+    """The hosts from the tokens of a line: one, or those of a set of names, as gpu[01-16]."""
     user, at, rest = tokens[0].rpartition("@")
     name, count = rest, None
     bracketed = _BRACKETED.fullmatch(rest)
@@ -192,7 +206,12 @@ def _parse_host(where: str, tokens: Sequence[str]) -> Host:
         name, count = bracketed.groups()
     elif rest.count(":") == 1:
         name, count = rest.split(":")
-    name = _value(where, "host", name, name)
+    try:
+        names = expand_nodelist(name) if "[" in name else [name]
+    except ValueError as error:
+        example = "Example: gpu[01-16,20] slots=8"
+        raise UserError(f'{where}: "{shown(tokens[0])}": {error}. {example}') from None
+    name, *more = [_value(where, "host", each, each) for each in names]
     found: dict[str, Any] = {}
     if at:
         found["user"] = _value(where, "user", user, tokens[0])
@@ -217,7 +236,7 @@ def _parse_host(where: str, tokens: Sequence[str]) -> Host:
         )
     if host.port is not None and not 1 <= host.port <= 65535:
         raise UserError(f"{where}: port={host.port} is not a port. Expected 1 to 65535.")
-    return host
+    return [host, *(replace(host, name=each) for each in more)]
 
 
 def _value(where: str, key: str, text: str, token: str) -> Any:

@@ -49,7 +49,7 @@ class Interface(NamedTuple):
 
 def interfaces() -> list[Interface]:
     """The interfaces of this host that are up and have an address, in the kernel's order."""
-    ipv6 = _ipv6_addresses()
+    ipv6 = {each.name: each for each in reversed(ipv6_interfaces())}
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -60,19 +60,17 @@ def interfaces() -> list[Interface]:
             netmask = _ioctl(probe, _SIOCGIFNETMASK, name)
             if address is not None and netmask is not None:
                 with_prefix = "/".join(socket.inet_ntoa(each[20:24]) for each in (address, netmask))
+                parsed = ipaddress.ip_interface(with_prefix)
+                found.append(Interface(name, str(parsed.ip), str(parsed.network)))
             elif name in ipv6:
-                with_prefix = ipv6[name]
-            else:
-                continue
-            parsed = ipaddress.ip_interface(with_prefix)
-            found.append(Interface(name, str(parsed.ip), str(parsed.network)))
+                found.append(ipv6[name])
     return found
 
 
 def own_addresses() -> tuple[str, ...]:
     """All IPv4 addresses of this host, including the second and later ones of an interface."""
     try:
-        table = Path("/proc/net/fib_trie").read_text()
+        table = Path("/proc/net/fib_trie").read_text(encoding="utf-8")
     except OSError:
         return ()
     return tuple(dict.fromkeys(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", table)))
@@ -85,14 +83,15 @@ def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
         return None
 
 
-def _ipv6_addresses() -> dict[str, str]:
-    """Each interface's first global IPv6 address, with its prefix length."""
+def ipv6_interfaces() -> list[Interface]:
+    """The global IPv6 addresses of this host, with an interface for each."""
     table = Path("/proc/net/if_inet6")
-    addresses: dict[str, str] = {}
-    for line in table.read_text().splitlines() if table.exists() else ():
+    found = []
+    for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else ():
         digits, _, prefix, scope, _, name = line.split()
         # Global. A link-local address needs a zone, which other hosts do not share.
         if scope == "00":
             address = ipaddress.IPv6Address(int(digits, 16))
-            addresses.setdefault(name, f"{address}/{int(prefix, 16)}")
-    return addresses
+            network = ipaddress.ip_network(f"{address}/{int(prefix, 16)}", strict=False)
+            found.append(Interface(name, str(address), str(network)))
+    return found

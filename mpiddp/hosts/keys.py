@@ -29,7 +29,7 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
     asked = [  # a yes or a password opens these logins
         host
         for host, answer in closed.items()
-        if re.search("Host key verification failed|Permission denied", answer.stderr)
+        if re.search("(?m)^Host key verification failed|^.*Permission denied", answer.stderr)
         and "IDENTIFICATION HAS CHANGED" not in answer.stderr
     ]
     if asked:
@@ -52,13 +52,19 @@ def _closed(hosts: Sequence[Host]) -> dict[Host, Answer]:
 
 
 def _key() -> Path:
-    """The user's public key."""
+    """The user's public key. A private key is never replaced."""
     folder = Path.home() / ".ssh"
-    for name in _KEYS:
-        if (folder / f"{name}.pub").exists():
-            return folder / f"{name}.pub"
-    key = folder / _KEYS[0]
+    for key in (folder / name for name in _KEYS):
+        public = key.with_suffix(".pub")
+        if key.exists() and not public.exists():  # ssh-keygen may ask for the passphrase
+            done = subprocess.run(["ssh-keygen", "-y", "-f", str(key)], stdout=subprocess.PIPE)
+            if done.returncode:
+                raise UserError(f"{key}: ssh-keygen cannot read this key.")
+            public.write_bytes(done.stdout)
+        if public.exists():
+            return public
     folder.mkdir(mode=0o700, exist_ok=True)
+    key = folder / _KEYS[0]
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
     print(f"{key}: a new key without a passphrase", flush=True)
     return key.with_suffix(".pub")

@@ -162,7 +162,7 @@ def group_of(
 ) -> Path | None:
     """The folder of the process's control group of memory, or cpu, which outlives the process."""
     with suppress(OSError, ValueError):
-        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+        lines = os.fsdecode((proc / str(pid) / "cgroup").read_bytes()).splitlines()
         groups = {
             each: path.lstrip("/")
             for _, controllers, path in (line.split(":", 2) for line in lines)
@@ -198,8 +198,9 @@ def kills_in(folder: Path | None) -> OomKills | None:
         return None
     for events, limit in _FILES_OF_A_GROUP:
         with suppress(OSError, ValueError, KeyError):
-            counts = dict(line.split() for line in (folder / events).read_text().splitlines())
-            text = (folder / limit).read_text().strip()
+            lines = (folder / events).read_text("utf-8").splitlines()
+            counts = dict(line.split() for line in lines)
+            text = (folder / limit).read_text("utf-8").strip()
             no_limit = text == "max" or int(text) > 1 << 60  # v1 writes the largest number of pages
             return OomKills(int(counts["oom_kill"]), None if no_limit else int(text))
     return None

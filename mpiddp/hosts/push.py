@@ -4,7 +4,7 @@
     mpiddp hosts push hostfiles/two_nodes --dry-run ~/project ~/miniconda3/envs/project
 
 One rsync a host. It sends what has changed, and all changes appear at the end, by renames. What it replaces
-or deletes is kept in .mpiddp-replaced of the folder. What only a host has in the folder itself stays.
+is kept in .mpiddp-replaced of the folder. What only a host has stays there, but not in the environment.
 """
 
 from __future__ import annotations
@@ -17,51 +17,49 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL
 from typing import BinaryIO
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by
-from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.remote import ask_hosts
-from mpiddp.hosts.ssh import other_hosts, shell_command, ssh_options, unnamed_file
+from mpiddp.hosts.ssh import LOGIN, config_file, other_hosts, ssh_complaint, unnamed_file
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
-PART, _REPLACED, _NEW = ".mpiddp-part", ".mpiddp-replaced", ".mpiddp-new"
+PART, _REPLACED = ".mpiddp-part", ".mpiddp-replaced"
 _EXCLUDED = ("--exclude=__pycache__", "--exclude=*.history.jsonl")  # each host has its own
 _AT_ONCE = 8  # rsync processes
-_ANSWER_S = 15.0
-# -s keeps names from the shell there. Its long name differs between versions of rsync.
-RSYNC = ("rsync", "-a", "-s", "--modify-window=-1")
+# -s keeps names from the shell there. Its long name differs between versions of rsync. cat, of _SHELL, cannot
+# write to what does not block.
+RSYNC = ("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io")
+FILES, SIZE = "files transferred", "Total transferred file size"  # in what --stats prints
 VANISHED = 24  # rsync's exit code where a file was deleted here meanwhile
 
-# Makes the folders on a host, and says whether it has rsync, and what failed.
+# Makes the folders on a host, and says what failed.
 _PREPARE = """
 import json, os, shutil
-error = ""
-for folder in {folders!a}:
+error = "" if shutil.which("rsync") else {no_rsync!a}
+for folder in () if error else {folders!a}:
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as failed:
         error = "%s: %s." % (folder, failed.strerror)
-print(json.dumps([shutil.which("rsync") is not None, error]))
+print(json.dumps(error))
 """
-# A tar archive after the folder's name, which no shell interprets.
-_PACK = 'printf "%s\\n" "$0"; exec tar -c "$@" --null -T -'
-_UNPACK = (
-    f'IFS= read -r folder; cd -- "$folder" && rm -rf {_NEW} && mkdir -p {_NEW} {_REPLACED} && '
-    f"tar -x -C {_NEW} || exit; for each in {_NEW}/* {_NEW}/.[!.]*; do name=${{each##*/}}; "
-    f'if [ -e "$each" ] || [ -h "$each" ]; then rm -rf -- "{_REPLACED}/$name"; '
-    f'if [ -e "$name" ] || [ -h "$name" ]; then mv -- "$name" {_REPLACED}/; fi; '
-    f'mv -- "$each" . || exit 1; fi; done; rmdir {_NEW}'
+# ssh for rsync, without what the start-up files of the shell there print before the login's line.
+_SHELL = (
+    f'sh -c \'ssh -F {{}} "$@" | {{{{ while IFS= read -r line; do [ "$line" = {LOGIN} ] && exec cat; '
+    "done; }}' ssh"
 )
+_INSTALL = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
 
 
 @dataclass(frozen=True)
@@ -131,16 +129,18 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 
 def default_folders(here: str) -> list[str]:
-    """`here`, the environment of this Python, its interpreter if it is the user's, and mpiddp's checkout."""
-    package, prefix, base = Path(__file__).parents[2], Path(sys.prefix), Path(sys.base_prefix)
-    taken = [Path(here)]
-    if prefix != base or (prefix / "conda-meta").is_dir():
-        taken.append(prefix)
-    if base.is_relative_to(Path.home()):  # uv's, pyenv's
-        taken.append(base)
-    if "site-packages" not in package.parts:  # after pip install -e
-        taken.append(package)
+    """`here`, the environment of this Python, and mpiddp's checkout after pip install -e."""
+    package, taken = Path(__file__).parents[2], [Path(here), *map(Path, _environment())]
+    taken += [package] if "site-packages" not in package.parts else []
     return [str(each) for each in dict.fromkeys(taken) if not {*each.parents} & {*taken}]
+
+
+def _environment() -> list[str]:
+    """The folder of the environment of this Python, and of its interpreter if it is the user's."""
+    prefix, base = Path(sys.prefix), Path(sys.base_prefix)
+    is_own = prefix != base or (prefix / "conda-meta").is_dir()
+    found = [*([prefix] if is_own else []), *([base] if base.is_relative_to(Path.home()) else [])]
+    return [str(each) for each in dict.fromkeys(found)]
 
 
 def summary(pushed: Pushed, dry_run: bool) -> list[str]:
@@ -162,28 +162,33 @@ def push(
     left_out: Sequence[str] = LEFT_OUT,
     dry_run: bool = False,
     min_hosts: int | None = None,
+    transport: Transport = SSH,
 ) -> Pushed:
-    """Make the folders of all other hosts as they are here.
+    """Make the folders of all other hosts as they are here, but for what they alone have.
 
-    Raises UserError if a host cannot take them (nothing was sent), JobFailed if too few have got them.
+    The environment becomes the same, also where it is within another folder. Raises UserError if a host
+    cannot take them (nothing was sent), JobFailed if too few have got them.
     """
     began = time.monotonic()
     least = least_of(hosts, min_hosts)
-    names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}
+    inside = [each for each in _environment() if any(map(Path(each).is_relative_to, folders))]
+    names = {folder: _names(folder, left_out) for folder in dict.fromkeys([*folders, *inside])}
     others = other_hosts(hosts)
-    prepare = _PREPARE.format(folders=[] if dry_run else [*names])
-    found, unreached, _ = ask_hosts(others, prepare, timeout_s=_ANSWER_S)
+    check_rsync(others)
+    no_rsync = _INSTALL.format("there", " there")
+    prepare = _PREPARE.format(folders=[] if dry_run else [*names], no_rsync=no_rsync)
+    found, unreached, _ = ask_hosts(others, prepare, transport=transport)
     refusals = {host: why.removeprefix(f"{host.name}: ") for host, why in unreached.items()}
-    refusals |= {host: error for host, (_, error) in found.items() if error}
+    refusals |= {host: error for host, error in found.items() if error}
     if len(hosts) - len(refusals) < least:
         raise UserError(_by_host(refusals))
-    is_here = shutil.which("rsync") is not None
-    with_rsync = {host for host, (is_there, _) in found.items() if is_here and is_there}
 
     def send(host: Host) -> int | str:
-        by = _rsync if host in with_rsync else _tar
+        def size(folder: str) -> int:
+            return _rsync(host, folder, names[folder], inside, transport, dry_run=dry_run)
+
         try:
-            return sum(by(host, folder, entries, dry_run) for folder, entries in names.items())
+            return sum(map(size, names))
         except JobFailed as failed:
             return str(failed)
 
@@ -194,12 +199,8 @@ def push(
     sent = {host: each for host, each in results.items() if not isinstance(each, str)}
     if len(hosts) - len(refusals) - len(failures) < least:
         raise JobFailed(_by_host(failures))
-    without = [host.name for host in sent if host not in with_rsync and not dry_run]
-    without = ["this machine"] if without and not is_here else without
-    install = "all was sent. Install it there to send changes only."
-    notes = [f"{name} has no rsync: {install}" for name in without]
-    if not dry_run and any(Path(sys.executable).is_relative_to(folder) for folder in names):
-        notes += _pythons([*sent])
+    has_python = not dry_run and any(map(Path(sys.executable).is_relative_to, names))
+    notes = _pythons([*sent], transport) if has_python else []
     seconds = time.monotonic() - began
     return Pushed(sent, {**refusals, **failures}, notes, seconds, FAILED if failures else DONE)
 
@@ -220,7 +221,7 @@ def _names(folder: str, left_out: Sequence[str]) -> list[str]:
     path, home = Path(folder), Path.home()
     if home.is_relative_to(path) or home.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
-    private = {*left_out, PART, _REPLACED, _NEW, "__pycache__"}
+    private = {*left_out, PART, _REPLACED, "__pycache__"}
     with named_by(""):
         names = sorted({each.name for each in path.iterdir()} - private)
     if not names:
@@ -228,84 +229,78 @@ def _names(folder: str, left_out: Sequence[str]) -> list[str]:
     return names
 
 
-def _rsync(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
+def check_rsync(others: Sequence[Host]) -> None:
+    """Raises UserError if there are other hosts, and no rsync here."""
+    if others and shutil.which("rsync") is None:
+        raise UserError(_INSTALL.format("here", ""))
+
+
+def _rsync(
+    host: Host,
+    folder: str,
+    names: Sequence[str],
+    environment: Collection[str],  # its folders, which are sent for themselves
+    transport: Transport = SSH,
+    *,
+    dry_run: bool = False,
+) -> int:
     """Send a folder by rsync. Returns the bytes of the files that were sent. Raises JobFailed."""
-    with _list_of(names) as stdin:
+    within = [os.path.relpath(each, folder) for each in environment if each != folder]
+    deletes = ("--delete", "--delete-delay") if folder in environment else ()
+    # A command line is too short for 100,000 names.
+    with unnamed_file(b"".join(os.fsencode(f"./{each}\0") for each in names)) as stdin:
         done = rsync(
             host,
-            *("--delete", "--delete-delay", "--delay-updates", f"--partial-dir={PART}"),
+            *(*deletes, "--delay-updates", f"--partial-dir={PART}"),
             *("--backup", f"--backup-dir={folder}/{_REPLACED}", *_EXCLUDED),
+            *(f"--exclude=/{each}" for each in within if not each.startswith("..")),
             *("--stats", "--no-human-readable", *(["--dry-run"] if dry_run else [])),
             *("-r", "--no-relative", "--from0", "--files-from=-"),
-            *("--", f"{folder}/", f"{rsync_target(host)}:{folder}/"),
+            *("--", f"{folder}/", f"{host.alias}:{folder}/"),
             stdin=stdin,
+            transport=transport,
         )
     if done.returncode not in (DONE, VANISHED):
-        raise _failed("rsync", done.returncode, done.stderr)
-    stats = dict(re.findall(r"^([A-Z][a-z ]+): (\d+)", done.stdout, re.MULTILINE))
-    changes = ("regular files transferred", "created files", "deleted files")
-    if not any(int(stats.get(f"Number of {each}", 0)) for each in changes):
-        return 0
-    return max(1, int(stats["Total transferred file size"]))
-
-
-def _list_of(names: Sequence[str]) -> BinaryIO:
-    """A file of them for rsync or tar: a command line is too short for 100,000."""
-    return unnamed_file(b"".join(os.fsencode(f"./{each}\0") for each in names))
+        raise JobFailed(why_failed(host, done))
+    size, *changes = counts_of(done, SIZE, FILES, "created files", "deleted files")
+    return max(1, size) if any(changes) else 0
 
 
 def rsync(
-    host: Host, *arguments: str, stdin: int | BinaryIO = DEVNULL
+    host: Host, *arguments: str, stdin: int | BinaryIO = DEVNULL, transport: Transport = SSH
 ) -> subprocess.CompletedProcess[str]:
     """Run rsync over ssh. Its messages are in English."""
-    return subprocess.run(
-        [*RSYNC, "-e", shlex.join(ssh_options(host)), *arguments],
-        env={**os.environ, "LC_ALL": "C"},
-        stdin=stdin,
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+    with config_file([host], transport) as config:
+        return subprocess.run(
+            [*RSYNC, f"--rsync-path=echo {LOGIN}; rsync", "-e", _SHELL.format(config), *arguments],
+            env={**os.environ, "LC_ALL": "C"},
+            stdin=stdin,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
 
 
-def errors_of(program: str, stderr: str) -> list[str]:
-    """The sentences of rsync or tar itself, without those of ssh."""
-    return [shown(line) for line in re.findall(f"^{program}: (.*)", stderr, re.MULTILINE)]
+def counts_of(done: subprocess.CompletedProcess[str], *names: str) -> list[int]:
+    """The numbers behind these names in what rsync --stats prints, 0 where there is none."""
+    return [sum(map(int, re.findall(rf"{name}: (\d+)", done.stdout))) for name in names]
 
 
-def _failed(program: str, code: int, stderr: str) -> JobFailed:
-    why = [*errors_of(program, stderr), shown(["no output", *stderr.strip().splitlines()][-1])][0]
-    return JobFailed(f"{why} ({program}'s exit code {code})")
+def why_failed(host: Host, done: subprocess.CompletedProcess[str]) -> str:
+    """The sentence of an rsync that failed, without the host's name."""
+    # A connection that ends early is for ssh to explain, whatever exit code rsync has by then.
+    if own := re.search("(?m)^rsync: (?!.*unexpectedly closed)(.*)", done.stderr):
+        return f"{shown(own[1])} (rsync's exit code {done.returncode})"
+    if re.search("rsync: (command not found|not found|Permission denied)", done.stderr):
+        return _INSTALL.format("there", " there")
+    said = re.sub("(?m)^rsync(:| error:) .*\n?", "", done.stderr)
+    return ssh_complaint(host, said).removeprefix(f"{host.name}: ")
 
 
-def rsync_target(host: Host) -> str:
-    return (replace(host, name=f"[{host.name}]") if ":" in host.name else host).ssh_target
-
-
-def _tar(host: Host, folder: str, names: Sequence[str], dry_run: bool) -> int:
-    """Send a folder to a host without rsync. Returns the bytes of its files. Raises JobFailed."""
-    size = 1  # an empty file is sent as well
-    tops = [Path(folder, name) for name in names]
-    for path in (path for top in tops for path in (top, *top.rglob("*"))):
-        if "__pycache__" not in path.parts and not path.name.endswith(".history.jsonl"):
-            with suppress(OSError):  # tar says what it cannot read
-                size += path.lstat().st_size if path.is_file() else 0
-    if dry_run:
-        return size
-    pack, unpack = ["sh", "-c", _PACK, folder, *_EXCLUDED], shell_command(host, _UNPACK)
-    with _list_of(names) as stdin, Popen(pack, cwd=folder, stdin=stdin, stdout=PIPE) as packing:
-        done = subprocess.run(unpack, stdin=packing.stdout, stdout=DEVNULL, stderr=PIPE)
-    if done.returncode:
-        raise _failed("tar", done.returncode, done.stderr.decode(errors="replace"))
-    if packing.returncode not in (0, 1):  # 1: a file has changed meanwhile
-        raise JobFailed(f"not all of {folder} can be read (tar's exit code {packing.returncode})")
-    return size
-
-
-def _pythons(hosts: Sequence[Host]) -> list[str]:
+def _pythons(hosts: Sequence[Host], transport: Transport) -> list[str]:
     """A sentence for each host on which this environment's Python does not run, or is another version."""
     program = "import sys; print('\"%d.%d\"' % sys.version_info[:2])\n"
-    found, failures, _ = ask_hosts(hosts, program, timeout_s=_ANSWER_S, python=sys.executable)
+    found, failures, _ = ask_hosts(hosts, program, python=sys.executable, transport=transport)
     here = "{}.{}".format(*sys.version_info[:2])
     others = {host: f"is Python {there} there, {here} here" for host, there in found.items()}
     wrong = {host: others[host] for host, there in found.items() if there != here}

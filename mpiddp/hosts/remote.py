@@ -31,7 +31,6 @@ for name, source in SOURCES.items():
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(source, name, "exec"), module.__dict__)
 """
-LOGIN_S = 15.0
 
 
 def program_that_prints(modules: Sequence[ModuleType], call: str) -> str:
@@ -44,7 +43,7 @@ def program_that_prints(modules: Sequence[ModuleType], call: str) -> str:
         # The names by which they import each other, with empty parent packages.
         for name in accumulate(module.__name__.split("."), "{}.{}".format):
             sources.setdefault(name, "")
-        sources[module.__name__] = Path(str(module.__file__)).read_text()
+        sources[module.__name__] = Path(str(module.__file__)).read_text(encoding="utf-8")
     then = f"import json; print(json.dumps(sys.modules[{modules[-1].__name__!r}].{call}))"
     return f"{CHECK_PYTHON}\nSOURCES = {sources!a}\n{_LOAD}{then}\n"
 
@@ -53,7 +52,7 @@ def ask_hosts(
     hosts: Sequence[Host],
     program: str,
     *,
-    timeout_s: float,
+    timeout_s: float | None = None,  # that of a login
     work_s: float = 0.0,
     python: str = "python3",
     transport: Transport = SSH,

@@ -16,8 +16,8 @@ from typing import TextIO
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import DONE, FAILED, UserError
-from mpiddp.hosts.allocations import compress_names
 from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.remote import INSTALL
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer, run_on_hosts
 from mpiddp.text import duration as duration_text
@@ -118,4 +118,4 @@ def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:
         return f"exit code {code}" if code else ""
     if answer.has_begun and code != NO_PROGRAM:
         return "the connection was lost"
-    return no_answer(host, "python3", answer, math.inf, INSTALL).removeprefix(f"{host.name}: ")
+    return no_answer(host, "python3", answer, None, INSTALL).removeprefix(f"{host.name}: ")

@@ -1,7 +1,8 @@
 """Run one program on many hosts at once over ssh, or another transport, and collect each host's output.
 
-ssh never prompts the user. It checks host keys as the user has configured. What ssh itself complains
-about becomes a sentence with the command that fixes it.
+All connections of a job have one ssh configuration, `ssh_config`, over the user's own. ssh never prompts the
+user. It checks host keys as the user has configured. What ssh itself complains about becomes a sentence with
+the command that fixes it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
@@ -26,9 +28,8 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
+from mpiddp.text import shown
 
-CONNECT_TIMEOUT_S = 5
-ALIVE_INTERVAL_S = 15  # ssh ends after three of them without a sign of the host
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
 # sshd drops some of more than ten logins that have not ended (MaxStartups 10:30:100). All logins through a
 # jump host meet at its sshd.
@@ -45,11 +46,27 @@ _TOGETHER_S = 1.0  # answers that come within this time are shown together
 # name comes through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's
 # daemon starts in the same kind of shell: not a login shell, not interactive, no activated environment.
 # The program starts in the root folder, because Python imports modules from its working folder.
-_LOGIN = "mpiddp-login"  # the line that proves the login; start-up files may print before it
+LOGIN = "mpiddp-login"  # the line that proves the login; start-up files may print before it
 _SHELL_LINE = (
-    f"echo {_LOGIN}; IFS= read -r program; "
+    f"echo {LOGIN}; IFS= read -r program; "
     f'command -v "$program" >/dev/null 2>&1 || exit {NO_PROGRAM}; cd / && exec "$program"'
 )
+
+# Of all connections of a job, before the settings of the user. ssh takes the first value that it finds. A job
+# whose ssh became the master (ControlMaster) would end the user's own logins with its own; it may use one.
+# ssh gives up after three intervals without a sign of the host.
+_SETTINGS = """\
+Host *
+  BatchMode yes
+  ConnectTimeout {connect_s}
+  ServerAliveInterval 15
+  ControlMaster no
+  ClearAllForwardings yes
+  RemoteCommand none
+  RequestTTY no
+  Include ~/.ssh/config
+  Include /etc/ssh/ssh_config
+"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +91,7 @@ def run_on_hosts(
     program: str,  # a path or a name, without arguments
     input: str,
     *,
-    timeout_s: float,  # for each host
+    timeout_s: float | None = None,  # for each host; None: that of its login
     work_s: float = 0.0,  # more, once its login is done
     transport: Transport = SSH,
     most_at_once: int | None = None,  # hosts on which it runs at a time
@@ -87,6 +104,7 @@ def run_on_hosts(
     """
     if other_hosts(hosts):
         transport.check_installed()
+    login_s = transport.login_s if timeout_s is None else timeout_s
     stdin = f"{program}\n{input}".encode()
     limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
@@ -96,11 +114,13 @@ def run_on_hosts(
     answers, new = dict[Host, Answer](), set[Host]()
     show_at = math.inf
     try:
-        with selectors.DefaultSelector() as selector:
+        with config_file(hosts, transport) as config, selectors.DefaultSelector() as selector:
             while waiting or running:
                 pending = sum(not each.has_begun for each in running)
                 while waiting and len(running) < at_once and pending < logins:
-                    each = _Running(waiting.pop(), stdin, transport, time.monotonic() + timeout_s)
+                    host = waiting.pop()
+                    command = shell_command(host, _SHELL_LINE, transport, config)
+                    each = _Running(host, command, stdin, time.monotonic() + login_s)
                     running.append(each)
                     selector.register(each.stdout, selectors.EVENT_READ, each)
                     pending += 1
@@ -141,8 +161,11 @@ def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:
     return MOST_LOGINS
 
 
-def shell_command(host: Host, line: str, transport: Transport = SSH) -> list[str]:
-    """The command that runs `line` in a Bourne shell on `host`. `line` must hold no input and no newline."""
+def shell_command(host: Host, line: str, transport: Transport, config: str) -> list[str]:
+    """The command that runs `line` in a Bourne shell on `host`. `line` must hold no input and no newline.
+
+    `config` is the path of ssh's configuration.
+    """
     if is_this_host(host.name):
         return ["sh", "-c", line]
     # A user's login shell may not be a Bourne shell: fish, or csh, whose quotes end with the line.
@@ -150,14 +173,29 @@ def shell_command(host: Host, line: str, transport: Transport = SSH) -> list[str
     if not transport.is_ssh:
         return [*transport.agent, host.name, line]
     # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
-    return [*ssh_options(host), "-T", "--", host.ssh_target, line]
+    return ["ssh", "-F", config, "-T", "--", host.alias, line]
 
 
-def ssh_options(host: Host) -> list[str]:
-    """ssh with the options that all connections to a host have."""
-    options = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}"]
-    options += ["-o", f"ServerAliveInterval={ALIVE_INTERVAL_S}"]
-    return [*options, *(["-p", str(host.port)] if host.port else [])]
+def ssh_config(hosts: Sequence[Host], transport: Transport = SSH) -> str:
+    """ssh's configuration for a job: the users and ports of the hostfile, ours, and then the user's own.
+
+    A block of the user for a host applies, because ssh gets the host's own name: only an IPv6 address has
+    another one for mpirun.
+    """
+    blocks = ""
+    for host in hosts:
+        address = host.name if ":" in host.name else None
+        own = {"HostName": address, "User": host.user, "Port": host.port}
+        if lines := "".join(f"  {key} {value}\n" for key, value in own.items() if value):
+            blocks += f"Host {host.alias}\n{lines}"
+    return blocks + _SETTINGS.format(connect_s=transport.connect_s)
+
+
+@contextmanager
+def config_file(hosts: Sequence[Host], transport: Transport = SSH) -> Iterator[str]:
+    """The path of a file with `ssh_config`, which exists as long as the body lasts."""
+    with unnamed_file(ssh_config(hosts, transport).encode()) as file:
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes what it inherits
 
 
 def unnamed_file(content: bytes = b"") -> BinaryIO:
@@ -172,7 +210,7 @@ def unnamed_file(content: bytes = b"") -> BinaryIO:
 class _Running:
     """The program on one host, with its output so far."""
 
-    def __init__(self, host: Host, stdin: bytes, transport: Transport, deadline: float) -> None:
+    def __init__(self, host: Host, command: Sequence[str], stdin: bytes, deadline: float) -> None:
         self.host = host
         self.deadline = deadline
         self.output = bytearray()
@@ -181,7 +219,6 @@ class _Running:
         # So is stderr: a connection that ssh keeps (ControlPersist) may hold it open for long.
         with unnamed_file(stdin) as file, unnamed_file() as errors:
             self._stderr = os.dup(errors.fileno())
-            command = shell_command(host, _SHELL_LINE, transport)
             self.process = subprocess.Popen(
                 command, stdin=file, stdout=subprocess.PIPE, stderr=self._stderr
             )
@@ -192,7 +229,7 @@ class _Running:
         """Read what has arrived. Returns whether more may come."""
         chunk = os.read(self.stdout.fileno(), 65536)
         self.output += chunk
-        if not self.has_begun and f"{_LOGIN}\n".encode() in self.output:
+        if not self.has_begun and f"{LOGIN}\n".encode() in self.output:
             self.has_begun = True
             self.deadline += work_s
         return bool(chunk)
@@ -202,7 +239,7 @@ class _Running:
         with suppress(subprocess.TimeoutExpired):
             exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
         errors = os.pread(self._stderr, os.fstat(self._stderr).st_size, 0).decode(errors="replace")
-        before, _, stdout = self.output.decode(errors="replace").partition(f"{_LOGIN}\n")
+        before, _, stdout = self.output.decode(errors="replace").partition(f"{LOGIN}\n")
         return Answer(exit_code, stdout, errors, self.has_begun, before, time.time())
 
     def close(self) -> None:
@@ -227,42 +264,80 @@ _NOT_BEHIND = (
     r"(.+?)\.?$"
 )
 _GONE = "Check that the host is on and the network is up."
-# A pattern of ssh's output, and the sentence for it. The first row that matches counts.
+_DENIED = r"^\S+: Permission denied \(([^)]*)\)"
+# A pattern of ssh's own lines (the host's banner may say anything), and the sentence for it. The first row
+# that matches counts.
 _COMPLAINTS = {
     _JUMP_FAILED: "ssh {name}: the jump host on the way failed ({0}). Try: {ssh} true",
     _NOT_BEHIND: "ssh {name}: the jump host on the way does not reach it ({0}). Try: {ssh} true",
-    "Could not resolve hostname": "{name}: cannot be resolved from {here}. Add it to DNS or /etc/hosts.",
+    "^ssh: Could not resolve hostname": "{name}: cannot be resolved from {here}. "
+    "Add it to DNS or /etc/hosts.",
     "IDENTIFICATION HAS CHANGED": "ssh {name}: its host key has changed. Check that it is the same host, "
-    "then run: ssh-keygen -R {name}",
-    "Host key verification failed": "ssh {name}: its host key is unknown. Check it, then: "
+    "then run: ssh-keygen -R {known}",
+    "^Host key verification failed": "ssh {name}: its host key is unknown. Check it, then: "
     "ssh-keyscan {port}{name} >> ~/.ssh/known_hosts",
-    r"Permission denied \(([^)]*)\)": "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
-    "Connection refused": "ssh {name}: connection refused. Start sshd there, or give its port in the "
-    "hostfile: {name} port=N",
-    "No route to host|Network is unreachable": f"ssh {{name}}: no route from {{here}}. {_GONE}",
-    "timed out": f"ssh {{name}}: no answer in {CONNECT_TIMEOUT_S} s. {_GONE}",
+    r"^Permissions \d+ for '(.+)' are too open": "ssh {name}: ssh does not use the key {0}, because others "
+    "can read it. Run: chmod 600 {0}",
+    _DENIED: "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
+    "^(ssh: connect to host .*|channel .* failed): Connection refused": "ssh {name}: connection refused. "
+    "Start sshd there, or give its port in the hostfile: {name} port=N",
+    "^ssh: connect to host .*: (No route to host|Network is unreachable)": "ssh {name}: no route from "
+    f"{{here}}. {_GONE}",
+    r"^(ssh: connect to host .*: |)(Connection|Operation)( to \S+ port \d+)? timed out": "ssh {name}: no "
+    f"answer in {{connect}} s. {_GONE}",
 }
 
 
-def ssh_complaint(host: Host, errors: str) -> str:
+def ssh_complaint(host: Host, errors: str, transport: Transport = SSH) -> str:
     """The sentence for ssh's own error, with the command that fixes it."""
-    lines = errors.strip().splitlines() or ["no output"]  # ssh ends them with \r\n
-    port = f"-p {host.port} " if host.port else ""
-    words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh_line(host)}
+    lines = errors.strip().splitlines()  # ssh ends them with \r\n
+    port, ssh = (f"-p {host.port} " if host.port else ""), ssh_line(host)
+    words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh}
+    words |= {"here": socket.gethostname(), "connect": str(transport.connect_s)}
+    words["known"] = f"'[{host.name}]:{host.port}'" if host.port else host.name
     for pattern, sentence in _COMPLAINTS.items():
-        if found := re.search(pattern, "\n".join(lines)):
-            return sentence.format(*found.groups(), here=socket.gethostname(), **words)
-    return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh_line(host)} true"
+        if found := re.search(pattern, "\n".join(lines), re.MULTILINE):
+            if pattern == _DENIED and (key := _locked_key(host)):
+                agent = "" if os.environ.get("SSH_AUTH_SOCK") else 'eval "$(ssh-agent)"; '
+                why = f"the key {key} has a passphrase, and no agent holds it"
+                return f"ssh {host.name}: {why}. Run: {agent}ssh-add {key}"
+            return sentence.format(*found.groups(), **words)
+    if not lines:  # a LogLevel of the user may hide them
+        return f"ssh {host.name} failed: no output. Try: {ssh.replace('ssh', 'ssh -v', 1)} true"
+    return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh} true"
+
+
+def _locked_key(host: Host) -> str:
+    """The first key for the host that needs a passphrase and that no agent holds, "" if there is none."""
+    config = tool_output("ssh", ("-G", "--", host.ssh_target), None, _CONFIG_S) or ""
+    keys = (os.path.expanduser(each) for each in re.findall("(?m)^identityfile (.+)$", config))  # noqa: PTH111
+    return next(filter(_is_locked, keys), "")
+
+
+@cache
+def _is_locked(key: str) -> bool:
+    def output(program: str, *arguments: str) -> str:
+        return tool_output(program, arguments, None, _CONFIG_S) or ""
+
+    known = output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]  # its fingerprint
+    is_open = output("ssh-keygen", "-y", "-P", "", "-f", key)
+    return bool(known) and not is_open and known[0] not in output("ssh-add", "-l")
 
 
 def no_answer(
-    host: Host, program: str, answer: Answer, limit_s: float, fix: str, transport: Transport = SSH
+    host: Host,
+    program: str,
+    answer: Answer,
+    limit_s: float | None,  # None: the transport's
+    fix: str,
+    transport: Transport = SSH,
 ) -> str:
     """The sentence for a program that has not answered. `fix` is that for a host without it."""
+    limit_s = transport.login_s if limit_s is None else limit_s
     if answer.exit_code == NO_PROGRAM:
         return f"{host.name}: {program} is missing. {fix}"
     if answer.has_begun and answer.exit_code is None:
-        hint = "A file server may not answer. Run there: df"
+        hint = f"The host is gone, or a file server does not answer. Try: {ssh_line(host)} df"
         return f"{host.name}: {program} has started there, and does not end in time. {hint}"
     if answer.has_failed_there:
         last = (answer.stderr.strip().splitlines() or [f"exit code {answer.exit_code}"])[-1]
@@ -275,8 +350,15 @@ def no_answer(
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
     if answer.exit_code is None:
-        return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true"
-    return ssh_complaint(host, answer.stderr)
+        slow = f"If its logins are slow: mpiddp launch --login-timeout {2 * limit_s:.0f}s"
+        return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true. {slow}"
+    printed = answer.printed_before.strip().splitlines()
+    if answer.exit_code != 255 and not answer.has_begun and (printed or answer.exit_code == 0):
+        why = f"the host runs another command, which prints: {shown([*printed, 'nothing'][0])}"
+        return (
+            f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, and its start-up files."
+        )
+    return ssh_complaint(host, answer.stderr, transport)
 
 
 def ssh_line(host: Host) -> str:

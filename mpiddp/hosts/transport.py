@@ -20,6 +20,12 @@ class Transport(NamedTuple):
     hydra: str  # the name of Hydra's launcher that calls it, or the agent as if that were rsh
     instead: str = ""  # the options of `mpiddp launch` that use ssh instead, "" for ssh itself
     hint: str = ""  # what works where it cannot be used, "" for nothing
+    login_s: float = 15.0  # that a login may take, see --login-timeout
+
+    @property
+    def connect_s(self) -> int:
+        """The time of a login until the host speaks ssh: one that is off says nothing."""
+        return max(1, round(self.login_s / 3))
 
     @property
     def is_ssh(self) -> bool:

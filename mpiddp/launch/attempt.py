@@ -30,6 +30,7 @@ from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 
 # Time limits for:
 START_TIMEOUT_S = 120.0  # the first rank to start; disk caches may be cold
+PROBE_S = 10.0  # ranks to start, before their hosts are asked whether they are still there
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S, FAILED_END_S = 2.0, 1.0  # ranks to end after an "end" message; after the failure of one
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
@@ -65,6 +66,7 @@ class Attempt:
     stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
     exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
     search: Callable[[], list[str]] | None = None  # for hosts that can join, with --grow
+    probe: Callable[[set[str]], list[str]] | None = None  # which of these hosts are gone, and why
 
     def __post_init__(self) -> None:
         self.history = History()
@@ -74,10 +76,14 @@ class Attempt:
         self._stop_signal, self._stopping_since = int(signal.SIGTERM), 0.0
         self._stacks = Stacks(self.ranks, self.server, self.console)
         self._found: list[str] = []  # by the search
+        self._gone: list[str] = []  # by the probe
         self._has_ended = threading.Event()
         # All ranks may import torch from a slow file system.
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._timers.after(self.stop_at - time.monotonic(), self.request_stop)
+        if self.probe is not None:
+            threading.Thread(target=self._probe, args=(self.probe,), daemon=True).start()
+            self._see_start()
         if not self.mpirun.starter.has_scheduler:  # srun may wait for other job steps to end
             self._allow(self._start_timeout_s)
 
@@ -154,8 +160,7 @@ class Attempt:
     def _enter(self, phase: Phase) -> None:
         """The next phase, for which what was asked of the stacks before no longer counts."""
         self._phase, self._stacks.then = phase, None  # a script that saves is not interrupted
-        if phase > Phase.RUNNING:
-            self.output.begin_end()
+        self.output.hold_mpirun()
 
     def on(self, event: Event) -> None:
         """React to an event as `Event` says."""
@@ -224,6 +229,19 @@ class Attempt:
         """Give the ranks so long to join, or the first one to start. What an earlier limit asked is over."""
         self._limit_s, self._stacks.then = limit_s, None
         self._timers.after(limit_s, Event.LATE)
+
+    def _probe(self, probe: Callable[[set[str]], list[str]]) -> None:
+        """In a thread, ask the hosts whose ranks have not started: an mpirun waits minutes for them."""
+        ranks, started = self.ranks, self.ranks.said["started"]
+        while self._phase is Phase.STARTING and not self._has_ended.wait(PROBE_S):
+            late = {host for rank, host in enumerate(ranks.hosts) if rank not in started}
+            self._gone += probe(late) if late else []
+
+    def _see_start(self) -> None:
+        if self._phase is Phase.STARTING and self._gone:
+            self._end_job("\n".join(self._gone))
+        elif self._phase is Phase.STARTING:
+            self._timers.after(CHECK_S, self._see_start)
 
     def _ask_missing(self) -> None:
         if self.ranks.said["started"]:

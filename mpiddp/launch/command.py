@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import signal
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from mpiddp.hosts.allocations import leading_schedulers
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
+from mpiddp.hosts.ssh import ssh_config
 from mpiddp.text import all_of
 
 LEFT_OUT = "…"  # stands for a value in what is printed
@@ -35,6 +37,15 @@ class JobNetwork(NamedTuple):
     # if they are not known.
     networks: tuple[str, ...] = ()
     control_address: str = "127.0.0.1"  # this machine's for all ranks; "" in a dry run without one
+    addresses: Mapping[str, str] = _NOTHING  # in `networks`, of each host that tells its own
+    start_s: float = (
+        60.0  # in which a program starts on all hosts, if their logins go on as the latest did
+    )
+
+    @property
+    def other_family(self) -> int:
+        """The version of IP that the job does not use."""
+        return 4 if ":" in self.control_address else 6
 
 
 class Request(NamedTuple):
@@ -53,6 +64,11 @@ class Request(NamedTuple):
     def names_of_ranks(self) -> list[str]:
         """The name of each rank's host."""
         return [host.name for host in self.hosts.hosts for _ in range(host.ranks)]
+
+    @property
+    def aliases_of_ranks(self) -> list[str]:
+        """The same, as mpirun takes them."""
+        return [host.alias for host in self.hosts.hosts for _ in range(host.ranks)]
 
     @property
     def why_pinned(self) -> str:
@@ -91,15 +107,12 @@ class Command:
         return "" if is_short else self.file("mpiddp-hosts", lines)
 
     def ssh_arguments(self, hosts: Hosts) -> str:
-        """ssh's arguments for a file with the users and ports, if any. No MPI has options for them."""
-        lines = []
-        for host in hosts.hosts:
-            keys = {"User": host.user, "Port": host.port}
-            special = [f"  {key} {value}" for key, value in keys.items() if value]
-            lines += [f"Host {host.name}", *special] if special else []
-        if not lines:
+        """The arguments of ssh for the job's configuration; "" if the job needs no ssh."""
+        here = socket.gethostname().lower()  # by this name alone mpirun gets this machine
+        is_here = all(host.key in (here, here.partition(".")[0]) for host in hosts.hosts)
+        if is_here or not hosts.transport.is_ssh:
             return ""
-        lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
+        lines = ssh_config(hosts.hosts, hosts.transport).splitlines()
         return f"-F {self.file('mpiddp-ssh_config', lines)}"
 
     @property

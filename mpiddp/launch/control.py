@@ -13,8 +13,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import KeysView
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, KeysView
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -67,6 +67,15 @@ class SignalQueue:
         """Handle a signal, whose number is in the queue already."""
         if self.interrupts and number in STOP_SIGNALS:
             raise KeyboardInterrupt
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a stop signal raise KeyboardInterrupt in the body, which may block, as logins to hosts do."""
+        self.interrupts = True
+        try:
+            yield
+        finally:
+            self.interrupts = False
 
     def receive(self) -> list[int]:
         """The stop signals that are new, without those that only repeat an equal one."""
@@ -184,9 +193,9 @@ class Exchange:
 
     def __init__(self, function: bytes = b"", max_result_bytes: int = 0) -> None:
         self._function = function  # as `mpiddp.spawning.spawn.pickled_call` makes it
+        self._digest = channel.mac("", "function", function)
         in_base64 = 2 * max_result_bytes  # at least: 4/3
         self._value_limit = max(channel.VALUE_LIMIT, len(function), in_base64)
-        self._line = b""  # of the function
         self.world_size = 0
         # In the latest attempt, by rank: pickles in base64.
         self.results: dict[int, bytes] = {}
@@ -195,17 +204,19 @@ class Exchange:
     def begin(self, server: ChannelServer) -> None:
         """An attempt begins, with a new server. The answers of an earlier one no longer count."""
         server.value_limit = self._value_limit
-        mac = channel.mac(server.key, "function", self._function)
-        self._line = encode("function", self._function, mac=mac)
         self.world_size = server.world_size
         self.results, self.errors = {}, {}
 
     def take(self, message: Message, server: ChannelServer) -> None:
         """A rank asks for the function, or answers."""
         rank, facts = message.rank, message.facts
+        key = channel.member_key(server.key, channel.SCRIPT, rank)
         if message.kind == "function":
-            server.send(rank, self._line, to_script=True)
-        elif facts["mac"] == channel.mac(server.key, f"answer {rank}", facts["body"]):
+            head = encode("function", mac=channel.mac(key, self._digest))
+            # In parts: the ranks share the function's bytes.
+            for part in (head.rstrip(), b"\t", self._function, b"\n"):
+                server.send(rank, part, to_script=True)
+        elif facts["mac"] == channel.mac(key, "answer", facts["body"]):
             found = self.results if facts["is_result"] else self.errors
             found[rank] = facts["body"]
             server.send(rank, encode("answer"), to_script=True)

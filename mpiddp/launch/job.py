@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -16,17 +17,19 @@ from functools import partial
 from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
-from mpiddp.hosts import history
+from mpiddp.hosts import history, private
 from mpiddp.hosts.names import forget_addresses, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
+from mpiddp.launch.handover import gone, hand_over
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_once
 from mpiddp.launch.ranks import Announcement, Ranks
+from mpiddp.launch.variables import left_out, of_mpirun, take_private
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
@@ -86,6 +89,8 @@ class Job:
         self.console.attempts += 1
         try:
             outcome = self._run_mpirun()
+        except KeyboardInterrupt:  # before mpirun has started
+            outcome = Outcome(INTERRUPTED, "interrupted.", stop=Stop.BY_USER)
         except (UserError, JobFailed) as error:
             if self.console.attempts == 1:
                 raise
@@ -137,15 +142,25 @@ class Job:
                 self.exchange.begin(server)
             given = {name: value for name, value in own.items() if value} | server.settings
             resumed, variables = (*request.job, *known.resume_args), {**request.variables, **given}
+            kept: dict[str, str] = {}
+            if name := private.new_name() if others and not has_scheduler else "":
+                stack.callback(private.remove, name)
+                kept = take_private(variables, options.variables)
+                kept[names.LEFT_OUT] = ",".join([socket.gethostname(), *left_out(request)])
+                variables[names.PRIVATE] = name
+                with self.signals.interrupting():
+                    hand_over(request, server, name, kept)
             request = request._replace(job=resumed, variables=variables)
             command = starter.compose(request, str(folder))
-            mpirun = MpirunProcess(starter, command)
+            env = of_mpirun(os.environ, kept) if kept else os.environ
+            mpirun = MpirunProcess(starter, command, env)
             shown = {"has_prefix": has_prefix, "shows_end": options.verbose}
             output = JobOutput(ranks.world_size, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)
             grows = partial(search_once, options, self.plan, [*self.doubts])
             search = grows if self.may_grow else None
-            attempt = Attempt(options, ranks, server, mpirun, output, *of_job, search)
+            probe = partial(gone, request) if others and not has_scheduler else None
+            attempt = Attempt(options, ranks, server, mpirun, output, *of_job, search, probe)
             is_all_shown = attempt.run()
             there = {host.name for host in others}
             here = frozenset(rank for rank, host in enumerate(ranks.hosts) if host not in there)
@@ -157,7 +172,7 @@ class Job:
                 output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
         if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
             left = [host for host in others if host.name not in ranks.silent_hosts]
-            kill_orphans(left, job, request.job[0], request.hosts.transport)
+            kill_orphans(left, job, name, request.job[0], request.hosts.transport)
         return outcome
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
@@ -212,8 +227,7 @@ class Job:
             return interrupted
         planned: Plan | Outcome
         try:
-            try:
-                self.signals.interrupts = True  # what follows may block, as logins to hosts do
+            with self.signals.interrupting():
                 forget_addresses()
                 named = self.plan.named
                 try:
@@ -222,8 +236,6 @@ class Job:
                     log.error(f"{error} The hosts of before are used until the list is right.")
                 past = Past(named, self.doubts, self.enough, self.known.max_ranks)
                 planned = make_plan(self.options, os.environ, past)
-            finally:
-                self.signals.interrupts = False
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:

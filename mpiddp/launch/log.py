@@ -67,8 +67,8 @@ def is_writable(target: int, timeout_s: float = 0.0) -> bool:
 
 
 def line(sentence: str) -> bytes:
-    """The line that `error` prints."""
-    text = escaped(sentence, keep="\n").replace("\n", "\n  ")
+    """The lines that `error` prints. Those after the first are indented: a rank may have written them."""
+    text = escaped(sentence, keep="\n").replace("\n", "\nmpiddp:   ")
     return f"mpiddp: {text}\n".encode(errors="backslashreplace")
 
 

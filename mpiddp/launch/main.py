@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -32,13 +33,24 @@ from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
 from mpiddp.text import all_of
-from mpiddp.world import World, leave_enclosing_job
+from mpiddp.world import World, leave_enclosing_job, leave_launchers
 
 
 def main(argv: list[str]) -> int:
-    """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 its ranks refused their input, 75
-    stopped on request, 130 interrupted. Raises UserError for bad input, found before anything started.
+    """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 bad input, 75 stopped on request,
+    130 interrupted. All that it says begins with "mpiddp:", also why nothing was started.
     """
+    try:
+        return _launch(argv)
+    except (UserError, JobFailed) as error:
+        log.error(re.sub("^mpiddp (launch: |(?=[a-z]+: ))", "", str(error)))
+        return BAD_INPUT if isinstance(error, UserError) else FAILED
+    except KeyboardInterrupt:
+        log.error("interrupted")
+        return INTERRUPTED
+
+
+def _launch(argv: list[str]) -> int:
     started_at = time.monotonic()
     open_closed_streams()
     is_nested = leave_enclosing_job(os.environ)
@@ -56,6 +68,7 @@ def main(argv: list[str]) -> int:
                 f"already one of {world.world_size} ranks ({world.launcher.name}). Write mpiddp run in place "
                 f"of mpiddp launch, or start it once; -H localhost starts a job on this machine alone."
             )
+    leave_launchers(os.environ)
     if options.dry_run:
         # Imported here, so that --help and a wrong option answer at once.
         from mpiddp.launch.plan import make_plan
@@ -110,6 +123,7 @@ def launch_function(argv: list[str]) -> int:
         from mpiddp.launch.job import run
 
         leave_enclosing_job(os.environ)
+        leave_launchers(os.environ)
         options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
         log.is_quiet = options.quiet
         if options.dry_run:

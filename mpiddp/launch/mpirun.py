@@ -16,14 +16,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpiddp.errors import cause_of
-from mpiddp.hosts import processes
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.private import is_private
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log
 from mpiddp.launch.command import Command, Starter
+from mpiddp.launch.handover import TRAVELLING
 from mpiddp.protocol.channel import OUTPUT_PROCESS
 from mpiddp.protocol.variables import JOB
 
@@ -38,7 +39,9 @@ class MpirunProcess:
     system may send one to every process of a job, whose ranks still save.
     """
 
-    def __init__(self, starter: Starter, command: Command) -> None:
+    def __init__(
+        self, starter: Starter, command: Command, env: Mapping[str, str] = os.environ
+    ) -> None:
         self.starter = starter
         self.was_ended = False  # by this launcher
         # Children of the shell that this process may have replaced by exec.
@@ -53,10 +56,10 @@ class MpirunProcess:
 
         try:
             for path, text in command.files.items():
-                Path(path).write_text(text)
+                Path(path).write_text(text, encoding="utf-8")
             self._process = subprocess.Popen(
                 command.argv,
-                env={**with_own_folder(starter.program, os.environ), **command.settings},
+                env={**with_own_folder(starter.program, env), **command.settings},
                 stdin=subprocess.DEVNULL,  # rank 0 gets it from `JobOutput`
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -109,10 +112,12 @@ def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
     if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
         parent = "/tmp"
     for lock in Path(parent).glob("mpiddp-*/owner.lock"):
-        # An error: its owner is alive, or another user.
-        with suppress(OSError), lock.open("rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
+        # An error: its owner is alive. What another user may write is not opened.
+        with suppress(OSError):
+            if is_private(lock.parent):
+                with lock.open("rb+") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(lock.parent, ignore_errors=True)
     folder = Path(parent, f"mpiddp-{os.urandom(8).hex()}")
     unnamed = folder / "owner"
     try:
@@ -129,15 +134,19 @@ def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def kill_orphans(hosts: Sequence[Host], job: str, python: str, transport: Transport) -> None:
+def kill_orphans(
+    hosts: Sequence[Host], job: str, private_name: str, python: str, transport: Transport
+) -> None:
     """Kill the remaining processes of `job` on these other hosts at once, and log how many there were.
+
+    What they have kept for its ranks under `private_name` is removed.
 
     A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. Only processes that
     were started with the job's id in their environment are killed. Every host has the interpreter `python`.
     """
     if not transport.is_installed:
         return
-    program = program_that_prints((processes,), f"kill_marked({f'{JOB}={job}'.encode()!r})")
+    program = program_that_prints(TRAVELLING, f"sweep({f'{JOB}={job}'!r}, {private_name!r})")
     killed, failures, _ = ask_hosts(
         hosts, program, timeout_s=ORPHANS_S, python=python, transport=transport
     )

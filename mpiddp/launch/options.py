@@ -18,6 +18,7 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
+from mpiddp.hosts.transport import SSH
 from mpiddp.launch import log
 from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol import variables as names
@@ -75,9 +76,11 @@ class LaunchOptions:
     interface: str | None = None
     exports: tuple[str, ...] = ()
     env_files: tuple[str, ...] = ()
+    env_all: bool = False
     mpi_args: tuple[str, ...] = ()
     check: bool = True
     wait_s: float | None = None
+    login_s: float = SSH.login_s
     timeout_s: float | None = None
     max_restarts: int = 0
     min_hosts: int | None = None
@@ -121,10 +124,12 @@ how
 * interface --interface NAME  network interface for the job: a name, an address or a network
 * exports -x VAR[=VALUE]  pass this environment variable to the ranks (repeatable)
 * env_files --env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)
+  env_all --env-all  pass every variable of this environment, except those that may be secrets
   mpi_args --mpi-args ARGS  options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)
   check --no-check  skip the preflight checks of the hosts
   wait_s --wait-for-hosts TIME  wait up to this long until all names resolve and all hosts answer (default: \
 not at all)
+  login_s --login-timeout TIME  time that a login over ssh may take (default: 15 s)
   timeout_s --timeout TIME  time in which all ranks must join (default: 60)
 when something fails
 * max_restarts --max-restarts K  restart a failed job up to K times, from its newest checkpoint (default: 0)
@@ -304,7 +309,7 @@ def refuse_misplaced(job: Sequence[str], verb: str) -> None:
     flags = [each for each in (text.partition("=")[0] for text in arguments) if each in _MISPLACED]
     if not flags or script in ("-m", "--"):
         return
-    text = Path(script).read_text(errors="replace").replace("_", "-")
+    text = Path(script).read_text(encoding="utf-8", errors="replace").replace("_", "-")
     for flag in flags:
         is_named = re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text)
         if is_named or (flag in ("--help", "-h") and _OWN_PARSER.search(text)):

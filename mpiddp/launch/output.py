@@ -142,8 +142,8 @@ class JobOutput:
         self._to_show.append(action)
         os.eventfd_write(self._wake, 1)
 
-    def begin_end(self) -> None:
-        """The job stops or has failed: what mpirun prints from now on waits for the verdict."""
+    def hold_mpirun(self) -> None:
+        """All ranks have joined, or the job ends: what mpirun prints from now on waits for the verdict."""
         for stream in self._of_mpirun:
             stream.rank = MPIRUN_AT_END
         self.show_status([])

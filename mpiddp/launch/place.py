@@ -19,7 +19,7 @@ from typing import NamedTuple
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
-from mpiddp.hosts.interfaces import Interface, interfaces
+from mpiddp.hosts.interfaces import Interface, interfaces, ipv6_interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.command import JobNetwork, Starter
@@ -73,8 +73,10 @@ def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) 
     taken, spares = left[:wanted], left[wanted:]
     if spares:
         log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
-    if known := [past.doubts[host.key] for host in taken if host.key in past.doubts]:
-        log.info(f"{listed(known, most=3)}: --exclude HOST does without it.")
+    if known := [host for host in taken if host.key in past.doubts]:
+        why = listed([past.doubts[host.key] for host in known], most=3)
+        names = ",".join(host.name for host in known)
+        log.info(f"{why}. To do without: --exclude {names}")
     left_out = {*reasons, *spares}
     return replace(named, hosts=tuple(host for host in named.hosts if host not in left_out))
 
@@ -206,8 +208,14 @@ def find_network(
     placed: Hosts, infos: Collection[HostInfo], requested: str | None, *, dry_run: bool = False
 ) -> JobNetwork:
     """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
+    logins = {info.host.name: info.address for info in infos}
     others = [host.name for host in placed.hosts if not is_this_host(host.name)]
-    routes = [_route(name) for name in others]
+    # All of one family: IPv4 if every host has it.
+    by_family = [
+        [_route(name, logins.get(name, ""), family) for name in others]
+        for family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    routes = max(by_family, key=lambda routes: len(routes) - routes.count(None))
     found = _shared_network(routes, infos) if requested is None else requested_network(requested)
     interface, networks = found
     address = "127.0.0.1"
@@ -219,6 +227,27 @@ def find_network(
             "Name this machine's interface to it: --interface NAME"
         )
     return JobNetwork(interface, networks, address)
+
+
+def addresses_in(
+    network: JobNetwork, placed: Hosts, infos: Mapping[Host, HostInfo]
+) -> dict[str, str]:
+    """The address of each host in the job's networks, by the name that mpirun gets."""
+    found, mine = dict[str, str](), network.interface
+    own = {key_of(host.name, placed): info for host, info in infos.items()}
+    if mine is None:
+        return {}
+    for host in placed.hosts:
+        if is_this_host(host.name):
+            found[host.name] = mine.address
+        elif info := own.get(key_of(host.name, placed)):
+            # The second is an IPv6 address beside an IPv4 one.
+            logged_in = Interface(mine.name, info.address, "")
+            for each in (*info.interfaces, *([logged_in] if info.address else [])):
+                is_ours = (":" in each.address) == (network.other_family == 4)
+                if is_ours and any(map(each.matches, network.networks)):
+                    found.setdefault(host.name, each.address)
+    return found
 
 
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
@@ -239,26 +268,32 @@ def _shared_network(
 ) -> tuple[Interface | None, tuple[str, ...]]:
     """This machine's interface of all routes to the others, and its network if they are all in it."""
     sources = {route[0] if route else None for route in routes}
-    present = interfaces() if len(sources) == 1 else []
-    mine = (each for each in present if each.address in sources and not each.is_loopback)
-    if (own := next(mine, None)) is None:
-        return None, ()
-    network = ip_network(own.network)
-    if not all(route and ip_address(route[1]) in network for route in routes):
-        return own, ()
+    present = [*interfaces(), *ipv6_interfaces()] if len(sources) == 1 else []
+    mine = [each.name for each in present if each.address in sources and not each.is_loopback]
     known = [{(each.name, each.network) for each in info.interfaces} for info in infos]
-    # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
-    is_everywhere = known and all((own.name, own.network) in each for each in known)
-    return own, (own.name if is_everywhere else own.network,)
+    # IPv4 comes first, also where ssh takes IPv6: it is what gloo takes of an interface with both.
+    for own in (each for each in present if each.name in mine):
+        network, is_source = ip_network(own.network), own.address in sources
+        is_everywhere = known and all((own.name, own.network) in each for each in known)
+        if is_source and not all(route and ip_address(route[1]) in network for route in routes):
+            return own, ()
+        if is_everywhere:
+            # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
+            return own, (own.name,)
+        if is_source:
+            return own, (own.network,)
+    return None, ()
 
 
-def _route(name: str) -> tuple[str, str] | None:
+def _route(name: str, login: str, family: socket.AddressFamily) -> tuple[str, str] | None:
     """This machine's address and the host's, as a connection would have them; None without a route.
 
-    Nothing is sent.
+    A name may be an alias that only ssh knows: `login` is the address to which ssh has connected. Nothing is
+    sent.
     """
-    found = [address for family, address in addresses_of(name) if family == socket.AF_INET]
-    with suppress(OSError, IndexError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as packet:
-        packet.connect((found[0][0], 9))  # an error: there is no address, or no route
-        return str(packet.getsockname()[0]), str(packet.getpeername()[0])
+    found = [address[0] for of, address in addresses_of(name) if of == family]
+    for address in filter(None, [*found, login]):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as packet:
+            packet.connect((address, 9))  # an error: there is no address, or no route
+            return str(packet.getsockname()[0]), str(packet.getpeername()[0])
     return None

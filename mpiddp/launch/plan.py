@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
@@ -18,15 +19,21 @@ from mpiddp.errors import JobFailed, UserError, cause_of, check_program
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpus import VISIBLE, hides_all_gpus
-from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, read_hostfile
+from mpiddp.hosts.hostfile import (
+    Host,
+    Hosts,
+    hosts_between_commas,
+    parse_host_list,
+    read_hostfile,
+)
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.launch import log, place
-from mpiddp.launch.command import Request, Starter
+from mpiddp.launch.command import JobNetwork, Request, Starter
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
-from mpiddp.launch.preflight import Checked, Needs, preflight
+from mpiddp.launch.preflight import Checked, Needs, preflight, twins
 from mpiddp.launch.starters import find_starter
-from mpiddp.launch.variables import forwarded, gpu_table
+from mpiddp.launch.variables import forwarded, gpu_table, told
 from mpiddp.protocol import variables as names
 from mpiddp.text import all_of, listed, shown
 
@@ -74,13 +81,18 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
     wanted, least = place.wanted_hosts(options, past)
     if options.push and not options.dry_run:
         _push(named, working_folder(env), least)
+    since = time.monotonic()
     checked = run_preflight(options, named, starter, env)
-    if checked.silent:
+    start_s = min(5 + 2 * (time.monotonic() - since), JobNetwork().start_s)
+    others = [host for host in named.usable if not is_this_host(host.name)]
+    if len(checked.silent) < len(others):  # else it is this machine, or its network
         history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
     chosen = place.choose(past, checked.complaints, wanted, least)
     placed = place.place(chosen, checked.infos, starter, options, past, wanted)
     infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
+    addresses = place.addresses_in(network, placed, checked.infos)
+    network = network._replace(addresses=addresses, start_s=start_s)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(placed.hosts) > 1 and not starter.has_scheduler:
@@ -105,6 +117,9 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
         mpi_args=options.mpi_args,
     )
     request = request._replace(variables=rank_variables(options, starter, request))
+    if options.dry_run and len(placed.hosts) > 1:
+        for sentence in told(env, request.variables):
+            log.info(sentence)
     return Plan(starter, request, named, chosen, memory)
 
 
@@ -121,6 +136,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         hosts = parse_host_list(options.host_list)
     else:
         hosts = find_allocation(env) or THIS_MACHINE
+    hosts = replace(hosts, transport=hosts.transport._replace(login_s=options.login_s))
     if options.exclude is not None:
         hosts = _without(options.exclude, hosts, is_first=is_first)
     for host in hosts.hosts:
@@ -132,7 +148,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
 def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
     """The hosts without those of --exclude."""
-    excluded = {name.strip().lower() for name in exclude.split(",")}
+    excluded = {host.key for host in hosts_between_commas("--exclude", exclude)}
     unknown = sorted(excluded - {host.key for host in hosts.hosts})
     if unknown and is_first:
         known = listed([host.name for host in hosts.hosts])
@@ -157,7 +173,9 @@ def _push(named: Hosts, folder: str, least: int) -> None:
     if not named.transport.is_ssh:
         reaches = f"{named.transport.name} reaches the hosts of this job"
         raise UserError(f"--push needs ssh, and {reaches}.")
-    pushed = push.push(named.usable, push.default_folders(folder), min_hosts=least)
+    pushed = push.push(
+        named.usable, push.default_folders(folder), min_hosts=least, transport=named.transport
+    )
     for host, failure in pushed.failures.items():
         log.error(f"not pushed to {host.name}: {failure}")
     for note in pushed.notes:
@@ -173,7 +191,8 @@ def run_preflight(
 
     Hosts with slots=0 take no rank and are not checked.
     """
-    program = options.job[1] if options.job[0] == "--" else None
+    first = options.job[0]
+    program = options.job[1] if first == "--" else None
     is_alone = _is_local(named)
     if is_alone and program is not None and not options.dry_run:
         check_program(program, env.get("PATH"))
@@ -188,9 +207,11 @@ def run_preflight(
         path=env.get("PATH", os.defpath),
         interface=",".join(interface) or None,
         program=program,
+        script=None if first in ("--", "-m") else first,
         uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
-    return preflight(named.usable, needs, named.transport, wait_s=options.wait_s or 0.0)
+    checked = preflight(named.usable, needs, named.transport, wait_s=options.wait_s or 0.0)
+    return checked._replace(complaints={**twins(checked.infos), **checked.complaints})
 
 
 def working_folder(env: Mapping[str, str]) -> str:
@@ -214,7 +235,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
     # Its default, which the environment may hold, does not precede -x.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     own = {
-        names.PLACEMENT: ",".join(f"{host.name}:{host.ranks}" for host in hosts),
+        names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
         # A scheduler chooses the GPUs of each host itself.
         names.GPUS: "" if starter.has_scheduler else gpu_table(hosts, env, exports),
@@ -226,7 +247,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         "MASTER_ADDR": options.master_addr,
     }
     given = {name: value for name, value in own.items() if value}
-    return {**forwarded(env), **library, **exports, **given}
+    return {**forwarded(env, env_all=options.env_all), **library, **exports, **given}
 
 
 # --- hosts that can join a running job ---

@@ -19,13 +19,14 @@ from mpiddp.hosts import facts, files, gpus, interfaces, names
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.remote import LOGIN_S, ask_hosts, program_that_prints
+from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, duration, listed
 
 PAUSE_S = 1.0  # between two attempts to reach a host
+_PUSH = "Copy it there: mpiddp launch --push …, or mpiddp hosts push HOSTFILE"
 _NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports. They need only a Python.
@@ -43,6 +44,7 @@ class Needs:
     path: str  # the PATH that the ranks will have
     interface: str | None = None  # by name, address or network
     program: str | None = None  # that the ranks run, by its path or on `path`
+    script: str | None = None  # of Python, by its path
     uses_gpus: bool = True  # False if a variable of the ranks hides them all
 
 
@@ -60,6 +62,9 @@ class HostInfo:
     gpus: int | None  # None if the vendor's tool does not answer
     interfaces: tuple[Interface, ...]
     python: str = ""  # its version
+    has_script: bool = True
+    address: str = ""  # of this host, to which ssh has connected
+    machine: str = ""  # equal for two names of one machine; "" if it is not known
 
 
 class Checked(NamedTuple):
@@ -81,7 +86,6 @@ def preflight(
         new, failed, newest = ask_hosts(
             waiting,
             program,
-            timeout_s=LOGIN_S,
             work_s=facts.LONGEST_S,
             python=needs.python,
             transport=transport,
@@ -118,6 +122,16 @@ def preflight(
     return Checked(infos, complaints, {host: complaints[host] for host in silent})
 
 
+def twins(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
+    """A sentence for each host that is another one under a second name."""
+    found, names = dict[Host, str](), dict[str, str]()
+    for host, info in infos.items():
+        first = names.setdefault(info.machine or host.name, host.name)
+        if first != host.name:
+            found[host] = f"{host.name} and {first} are the same machine. Merge them into one."
+    return found
+
+
 def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
     """The problem of this host, as one sentence; "" if it has none.
 
@@ -129,14 +143,16 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
         problem = f"{needs.python} is Python {there} there, {here} here. Install the same Python"
         return f"{name}: {problem} at the same path on every host."
     if not info.has_folder:
-        problem = f"the working folder {needs.folder} is missing. Copy it there"
-        return f"{name}: {problem} with mpiddp hosts push, or launch from a folder that every host has."
+        problem = f"the working folder {needs.folder} is missing"
+        return f"{name}: {problem}. {_PUSH}, or launch from a folder that every host has."
     if info.mpirun is None or not info.has_daemon:
         problem = f"{needs.daemon if info.mpirun else needs.mpirun} is missing or does not run."
         return f"{name}: {problem} Install the same MPI at the same path on every host."
     if not info.has_program:
         where = "missing or not executable" if os.sep in str(program) else "not on PATH"
         return f"{name}: {program} is {where}. Install it on every host."
+    if not info.has_script:
+        return f"{name}: {needs.script} is missing. {_PUSH}."
     if info.gpus is None and needs.uses_gpus:
         return NO_ANSWER.format(name=name)
     if interface and not any(each.matches(interface) for each in info.interfaces):

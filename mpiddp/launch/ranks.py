@@ -18,7 +18,7 @@ _NAMED = 4  # ranks in one sentence
 _FIRST = ("epoch", "train_loss", "loss", "test_accuracy", "accuracy", "lr")
 _QUIET_STEPS, _QUIET_S = 10, 3.0  # without a step: a rank is quiet after the longer of these
 _LONGEST_LINE = 200  # characters of a rank's last line
-MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, before and after a job begins to end
+MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, until all have joined, and then
 
 WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
 FACTOR, FACTOR_OF_SEVERAL = 1.3, 2.0  # of the others' own time

@@ -45,7 +45,10 @@ _NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messa
 _BTL = "shared memory and TCP are enough for these messages, and every host has them"
 _EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 _KEEPALIVE = "detects a lost host within seconds instead of minutes"
-_SSH_CONFIG = "the users and ports of the hostfile; they take precedence over your ssh settings"
+_SSH_CONFIG = "the ssh settings of this job, and then your own"
+_FAMILY = (
+    "one version of IP: Open MPI fails where one host has an IPv6 address, and another has none"
+)
 # With more hosts than this, Open MPI makes some hosts log in to others.
 _TREE_RADIX = 64
 _ALL_LOGINS = "this host makes all ssh logins; the other hosts need no ssh keys for each other"
@@ -71,11 +74,17 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     runtime, option, plm, other, tmpdir = _NAMES[generation]
     followers = [row.followed_by[generation - 4] for row in SCHEDULERS if row.followed_by]
     followers = [each for each in (*followers, other) if each]
-    names = request.names_of_ranks
+    names = request.aliases_of_ranks
     listed, ssh = command.host_file(names), command.ssh_arguments(request.hosts)
     hosts, is_ssh = request.hosts.hosts, request.hosts.transport.is_ssh
     several, why_pinned = len(hosts) > 1, request.why_pinned
     include = ",".join(request.network.networks) if several else ""
+    exclude = ""
+    if request.network.other_family == 4 and (":" in include or not include):
+        include, exclude = (
+            "",
+            "lo",
+        )  # Open MPI knows networks of IPv4 only, and would take the loopback
     dotted = [each for each in hosts if "." in each.name and each.name.strip("0123456789.")]
     # The names of the parameters that the user's own arguments for mpirun, or the environment, set.
     given = {name for flag, name in pairwise(request.mpi_args) if _PARAMETER_OPTION.fullmatch(flag)}
@@ -87,7 +96,8 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         # 6,300 with a folder each, none.
         command.settings["PRTE_MCA_prte_local_tmpdir_base"] = command.folder
     agent, why_agent = _agent(request.hosts.transport) if several else ("", "")
-    needs_agent = why_agent and "plm_ssh_agent" not in given
+    is_own_agent = bool({"plm_rsh_agent", "plm_ssh_agent"} & given)  # which may be no ssh
+    needs_agent = why_agent and not is_own_agent
     # For each: its option, its name, its value, whether this job needs it, and why. The first three keep its
     # components from following a scheduler's variables. Names that this one was built without do no harm.
     parameters: list[tuple[str, str, str, object, str]] = [
@@ -101,10 +111,12 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", "oob_tcp_keepalive_probes", "3", several, _KEEPALIVE),
         ("--mca", "btl_tcp_if_include", include, include, _NETWORK),
         ("--mca", "oob_tcp_if_include", include, include, _NETWORK),
+        ("--mca", "btl_tcp_if_exclude", exclude, exclude, _NETWORK),
+        ("--mca", "btl_tcp_disable_family", str(request.network.other_family), several, _FAMILY),
         ("--mca", f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
         ("--mca", tmpdir, "/tmp", not (is_ssh or chooses_tmpdir), _SESSIONS),
         ("--mca", "plm_rsh_agent", agent, needs_agent, why_agent),
-        ("--mca", "plm_rsh_args", ssh, ssh, _SSH_CONFIG),
+        ("--mca", "plm_rsh_args", ssh, ssh and not is_own_agent, _SSH_CONFIG),
         ("--mca", "plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _ALL_LOGINS),
     ]
     where = ("--hostfile", listed) if listed else ("-H", ",".join(names))
@@ -145,13 +157,18 @@ def can_shield() -> bool:
 
 # --- Hydra: the mpirun of MPICH and of Intel MPI ---
 
+_IPV6 = "the hosts are reached over IPv6"
 _COUNTS = "the number of ranks on each host, in order"
 
 
 def _mpich(request: Request, command: Command) -> None:
     counts = _counts(request)
+    if request.network.other_family == 4:
+        known = "MPICH's mpirun knows IPv4 only, and the hosts share only IPv6"
+        raise UserError(f"{known}. Use Open MPI or Intel MPI: --mpirun PATH")
     if ssh := command.ssh_arguments(request.hosts):
-        command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = ssh
+        more = request.env.get("HYDRA_LAUNCHER_EXTRA_ARGS", "")
+        command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = f"{ssh} {more}".rstrip()
     if len(counts) > 1 and "UCX_TLS" not in request.env:
         # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
         # and then hangs between them.
@@ -173,13 +190,14 @@ def _intel_mpi(request: Request, command: Command) -> None:
     # A file, because its -hosts accepts no counts and assigns the ranks in another order.
     command.add(_COUNTS, "-machinefile", command.file("mpiddp-machines", _counts(request)))
     _add_hydra(request, command, "-bootstrap")
+    command.add(_IPV6 if request.network.other_family == 4 else "", "-v6")
     pinning = ("I_MPI_PIN", "0") if request.bind == "none" else ("I_MPI_PIN_DOMAIN", request.bind)
     command.add(_WHY[request.bind], "-genv", *pinning)
     command.add(_PER_RANK, "-n", str(request.hosts.world_size))
 
 
 def _counts(request: Request) -> list[str]:
-    return [f"{host.name}:{host.ranks}" for host in request.hosts.hosts]
+    return [f"{host.alias}:{host.ranks}" for host in request.hosts.hosts]
 
 
 def _add_hydra(request: Request, command: Command, launcher: str, *more: str) -> None:
@@ -197,7 +215,7 @@ def _add_hydra(request: Request, command: Command, launcher: str, *more: str) ->
 
 
 def _srun(request: Request, command: Command) -> None:
-    names = request.names_of_ranks
+    names = request.aliases_of_ranks
     if listed := command.host_file(names):
         command.settings["SLURM_HOSTFILE"] = listed
     where = () if listed else (f"--nodelist={','.join(names)}",)

@@ -7,25 +7,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError, named_by
 from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
-from mpiddp.launch.command import LEFT_OUT
+from mpiddp.launch.command import LEFT_OUT, Request
+from mpiddp.protocol.variables import SECRET
 
-ALLOWED = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "MPI4PY_LIBMPI"),
-    *("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"),
-    # Rank 0 uses these two, and it may run on another host than the launcher.
-    *("MASTER_ADDR", "MASTER_PORT"),
+# Those that reach the ranks of every job. Rank 0 uses the address, and it may run on another host than the
+# launcher; the ids of schedulers are for names of runs; the paths of this Python are left out.
+_KNOWN = re.compile(
+    "(PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|MPI4PY_LIBMPI|MASTER_ADDR|MASTER_PORT)$"
+    "|(SLURM_JOB_ID|SLURM_JOB_NAME|PBS_JOBID|LSB_JOBID|JOB_ID)$"
+    "|(NCCL|GLOO|RCCL|UCX|FI|OMP|KMP|MKL|HF|MPIDDP|PYTORCH|CUDA|CUBLAS|CUDNN|HIP|ROCR|ZE|ONEAPI)_"
+    "|TORCH|PYTHON(?!(HOME|EXECUTABLE|PLATLIBDIR|STARTUP)$)"
 )
-BEGINNINGS = (
-    *("NCCL_", "GLOO_", "RCCL_", "UCX_", "FI_"),
-    *("TORCH_", "PYTORCH_", "OMP_", "HF_", "MPIDDP_"),
-    *("HIP_", "ROCR_", "ZE_", "ONEAPI_"),
+# Those that a login sets on each host by itself.
+_OF_A_HOST = re.compile(
+    "(HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|TERM|TMPDIR|HOSTNAME|DISPLAY|KRB5CCNAME|TZ|_)$"
+    "|LANG|LC_|SSH_|XDG_|DBUS_"
+)
+# The user's settings of an MPI, which it passes on, and what a scheduler sets on each host.
+_OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MPIEXEC|MV2)_")
+_OF_A_SCHEDULER = re.compile(
+    "(SLURM|PBS|LSB|LSF|LS|EGO|SGE|JOB|TASK)_|PE|N(SLOTS|HOSTS|QUEUES)|QUEUE|ARC|RESTARTED|REQUEST"
 )
 
 # A variable with such a word in its name is passed only if -x or a file of variables names it: it may be a
@@ -35,17 +43,36 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MAX_BYTES = 1 << 20
 
 
-def forwarded(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `env` that every job gets, sorted by name.
+def forwarded(env: Mapping[str, str], *, env_all: bool = False) -> dict[str, str]:
+    """The variables of `env` that every job gets, sorted by name; with --env-all, all but secrets.
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
-    allowed = (name for name in sorted(env) if name in ALLOWED or name.startswith(BEGINNINGS))
-    return {
-        name: env[name]
-        for name in allowed
-        if not is_secret(name) and not is_of_one_host(name, env[name])
-    }
+    of_no_job = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER)
+
+    def is_free(name: str) -> bool:
+        is_name = _NAME.fullmatch(name) and not is_secret(name)
+        is_ours = name.startswith("PYTHON") or any(each.match(name) for each in of_no_job)
+        return bool(is_name) and not is_ours
+
+    chosen = [name for name in sorted(env) if is_known(name) or (env_all and is_free(name))]
+    return {name: env[name] for name in chosen if not is_of_one_host(name, env[name])}
+
+
+def is_known(name: str) -> bool:
+    """Whether a variable of this name reaches the ranks of every job."""
+    return bool(_KNOWN.match(name)) and not is_secret(name)
+
+
+def told(env: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
+    """Which variables of this shell the ranks of several hosts get, and which they do not: two sentences."""
+    got = ", ".join(sorted(given.keys() & env.keys())) or "no variable"
+    others = [name for name in sorted(env) if name not in given and not _OF_A_HOST.match(name)]
+    hint = "-x NAME passes one, --env-all all but secrets."
+    return [
+        f"of this shell, the ranks get {got}.",
+        *([f"they do not get {', '.join(others)}. {hint}"] if others else []),
+    ]
 
 
 def is_secret(name: str) -> bool:
@@ -110,6 +137,33 @@ def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str
             for each in arguments
         ]
     return [*arguments]
+
+
+def take_private(variables: dict[str, str], exports: Iterable[str]) -> dict[str, str]:
+    """Take out what mpirun must not send in clear text: the job's key, and what only the user names."""
+    names = [SECRET, *(name for name in exports if not is_known(name))]
+    return {name: variables.pop(name) for name in names}
+
+
+def of_mpirun(env: Mapping[str, str], kept: Collection[str]) -> dict[str, str]:
+    """The environment of mpirun without secrets, and what is `kept`: Hydra sends all of it to its proxies.
+
+    An ssh with a ProxyCommand may need any other.
+    """
+
+    def is_needed(name: str) -> bool:
+        return bool(_OF_A_HOST.match(name) or _OF_AN_MPI.match(name))
+
+    left = {name for name in env if name in kept or is_secret(name)}
+    return {name: env[name] for name in env if name not in left or is_needed(name)}
+
+
+def left_out(request: Request) -> list[str]:
+    """The names that ranks beside the launcher inherit from its shell, and no rank of another host has."""
+    of_others = [_OF_A_HOST, _OF_AN_MPI]
+    of_others += [] if request.hosts.transport.is_ssh else [_OF_A_SCHEDULER]
+    inherited = request.env.keys() - request.variables.keys()
+    return [name for name in inherited if not any(each.match(name) for each in of_others)]
 
 
 # --- the GPUs of each host ---

@@ -31,6 +31,11 @@ _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this s
 _BY_MPIRUN_S = 0.5  # in which an mpirun that got a signal has ended all ranks
 _BY_MPIRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HUNG_UP = "the terminal has hung up (SIGHUP)"
+# Those that kill a process by default. An mpirun's own error codes are real-time signals to `valid_signals`.
+_FATAL = {*range(1, 32)} - {
+    *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH),
+    *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
+}
 _Printed: TypeAlias = Mapping[int, Sequence[str]]  # the last lines on stderr, by rank
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
@@ -63,7 +68,7 @@ class MpirunEnd(NamedTuple):
         """The signal that killed a rank, "" if none did; None if this mpirun's code does not tell."""
         if not self.proves_signals:
             return None
-        return signal_name(self.code - 128) if self.code - 128 in signal.valid_signals() else ""
+        return signal_name(self.code - 128) if self.code - 128 in _FATAL else ""
 
 
 @dataclass
@@ -157,6 +162,8 @@ def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | N
     if all_done:
         return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
     has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
+    if first is not None and first.kind == "lost" and (found := _not_started(ranks, mpirun, first)):
+        return found
     if first is not None and (mpirun.code >= 0 or mpirun.was_ended or has_said_why):
         if name := _signal_of_mpirun(ranks, mpirun):
             return Outcome(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
@@ -172,6 +179,22 @@ def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | N
     elif mpirun.code == DONE and not ranks.said["started"]:
         cause = "mpirun ended, but no rank ever reported"
     return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
+
+
+def _not_started(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome | None:
+    """The verdict where a rank has ended, without a signal of its own, before the others had started."""
+    missing = [rank for rank in range(ranks.world_size) if rank not in ranks.said["started"]]
+    has_begun = 0 < len(missing) < ranks.world_size
+    if not has_begun or mpirun.rank_signal or not mpirun.proves_signals or is_silent(first):
+        return None
+    hosts, others = {ranks.hosts[rank] for rank in missing}, ranks.names(missing)
+    if mpirun.was_ended or mpirun.code < 0:  # an mpirun that hangs tells nothing
+        why, hosts = f"{ranks.name(first.rank)} ended before {others} had started", set()
+    else:
+        why = f"{mpirun.name} could not start {others} (exit code {mpirun.code})"
+    host = hosts.pop() if len(hosts) == 1 else ""
+    sentence = f"{why}. To check the hosts: mpiddp doctor"
+    return Outcome(FAILED, sentence, is_complete=False, host_at_fault=host)
 
 
 def _began(ranks: Ranks, message: Message) -> float:

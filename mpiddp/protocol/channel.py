@@ -11,9 +11,10 @@ news, so nobody polls.
     launcher -> rank   stop, stopping, stacks, size, end, function, answer
     rank -> launcher   those of MESSAGES
 
-Both ends prove that they have the job's key, which is never sent: the member by the server's challenge, the
-server by the member's. A MAC covers who speaks, so that no proof passes for another one. MPIDDP_CONTROL is
-the launcher's address, and MPIDDP_CONTROL_SECRET its key. Without these two variables there is no launcher.
+Both ends prove that they have the member's key, which is never sent: the member by the server's challenge,
+the server by the member's. It is derived from the job's key for one rank and one role, so a script, which has
+its own in MPIDDP_CHANNEL_SECRET, can speak for nobody else. MPIDDP_CONTROL is the launcher's address, and
+MPIDDP_CONTROL_SECRET the job's key, which only agents have. Without these two there is no launcher.
 
 Each stream of a rank that the launcher shows has a connection of its own. It begins with "output" in place of
 "hello", and has the bytes of the stream after "received". Over one that begins with "input", rank 0 gets the
@@ -40,8 +41,9 @@ from typing import Any
 
 from mpiddp.text import escaped
 
-# Who a member is: a rank, which `mpiddp run` or the process itself speaks for, or the script of a rank.
-RANK, SCRIPT = "rank", "script"
+# Who a member is: a rank, which `mpiddp run` or the process itself speaks for, the script of a rank, or a
+# host that only tries, before the ranks start, whether it reaches the launcher.
+RANK, SCRIPT, HOST = "rank", "script", "host"
 
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
 CHUNK = 1 << 16  # bytes that are read at once
@@ -118,17 +120,18 @@ def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def introduction(
-    key: str, challenge: str, kind: str, rank: int, facts: Mapping[str, object]
+    own_key: str, challenge: str, kind: str, rank: int, facts: Mapping[str, object]
 ) -> tuple[bytes, str]:
     """The line by which a member answers the server's challenge, and the proof that the server then owes."""
     own_challenge = os.urandom(16).hex()
-    proof = member_proof(key, challenge, str(facts.get("role", RANK)), rank)
+    proof = mac(own_key, f"member {challenge}")
     line = encode(kind, b"", rank=rank, challenge=own_challenge, proof=proof, **facts)
-    return line, mac(key, f"server {own_challenge}")
+    return line, mac(own_key, f"server {own_challenge}")
 
 
-def member_proof(key: str, challenge: str, role: str, rank: int) -> str:
-    return mac(key, f"{role} {rank} {challenge}")
+def member_key(key: str, role: str, rank: int) -> str:
+    """The key of one member, from the job's."""
+    return mac(key, f"{role} {rank}")
 
 
 def mac(key: str, purpose: str, value: bytes = b"") -> str:

@@ -310,13 +310,14 @@ class ChannelServer:
             return [Message(-1, kind, {"viewer": peer}, now)]
         rank = facts["rank"]
         role = facts.get("role", channel.RANK) if kind == "hello" else channel.RANK
-        # The server's own proof is that of another role. The time of this comparison reveals nothing: every
-        # connection has another challenge.
-        is_proved = facts["proof"] == channel.member_proof(self.key, peer.challenge, role, rank)
-        is_member = role in (channel.RANK, channel.SCRIPT) and rank in range(self.world_size)
+        key = channel.member_key(self.key, role, rank)
+        # The time of this comparison reveals nothing: every connection has another challenge.
+        is_proved = facts["proof"] == channel.mac(key, f"member {peer.challenge}")
+        is_member = role in (channel.RANK, channel.SCRIPT, channel.HOST)
+        is_member = is_member and rank in range(self.world_size)
         if not is_proved or not is_member:
             raise ValueError(rank)
-        proof = channel.mac(self.key, f"server {facts['challenge']}")
+        proof = channel.mac(key, f"server {facts['challenge']}")
         if kind in channel.HANDED_OVER:
             handed = {}
             if kind == "output":
@@ -326,6 +327,9 @@ class ChannelServer:
             # At once: only the challenge was sent before.
             peer.send(encode("received", proof=proof))
             return [Message(rank, kind, {**handed, "connection": self._forget(peer)}, now)]
+        if role == channel.HOST:
+            peer.send(encode("received", proof=proof))
+            return []
         # No second rank, and no script without its rank.
         if kind != "hello" or (rank in self._ranks) is not (role == channel.SCRIPT):
             raise ValueError(rank)

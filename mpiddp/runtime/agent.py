@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, named_by, print_error
+from mpiddp.hosts import private
 from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end, usage_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown, prefix_of
+from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.terminal import Terminal, give_size
 from mpiddp.runtime.child import MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
@@ -59,6 +61,16 @@ class Agent:
     def __init__(self, program: Program, world: World) -> None:
         self.world, self.child = world, Child(program)
         self.name = f"rank {world.rank} on {world.hostname}"
+        if kept := os.environ.pop(variables.PRIVATE, ""):
+            with named_by(""):
+                given = private.take(kept)
+            host, *names = given.pop(variables.LEFT_OUT).split(",")
+            for each in (
+                names if host == world.hostname else ()
+            ):  # it has them from the launcher's shell
+                os.environ.pop(each, None)
+            os.environ.update(given)
+        self._kept = kept
         address, key = os.environ.pop(variables.ADDRESS, ""), os.environ.pop(variables.SECRET, "")
         self._launcher = Server(address, key) if address and key else None
         self._selection = os.environ.pop(variables.OUTPUT, "") if self._launcher else ""
@@ -116,7 +128,7 @@ class Agent:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # A SIGKILL of the launcher leaves the last output to this process.
         with contextlib.suppress(OSError):
-            Path("/proc/self/comm").write_text(OUTPUT_PROCESS)
+            Path("/proc/self/comm").write_text(OUTPUT_PROCESS, encoding="utf-8")
         child, world, launcher = self.child, self.world, self._launcher
         allow_open(_SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
         if launcher is None:
@@ -144,14 +156,19 @@ class Agent:
 
         files = [] if world.local_world_size == world.world_size else child.program.files
         info = RankInfo.of_this_process(world, str(problem or ""), files)
-        self.coordinator, env, store = meet(self.coordinator, info)
+        try:
+            self.coordinator, env, store = meet(self.coordinator, info)
+        finally:
+            if self._kept:  # all ranks have taken it
+                private.remove(self._kept)
         # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
         # of the script's.
         adopt_orphans()
         self._catch_signals()
         ranks = self.coordinator
         if ranks.connection is not None:
-            env |= {variables.CHANNEL: ranks.address, variables.CHANNEL_SECRET: ranks.key}
+            key = ranks.server.member_key(world.rank, CHANNEL_SCRIPT)
+            env |= {variables.CHANNEL: ranks.server.address, variables.CHANNEL_SECRET: key}
         if world.launcher.name != "torchrun":
             env[variables.ERROR_FILE] = str(self._error_file)
         if threads := limit_threads(ranks.world):  # only now known

@@ -68,7 +68,7 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
     """The facts about the function, and the call of it. That of a stranger is not unpickled."""
     cloudpickle = import_package("cloudpickle", f"mpiddp.spawn on {coordinator.world.hostname}")
     answered, value = coordinator.ask("function")
-    if answered["mac"] != mac(coordinator.key, "function", value):
+    if answered["mac"] != mac(coordinator.server.key, mac("", "function", value)):
         raise coordinator.lost()
     facts, body = pickle.loads(b64decode(value))
     linecache.cache.update(facts["source"])  # for tracebacks
@@ -94,7 +94,7 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
 def answer(coordinator: Coordinator, body: bytes, *, is_result: bool) -> None:
     """Send the answer of this rank, and wait until the launcher has it."""
     value = b64encode(body)
-    proof = mac(coordinator.key, f"answer {coordinator.world.rank}", value)
+    proof = mac(coordinator.server.key, "answer", value)
     coordinator.ask("answer", value, is_result=is_result, mac=proof)
 
 

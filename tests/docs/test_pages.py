@@ -53,13 +53,17 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     return [Block(*each) for each in found]
 
 
 def prose(page: Path) -> str:
     """The text without blocks."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
 
 
 # ---- links that mkdocs does not see
@@ -351,7 +355,12 @@ def words_of_tests() -> frozenset[str]:
 def unmarked(page: Path) -> Iterator[str]:
     """The commands of a page that it does not mark. Those of ```console blocks are run as they stand."""
     heading = ""
-    text = re.sub(r"^```console\n.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```console\n.*?^```$",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
     for part in re.split(r"^(#+ .*)$", text, flags=re.MULTILINE):
         if part.startswith("#"):
             heading = part

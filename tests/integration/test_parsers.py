@@ -31,8 +31,9 @@ from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.checkpoints.state import read_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import history
-from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, expand_nodelist, find_allocation
+from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, find_allocation
 from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile, render
+from mpiddp.hosts.names import expand_nodelist
 from mpiddp.launch.starters import STARTERS
 from mpiddp.launch.variables import parse_env_file
 from mpiddp.protocol.channel import MESSAGES, is_valid

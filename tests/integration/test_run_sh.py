@@ -64,7 +64,7 @@ def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
 
 
 def program(path: Path, line: str) -> str:
-    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
     path.chmod(0o755)
     return str(path)
 

@@ -35,7 +35,7 @@ if __name__ == "__main__":
         "main is me": __main__.Thing is Thing,
         "package": [__package__, getattr(__spec__, "name", None)],
         "neighbour": identity.__file__,
-        "data": Path("data.txt").read_text(),
+        "data": Path("data.txt").read_text(encoding="utf-8"),
         "pickled": pickle.loads(pickle.dumps(Thing(7))).number,
     }
     with multiprocessing.get_context("spawn").Pool(1) as pool:

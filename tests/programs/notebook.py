@@ -75,10 +75,10 @@ try:
     module = Path(
         "noted.py"
     )  # beside the notebook, which has an older version of it than the ranks
-    module.write_text("import threading\nLOCK = threading.Lock()\nVERSION = 1\n")
+    module.write_text("import threading\nLOCK = threading.Lock()\nVERSION = 1\n", encoding="utf-8")
     spawn = "import noted; f = lambda: noted.VERSION; mpiddp.spawn(f, hosts='localhost:1') + [f()]"
     shown = run(spawn)
-    module.write_text(module.read_text().replace("1", "20"))
+    module.write_text(module.read_text(encoding="utf-8").replace("1", "20"), encoding="utf-8")
     again = run(spawn)
     check((shown["result"], again["result"]) == ("[1, 1]", "[20, 1]"), "modules", [shown, again])
     shown = run("mpiddp.spawn(fails, hosts='localhost:2')")

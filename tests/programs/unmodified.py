@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def load(path: Path) -> str:
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 dist.init_process_group("gloo")

@@ -18,18 +18,9 @@ from tests.support.installs import mpirun_of
 from tests.support.place import Here, Hosts, Place
 
 CHAPTERS = (
-    *(
-        "start",
-        "as_under_torchrun",
-        "variables",
-        "allocations",
-        "output",
-        "failures",
-        "hangs",
-        "stop",
-        "restarts",
-    ),
-    *("checkpoints", "training", "hosts", "doctor", "python", "page_commands"),
+    *("start", "as_under_torchrun", "variables", "allocations", "output", "failures", "hangs"),
+    *("stop", "restarts", "checkpoints", "training", "hosts", "ssh", "doctor", "python"),
+    "page_commands",
 )
 
 

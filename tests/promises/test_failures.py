@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cluster import faults
 from tests.support.machine import reserved
 from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
 from tests.support.ranks import mpirun_command
@@ -280,7 +281,55 @@ def test_a_cut_link(hosts, mpi, script):
         hosts["node1"].link("up")
     assert done.code == 1
     assert verdict(done) == f"lost node1 (rank 1): the host stopped answering.{OTHERS}"
+    assert "-----" not in done.stderr  # mpirun's banner
     eventually(lambda: not hosts.processes())  # sshd and the MPI's daemon, once the link is up
+
+
+def test_a_rank_that_cannot_start(hosts):
+    """A rank that mpirun cannot start is named with its host, and no error code of mpirun's is a signal."""
+    folder = Path("/run/of-node0")
+    hosts["node0"].run(["mkdir", folder])
+    launch = [sys.executable, "-m", "mpiddp", "launch", "--no-check", "-H", "node0:1,node1:1"]
+    line = f"cd {folder} && exec {shlex.join([*launch, program('alone.py'), 'never'])}"
+    done = hosts.run("sh", "-c", line)
+    assert done.code == 1
+    assert "rank 1 on node1" in verdict(done)
+    assert not re.search(r"signal|killed|failed first", verdict(done))
+
+
+def test_a_host_that_is_lost_at_the_start(hosts):
+    """A host whose link is cut between the preflight and its ranks is named within 40 s."""
+    job = hosts.start("launch", *hosts.where(3), program("alone.py"), "never")
+    eventually(lambda: hosts.processes("--map-by seq"))  # mpirun
+    hosts["node1"].link("down")
+    since = time.monotonic()
+    try:
+        done = job.wait()
+        assert time.monotonic() - since < 40
+    finally:
+        hosts["node1"].link("up")
+    assert done.code == 1
+    # Its rank may have started before, on a loaded machine.
+    assert re.match(r"lost node1 (before its ranks started: ssh node1: |\(rank 1\))", verdict(done))
+    eventually(lambda: not hosts.processes())
+
+
+@pytest.mark.parametrize("verdict_of_it", ["drop", "reject with tcp reset"])
+@pytest.mark.parametrize("host", ["node0", "node1"])
+def test_a_firewall(hosts, host, verdict_of_it):
+    """A firewall that passes only ssh is named within 20 s, with both hosts and the port. Nothing starts."""
+    since = time.monotonic()
+    with faults.firewall(hosts[host], verdict_of_it):
+        done = hosts.run("launch", *hosts.where(3), program("alone.py"), "never")
+    assert time.monotonic() - since < 20
+    assert (done.code, done.stdout) == (1, "")
+    address = re.escape(hosts[host].address)
+    why = "no answer in 3 s" if verdict_of_it == "drop" else "Connection refused"
+    way = "node1, node2 → node0" if host == "node0" else "no other host reaches node1"
+    assert re.match(
+        rf"(?:mpiddp: )?{way} \({address} tcp/\d+\)( fails)?: {why}\. .*", done.stderr
+    ), done.stderr
+    assert not list(Path("/tmp").glob("mpiddp-private-*"))
 
 
 def test_a_short_outage(hosts):
@@ -450,7 +499,7 @@ def test_a_killed_rank_with_a_command(here):
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("command", 3)])

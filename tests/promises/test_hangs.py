@@ -263,7 +263,7 @@ def test_a_job_is_watched_and_stopped(here):
     for path in [*here.folder.glob("mpiddp-job-*/job")] * 20:
         viewers.append(socket.socket(socket.AF_UNIX))
         viewers[-1].connect(str(path))
-    Path(here.folder / "pipe").write_text("")
+    Path(here.folder / "pipe").write_text("", encoding="utf-8")
 
     def steps() -> list[str]:
         table = [line.split() for line in view("top", pid, "--once")[-2:]]

@@ -210,7 +210,7 @@ def test_many_lines_of_many_ranks(here):
             rank, number = map(int, line.split(b":"))
             lines[rank] += 1
             assert number == lines[rank], line
-        status = Path(f"/proc/{job.pid}/status").read_text()
+        status = Path(f"/proc/{job.pid}/status").read_text(encoding="utf-8")
         seen.touch()
         assert job.stdout.read() == b""
     assert (job.returncode, lines) == (0, [count] * 8)

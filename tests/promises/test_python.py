@@ -33,7 +33,9 @@ def spawns(place: Place, how: str) -> list[str]:
     assert isinstance(place, Hosts)
     home = place["node0"].home()
     for name in ("spawns.py", "spawned.py"):
-        place["node0"].path(f"{home}/{name}").write_text(Path(program(name)).read_text())
+        place["node0"].path(f"{home}/{name}").write_text(
+            Path(program(name)).read_text(encoding="utf-8")
+        )
     return ["python", f"{home}/spawns.py", "node1:1,node0:1", how]
 
 

@@ -84,7 +84,7 @@ def test_a_stop_before_a_restart(here):
 
 
 def last_step(records: Path) -> int:
-    lines = records.read_text().splitlines() if records.exists() else []
+    lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
     return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
 

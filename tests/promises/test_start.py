@@ -31,9 +31,11 @@ PORT = 2222
 
 
 def refusal(done: Done) -> list[str]:
-    """The lines of a launch that has started nothing."""
+    """The lines of a launch that has started nothing, each without its "mpiddp:"."""
     assert (done.code, done.stdout) == (2, ""), done.stderr
-    return done.stderr.splitlines()
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("mpiddp: ") for line in lines), done.stderr
+    return [line.removeprefix("mpiddp: ").lstrip() for line in lines]
 
 
 @every_mpi_on_hosts
@@ -418,7 +420,7 @@ def test_a_script_runs_as_under_python(here, how):
     cwd = scripts if how == "module" else here.folder
     (cwd / "data.txt").write_text("42")
     for name in ("facts.py", "identity.py"):
-        (scripts / name).write_text(Path(program(name)).read_text())
+        (scripts / name).write_text(Path(program(name)).read_text(encoding="utf-8"))
     (here.folder / "link.py").symlink_to(scripts / "facts.py")
     job = {"script": ["scripts/facts.py"], "link": ["link.py"], "module": ["-m", "facts"]}[how]
     arguments = [*job, "--", "--flag", "-m", "--", "a b"]
@@ -471,7 +473,7 @@ def test_a_job_inside_of_a_rank(here, inner):
 def test_a_command_is_a_rank(here, kind):
     """Any command can be a rank: a shell, or a container that has its own torch and no MPI."""
     for name in ("reduces.py", "identity.py"):
-        (here.folder / name).write_text(Path(program(name)).read_text())
+        (here.folder / name).write_text(Path(program(name)).read_text(encoding="utf-8"))
     command = ["bash", "-c", f"{sys.executable} reduces.py; exit $?"]
     if kind != "shell":
         other = installs.OTHER_TORCH if kind == "other torch" else None
@@ -657,6 +659,14 @@ def test_hosts_that_differ(hosts, fault):
         "program": ("Install it on", "node1: ", "./only "),
     }[fault]
     assert re.fullmatch(error(words, *values), sentence), sentence
+
+
+def test_one_machine_under_two_names(hosts):
+    """A machine that is listed by its name and by its address is refused."""
+    address = hosts["node1"].address
+    lines = refusal(hosts.run("launch", "-H", f"node1:1,{address}:1,node0:1", program("alone.py")))
+    assert len(lines) == 1
+    assert lines[0].endswith(f"{address} and node1 are the same machine. Merge them into one.")
 
 
 def test_hosts_that_come_up_late(hosts):

@@ -5,6 +5,7 @@ python -m tests.promises.test_variables     # write tests/data/command_lines.txt
 """
 
 import io
+import json
 import os
 import re
 import shlex
@@ -12,13 +13,14 @@ import signal
 import socket
 import sys
 import tempfile
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from mpiddp.cli import main
+from tests.support import cluster as test_cluster
 from tests.support.allocations import GRID_ENGINE, LSF, SLURM, enter_folder
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
@@ -32,7 +34,7 @@ NAMES = ("NCCL_DEBUG", "HF_HOME", "HF_TOKEN", "NCCL_SECRET", "EDITOR", "MY_KEY",
 
 @every_mpi
 def test_what_reaches_other_hosts(hosts, mpi):
-    """Other hosts get known variables and those of -x. No secret travels by itself or on a command line."""
+    """All ranks get known variables and those of -x, and no others. No secret travels by itself."""
     env = {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "MY_KEY": "requested", "EDITOR": "vi"}
     env |= dict.fromkeys(("HF_TOKEN", "NCCL_SECRET"), "private-value")
     options = ("-H", "node1:1,node0:1,node2:1", "-x", "MY_KEY", "-x", "MODE=a b")
@@ -43,11 +45,81 @@ def test_what_reaches_other_hosts(hosts, mpi):
     passed = {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "MY_KEY": "requested", "MODE": "a b"}
     ranks = job.wait().records
     assert [rank["host"] for rank in ranks] == ["node1", "node0", "node2"]
-    assert [ranks[0]["found"], ranks[2]["found"]] == [passed] * 2
-    assert ranks[1]["found"] | passed == ranks[1]["found"]  # on node0 with the shell's own
+    assert [rank["found"] for rank in ranks] == [passed] * 3
     assert program("variables.py") in commands
     assert "private-value" not in commands
     assert "requested" not in commands
+
+
+@every_mpi
+def test_what_crosses_the_network(hosts, mpi):
+    """Neither the job's key nor a value of -x crosses the network in clear text. No file of them is left."""
+    captured = hosts.folder / "captured"
+    hosts.start("ssh", "node1", sys.executable, program("sniffer.py"), str(captured)).until("ready")
+    options = ("-H", "node1:1,node0:1", "-x", "MY_KEY", "--log-ranks", "none")
+    env = {"MY_KEY": "a-private-value", "NCCL_DEBUG": "a-public-value", "HF_TOKEN": "a-secret"}
+    job = hosts.start("launch", *options, program("variables.py"), "none", env=env, mpi=mpi)
+    kept: dict[str, str] = {}
+    while not kept and job.process.poll() is None:
+        for file in Path("/tmp").glob("mpiddp-private-*/variables"):  # which the hosts share
+            with suppress(OSError):
+                assert file.stat().st_mode & 0o777 == 0o600
+                assert file.parent.stat().st_mode & 0o777 == 0o700
+                kept = json.loads(file.read_text(encoding="utf-8"))
+    job.wait().assert_ok()
+    assert kept.pop("MPIDDP_LEFT_OUT")  # names, which are no secret
+    assert kept.keys() == {"MPIDDP_CONTROL_SECRET", "MY_KEY"}
+    seen = captured.read_bytes()
+    assert b"a-public-value" in seen  # what mpirun sends to its daemon
+    secrets = [*kept.values(), "a-secret"]
+    assert [value for value in secrets if value.encode() in seen] == []
+    assert not list(Path("/tmp").glob("mpiddp-private-*"))
+
+
+@pytest.mark.parametrize("locale", ["zh_CN.GBK", "ja_JP.EUC-JP"])
+def test_a_locale_that_is_not_utf_8(hosts, locale):
+    """In a locale such as GBK or EUC-JP, a job runs on several hosts, and the doctor checks them."""
+    language, charset = locale.split(".")
+    built = hosts.folder / locale
+    hosts.run("localedef", "-i", language, "-f", charset, str(built))
+    if not built.is_dir():
+        test_cluster.lacking(f"localedef cannot make {locale}. Run: apt-get install locales")
+    env = {"LOCPATH": str(hosts.folder), "LC_ALL": locale, "PYTHONUTF8": "0"}
+    script = hosts.script("import locale\nprint('中', locale.getpreferredencoding())\n")
+    both = ("-x", "LOCPATH", "-x", "LC_ALL", "--log-ranks", "all")
+    done = hosts.run("launch", *hosts.where(2), *both, script, env=env).assert_ok()
+    said = "中".encode(charset).decode(errors="surrogateescape")
+    assert [line.endswith(f"{said} {charset}") for line in done.lines] == [True] * 2, done.stdout
+    hosts.run("doctor", *hosts.where(2), env=env).assert_ok()
+
+
+SEEN = """
+import json, os
+print(json.dumps({"RANK": int(os.environ["RANK"]), "names": sorted(os.environ)}))
+"""
+# Of the host, the rank, or the test's own way to start a job there.
+OF_A_RANK = (
+    r"LOCAL_RANK|(OMPI|PMIX|PRTE|HWLOC|SSH|XDG)_\w+|DYLD_LIBRARY_PATH|MAIL|MOTD\w*|TMPDIR|LANG|LC_CTYPE"
+    r"|_|PWD|OLDPWD|SHLVL"
+)
+
+
+@pytest.mark.parametrize("options", [(), ("--env-all",)])
+def test_the_same_environment_on_all_ranks(hosts, options):
+    """Ranks beside the launcher have no variable that those of other hosts lack. --env-all passes more."""
+    env = {"CUDA_LAUNCH_BLOCKING": "1", "PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    env |= {"MKL_NUM_THREADS": "1", "MODE": "fast", "HF_TOKEN": "private-value", "PYTHONHOME": ""}
+    done = hosts.run("launch", *hosts.where(2), *options, hosts.script(SEEN), env=env).assert_ok()
+    first, second = ({*rank["names"]} for rank in done.records)
+    different = {name for name in first ^ second if not re.fullmatch(OF_A_RANK, name)}
+    assert different == set()
+    assert first >= {"CUDA_LAUNCH_BLOCKING", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG"}
+    assert ("MODE" in first) is bool(options)
+    assert not first & {"HF_TOKEN", "PYTHONHOME", "MPIDDP_CONTROL_SECRET", "MPIDDP_PRIVATE"}
+    dry = hosts.run("launch", "--dry-run", *hosts.where(2), *options, hosts.script(SEEN), env=env)
+    said = re.sub(r"\s+", " ", dry.assert_ok().stderr)
+    assert re.search(r"the ranks get .*CUDA_LAUNCH_BLOCKING", said), said
+    assert re.search(r"they do not get .*HF_TOKEN", said), said
 
 
 def test_a_file_of_variables(here):
@@ -68,6 +140,38 @@ def test_a_file_of_variables(here):
     sentence = error("expected NAME=VALUE", f"{file}:2: ", "NAME=VALUE")
     assert re.fullmatch(f"{sentence}\n", refused.stderr), refused.stderr
     assert "private-value" not in refused.stderr
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python")
+STALE = {
+    "PMI_RANK": "0",
+    "PMI_SIZE": "1",
+    "PMIX_RANK": "0",
+    "PMIX_NAMESPACE": "x",
+    "GROUP_RANK": "7",
+}
+STALE |= {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("outer", "env"),
+    [
+        (("python", *TORCHRUN), {}),
+        (mpirun_command(1)[:-1], {}),
+        ((), {"TORCHELASTIC_RUN_ID": "none"}),
+        ((), STALE),
+    ],
+    ids=["torchrun", "mpirun", "stale id of torchrun", "stale variables"],
+)
+def test_a_launcher_within_another(here, outer, env):
+    """A job that a rank of another launcher starts gets none of that one's variables."""
+    launch = (sys.executable, "-m", "mpiddp", "launch", *here.where(2), "--", "env")
+    lines = here.run(*outer, *launch, env=env).assert_ok().lines
+    ranks = [line for line in lines if line.startswith("RANK=")]
+    assert sorted(ranks) == ["RANK=0", "RANK=1"]
+    assert lines.count("WORLD_SIZE=2") == lines.count("GROUP_RANK=0") == 2
+    of_others = r"OMPI_|PMI|PRTE_|SLURM_(STEP|PROC|LOCAL)|TORCHELASTIC_RUN_ID=none"
+    assert [line for line in lines if re.match(of_others, line)] == []
 
 
 # What torchrun sets, and what it is on one host.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mpiddp.protocol.channel import RANK
+from mpiddp.protocol.channel import RANK, mac, member_key
 from mpiddp.protocol.server import ChannelServer, TimedSelector
 from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.world import World
@@ -76,3 +76,8 @@ def serving(world_size: int) -> Iterator[Server]:
 def place_to_listen(address: str | None) -> str | Path:
     """The address, or for None the path of a Unix socket in a new folder of this process."""
     return address or Path(tempfile.mkdtemp()) / "control"
+
+
+def member_proof(key: str, challenge: str, role: str, rank: int) -> str:
+    """The proof of a member of the job with this key."""
+    return mac(member_key(key, role, rank), f"member {challenge}")

@@ -95,8 +95,11 @@ def _start(arguments: Sequence[str], rank: Rank, folder: Path, out: int, err: in
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a fork of this fork opens the number anew
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+        # A fork of this fork opens the numbers anew.
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            for number, mode in enumerate("rww")
+        )
         os.environ.clear()
         os.environ.update(rank.env)
         os.chdir(folder)
@@ -185,7 +188,7 @@ if __name__ == "__main__":
     gc.freeze()  # a child's collector would copy all pages
     for line in sys.stdin:
         arguments, ranks, folder, out, err = json.loads(line)
-        with open(out, "w") as stdout, open(err, "w") as stderr:  # noqa: PTH123
+        with open(out, "w", encoding="utf-8") as stdout, open(err, "w", encoding="utf-8") as stderr:  # noqa: PTH123
             files = stdout.fileno(), stderr.fileno()
             print(
                 in_children(arguments, [Rank(*each) for each in ranks], folder, *files), flush=True

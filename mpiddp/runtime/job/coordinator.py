@@ -48,10 +48,17 @@ _NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError
 
 
 class Server(NamedTuple):
-    """Where the server listens, "host:port" or "unix:path", and the key that its members share with it."""
+    """Where the server listens, "host:port" or "unix:path", and the key of the job.
+
+    `is_own`: the key is that of the one member that has it.
+    """
 
     address: str
     key: str
+    is_own: bool = False
+
+    def member_key(self, rank: int, role: str = RANK) -> str:
+        return self.key if self.is_own else channel.member_key(self.key, role, rank)
 
 
 class AnotherScript(Exception):
@@ -76,7 +83,7 @@ class Coordinator:
         self, world: World, server: Server | None, role: str = RANK, answer_s: float | None = None
     ) -> None:
         self.world = world
-        self.address, self.key = server or Server("", "")
+        self.server = server or Server("", "")
         self.hostnames: Sequence[str] = ()  # [world_size], once the ranks have met; for sentences
         self.has_launcher = False  # which prints why a job failed
         self.connection: socket.socket | None = None
@@ -365,7 +372,8 @@ def _connect(
         channel.notice_silence(connection, is_read_slowly=facts.get("role") == channel.SCRIPT)
         connection.settimeout(answer_s)
         challenge = _next(connection)["challenge"]
-        line, proof = channel.introduction(server.key, challenge, kind, rank, facts)
+        key = server.member_key(rank, str(facts.get("role", RANK)))
+        line, proof = channel.introduction(key, challenge, kind, rank, facts)
         connection.sendall(line)
         answer = _next(connection)
         if answer["type"] == "taken":

@@ -317,7 +317,7 @@ def script_session() -> Session:
     has_joined = session.control is not None or is_joined(os.environ)
     if not session.coordinator.connection and CHANNEL in os.environ and has_joined:
         with contextlib.suppress(AnotherScript):
-            server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""))
+            server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""), is_own=True)
             session.coordinator = Coordinator(World.from_env(), server, SCRIPT)
             session.has_launcher = JOB in os.environ
             session.coordinator.listen(session.obey, session.stop.agree)

@@ -94,7 +94,7 @@ def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:
     """
     address, port = env.get("MASTER_ADDR", ""), sockets.port_in(env)
     if world.launcher.name == "slurm":
-        from mpiddp.hosts.allocations import expand_nodelist
+        from mpiddp.hosts.names import expand_nodelist
 
         port = port or 20000 + crc32(_slurm_ids(env).encode()) % 32768
         nodelist = env.get("SLURM_STEP_NODELIST", "")
@@ -199,7 +199,8 @@ def _serve_beside_agent(world: World, timeout_s: float) -> Server:
         if world.rank == 0:
             store.set(name, " ".join(serve_beside(world)))
         try:
-            return Server(*store.get(name).decode().split())
+            address, key = store.get(name).decode().split()
+            return Server(address, key)
         except RuntimeError:
             raise JobFailed(
                 f"rank {world.rank} on {world.hostname}: no answer from rank 0 in {timeout_s:g} s."

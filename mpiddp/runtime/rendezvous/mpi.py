@@ -75,7 +75,8 @@ def _load_mpi(ranks: Coordinator, *, keep_mpi: bool) -> Any:
         expected = world.launcher.mpis
         if vendor not in expected:
             started_by = f"{' or '.join(expected)} {os.environ.get('OMPI_VERSION', '')}".rstrip()
-            library = re.search(r"/(libmpi\.so\S*)", Path("/proc/self/maps").read_text())
+            maps = Path("/proc/self/maps").read_text("latin-1")
+            library = re.search(r"/(libmpi\.so\S*)", maps)
             raise UserError(
                 f"mpirun is {started_by} but mpi4py loaded {vendor} ({library[1] if library else 'libmpi'}). "
                 "Set MPI4PY_LIBMPI or reinstall."

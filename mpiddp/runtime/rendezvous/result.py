@@ -144,6 +144,8 @@ def variables_of(world: World, interface: str, run_id: str) -> dict[str, str]:
         # first interface that it finds suitable. With "=", NCCL matches the whole name, not a prefix.
         for name, own in (("GLOO", interface), ("NCCL", f"={interface}")):
             env[f"{name}_SOCKET_IFNAME"] = os.environ.get(f"{name}_SOCKET_IFNAME", own)
+        family = "AF_INET6" if ":" in str(world.master_addr) else "AF_INET"
+        env["NCCL_SOCKET_FAMILY"] = os.environ.get("NCCL_SOCKET_FAMILY", family)
     return env
 
 
@@ -155,7 +157,7 @@ def requested_interface(env: Mapping[str, str]) -> str:
 def machine_id() -> str:
     """What distinguishes this machine from another one with the same name; "" where nothing does."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text().strip() if boot_id.exists() else ""
+    return boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else ""
 
 
 def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:

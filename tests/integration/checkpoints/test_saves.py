@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import pytest
 import torch
-import torch.distributed.checkpoint
+import torch.distributed.checkpoint  # noqa: F401 - torch does not import it by itself
 
 import mpiddp
 from mpiddp.checkpoints.contents import Resumed
@@ -211,7 +211,11 @@ with mpiddp.process_group() as world:
 
 
 def bytes_read() -> int:
-    line = next(each for each in Path("/proc/self/io").read_text().splitlines() if "rchar" in each)
+    line = next(
+        each
+        for each in Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
+        if "rchar" in each
+    )
     return int(line.split()[1])
 
 

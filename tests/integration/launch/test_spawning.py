@@ -198,9 +198,11 @@ def test_a_module_that_a_host_lacks_is_named():
 
     def receive(body: bytes) -> None:
         value = b64encode(pickle.dumps((facts, body)))
-        answered = {"mac": mac("key", "function", value)}
+        answered = {"mac": mac("key", mac("", "function", value))}
         rank: Any = SimpleNamespace(
-            world=SimpleNamespace(hostname="node1"), key="key", ask=lambda _: (answered, value)
+            world=SimpleNamespace(hostname="node1"),
+            server=SimpleNamespace(key="key"),
+            ask=lambda _: (answered, value),
         )
         run_function.received_call(rank)
 

@@ -71,7 +71,7 @@ def server_of(rank_1: Coordinator) -> int:
     """The process at the other end of the connection of rank 1."""
     assert rank_1.connection is not None
     host, port = rank_1.connection.getsockname()
-    table = Path("/proc/net/tcp").read_text().splitlines()
+    table = Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()
     own = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
     inode = next(line.split()[9] for line in table if line.split()[2] == own)
     for file in Path("/proc").glob("[0-9]*/fd/*"):

@@ -26,7 +26,7 @@ from mpiddp.protocol.channel import (
     Lines,
     decode,
     encode,
-    member_proof,
+    member_key,
 )
 from mpiddp.protocol.server import ChannelServer, Message, TimedSelector
 from mpiddp.runtime.job.coordinator import (
@@ -35,9 +35,10 @@ from mpiddp.runtime.job.coordinator import (
     ChannelLost,
     Coordinator,
     Server,
+    connect_to_server,
 )
 from mpiddp.world import World
-from tests.support.channels import connect, cut, progress
+from tests.support.channels import connect, cut, member_proof, progress
 from tests.support.errors import error
 from tests.support.machine import files_left
 from tests.support.patience import PATIENCE_S, eventually
@@ -299,6 +300,26 @@ def test_a_rank_that_ends_is_reported(job):
     assert job.receives("leave").facts == {}
     assert job.receives("lost").facts == {"silent": False}
     assert not job.server.connected
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "facts"),
+    [
+        ("hello", 0, {}),
+        ("hello", 1, {"role": SCRIPT}),
+        ("output", 0, {"stream": 1, "host": "a"}),
+        ("input", 0, {}),
+    ],
+)
+def test_the_key_of_a_script_speaks_for_nobody_else(job, kind, rank, facts):
+    """It joins no rank, prints no line as a rank, takes no stdin, and is no script of another rank."""
+    others = [job.connect(each) for each in range(2)]
+    own = Server(f"127.0.0.1:{job.port}", member_key(KEY, SCRIPT, 0), is_own=True)
+    assert connect_to_server(own, others[0].world, "hello", role=SCRIPT)  # what it is for
+    world = World(rank, RANKS, 0, 1)
+    with pytest.raises(JobFailed):
+        connect_to_server(own, world, kind, answer_s=1.0, **facts)
+    assert not [each for each in job.messages if each.kind in ("output", "input")]
 
 
 # --- strangers ---

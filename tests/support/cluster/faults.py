@@ -91,6 +91,24 @@ def unreachable(host: Host) -> Iterator[None]:
 
 
 @contextmanager
+def firewall(host: Host, verdict: str) -> Iterator[None]:
+    """The host takes connections to its sshd alone. Others: "drop", or "reject with tcp reset"."""
+    rules = [
+        "table inet test {",
+        "chain in {",
+        "type filter hook input priority 0; policy accept;",
+        "iif lo accept",
+        f"tcp flags & (syn|ack) == syn tcp dport != 22 {verdict}",
+        *("}", "}"),
+    ]
+    host.run(["nft", "-f", "-"], stdin="\n".join([*rules, ""]), check=True)
+    try:
+        yield
+    finally:
+        host.run(["nft", "delete", "table", "inet", "test"], check=True)
+
+
+@contextmanager
 def _replaced(host: Host, path: str, text: str) -> Iterator[None]:
     file = host.path(path)
     before = file.read_text()

@@ -18,6 +18,8 @@ PACKAGES = (
     "openssh-client",  # ssh, ssh-keygen
     "iproute2",  # ip: veth pairs, bridge, addresses
     "rsync",  # a push of large files
+    "nftables",  # nft, a firewall
+    "locales",  # the character sets of other locales
     # unshare, nsenter, setpriv, setsid and script are util-linux, which every Debian has.
 )
 SLURM_PACKAGES = (

@@ -51,7 +51,7 @@ class Program(subprocess.Popen[str]):
 def first_child(pid: int) -> int | None:
     """The pid of the first running child of the main thread of `pid`."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(children[0]) if children else None
@@ -68,6 +68,11 @@ def session_members(session: int) -> list[int]:
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat after the command's name, which may contain spaces."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except (FileNotFoundError, ProcessLookupError):
         return []

@@ -104,7 +104,7 @@ class Slurm:
             eventually(lambda: _exit_code(login, job) is not None)
         except TimeoutError:
             login.run(["scancel", job])
-            raise TimeoutError(f"job {job} wrote: {output.read_text()}") from None
+            raise TimeoutError(f"job {job} wrote: {output.read_text(encoding='utf-8')}") from None
         code = _exit_code(login, job)
         assert code is not None
         return code

@@ -52,7 +52,9 @@ def make_keys(count: int) -> list[Key]:
         for process in [subprocess.Popen([*command, "-f", os.fspath(file)]) for file in files]:
             if process.wait(timeout=PATIENCE_S) != 0:
                 raise RuntimeError("ssh-keygen failed")
-        return [Key(file.read_text(), Path(f"{file}.pub").read_text()) for file in files]
+        return [
+            Key(file.read_text(), Path(f"{file}.pub").read_text(encoding="utf-8")) for file in files
+        ]
 
 
 def configure_ssh(hosts: Sequence[Host]) -> None:

@@ -1,6 +1,6 @@
 """The checks of `mpiddp doctor` as functions: what the hosts say, and the line that names the odd one.
 
-Tests mpiddp/doctor/{main,compare,network,job}.py.
+Tests mpiddp/doctor/{main,compare,job}.py and mpiddp/hosts/network.py.
 python -m pytest tests/unit/doctor/test_doctor_checks.py
 """
 
@@ -11,11 +11,12 @@ import time
 
 import pytest
 
-from mpiddp.doctor import compare, network
+from mpiddp.doctor import compare
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line
 from mpiddp.doctor.main import as_json, main, text
 from mpiddp.errors import UserError
 from mpiddp.hosts import facts as hosts_facts
+from mpiddp.hosts import network
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
@@ -153,8 +154,8 @@ def test_a_slow_device_is_named_from_three_hosts_on(speeds, fact):
     [
         ({}, ""),
         ({"ba": "no answer in 3 s"},
-         "b → a (10.0.0.1) fails: no answer in 3 s; a → b is open"),
-        ({"ab": "refused", "cb": "refused"}, "no other host reaches b (10.0.0.2): refused"),
+         "b → a (10.0.0.1 tcp/41) fails: no answer in 3 s; a → b is open"),
+        ({"ab": "refused", "cb": "refused"}, "no other host reaches b (10.0.0.2 tcp/41): refused"),
         ({"ab large": "no answer in 3 s"},
          "a → b carries small messages but no large ones (no answer in 3 s)"),
     ],
@@ -171,7 +172,7 @@ def test_all_pairs_of_hosts(errors, fact):
         }
         for here in "abc"
     }
-    found = compare.reach(answers, ADDRESSES)
+    found = compare.reach(answers, ADDRESSES, 41)
     assert [each[:2] for each in found] == ([(FAIL, fact)] if fact else [])
 
 
@@ -179,7 +180,7 @@ def test_what_was_not_tried_is_unknown(facts):
     """As between hosts that did not answer in time."""
     assert the_one(compare.links(facts, {})) == (UNKNOWN, "no host told of its link")
     untried = (UNKNOWN, "no direction between the hosts was tried")
-    assert the_one(compare.reach({}, {})) == untried
+    assert the_one(compare.reach({}, {}, 41)) == untried
 
 
 def test_the_report_says_first_what_is_not_well():

@@ -96,7 +96,7 @@ def test_a_resume_that_fails(code, said, cause):
 
 def test_files_of_options_are_found_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text("localhost slots=2")
+    Path("hosts").write_text("localhost slots=2", encoding="utf-8")
     for name in (".env", "train.py"):
         Path(name).touch()
     mpirun = an_mpirun(tmp_path)

@@ -16,13 +16,12 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import (
     SCHEDULERS,
-    compress_names,
-    expand_nodelist,
     find_allocation,
     grants_hosts,
     in_slurm_terminal,
 )
 from mpiddp.hosts.hostfile import read_hostfile
+from mpiddp.hosts.names import compress_names, expand_nodelist
 from tests.support.allocations import (
     DRY_RUNS,
     FLUX,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.doctor import job, network
-from mpiddp.hosts import facts, files, gpus, interfaces, processes
+from mpiddp.doctor import job
+from mpiddp.hosts import facts, files, gpus, interfaces, network, processes
 from mpiddp.hosts.facts import host_info, links
 from mpiddp.hosts.remote import CHECK_PYTHON, program_that_prints
 from mpiddp.launch.preflight import TRAVELLING, Needs
@@ -59,7 +59,7 @@ def test_a_python_that_is_too_old_says_so(tmp_path):
 def test_what_is_sent_runs_on_python_3_8(module):
     """It imports the standard library and what travels with it, and evaluates no generic of Python 3.9."""
     assert module.__file__ is not None
-    parsed = ast.parse(Path(module.__file__).read_text(), feature_version=(3, 8))
+    parsed = ast.parse(Path(module.__file__).read_text(encoding="utf-8"), feature_version=(3, 8))
     nodes = list(evaluated(parsed))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     assert "annotations" in {alias.name for node in imports for alias in node.names}
@@ -107,17 +107,23 @@ def test_what_a_host_has(tmp_path, monkeypatch):
         "folder": str(tmp_path),
         "path": str(tools),
         "program": "job",
+        "script": "here.py",
     }
+    (tmp_path / "here.py").touch()
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.1 50001 10.0.0.2 22")
     found = host_info(needs)
     assert {name: value for name, value in found.items() if name != "interfaces"} == {
+        "machine": facts.machine(),
         "has_folder": True,
         "has_program": True,
+        "has_script": True,
         "has_daemon": True,
         "mpirun": "mpirun 5.0",
         "python": "{}.{}.{}".format(*sys.version_info[:3]),
         "torch": "2.99",
         "mpi4py": "4.99",
         "gpus": 2,
+        "address": "10.0.0.2",
     }
     assert json.loads(json.dumps(found)) == found
 
@@ -130,6 +136,7 @@ def test_what_a_host_has(tmp_path, monkeypatch):
     names = ("has_folder", "has_daemon", "mpirun", "gpus")
     assert [found[name] for name in names] == [False, False, None, 0]
     assert host_info({**needs, "program": "tools/job"})["has_program"] is True
+    assert host_info({**needs, "script": "gone.py"})["has_script"] is False
 
 
 def test_why_a_folder_cannot_be_used(tmp_path):

@@ -16,6 +16,7 @@ import time
 
 import pytest
 
+from mpiddp.hosts import gpus
 from mpiddp.hosts.gpus import gpu_addresses, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.variables import gpu_table
@@ -58,6 +59,21 @@ def test_each_vendors_tool(tmp_path, name, text, names, addresses):
     assert gpu_names(path) == names
     assert gpu_addresses(path) == addresses
     assert (tmp_path / "arguments").read_text().splitlines() == ASKED[name]
+
+
+def test_a_container_without_nvidia_smi_counts_what_the_driver_lists(tmp_path, monkeypatch):
+    """All containers of a host see the driver's list, but not every one has the devices."""
+    addresses = ["0000:18:00.0", "0000:9a:00.0"]
+    for address in addresses:
+        (tmp_path / "gpus" / address).mkdir(parents=True)
+    monkeypatch.setattr(gpus, "_LISTED", tmp_path / "gpus")
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path / "dev")
+    assert gpu_names("/no/folder") == []
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert len(gpu_names("/no/folder") or []) == 2
+    assert gpu_addresses("/no/folder") == addresses
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from mpiddp import cli
+from mpiddp.hosts import history
 from mpiddp.hosts.history import ENDING, Event, append, doubts, file_of, parse, read, record_of
 from mpiddp.hosts.hostfile import Host
 
@@ -59,6 +60,16 @@ def test_the_last_jobs_of_a_host_count(events, expected, doubt, hostfile):
     for event in events:
         append(path, event)
     assert doubts(path, [Host("a")]) == ({"a": f"a {doubt}"} if doubt else {})
+
+
+def test_the_file_is_read_once(hostfile, monkeypatch):
+    path, calls = file_of(str(hostfile)), list[object]()
+    for number in range(2):
+        append(path, job(number, failed="a"))
+    read = history.read
+    monkeypatch.setattr(history, "read", lambda path: calls.append(path) or read(path))
+    assert [*doubts(path, [Host("a"), Host("b"), Host("c")])] == ["a"]
+    assert calls == [path]
 
 
 def test_an_event_is_one_line_beside_the_hostfile(hostfile):

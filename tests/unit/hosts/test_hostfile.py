@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts import main
+from mpiddp.hosts import keys, main
 from mpiddp.hosts.hostfile import (
     Host,
     Hosts,
@@ -96,6 +96,27 @@ def test_parse_a_host_list():
         "-H", (Host("h1", 2), Host("h2", 4, user="joe"), Host("::1", 1), Host("h3"))
     )
     assert hosts.hosts[1].ssh_target == "joe@h2"
+
+
+def test_sets_of_names():
+    """As in Slurm's lists, in -H, in a hostfile's line and in --exclude."""
+    hosts = parse_host_list("gpu[07-09,12]:8,me@b[1-2]:1,[fd77::1]:2,login").hosts
+    assert [(host.name, host.slots, host.user) for host in hosts] == [
+        *((f"gpu{number}", 8, None) for number in ("07", "08", "09", "12")),
+        *(("b1", 1, "me"), ("b2", 1, "me"), ("fd77::1", 2, None), ("login", None, None)),
+    ]
+    hosts = parse_hostfile(b"# all\ngpu[1-2] slots=4 port=2222\ngpu3\n", "hosts").hosts
+    assert [(host.name, host.slots, host.port, host.line) for host in hosts] == [
+        *(("gpu1", 4, 2222, 2), ("gpu2", 4, 2222, 2), ("gpu3", None, None, 3)),
+    ]
+    for text, words in (
+        ("gpu[1-2:8", "brackets do not match"),
+        ("gpu[2-1]", "range such as"),
+        ("gpu[1-999999999]", "range such as"),
+        ("gpu[1-2],gpu2", "listed twice"),
+    ):
+        with pytest.raises(UserError, match=words):
+            parse_host_list(text)
 
 
 def test_a_host_is_the_same_wherever_it_is_written():
@@ -240,7 +261,7 @@ def test_a_key_is_made_and_copied_to_the_hosts_that_ask(folder, monkeypatch, cap
     ):
         monkeypatch.setenv("PATH", tool(folder / "bin", name, text))
     monkeypatch.setenv("HOME", str(folder))
-    Path("hosts").write_text("localhost\njoe@n1.invalid port=2222\n")
+    Path("hosts").write_text("localhost\njoe@n1.invalid port=2222\n", encoding="utf-8")
     key = folder / ".ssh" / "id_ed25519"
     reached = "ssh reaches n1.invalid without a question\n"
     assert main.main(["keys", "hosts"]) == 0
@@ -251,11 +272,22 @@ def test_a_key_is_made_and_copied_to_the_hosts_that_ask(folder, monkeypatch, cap
     for _ in range(2):
         assert main.main(["keys", "hosts"]) == 0
         assert capfd.readouterr().out == reached
-    assert Path("said").read_text().splitlines() == [
+    assert Path("said").read_text(encoding="utf-8").splitlines() == [
         f"keygen -q -t ed25519 -N  -f {key}",
         f"copy -i {key}.pub -p 2222 -- joe@n1.invalid",
         f"copy -i {folder}/.ssh/id_rsa.pub -p 2222 -- joe@n1.invalid",
     ]
+
+
+def test_a_private_key_without_its_public_half_is_kept(tmp_path, monkeypatch):
+    (tmp_path / ".ssh").mkdir()
+    key = tmp_path / ".ssh" / "id_ed25519"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", key], check=True)
+    private, public = key.read_bytes(), key.with_suffix(".pub").read_text()
+    key.with_suffix(".pub").unlink()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert keys._key().read_text().split()[:2] == public.split()[:2]
+    assert key.read_bytes() == private
 
 
 @pytest.mark.parametrize(("name", "slots"), [("local", 2), ("two_nodes", 4), ("mixed", 7)])

@@ -19,8 +19,16 @@ from mpiddp.errors import UserError
 from mpiddp.hosts import main, run, ssh
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
+from mpiddp.hosts.private import new_name
 from mpiddp.hosts.processes import descendants, end_all, signal_all, usage_of
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, logins_at_once, run_on_hosts, shell_command
+from mpiddp.hosts.ssh import (
+    NO_PROGRAM,
+    Answer,
+    logins_at_once,
+    run_on_hosts,
+    shell_command,
+    ssh_config,
+)
 from mpiddp.hosts.transport import QRSH, SSH, Transport
 from mpiddp.launch.mpirun import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight
@@ -103,7 +111,7 @@ def test_background_processes_of_a_program_are_not_waited_for():
     """For example a connection that ssh keeps open for reuse, which keeps stderr open."""
     start = time.monotonic()
     answer = run_here("sh", "sleep 1000 >/dev/null & echo $!\n", timeout_s=100.0)
-    Path("/proc", answer.stdout.strip(), "status").read_text()  # it still runs
+    Path("/proc", answer.stdout.strip(), "status").read_text(encoding="utf-8")  # it still runs
     assert time.monotonic() - start < 50
     assert answer.exit_code == 0
     assert run_here("sh", f"kill {answer.stdout}").exit_code == 0
@@ -211,14 +219,14 @@ def test_processes_of_the_job_alone_are_killed(capfd):
     )
     try:
         far = Host("far.invalid")
-        kill_orphans([far], f"1-{os.getpid()}", sys.executable, SHELL)
+        kill_orphans([far], f"1-{os.getpid()}", new_name(), sys.executable, SHELL)
         assert ours.wait(60) == -signal.SIGKILL
         assert other.poll() is None
         text = "mpiddp: killed leftover processes of the job on far.invalid: 1.\n"
         assert capfd.readouterr().err == text
-        kill_orphans([far], f"1-{os.getpid()}", sys.executable, SHELL)
+        kill_orphans([far], f"1-{os.getpid()}", new_name(), sys.executable, SHELL)
         assert capfd.readouterr().err == ""
-        kill_orphans([far], f"2-{os.getpid()}", "/no/such/python", SHELL)
+        kill_orphans([far], f"2-{os.getpid()}", new_name(), "/no/such/python", SHELL)
         assert capfd.readouterr().err == (
             "mpiddp: far.invalid cannot be reached, so no leftover process was killed there; "
             "its ranks end by themselves.\n"
@@ -287,7 +295,13 @@ def test_orphans_are_adopted_and_no_child_outlives_its_parent():
 def runs(pid):
     """Whether it has not ended. Nobody may have collected it yet."""
     try:
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path("/proc", str(pid), "stat")
+            .read_text(encoding="utf-8")
+            .rpartition(")")[2]
+            .split()[0]
+            != "Z"
+        )
     except OSError:
         return False
 
@@ -396,17 +410,39 @@ def test_what_a_command_did(answer, timeout_s, failure):
 
 
 def test_the_command_for_a_host():
-    options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
-    options += ["-o", "ServerAliveInterval=15"]
-    *command, line = shell_command(Host("192.0.2.7", user="ann", port=2222), "date", SSH)
-    assert command == ["ssh", *options, "-p", "2222", "-T", "--", "ann@192.0.2.7"]
+    *command, line = shell_command(Host("192.0.2.7", user="ann", port=2222), "date", SSH, "file")
+    assert command == ["ssh", "-F", "file", "-T", "--", "192.0.2.7"]
     assert line == "exec sh -c date"
-    assert shell_command(Host("192.0.2.7"), "date", SSH)[:-1] == [
-        "ssh",
-        *options,
-        "-T",
-        "--",
-        "192.0.2.7",
-    ]
-    assert shell_command(Host("192.0.2.7"), "date", QRSH) == ["qrsh", "-inherit", "192.0.2.7", line]
-    assert shell_command(Host("localhost"), "date", SSH) == ["sh", "-c", "date"]
+    argv = shell_command(Host("192.0.2.7"), "date", QRSH, "")
+    assert argv == ["qrsh", "-inherit", "192.0.2.7", line]
+    assert shell_command(Host("localhost"), "date", SSH, "") == ["sh", "-c", "date"]
+
+
+def options_of(config, target):
+    """What ssh makes of a configuration for a host. It reads a file of settings once."""
+    command = ["ssh", "-F", config, "-G", "--", target]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    return dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+
+
+def test_one_configuration_of_ssh(tmp_path):
+    """The hostfile's users and ports, the settings of a job, and then the user's for the same name."""
+    own = tmp_path / "config"
+    own.write_text(
+        "Host gpu2\n  HostName 192.0.2.9\n  User bob\n  IdentityFile /k\nHost *\n  ControlMaster auto\n"
+        "  RemoteCommand tmux\n  RequestTTY force\n  BatchMode no\n  Port 99\n"
+    )
+    hosts = [Host("gpu2", port=2222), Host("fd77::2", user="ann"), Host("plain")]
+    text = ssh_config(hosts, SSH._replace(login_s=60.0))
+    assert "Include ~/.ssh/config\n" in text
+    config = tmp_path / "job"
+    config.write_text(text.replace("~/.ssh/config", str(own)))
+    found = options_of(config, "gpu2")
+    assert (found["hostname"], found["port"], found["user"]) == ("192.0.2.9", "2222", "bob")
+    assert (found["identityfile"], found["connecttimeout"]) == ("/k", "20")
+    settings = ("controlmaster", "requesttty", "batchmode", "clearallforwardings")
+    assert [found[name] for name in settings] == ["false", "false", "yes", "yes"]
+    assert found.get("remotecommand", "none") == "none"
+    found = options_of(config, hosts[1].alias)
+    assert (found["hostname"], found["user"], found["port"]) == ("fd77::2", "ann", "99")
+    assert options_of(config, "plain")["port"] == "99"

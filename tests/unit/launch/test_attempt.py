@@ -30,10 +30,10 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.starters import STARTERS
 from mpiddp.launch.verdict import MpirunEnd, Stop, verdict
-from mpiddp.protocol.channel import RANK, UNIX, encode, member_proof
+from mpiddp.protocol.channel import RANK, UNIX, encode
 from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from tests.support.channels import progress
+from tests.support.channels import member_proof, progress
 
 LIMIT_S = 60.0
 OPEN_MPI = STARTERS[1]._replace(program=Path("/usr/bin/mpirun"))
@@ -352,7 +352,7 @@ def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(
 def test_an_attempt_removes_the_folders_of_killed_launchers_alone() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as root, private_folder({"TMPDIR": root}) as own:
         killed = Path(root, "mpiddp-0")
-        killed.mkdir()
+        killed.mkdir(mode=0o700)
         [lock] = own.iterdir()
         (killed / lock.name).touch()
         with private_folder({"TMPDIR": root}) as other:

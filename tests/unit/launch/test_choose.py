@@ -73,7 +73,7 @@ def test_an_avoided_host_is_left_out_if_the_options_allow(
 ) -> None:
     doubts, hosts = {"b": "b has failed"}, Hosts("file", (B, C, A))
     assert kept(hosts, min_hosts=min_hosts, doubts=doubts, enough=enough) == expected
-    said = "b has failed: --exclude HOST does without it."
+    said = "b has failed. To do without: --exclude b"
     said = "leaving out a host: b has failed." if expected == "ca" else said
     assert capfd.readouterr().err == f"mpiddp: {said}\n"
 

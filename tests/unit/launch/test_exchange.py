@@ -20,7 +20,7 @@ from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed
 from mpiddp.launch.control import ControlServer, Exchange
 from mpiddp.launch.main import _final
 from mpiddp.launch.verdict import Outcome
-from mpiddp.protocol.channel import SCRIPT, mac
+from mpiddp.protocol.channel import SCRIPT, mac, member_key
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import answer, pickled_error, received_call
@@ -57,7 +57,8 @@ def script_of(exchange: Exchange, address: str | None = "127.0.0.1") -> Iterator
         where = Server(*(server.settings[name] for name in (ADDRESS, SECRET)))
         try:
             rank = connect(where, WORLD)
-            yield connect(where, WORLD, SCRIPT)
+            own = Server(where.address, member_key(where.key, SCRIPT, WORLD.rank), is_own=True)
+            yield connect(own, WORLD, SCRIPT)
             cut(rank)
         finally:
             is_over.set()
@@ -85,12 +86,12 @@ def test_what_a_stranger_has_written_is_not_unpickled() -> None:
     """Whoever has taken over a connection does not have the secret."""
     exchange = Exchange(FUNCTION)
     with script_of(exchange) as channel:
-        own, channel.key = channel.key, "another"
+        own, channel.server = channel.server, Server("", "another", is_own=True)
         with pytest.raises(JobFailed, match=error("connection to", "rank 1 ")):
             received_call(channel)
         body = b64encode(b"a pickle")
-        channel.send("answer", body, is_result=True, mac=mac("x", "answer 1", body))
-        channel.key = own
+        channel.send("answer", body, is_result=True, mac=mac("x", "answer", body))
+        channel.server = own
         assert received_call(channel)  # and so the launcher has read what was sent before
         assert exchange.results == {}
 

@@ -149,9 +149,21 @@ BY_ETH0, BY_IB0, ROUTED = (
 )
 
 
+SIX = Interface("eth0", "fd77::1", "fd77::/64")
+BY_SIX = ("fd77::1", "fd77::2")
+
+
+def of(family: socket.AddressFamily, route: tuple[str, str] | None) -> tuple[str, str] | None:
+    return route if route and (":" in route[0]) == (family == socket.AF_INET6) else None
+
+
 @pytest.mark.parametrize(
     ("routes", "theirs", "expected"),
     [
+        # ssh takes IPv6, and all hosts have IPv4 on the same link; then one has not.
+        ([BY_SIX, BY_SIX], ["eth0", "eth0"], ("eth0", ("eth0",), "10.0.0.1")),
+        ([BY_SIX, BY_SIX], ["eth0", "ens1"], ("eth0", ("fd77::/64",), "fd77::1")),
+        ([BY_ETH0, BY_SIX], ["eth0", "eth0"], (None, (), "10.0.0.1")),
         ([BY_ETH0, ("10.0.0.1", "10.0.0.3")], ["eth0", "eth0"], ("eth0", ("eth0",), "10.0.0.1")),
         ([BY_IB0, BY_IB0], ["eth0", "eth0"], ("ib0", ("10.1.0.0/16",), "10.1.0.1")),
         ([BY_ETH0, BY_ETH0], ["eth0", "ens1"], ("eth0", ("10.0.0.0/24",), "10.0.0.1")),
@@ -171,8 +183,9 @@ def test_the_network_by_the_routes_to_the_other_hosts(
     """The routes are this machine's address and the host's. `theirs` are the names of their links."""
     hosts = parse_host_list("localhost:1,a.invalid:1,b.invalid:1")
     by_name = dict(zip(("a.invalid", "b.invalid"), routes, strict=True))
-    monkeypatch.setattr(places, "_route", by_name.get)
+    monkeypatch.setattr(places, "_route", lambda name, login, family: of(family, by_name[name]))
     monkeypatch.setattr(places, "interfaces", lambda: [LO, ETH0, IB0])
+    monkeypatch.setattr(places, "ipv6_interfaces", lambda: [SIX])
     infos = [
         HostInfo(host, True, True, True, "", "", "", 0, (Interface(name, "", "10.0.0.0/24"),))
         for host, name in zip(hosts.hosts[1:], theirs, strict=False)

@@ -149,6 +149,8 @@ def test_the_key_of_a_host_that_mpirun_got(name: str, key: str) -> None:
 
 def test_a_verbose_plan_says_what_it_takes(plan: Plan, tmp_path: Path) -> None:
     err = plan("-H", "a.invalid:1,b.invalid:2", "-v")[2].splitlines()
+    assert err.pop().startswith("mpiddp: they do not get ")
+    assert err.pop().startswith("mpiddp: of this shell, the ranks get ")
     assert err == [
         f"mpiddp: Open MPI 5.0.11, {tmp_path}/mpirun",
         "mpiddp: ssh reaches the other hosts",

@@ -43,7 +43,7 @@ def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs_of, "FIRST_PAUSE_S", 0.0)
     list_hosts("localhost slots=1")
-    Path("program").write_text("#!/bin/sh\n")
+    Path("program").write_text("#!/bin/sh\n", encoding="utf-8")
     Path("program").chmod(0o755)
     where = ["--mpirun", an_mpirun(tmp_path), "--hostfile", "hosts.txt"]
     with closing(SignalQueue()) as signals:
@@ -58,7 +58,7 @@ def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def list_hosts(text: str) -> None:
-    Path("hosts.txt").write_text(f"{text}\n")
+    Path("hosts.txt").write_text(f"{text}\n", encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ MISSING = "missing or does not run. Install the same MPI"
         ({"has_daemon": False}, {}, MISSING, ("a: /mpi/bin/prted ",)),
         ({"has_program": False}, {"program": "x"}, "Install it on", ("a: x is not on PATH",)),
         ({"has_program": False}, {"program": "/x"}, "Install it", ("a: /x is missing or not ex",)),
+        ({"has_script": False}, {"script": "t.py"}, "Copy it", ("a: t.py ", "launch --push")),
         ({}, {"interface": "eth1"}, "interface", ('"eth1"', " a,", "has eth0.")),
         ({"python": "2.7.18"}, {}, "same Python", ("a: /venv/bin/python is Python 2.7 there, 3.",)),
         # A tool of GPUs that does not answer matters only where a rank may use GPUs.
@@ -72,7 +73,7 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
     ("errors", "words", "values"),
     [
         (f"ssh: {UNKNOWN.format('a')}", "a: cannot be resolved", (HERE,)),
-        ("REMOTE HOST IDENTIFICATION HAS CHANGED!", "changed. Check", ("run: ssh-keygen -R a ",)),
+        ("REMOTE HOST IDENTIFICATION HAS CHANGED!", "changed. Check", (" -R '[a]:22022' ",)),
         ("Host key verification failed.", ">> ~/.ssh/known_hosts", (": ssh-keyscan -p 22022 a ",)),
         (
             "u@a: Permission denied (publickey,password).",
@@ -95,7 +96,16 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
         ),
         (BEHIND.format("prohibited: open failed"), "way does", ("(prohibited: open failed)", TRY)),
         ("banner\nsomething else\n", "failed:", ("something else", TRY)),
-        ("", "failed:", ("no output", TRY)),
+        # A banner says what it likes: only ssh's own lines count.
+        (
+            f"Sessions end: Connection timed out. Permission denied (x).\n{AT_22}No route to host",
+            *("no route", (HERE,)),
+        ),
+        (
+            "Permissions 0644 for '/k' are too open.\r\nu@a: Permission denied (publickey).",
+            *("does not use", ("key /k, because", "chmod 600 /k ")),
+        ),
+        ("", "failed:", ("no output", "Try: ssh -v -p 22022 u@a true ")),
     ],
 )
 def test_what_mends_an_error_of_ssh(errors, words, values):

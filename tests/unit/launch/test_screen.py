@@ -85,7 +85,7 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     shows_end: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     outputs, ours = begun(shows_end=shows_end)
-    outputs.begin_end()
+    outputs.hold_mpirun()
     pairs = [socket.socketpair() for _ in range(3)]
     for (_, theirs), (stream, rank) in zip(pairs, [(1, 0), (2, 1), (1, 1)], strict=True):
         outputs.add(stream, rank, f"host{rank}", theirs)

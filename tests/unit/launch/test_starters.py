@@ -98,7 +98,10 @@ def test_a_choice_of_the_user_is_kept() -> None:
     assert follows(argv, "--prtemca", "ras")
     chosen = {"PRTE_MCA_plm_ssh_agent": "rsh", "OMPI_MCA_btl": "self"}
     argv = argv_of("openmpi5", UNEQUAL._replace(env=chosen))
-    assert not {"plm_rsh_agent", "btl"} & {*argv}
+    assert not {"plm_rsh_agent", "plm_rsh_args", "btl"} & {*argv}
+    own = {"HYDRA_LAUNCHER_EXTRA_ARGS": "-v"}
+    command = MPIS["mpich"].compose(UNEQUAL._replace(env=own))
+    assert command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-F mpiddp-ssh_config -v"
 
 
 def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own() -> None:
@@ -135,7 +138,8 @@ def test_variables_that_mpirun_inherits_are_not_set_again() -> None:
     command = MPIS["mpich"].compose(UNEQUAL._replace(env=env, variables=variables))
     assert command.job == JOB
     assert follows(command.argv, "-genvlist", "PATH,RESTARTS,SAME,TOKEN,UCX_TLS")
-    assert command.settings == {"RESTARTS": "2", "UCX_TLS": "tcp,self"}
+    ssh = {"HYDRA_LAUNCHER_EXTRA_ARGS": "-F mpiddp-ssh_config"}
+    assert command.settings == {"RESTARTS": "2", "UCX_TLS": "tcp,self", **ssh}
 
 
 @pytest.mark.parametrize("folder", ["lib", "lib64", "lib/release", "lib/x86_64-linux-gnu"])

@@ -33,8 +33,11 @@ PASSED = (
     *("OMP_NUM_THREADS", "HIP_PLATFORM", "ROCR_X", "RCCL_X", "ZE_X", "ONEAPI_DEVICE_SELECTOR"),
     *("UCX_TLS", "FI_PROVIDER", "HF_HOME", "MPIDDP_DATA", "MPI4PY_LIBMPI"),
     *("MASTER_ADDR", "MASTER_PORT"),
+    *("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "MKL_NUM_THREADS", "KMP_AFFINITY"),
+    *("PYTHONHASHSEED", "PYTHONWARNINGS", "CUDNN_LOGLEVEL_DBG", "SLURM_JOB_ID"),
 )
-NOT_PASSED = ("HOME", "USER", "LD_PRELOAD", "PYTHONHASHSEED", "WANDB_MODE", "AWS_REGION", "PWD")
+OF_A_HOST = ("HOME", "USER", "PYTHONHOME", "PWD", "SSH_AUTH_SOCK", "OMPI_MCA_btl", "SLURM_PROCID")
+FREE = ("LD_PRELOAD", "WANDB_MODE", "AWS_REGION")
 SECRETS = (
     *("HF_TOKEN", "NCCL_SECRET", "UCX_KEY", "TORCH_PASSWORD", "FI_CREDENTIALS", "HF_AUTH"),
     *("MPIDDP_COOKIE", "OMP_SESSION", "TORCH_DSN", "hf_token"),
@@ -42,8 +45,9 @@ SECRETS = (
 
 
 def test_variables_of_the_allow_list_reach_the_ranks_and_no_secret() -> None:
-    env = dict.fromkeys((*PASSED, *NOT_PASSED, *SECRETS), "1")
+    env = dict.fromkeys((*PASSED, *OF_A_HOST, *FREE, *SECRETS), "1")
     assert forwarded(env) == dict.fromkeys(sorted(PASSED), "1")
+    assert forwarded(env, env_all=True) == dict.fromkeys(sorted((*PASSED, *FREE)), "1")
     assert all(map(is_secret, SECRETS))
 
 

@@ -110,6 +110,24 @@ CASES = [
         (-11, None),
     ),
     Case(
+        "mpirun's own error code is no signal",
+        by_mpirun(
+            "mpirun could not start rank 2 on b (exit code 183). To check the hosts: mpiddp doctor"
+        )._replace(host_at_fault="b"),
+        [*started(0, 1), lost(0)],
+        (183, ""),
+    ),
+    Case(
+        "an mpirun that hangs before all ranks have started",
+        by_mpirun(
+            "rank 0 on a ended before rank 1 on b, rank 2 on b had started. "
+            "To check the hosts: mpiddp doctor"
+        ),
+        [*started(0), lost(0)],
+        (-9, ""),
+        was_ended=True,
+    ),
+    Case(
         "done before the stop",
         Outcome(DONE),
         [*from_all("supports_stop"), *DONE_BY_ALL],

@@ -10,11 +10,11 @@ import errno
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from mpiddp.hosts.interfaces import interfaces
+from mpiddp.hosts.interfaces import interfaces, ipv6_interfaces
 
 CONNECT_S = 3.0
 START_S, START_S_PER_HOST = 10.0, 0.2
@@ -28,15 +28,30 @@ def longest_s(hosts: int) -> float:
     return START_S + START_S_PER_HOST * hosts
 
 
-def meet(addresses: dict[str, str], port: int) -> dict[str, dict[str, str]] | None:
-    """Connect to all other hosts at once, and answer them. The errors for each name, "" for none.
+def meet(
+    addresses: dict[str, str], port: int, start_s: float = 0.0, most: int = 0
+) -> dict[str, dict[str, str]] | None:
+    """Connect to other hosts at once, and answer them. The errors for each name, "" for none.
 
-    None if another program has the port on this host. Every host calls it with the same arguments.
+    None if another program has the port on this host. Every host calls it with the same arguments. Of more
+    than `most` hosts, each connects to the first one and to those beside it.
     """
-    until = time.monotonic() + longest_s(len(addresses))
-    of_this_host = {each.address for each in interfaces()}
-    own = next(each for each in addresses.values() if each in of_this_host)
-    others = {name: each for name, each in addresses.items() if each != own}
+    from concurrent.futures import ThreadPoolExecutor  # 10 ms
+
+    until = time.monotonic() + (start_s or longest_s(len(addresses)))
+    of_this_host = {each.address for each in (*interfaces(), *ipv6_interfaces())}
+    me = next(name for name, address in addresses.items() if address in of_this_host)
+    names, own = [*addresses], addresses[me]
+
+    def partners(name: str) -> list[str]:
+        at = names.index(name)
+        near = {names[0], names[at - 1], names[(at + 1) % len(names)]}
+        chosen = names if len(names) <= (most or len(names)) else near
+        # The first one is near to all, so all are near to it.
+        chosen = names if at == 0 else chosen
+        return [each for each in chosen if each != name]
+
+    others = {name: addresses[name] for name in partners(me)}
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     try:
         listener = socket.create_server((own, port), family=family, backlog=512)
@@ -55,7 +70,7 @@ def meet(addresses: dict[str, str], port: int) -> dict[str, dict[str, str]] | No
     with ThreadPoolExecutor(_CONNECTIONS) as threads:
         answers = threads.map(lambda each: _reach(each, port, until), others.values())
         found = dict(zip(others, answers))
-    for _ in others:  # they may have started later
+    for _ in (each for each in names if me in partners(each)):  # they may have started later
         served.acquire(timeout=max(0.0, until - time.monotonic()))
     return found
 
@@ -72,7 +87,7 @@ def _reach(address: str, port: int, until: float) -> dict[str, str]:
                 return {"error": "", "large": ""}
         except OSError as error:
             if not isinstance(error, ConnectionRefusedError) or time.monotonic() > until:
-                return {"error": "", "large": "", part: _reason(error)}
+                return {"error": "", "large": "", part: reason(error)}
         time.sleep(_PAUSE_S)
 
 
@@ -95,9 +110,37 @@ def _serve(connection: socket.socket, served: Any) -> None:
             served.release()
 
 
-def _reason(error: OSError) -> str:
+def reason(error: OSError) -> str:
+    """Why a connection failed."""
     if isinstance(error, socket.timeout):
         return f"no answer in {CONNECT_S:g} s"
     # A route of the kind "blackhole" is an invalid argument to connect(2).
     is_routed = error.errno not in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH)
     return error.strerror or str(error) if is_routed else "no route"
+
+
+def blocked(
+    found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], port: int
+) -> Iterator[tuple[str, str]]:
+    """What is wrong between the hosts by what `meet` has returned on each, and what fixes it."""
+    at = {name: f"{address} tcp/{port}" for name, address in addresses.items()}
+    errors = {(a, b): answer["error"] for a in found for b, answer in found[a].items()}
+    unreached = {
+        name
+        for name in found
+        if len(found) > 2 and all(error for pair, error in errors.items() if pair[1] == name)
+    }
+    for name in sorted(unreached):
+        error = next(error for pair, error in errors.items() if pair[1] == name)
+        fact = f"no other host reaches {name} ({at.get(name)}): {error}"
+        yield fact, f"allow TCP on {name} from the other hosts; see: ssh {name} ip addr"
+    for (here, there), error in errors.items():
+        answer = found[here][there]
+        if error and there not in unreached:
+            way = "" if errors.get((there, here), "-") else f"; {there} → {here} is open"
+            fact = f"{here} → {there} ({at.get(there)}) fails: {error}{way}"
+            see = f"see: ssh {here} ip route get {addresses[there]}"
+            yield fact, f"allow TCP from {here} on {there}; {see}"
+        elif answer["large"]:
+            fact = f"{here} → {there} carries small messages but no large ones ({answer['large']})"
+            yield fact, "set the same MTU on the hosts and the switch"

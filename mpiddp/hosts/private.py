@@ -1,0 +1,117 @@
+"""What the ranks get and no network carries in clear text: the job's key, and the values of -x.
+
+The launcher hands it to each host over ssh, where this file keeps it in a folder of its user alone. An agent
+takes it from there, and removes the folder once all ranks have met. The source of this file travels.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpiddp.hosts.network import CONNECT_S, meet, reason
+from mpiddp.hosts.processes import kill_marked
+from mpiddp.protocol.channel import HOST, decode, introduction, member_key
+
+# Not /dev/shm: logind empties it at a user's last logout. Hosts may share this folder.
+_PARENT, _BEGINNING = Path("/tmp"), "mpiddp-private-"
+_STALE_S = 86400.0  # a killed launcher leaves its folder
+
+
+def new_name() -> str:
+    return f"{_BEGINNING}{os.urandom(16).hex()}"
+
+
+def ready(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """On each host before the ranks start: reach the launcher and the other hosts, and keep the variables.
+
+    Returns the errors: of the "launcher", and of the other "hosts" as `meet` does.
+    """
+    launcher = reach_launcher(wanted["launcher"], wanted["key"])
+    hosts = meet(*wanted["meet"]) if wanted["meet"] else {}
+    keep(wanted["name"], wanted["variables"])
+    return {"launcher": launcher, "hosts": hosts}
+
+
+def reach_launcher(at: str, key: str) -> str:
+    """Why this host cannot connect to the launcher, as its ranks will; "" if it can."""
+    address, _, port = at.rpartition(":")
+    try:
+        with (
+            socket.create_connection((address, int(port)), CONNECT_S) as connection,
+            connection.makefile("rb") as lines,
+        ):
+            challenge = decode(lines.readline().strip())[0]["challenge"]
+            own_key = member_key(key, HOST, 0)
+            line, proof = introduction(own_key, challenge, "hello", 0, {"role": HOST})
+            connection.sendall(line)
+            is_proved = decode(lines.readline().strip())[0]["proof"] == proof
+            return "" if is_proved else "another program answers"
+    except (ValueError, LookupError):
+        return "another program answers"
+    except OSError as error:
+        return reason(error)
+
+
+def keep(name: str, variables: Mapping[str, str]) -> None:
+    """Put the variables where `take` finds them. Both raise OSError for a folder that others can enter."""
+    for old in _PARENT.glob(f"{_BEGINNING}*"):
+        with suppress(OSError):
+            if is_private(old) and old.lstat().st_mtime < time.time() - _STALE_S:
+                shutil.rmtree(old, ignore_errors=True)
+    folder = _folder(name)
+    with suppress(FileExistsError):  # by another host that shares it
+        folder.mkdir(mode=0o700)
+    _check(folder)
+    part = folder / os.urandom(8).hex()
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(json.dumps(variables).encode())
+    part.rename(folder / "variables")
+
+
+def take(name: str) -> dict[str, str]:
+    """The variables that this host keeps under this name."""
+    folder = _folder(name)
+    _check(folder)
+    variables: dict[str, str] = json.loads((folder / "variables").read_bytes())
+    return variables
+
+
+def _folder(name: str) -> Path:
+    if not re.fullmatch(f"{_BEGINNING}[0-9a-f]{{32}}", name):
+        raise ValueError(name)  # "" would be the parent
+    return _PARENT / f"{name}-{os.getuid()}"  # the users of hosts that share it may differ
+
+
+def _check(folder: Path) -> None:
+    if not is_private(folder):
+        raise PermissionError(errno.EPERM, "another user can enter it", str(folder))
+
+
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder, and no link, that its user alone can enter: this one."""
+    status = folder.lstat()
+    return (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    )
+
+
+def remove(name: str) -> None:
+    """Remove what is kept under this name, if anything is."""
+    shutil.rmtree(_folder(name), ignore_errors=True)
+
+
+def sweep(mark: str, name: str) -> list[int]:
+    """Remove what is left of an attempt: the variables, and its processes, whose pids it returns."""
+    remove(name)
+    return kill_marked(mark.encode())

@@ -1,0 +1,265 @@
+"""Any ssh, any network: settings of users, logins that fail, IPv6, sets of names.
+
+Holds mpiddp/hosts/ssh.py and mpiddp/launch/place.py. python -m pytest tests/promises/test_ssh.py
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from mpiddp.checkpoints import folder as directory
+from tests.support import cluster as test_cluster
+from tests.support.cluster import Cluster, Host, faults, ssh
+from tests.support.cluster.host import configure
+from tests.support.place import program
+
+CONFIG, BASHRC, KEY = "/root/.ssh/config", "/root/.bashrc", "/root/.ssh/id_ed25519"
+SIX = "fd77::{}"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with test_cluster.up_or_skip(3) as up:
+        yield up
+
+
+@contextmanager
+def file_with(host: Host, path: str, text: str) -> Iterator[None]:
+    """A file of this text at the beginning, until the end of the block."""
+    file = host.path(path)
+    before = file.read_text() if file.exists() else None
+    file.write_text(text + (before or ""))
+    try:
+        yield
+    finally:
+        file.unlink() if before is None else file.write_text(before)
+
+
+@contextmanager
+def sshd_with(host: Host, text: str) -> Iterator[None]:
+    """The host's sshd with more settings."""
+    with ExitStack() as stack:
+        stack.enter_context(faults.no_sshd(host))
+        stack.enter_context(file_with(host, "/etc/ssh/sshd_config", text))
+        ssh.start_sshd([host])
+        stack.callback(ssh.stop_sshd, host)
+        yield
+
+
+# --- the user's own settings ---
+
+SETTINGS = {
+    "alias": "Host gpu2\n  HostName 10.77.0.2\n",
+    "jump": "Host gpu2\n  HostName 10.77.0.2\n  ProxyJump node2\n",
+    "command": "Host gpu2\n  HostName 10.77.0.2\n  RemoteCommand tmux\n  RequestTTY force\n",
+    "forward": "Host gpu2\n  HostName 10.77.0.2\n  LocalForward 22 localhost:22\n"
+    "  ExitOnForwardFailure yes\n",
+    "master": "Host gpu2\n  HostName 10.77.0.2\n  ControlMaster auto\n  ControlPath ~/.ssh/master\n",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_settings_of_a_user(hosts, setting):
+    """A job takes a user's ssh settings, as aliases and jump hosts, but no command, forward or master."""
+    script = hosts.script("import os; print(os.uname().nodename, os.listdir('/root/.ssh'))")
+    with file_with(hosts["node0"], CONFIG, SETTINGS[setting]):
+        done = hosts.run("launch", "--log-ranks=all", "-H", "node0:1,gpu2:1", script).assert_ok()
+        assert {line.partition(" ")[0] for line in done.lines} == {"node0", "node1"}
+        assert "master" not in done.stdout
+        (hosts.folder / "file").write_text("gpu2\n")
+        done = hosts.run("hosts", "run", hosts.folder / "file", "--", "hostname").assert_ok()
+        assert done.stdout == "gpu2: node1\n"
+
+
+# --- logins that fail ---
+
+
+@contextmanager
+def readable_key(node0: Host, node1: Host) -> Iterator[None]:
+    node0.path(KEY).chmod(0o644)
+    try:
+        yield
+    finally:
+        node0.path(KEY).chmod(0o600)
+
+
+@contextmanager
+def locked_key(node0: Host, node1: Host) -> Iterator[None]:
+    before = node0.path(KEY).read_text()
+    node0.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "a secret", "-f", KEY], check=True)
+    try:
+        yield
+    finally:
+        node0.path(KEY).write_text(before)
+
+
+@contextmanager
+def changed_key(node0: Host, node1: Host) -> Iterator[None]:
+    (key,) = ssh.make_keys(1)
+    with file_with(node0, "/root/.ssh/known_hosts", ""):
+        known = node0.path("/root/.ssh/known_hosts")
+        known.write_text(
+            re.sub(r"(?m)^(node1\S*) .*$", rf"\1 {key.public.strip()}", known.read_text())
+        )
+        yield
+
+
+@contextmanager
+def forced_command(node0: Host, node1: Host) -> Iterator[None]:
+    with sshd_with(node1, "ForceCommand echo This account is not available.\n"):
+        yield
+
+
+@contextmanager
+def banner(node0: Host, node1: Host) -> Iterator[None]:
+    text = "Connection timed out: so ends an idle session.\n"
+    with (
+        file_with(node1, "/etc/banner", text),
+        sshd_with(node1, "Banner /etc/banner\n"),
+        faults.key_refused(node1),
+    ):
+        yield
+
+
+FAULTS = {
+    readable_key: f"the key {KEY}, because others can read it. Run: chmod 600 {KEY}",
+    locked_key: f'{KEY} has a passphrase, and no agent holds it. Run: eval "$(ssh-agent)"; ssh-add',
+    changed_key: "its host key has changed. Check that it is the same host, then run: ssh-keygen -R",
+    forced_command: "runs another command, which prints: This account is not available.. See Force",
+    banner: "permission denied (publickey). Run: ssh-copy-id node1",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_ssh_itself_says(hosts, fault):
+    """A login that fails is explained by what ssh itself says, in one line with the command that helps."""
+    with fault(hosts["node0"], hosts["node1"]):
+        done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
+    assert done.code == 2
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("mpiddp: ssh node1: ")
+    assert FAULTS[fault] in sentence
+
+
+def test_a_slow_login(hosts):
+    """--login-timeout is the time that a login may take. A login that takes longer names it."""
+    launch = ("launch", "-H", "node0:1,node1:1")
+    with file_with(hosts["node1"], BASHRC, "sleep 2\n"):
+        done = hosts.run(*launch, "--login-timeout", "1s", program("identity.py"))
+        assert done.code == 2
+        assert "slow: mpiddp launch --login-timeout 2s" in done.stderr
+        hosts.run(*launch, "--login-timeout", "1m", program("identity.py")).assert_ok()
+
+
+def test_a_script_that_a_host_lacks(hosts):
+    """A host without the script is named before the start, with the command that copies it."""
+    folder = "/run/tmp/project"
+    for name in ("node0", "node1"):
+        hosts[name].path(folder).mkdir()
+    hosts["node0"].path(f"{folder}/train.py").write_text("print(1)\n")
+    done = hosts.run("launch", "-H", "node0:1,node1:1", "train.py", cwd=folder)
+    assert done.code == 2
+    assert done.said == [
+        "node1: train.py is missing. Copy it there: mpiddp launch --push …, or mpiddp hosts push "
+        "HOSTFILE."
+    ]
+    done = hosts.run("launch", "-H", "node0:1,node1:1", "--push", "train.py", cwd=folder)
+    assert done.assert_ok().stdout == "1\n1\n"
+
+
+def test_a_resume_with_push_keeps_shards(hosts):
+    """A resume with --push keeps the shards that only other hosts have, on disks of their own."""
+    folder = "/run/tmp/sharded"
+    for host in hosts.cluster.hosts:
+        host.path(folder).mkdir()
+    train = ["-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=4"]
+    train += ["--parallel=fsdp", "--backend=gloo", "--epochs=1", "--steps-per-epoch=2", "--out=out"]
+    launch = ("launch", "-H", "node[0-2]:1")
+    hosts.run(*launch, *train, cwd=folder).assert_ok()
+    kept = "out/checkpoints/step_00000002"
+    shards = [f"shard_{rank:05d}.pt" for rank in range(3)]
+    there = {
+        host.name: [name for name in shards if host.path(f"{folder}/{kept}/{name}").exists()]
+        for host in hosts.cluster.hosts
+    }
+    assert there["node0"] != shards  # a host has those of two
+    done = hosts.run(*launch, "--push", *train, "--resume=auto", cwd=folder)
+    assert "missing" not in done.assert_ok().stdout + done.stderr
+    for host in hosts.cluster.hosts:
+        for name in there[host.name]:
+            assert host.path(f"{folder}/{kept}/{name}").exists()
+        directory.verify(host.path(f"{folder}/{kept}"))
+
+
+def test_sets_of_names(hosts):
+    """-H, a hostfile and --exclude take sets of names, as node[0-2]."""
+    (hosts.folder / "file").write_text("node[0-2] slots=2\n")
+    for where in (("-H", "node[0-2]:2"), ("--hostfile", str(hosts.folder / "file"))):
+        job = ("--exclude", "node[1,2-2]", program("identity.py"))
+        done = hosts.run("launch", *where, *job).assert_ok()
+        assert [rank["host"] for rank in done.records] == ["node0"] * 2
+
+
+# --- IPv6 ---
+
+
+@contextmanager
+def ipv6(cluster: Cluster, *, numbers: tuple[int, ...] = (0, 1, 2), alone: bool) -> Iterator[None]:
+    """An IPv6 address on these hosts, and the names six0, six1 … for it. Alone, or beside IPv4."""
+    etc, known = "", ""
+    keys = cluster["node0"].path("/root/.ssh/known_hosts").read_text()
+    for number in numbers:
+        etc += f"{SIX.format(number + 1)} six{number}\n"
+        (key,) = re.findall(rf"(?m)^node{number},\S+ (.*)$", keys)
+        known += f"{SIX.format(number + 1)},six{number} {key}\n"
+    with ExitStack() as stack:
+        for number in numbers:
+            host = cluster[f"node{number}"]
+            address, link = f"{SIX.format(number + 1)}/64", f"dev {host.interface}"
+            configure(host.pid, [f"addr add {address} {link} nodad"])
+            stack.callback(configure, host.pid, [f"addr del {address} {link}"])
+            stack.enter_context(sshd_with(host, f"ListenAddress {SIX.format(number + 1)}\n"))
+            stack.enter_context(file_with(host, "/etc/hosts", etc))
+            stack.enter_context(file_with(host, "/root/.ssh/known_hosts", known))
+            if alone:
+                own = f"addr {{}} {host.address}/24 {link}"
+                configure(host.pid, [own.format("del")])
+                stack.callback(configure, host.pid, [own.format("add")])
+        yield
+
+
+def test_one_host_with_an_ipv6_address(hosts):
+    """A host with an IPv6 address works beside one without: a job has one family of addresses."""
+    with ipv6(hosts.cluster, numbers=(1,), alone=False):
+        done = hosts.run("launch", "-H", "node0:1,node1:1,node2:1", program("reduces.py"))
+        assert len(done.assert_ok().records) == 3
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_ipv6(hosts, alone):
+    """IPv6 addresses in -H and hostfiles, and names with an AAAA record alone, also on hosts without IPv4."""
+    (hosts.folder / "file").write_text("fd77::1 slots=1\nfd77::2 slots=1 user=root\n")
+    wheres = [
+        *(("-H", "[fd77::1]:1,[fd77::2]:1"), ("-H", "six0:1,six1:1")),
+        ("--hostfile", str(hosts.folder / "file")),
+    ]
+    with ipv6(hosts.cluster, alone=alone):
+        for where in wheres:
+            done = hosts.run("launch", *where, program("reduces.py")).assert_ok()
+            assert [rank["host"] for rank in done.records] == ["node0", "node1"]
+            address = "fd77::1" if alone else hosts["node0"].address
+            assert {rank["master"] for rank in done.records} == {address}
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)
+def test_every_mpi_over_ipv6(hosts, mpi):
+    """Every MPI runs over IPv6 alone, also with --interface, but for MPICH, which is refused."""
+    with ipv6(hosts.cluster, alone=True):
+        where = ("-H", "[fd77::1]:1,[fd77::2]:1", "--interface", "fd77::/64")
+        done = hosts.run("launch", *where, program("identity.py"), mpi=mpi)
+    if mpi == "mpich":
+        assert (done.code, "MPICH's mpirun knows IPv4 only" in done.stderr) == (2, True)
+    else:
+        assert [rank["host"] for rank in done.assert_ok().records] == ["node0", "node1"]

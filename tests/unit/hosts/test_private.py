@@ -1,0 +1,86 @@
+"""What a host keeps for the ranks: for its user alone, and no other user's folder is opened.
+
+Tests mpiddp/hosts/private.py, and the folders of mpiddp/launch/mpirun.py.
+python -m pytest tests/unit/hosts/test_private.py
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from mpiddp.hosts import private
+from mpiddp.hosts.private import keep, new_name, remove, take
+from mpiddp.launch.mpirun import private_folder
+
+KEPT = {"MY_KEY": "é 1"}
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(private, "_PARENT", tmp_path)
+    return tmp_path
+
+
+def test_hosts_that_share_a_folder_keep_the_same(parent: Path) -> None:
+    name = new_name()
+    for _ in range(2):
+        keep(name, KEPT)
+    (file,) = private._folder(name).iterdir()
+    assert (take(name), file.stat().st_mode & 0o777) == (KEPT, 0o600)
+    remove(name)
+    remove(name)
+    assert not list(parent.iterdir())
+
+
+@pytest.mark.parametrize("how", ["open", "link"])
+def test_a_folder_of_others_is_neither_opened_nor_followed(parent: Path, how: str) -> None:
+    name, theirs = new_name(), parent / "theirs"
+    theirs.mkdir()
+    (theirs / "variables").write_text("{}")
+    if how == "link":
+        theirs.chmod(0o700)
+        private._folder(name).symlink_to(theirs)
+    else:
+        theirs.rename(private._folder(name))
+        private._folder(name).chmod(0o755)
+    for act in (lambda: keep(name, KEPT), lambda: take(name)):
+        with pytest.raises(PermissionError):
+            act()
+    assert len(list(private._folder(name).iterdir())) == 1
+
+
+def test_nothing_else_is_removed(parent: Path) -> None:
+    for name in ("", ".", "../x", f"{new_name()}/.."):
+        with pytest.raises(ValueError, match=r".*"):
+            remove(name)
+
+
+def test_what_killed_launchers_have_left_is_removed_after_a_day(parent: Path) -> None:
+    old, young = new_name(), new_name()
+    for name in (old, young):
+        keep(name, KEPT)
+    os.utime(private._folder(old), (time.time() - 90_000,) * 2)
+    keep(new := new_name(), KEPT)
+    assert {*parent.iterdir()} == {*map(private._folder, (young, new))}
+
+
+@pytest.mark.parametrize("how", ["pipe", "link"])
+def test_a_launcher_does_not_open_the_lock_of_another_user(how: str) -> None:
+    """A file of theirs may let whoever opens it wait, and a link may lead anywhere."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:  # a short path
+        folder, aim = Path(root, "mpiddp-0123"), Path(root, "aim")
+        folder.mkdir()
+        folder.chmod(0o755)  # that of this user is closed to others
+        os.mkfifo(aim)  # whoever opens it for reading and writing removes its folder
+        if how == "link":
+            (folder / "owner.lock").symlink_to(aim)
+        else:
+            aim.rename(folder / "owner.lock")
+        with private_folder({"TMPDIR": root}) as own:
+            assert own.parent == Path(root)
+            assert folder.is_dir()
