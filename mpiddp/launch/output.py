@@ -31,8 +31,8 @@ from typing import IO
 from mpiddp.launch import log
 from mpiddp.launch.log import GROWTH_S, Screen, Source
 from mpiddp.launch.ranks import MPIRUN, MPIRUN_AT_END
-from mpiddp.protocol.channel import STREAMS, notice_silence, prefix_of
-from mpiddp.protocol.terminal import Manners
+from mpiddp.protocol.channel import STREAMS, notice_silence
+from mpiddp.protocol.terminal import Manners, prefix_of
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _TAIL = 1 << 16  # bytes that are kept of stderr of all ranks, and of what waits for the verdict

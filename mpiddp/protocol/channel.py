@@ -39,7 +39,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpiddp.text import escaped
 
 # Who a member is: a rank, which `mpiddp run` or the process itself speaks for, the script of a rank, or a
 # host that only tries, before the ranks start, whether it reaches the launcher.
@@ -247,11 +246,6 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection == DEFAULT_RANKS:
         return rank == 0 or stream == 2
     return selection == "all" or str(rank) in selection.split(",")
-
-
-def prefix_of(rank: int, host: str) -> str:
-    """What the launcher writes before each line of a rank."""
-    return f"[rank {rank} {escaped(host)}] "
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:

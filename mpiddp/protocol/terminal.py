@@ -13,6 +13,8 @@ import termios
 import tty
 from typing import NamedTuple
 
+from mpiddp.text import escaped
+
 _USUAL = (80, 24)  # columns and rows, where nobody knows better
 
 
@@ -65,6 +67,11 @@ class Terminal(NamedTuple):
         """Give a terminal this size."""
         with contextlib.suppress(OSError):  # it is none, or its process has ended
             fcntl.ioctl(file, termios.TIOCSWINSZ, struct.pack("4H", self.rows, self.columns, 0, 0))
+
+
+def prefix_of(rank: int, host: str) -> str:
+    """What the launcher writes before each line of a rank."""
+    return f"[rank {rank} {escaped(host)}] "
 
 
 def give_size(file: int) -> None:

@@ -27,9 +27,9 @@ from mpiddp.hosts import private
 from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end, usage_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.protocol import variables
-from mpiddp.protocol.channel import OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown, prefix_of
+from mpiddp.protocol.channel import OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
-from mpiddp.protocol.terminal import Terminal, give_size
+from mpiddp.protocol.terminal import Terminal, give_size, prefix_of
 from mpiddp.runtime.child import MODULE, PASSED, SCRIPT, Child, Program, parse
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator, Server
