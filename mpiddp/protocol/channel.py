@@ -39,7 +39,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
 # Who a member is: a rank, which `mpiddp run` or the process itself speaks for, the script of a rank, or a
 # host that only tries, before the ranks start, whether it reaches the launcher.
 RANK, SCRIPT, HOST = "rank", "script", "host"
