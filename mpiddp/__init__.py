@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpiddp.checkpoints.checkpoints import Checkpoints as Checkpoints
     from mpiddp.checkpoints.contents import Resumed as Resumed
+    from mpiddp.checkpoints.contents import load as load
     from mpiddp.checkpoints.records import log_metrics as log_metrics
     from mpiddp.checkpoints.records import run_dir as run_dir
     from mpiddp.errors import JobFailed as JobFailed
@@ -42,7 +43,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "checkpoints.checkpoints": "Checkpoints",
-    "checkpoints.contents": "Resumed",
+    "checkpoints.contents": "Resumed load",
     "checkpoints.records": "log_metrics run_dir",
     "errors": "JobFailed RankFailed UserError",
     "runtime.reports": "Announced announce announced progress saving should_stop together",

@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.contents import Resumed, read
-from mpiddp.checkpoints.folder import name_of_step, step_of
+from mpiddp.checkpoints.folder import Retention, name_of_step, step_of
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Found, bring, find
 from mpiddp.checkpoints.run import Run, RunDir
 from mpiddp.checkpoints.save import Saver, SaveSchedule
-from mpiddp.checkpoints.state import check_entries
+from mpiddp.checkpoints.state import Outline
 from mpiddp.errors import FAILED, JobFailed, UserError, named_by, print_from_one_rank
 from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -70,17 +70,23 @@ class Checkpoints:
         config: Mapping[str, Any] | None = None,
         on_save_error: Literal["warn", "stop"] = "warn",
         timeout_s: float = PATIENCE_S,
+        keep_every: int | None = None,
+        best: tuple[str, Literal["min", "max"]] | None = None,
     ) -> None:
         """
         Args:
             folder: path of the run: it gets checkpoints/, metrics.jsonl, owner.json while the run writes,
                 and logs/ under mpiddp launch.
-            keep: number of verified checkpoints to keep.
+            keep: number of verified checkpoints to keep. Besides, the newest finite one always stays, and
+                those that `mpiddp checkpoints pin` names.
             every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
                 only before a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
             timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
+            keep_every: keep the first checkpoint at or after each multiple of so many steps as well.
+            best: keep the checkpoint with the best value of a metric as well, which `mpiddp.log_metrics`
+                reported last before the save: ("val_loss", "min") or ("accuracy", "max").
 
         Raises:
             TypeError, ValueError: an argument is wrong.
@@ -91,7 +97,13 @@ class Checkpoints:
             raise ValueError(f"keep: expected 1 or more, not {keep}")
         if on_save_error not in ("warn", "stop"):
             raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
-        self._keep, self._must_succeed = keep, on_save_error == "stop"
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every: expected 1 or more, not {keep_every}")
+        metric, order = best or ("", "min")
+        if order not in ("min", "max"):
+            raise ValueError(f'best: expected ("val_loss", "min") or (…, "max"), not {best!r}')
+        self._keep, self._highest_is_best = Retention(keep, keep_every), order == "max"
+        self._must_succeed = on_save_error == "stop"
         try:
             self._interval = None if every is None else parse_interval(str(every))
         except ValueError as error:
@@ -105,7 +117,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._thread: int | None = None  # of the first save
         self._step = -1  # the latest one that has been saved, or that the run resumes from
-        self._records = RunRecords(self._dir)
+        self._records = RunRecords(self._dir, metric)
         self._has_ended, self._pid = False, os.getpid()
         session = current()
         if session.run is None or session.run.is_closed:
@@ -128,6 +140,8 @@ class Checkpoints:
 
     def resume(self, path: str | os.PathLike[str] | None = None) -> Resumed | None:
         """The newest verified checkpoint of any host, on all ranks; None if there is none yet.
+
+        One whose loss or tensors are not finite counts only if there is no other.
 
         Opens the folder. Restores the states of Python's, numpy's and torch's random number generators on
         every rank that existed when it was saved, so call it after the model is built. Hosts that lack the
@@ -217,25 +231,25 @@ class Checkpoints:
 
         Args:
             step: the step that has just ended, the same on all ranks. It grows from save to save.
-            state: what all ranks have in common, by name: tensors, numbers, strings, None, lists and
-                dicts of these. Each entry becomes a file, NAME.pt. Of the ranks that share a file system,
-                the lowest one's is saved. Of a DTensor, each rank saves its part; all ranks have to pass
-                the same ones.
+            state: what the ranks have, by name: tensors, numbers, strings, None, lists and dicts of
+                these. Each entry becomes a file, NAME.pt. A key of all ranks has the same value on all;
+                BatchNorm's running statistics are those of the lowest rank. A key that only some ranks have,
+                such as a tensor of a pipeline stage, is saved by the lowest of them. Of a DTensor, each
+                rank saves its part.
             per_rank: the same of this rank alone, such as its position in its data. Random number
                 generators are saved anyway.
 
         Raises:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
             ValueError: the step is earlier than the newest checkpoint, or not that of the other ranks; an
-                entry's name cannot be a file's.
+                entry's name cannot be a file's; ranks have different things under one key, which it names.
             RuntimeError: `close` has been called, or another thread has saved before.
             UserError: the folder has checkpoints, and `resume` has not been called; see there as well.
             JobFailed: the previous save has failed, and `on_save_error` is "stop".
         """
         if step < 0:
             raise ValueError(f"step: expected 0 or more, not {step}")
-        check_entries("state", state)
-        check_entries("per_rank", per_rank or {})
+        outline, own = Outline("state", state), Outline("per_rank", per_rank or {})
         if self._records.is_closed:
             raise RuntimeError("save() was called after close().")
         self._thread = self._thread or threading.get_ident()
@@ -252,7 +266,7 @@ class Checkpoints:
                         "Call resume() before the first save(), or name another folder."
                     )
         assert self._saver is not None
-        self._saver.meet(step)
+        self._saver.meet(step, outline)
         if step < self._step:
             raise ValueError(
                 f"step {step} is earlier than step {self._step}, which {self._dir} has already. "
@@ -260,7 +274,7 @@ class Checkpoints:
             )
         if step == self._step:
             return
-        self._saver.save(step, dict(state), dict(per_rank or {}), self._config)
+        self._saver.save(step, outline, own, self._config)
         # Only now: a script that catches an error of the save before may repeat this one.
         self._step = step
 
@@ -334,7 +348,13 @@ class Checkpoints:
         step = max(0, self._step)
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
-        self._saver = Saver(run, keep=self._keep, must_succeed=self._must_succeed)
+        self._saver = Saver(
+            run,
+            self._records,
+            self._keep,
+            highest_is_best=self._highest_is_best,
+            must_succeed=self._must_succeed,
+        )
         session.send("run_dir", path=str(self._dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"

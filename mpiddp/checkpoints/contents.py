@@ -4,47 +4,42 @@ model.pt      the entry "model" of the state; each entry has a file of its own
 ranks.pt      each rank's random number generators, and what it has saved for itself
 state.json    the step, the number of ranks, the entries of the state, and the program's configuration
 
-If the state has sharded tensors, the entries have None in their places, each rank's parts are in a file of
-shards, and shards.json names these files. Every other checkpoint is whole.
+What not every writer has whole has None in its place. It is in the files of shards, which shards.json names.
+Every other checkpoint is whole.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint
-from mpiddp.checkpoints.shards import ShardedValue, with_sharded
-from mpiddp.checkpoints.state import (
-    RANKS,
-    Keys,
-    is_sharded,
-    mapped,
-    read_tensors,
-    stem_of,
-    unpacked,
-    write_tensors,
-)
+from mpiddp.checkpoints.fit import Fit, placed
+from mpiddp.checkpoints.folder import FACTS, INDEX, BrokenCheckpoint
+from mpiddp.checkpoints.formats import read_foreign, write_foreign
+from mpiddp.checkpoints.shards import with_sharded
+from mpiddp.checkpoints.state import RANKS, read_tensors, stem_of, unpacked, write_tensors
 from mpiddp.errors import JobFailed, UserError, cause_of
 
-FACTS = "state.json"
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 _NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
+_MAX_RELISTS = 1000  # of a run that removes checkpoints faster than they are opened
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that a script resumes from, see `Checkpoints.resume`. Tensors are on the CPU.
+    """A checkpoint that a script resumes from, see `Checkpoints.resume`, or reads, see `load`.
 
+    Tensors are on the CPU, and mapped from their files: they take memory of their own only once they change.
     In the place of a sharded tensor there is a value with its `shape`, `dtype` and `full_tensor()`. Its files
     are there until the run ends.
 
@@ -61,89 +56,115 @@ class Resumed:
     per_rank: dict[str, Any] = field(default_factory=dict)
     world_size: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
+    # Some ranks had tensors that others did not.
+    _is_partial: bool = field(default=False, repr=False)
 
     def load_into(self, **objects: Any) -> None:
         """Call `load_state_dict` of each object with the entry of the same name.
 
             saved.load_into(model=model, optimizer=optimizer)
 
-        A tensor that is sharded in the object is loaded in parts, whether it was sharded when it was saved or
-        not, and at any number of ranks.
+        All of them are compared with their entries before the first one changes. A tensor that is sharded in
+        the object is loaded in parts, whether it was sharded when it was saved or not, and at any number of
+        ranks. A module of one pipeline stage takes its own tensors. A module's names match with or without
+        the prefixes of DDP and torch.compile. An optimizer's state may be by parameter names, as torch's
+        `get_optimizer_state_dict` returns it, if its module is among the objects.
 
         Args:
-            objects: by the name of their entry in `state`: modules, optimizers, or anything else with a
-                `load_state_dict`.
+            objects: by the name of their entry in `state`: modules, optimizers, anything else with a
+                `load_state_dict`, or dicts of these.
 
         Raises:
             UserError: the checkpoint has no such entry, or that of another model.
             JobFailed: a disk has failed.
         """
-        for name, target in objects.items():
+        where = f"the checkpoint of step {self.step}"
+        for name in objects:
             if name not in self.state:
                 raise UserError(
-                    f"the checkpoint of step {self.step} has no {name!r}. "
-                    f"It has: {', '.join(map(repr, self.state))}."
+                    f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}."
                 )
+        fits: list[Fit] = []
+        name = ""
+        try:
+            for name, target in objects.items():
+                fits += Fit.each(
+                    name, self.state[name], target, objects, is_partial=self._is_partial
+                )
+            for fit in fits:
+                name = fit.name
+                fit.load()
+        except JobFailed:
+            raise
+        except Exception as error:  # whatever a load_state_dict raises
+            reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
+            raise UserError(
+                f"{where} does not fit: {name}: {reason}. "
+                "Build the same as before, or name another folder."
+            ) from None
+
+
+def load(path: str | os.PathLike[str]) -> Resumed:
+    """Read a checkpoint in any process, beside the run that writes there, for example to evaluate it.
+
+        saved = mpiddp.load("runs/a")
+        saved.load_into(model=model)
+
+    Every byte is verified. The run removes the checkpoint only after the returned value has gone. Changes
+    nothing, needs no other rank, and restores no random numbers.
+
+    Args:
+        path: the folder of a run, of which the newest finite checkpoint is read; a checkpoint, also of
+            torch.distributed.checkpoint; a .safetensors file, or a folder of them, each of which becomes an
+            entry.
+
+    Returns:
+        The checkpoint, with `per_rank` empty; of another program, with step 0.
+
+    Raises:
+        UserError: no verified checkpoint there.
+        JobFailed: a disk has failed, or memory is short.
+    """
+    given = Path(path)
+    if (state := read_foreign(given)) is not None:
+        return Resumed(0, state)
+    for _ in range(_MAX_RELISTS):
+        found = folder.candidates(given)
+        problems = []
+        for each in found:
             try:
-                target.load_state_dict(_with_tensors(self.state[name], _tensors_of(target)))
-            except JobFailed:
-                raise
-            except Exception as error:  # whatever a load_state_dict raises
-                reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
-                raise UserError(
-                    f"the checkpoint of step {self.step} does not fit: {name}: {reason}. "
-                    "Build the same as before, or name another folder."
-                ) from None
-
-
-def _tensors_of(target: Any) -> dict[Keys, Any]:
-    """The tensors of a module or an optimizer, by the path to what is like them in its state."""
-    if isinstance(target, torch.nn.Module):
-        return {(name,): value for name, value in target.state_dict().items()}
-    if isinstance(target, torch.optim.Optimizer):
-        parameters = (each for group in target.param_groups for each in group["params"])
-        return {("state", index): each for index, each in enumerate(parameters)}
-    return {}
-
-
-def _with_tensors(entry: Any, placed: Mapping[Keys, Any]) -> Any:
-    """The entry with tensors that are sharded, or whole, as those of the object. Not a collective."""
-
-    def tensor(path: Keys, value: Any) -> Any:
-        like: Any = placed.get(path[:2] if len(path) == 3 else path)
-        if type(value) is ShardedValue:
-            return value.read_like(like) if isinstance(like, Tensor) else value.full_tensor()
-        if not isinstance(value, Tensor) or not is_sharded(like) or like.shape != value.shape:
-            return value
-        from torch.distributed.tensor import distribute_tensor
-
-        whole = value.to(like.device)
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-    return mapped(entry, tensor)
+                held = folder.hold(each)
+                listed = folder.verify(each)
+                if listed.lacking:
+                    raise BrokenCheckpoint(each, f"{listed.lacking[0]} is on another host")
+                saved, _ = read({name: each / name for name in listed.here}, None)
+            except (BrokenCheckpoint, UserError) as error:
+                problems.append(error)
+                continue
+            except (FileNotFoundError, BlockingIOError):  # the run removes it just now
+                break
+            weakref.finalize(saved, held.close)
+            return saved
+        else:
+            first = problems[0] if problems else f"{given}: contains no verified checkpoint"
+            kind = JobFailed if getattr(first, "is_failure", False) else UserError
+            raise kind(f"{first}".rstrip(".") + ".")
+    raise JobFailed(f"{given}: its run removes each checkpoint before it can be opened.")
 
 
 # Its files
 
 
-def write_files(
-    new: Path, step: int, state: Mapping[str, Any], ranks: list[Any], config: Mapping[str, Any]
-) -> dict[str, str]:
-    """Write the files of a checkpoint without its shards. Returns the SHA-256 of the large ones, by name.
+def write_entries(new: Path, state: Mapping[str, Any], ranks: list[Any]) -> dict[str, str]:
+    """Write the entries and `ranks`, uint8 [bytes] of each rank. Returns the SHA-256 of the files."""
+    return write_tensors(
+        new, {**{stem_of(key): value for key, value in state.items()}, RANKS: ranks}
+    )
 
-    `ranks` is what each rank has saved for itself, uint8 [bytes] each.
-    """
-    entries = {stem_of(key): value for key, value in state.items()}
-    hashes = write_tensors(new, {**entries, RANKS: ranks})
-    facts = {
-        "written_by": "mpiddp.Checkpoints",
-        "step": step,
-        "world_size": len(ranks),
-        "keys": list(state),
-        "config": config,
-    }
-    (new / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    return hashes
+
+def write_facts(new: Path, **facts: Any) -> None:
+    """Write state.json: step, world_size, keys, config, and maybe not_finite and is_partial."""
+    (new / FACTS).write_text(json.dumps({"written_by": "mpiddp.Checkpoints", **facts}, indent=1))
 
 
 def read(
@@ -164,14 +185,23 @@ def read(
         ranks = read_tensors(files[f"{RANKS}.pt"])
         own = unpacked(ranks[rank]) if rank is not None and rank < len(ranks) else {}
         resumed = Resumed(
-            int(facts["step"]), state, own.get("state", {}), len(ranks), dict(facts["config"])
+            int(facts["step"]),
+            state,
+            own.get("state", {}),
+            len(ranks),
+            dict(facts["config"]),
+            bool(facts.get("is_partial")),
         )
         if own:
             restore_rng_states(own["rng"], local_rank)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise cause_of(error)(f"{files[FACTS]} cannot be read ({error.strerror}).") from None
     except (UserError, JobFailed):
         raise
+    except MemoryError:
+        raise JobFailed(f"{place}: out of memory while it is read.") from None
     except Exception as error:  # files that fit their hashes, of another program
         what = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
         raise UserError(f"{place} was not written by mpiddp: {what}.") from None
@@ -220,8 +250,8 @@ def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
 # Exported
 
 
-def export(checkpoint: Path, out: Path) -> list[str]:
-    """Write the checkpoint as a whole one to `out`, and return the names of its entries.
+def export(checkpoint: Path, out: Path, to: str = "whole") -> list[str]:
+    """Write the checkpoint to the new folder `out`, and return the names of its entries.
 
         runs/a/checkpoints/step_00001000/          whole/
             shard_00000.pt, shard_00001.pt, …          model.pt, optimizer.pt, …
@@ -229,7 +259,8 @@ def export(checkpoint: Path, out: Path) -> list[str]:
             ranks.pt, state.json
 
     Both are complete checkpoints with a manifest, and a run resumes from either.
-    `torch.load("whole/model.pt")` is a plain state_dict. Raises UserError or JobFailed.
+    `torch.load("whole/model.pt")` is a plain state_dict. `to` may name another program's format instead:
+    "dcp" or "safetensors". Raises UserError or JobFailed.
     """
     if out.exists():
         raise UserError(f"{out} exists already. Name a new folder.")
@@ -244,11 +275,17 @@ def export(checkpoint: Path, out: Path) -> list[str]:
             "shards of the others here, or resume the run on its hosts."
         )
     saved, ranks = read({name: checkpoint / name for name in found.here}, None)
-    state = _with_tensors(saved.state, {})
+    state = placed(saved.state, {})
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        if to != "whole":
+            with folder.appearing(out.absolute()) as new:
+                write_foreign(to, state, new)
+            return list(state)
         with folder.writing(out.absolute()) as (new, hashes):
-            hashes.update(write_files(new, saved.step, state, ranks, saved.config))
+            hashes.update(write_entries(new, state, ranks))
+            facts = json.loads((checkpoint / FACTS).read_bytes())
+            write_facts(new, **facts)
     except OSError as error:
         raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
     return list(state)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -25,14 +26,18 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from mpiddp.errors import JobFailed, cause_of, read_limited
+from mpiddp.errors import JobFailed, UserError, cause_of, read_limited
 from mpiddp.text import shown
 
 COMPLETE = "COMPLETE"
 MANIFEST = "manifest.json"
 INDEX = "shards.json"
+FACTS = "state.json"
+PINNED = "PINNED"  # a file of the user, who keeps the checkpoint by it
 _MAX_INDEX_BYTES = 1 << 30
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a mount without a lock manager
 _NAME = re.compile(r"step_([0-9]{8,18})")
 _HIDDEN = ".unfinished-"
 
@@ -120,14 +125,32 @@ def writing(final: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
     Yields the hidden folder to write into, and a dict for the SHA-256 of files that are hashed already.
     """
-    new, hashes = _new_hidden(final), dict[str, str]()
+    hashes = dict[str, str]()
+    with appearing(final) as new:
+        yield new, hashes
+        seal(new, hashes)
+
+
+@contextlib.contextmanager
+def appearing(final: Path) -> Iterator[Path]:
+    """A hidden folder, which is renamed to `final` at the end of the body, or removed."""
+    new = _new_hidden(final)
     new.mkdir()
     try:
-        yield new, hashes
-        complete(new, final, hashes)
+        yield new
+        new.rename(final)
+        flush(final.parent)
     except BaseException:
         _remove_hidden(new)
         raise
+
+
+def probe_rename(root: Path) -> None:
+    """Rename a folder with a file, as each save does. Raises OSError where a mount cannot do that."""
+    probe = hidden(root, f"probe-{os.urandom(4).hex()}")
+    with appearing(probe) as new:
+        (new / COMPLETE).touch()
+    _remove_hidden(probe)
 
 
 def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
@@ -135,6 +158,15 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
 
     `hashes` has the SHA-256 of files, by name. The others are read and hashed here.
     """
+    seal(new, hashes)
+    if final.exists():
+        _remove(final)
+    new.rename(final)
+    flush(final.parent)
+
+
+def seal(new: Path, hashes: Mapping[str, str]) -> None:
+    """Add the manifest and COMPLETE, and flush all files to the disk."""
     manifest = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashes.get(path.name) or _sha256(path)}
         for path in sorted(new.iterdir())
@@ -143,10 +175,6 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
     (new / COMPLETE).write_text(_sha256(new / MANIFEST), encoding="utf-8")
     for path in (*new.iterdir(), new):
         flush(path)
-    if final.exists():
-        _remove(final)
-    new.rename(final)
-    flush(final.parent)
 
 
 def flush(path: Path) -> None:
@@ -163,17 +191,88 @@ def flush(path: Path) -> None:
             raise
 
 
-def prune(root: Path, keep: int, *, is_good: Callable[[Path], bool]) -> list[Path]:
-    """Remove the checkpoints that are older than the newest `keep` good ones, and return the removed ones."""
-    kept = 0
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay, besides pinned ones and the newest finite one."""
+
+    newest: int = 2  # verified ones
+    every: int | None = None  # the first one at or after each so many steps
+    lowest: Mapping[int, float] | None = None  # by step; the checkpoint of the lowest one stays
+
+    def spared(self, folders: list[Path]) -> set[Path]:
+        """Those that stay although they are old. `folders`: the oldest first."""
+        spared, before = {each for each in folders if (each / PINNED).exists()}, 0
+        for folder in folders if self.every else ():
+            if self.every and step_of(folder) // self.every > before // self.every:
+                spared.add(folder)
+            before = step_of(folder)
+        values = [
+            (self.lowest[max(at)], step_of(folder), folder)
+            for folder in folders
+            if self.lowest and (at := [step for step in self.lowest if step <= step_of(folder)])
+        ]
+        return spared | {folder for *_, folder in sorted(values)[:1]}
+
+
+def prune(root: Path, keep: Retention, *, is_good: Callable[[Path], bool]) -> list[Path]:
+    """Remove the checkpoints that are older than the newest good ones, and return the removed ones.
+
+    The newest good one that is finite stays, however old it is, and so does one that a reader holds.
+    """
+    kept, has_finite = 0, False
     removed = []
-    for folder in reversed(list_steps(root)):
-        if kept < keep:
-            kept += is_good(folder)
-        else:
-            _remove(folder)
+    folders = list_steps(root)
+    spared = keep.spared(folders)
+    for folder in reversed(folders):
+        stays = folder in spared
+        if kept < keep.newest or (not stays and not has_finite and not not_finite(folder)):
+            good = is_good(folder)
+            stays |= kept < keep.newest or good
+            kept += good
+            has_finite |= good and not not_finite(folder)
+        if not stays and _remove_unless_held(folder):
             removed.append(folder)
     return removed
+
+
+def hold(folder: Path) -> BinaryIO:
+    """Keep runs from removing the checkpoint until the file is closed.
+
+    Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
+    """
+    try:
+        file = (folder / COMPLETE).open("rb")
+    except OSError as error:
+        folder.stat()
+        raise _unreadable(folder, COMPLETE, error) from None
+    try:
+        _lock(file, fcntl.LOCK_SH)
+        if (folder / COMPLETE).stat().st_ino != os.fstat(file.fileno()).st_ino:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _remove_unless_held(folder: Path) -> bool:
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # a broken checkpoint
+            file = opened.enter_context((folder / COMPLETE).open("r+b"))
+            try:
+                _lock(file, fcntl.LOCK_EX)
+            except BlockingIOError:
+                return False
+        _remove(folder)
+    return True
+
+
+def _lock(file: BinaryIO, kind: int) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def set_aside(root: Path, step: int) -> list[Path]:
@@ -189,12 +288,16 @@ def set_aside(root: Path, step: int) -> list[Path]:
 # Read
 
 
-def verify(folder: Path, *, with_hashes: bool = True) -> Listing:
+def verify(folder: Path, *, with_hashes: bool = True, share: tuple[int, int] = (0, 1)) -> Listing:
     """Verify every byte against the manifest; without hashes, only that each file has its full size.
 
-    Returns what the folder lists. Raises BrokenCheckpoint if a file is missing, truncated or changed.
+    `share` (index, count): hash only these of the files, because other ranks hash the others. Returns what
+    the folder lists. Raises BrokenCheckpoint if a file is missing, truncated or changed.
     """
     listed = listing(folder)
+    index, count = share
+    largest_first = sorted(listed.here.items(), key=lambda each: (-each[1].bytes, each[0]))
+    own = {name for name, _ in largest_first[index::count]}
     for name, entry in listed.here.items():
         path = folder / name
         try:
@@ -202,7 +305,7 @@ def verify(folder: Path, *, with_hashes: bool = True) -> Listing:
                 raise BrokenCheckpoint(folder, f"{name} is missing")
             if (size := path.stat().st_size) != entry.bytes:
                 raise BrokenCheckpoint(folder, f"{name} has {size} bytes instead of {entry.bytes}")
-            if with_hashes and _sha256(path) != entry.sha256:
+            if with_hashes and name in own and _sha256(path) != entry.sha256:
                 raise BrokenCheckpoint(folder, f"{name} does not match its SHA-256")
         except OSError as error:
             raise _unreadable(folder, name, error) from None
@@ -214,6 +317,38 @@ def is_checkpoint(folder: Path) -> bool:
     return folder.resolve() in list_steps(folder.resolve().parent) or any(
         (folder / name).exists() for name in (MANIFEST, COMPLETE)
     )
+
+
+def candidates(given: Path) -> list[Path]:
+    """The checkpoints at a path that a user names, the newest finite one first. Raises UserError."""
+    if root := find_checkpoints(given):
+        return sorted(
+            list_steps(root), key=lambda each: (not not_finite(each), step_of(each)), reverse=True
+        )
+    if is_checkpoint(given):
+        return [given.resolve()]
+    found = "contains no checkpoints" if given.exists() else f"not found (looked in {Path.cwd()})"
+    raise UserError(
+        f"{given}: {found}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
+    )
+
+
+def identity(folder: Path) -> str:
+    """The same for all hosts that see this folder on one file system. Raises BrokenCheckpoint."""
+    try:
+        found = (folder / COMPLETE).stat()
+    except OSError as error:
+        raise _unreadable(folder, COMPLETE, error) from None
+    return f"{found.st_ino} {found.st_ctime_ns}"
+
+
+def not_finite(folder: Path) -> str:
+    """Why the state is not finite, as it was saved; "" if it is, or cannot be read."""
+    try:
+        facts = json.loads(read_limited(folder / FACTS, (folder / FACTS).stat().st_size))
+        return str(facts.get("not_finite", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""
 
 
 def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
@@ -251,7 +386,8 @@ def _unreadable(folder: Path, name: str, error: OSError) -> BrokenCheckpoint:
 
 def _read(folder: Path, name: str) -> bytes:
     try:
-        return read_limited(folder / name, _MAX_INDEX_BYTES)
+        size = (folder / name).stat().st_size  # a read allocates its limit
+        return read_limited(folder / name, min(size, _MAX_INDEX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         damage = f"{INDEX} is missing" if name == INDEX else "the save was never completed"
         raise BrokenCheckpoint(folder, damage) from None
@@ -265,6 +401,8 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
         table = json.loads(content)
         rows = (table[key] if key else table).items()
         entries = {name: Entry(**each) for name, each in rows}
+        if not all(type(each.bytes) is int for each in entries.values()):
+            raise TypeError
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise BrokenCheckpoint(folder, f"{file} is not a table of files") from None
     for name in entries:

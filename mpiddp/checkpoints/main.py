@@ -1,9 +1,10 @@
-"""`mpiddp checkpoints`: list, verify, prune and export the checkpoints of a run.
+"""`mpiddp checkpoints`: list, verify, pin, prune and export the checkpoints of a run.
 
     mpiddp checkpoints list runs/a
     mpiddp checkpoints verify runs/a/checkpoints/step_00001000
+    mpiddp checkpoints pin runs/a 1000                       # no run removes it
     mpiddp checkpoints prune runs/a --keep 2
-    mpiddp checkpoints export runs/a whole
+    mpiddp checkpoints export runs/a whole                   # or --to dcp, --to safetensors
 
 DIR is a run's folder, a folder of checkpoints, or one checkpoint. Only `export` needs torch.
 """
@@ -28,8 +29,10 @@ def main(argv: list[str]) -> int:
     with named_by(""):
         if options.verb == "prune":
             return _prune(Path(options.dir), options.keep)
+        if options.verb == "pin":
+            return _pin(Path(options.dir), options.step)
         if options.verb == "export":
-            return _export(Path(options.dir), Path(options.out))
+            return _export(Path(options.dir), Path(options.out), options.to)
         checkpoints = _checkpoints(Path(options.dir))
         if options.verb == "list":
             for folder in checkpoints:
@@ -44,7 +47,9 @@ def _line(folder: Path) -> str:
     megabytes = sum(file.st_size for file in files) / 1e6
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
     state = "intact" if folders.is_verified(folder, with_hashes=False) else "broken"
-    return f"{folder.name}  {megabytes:10.1f} MB  {written}  {state}"
+    pinned = "  pinned" if (folder / folders.PINNED).exists() else ""
+    finite = "  not finite" if folders.not_finite(folder) else ""
+    return f"{folder.name}  {megabytes:10.1f} MB  {written}  {state}{finite}{pinned}"
 
 
 def _verify(folder: Path) -> int:
@@ -64,22 +69,37 @@ def _prune(given: Path, keep: int) -> int:
         is_one = folders.is_checkpoint(given)
         found = "is a single checkpoint" if is_one else "contains no checkpoints"
         raise UserError(f"{given} {found}. Expected a run's folder or a folder of checkpoints.")
-    for folder in folders.prune(root, keep, is_good=folders.is_verified):
+    for folder in folders.prune(root, folders.Retention(keep), is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
 
-def _export(given: Path, out: Path) -> int:
+def _pin(given: Path, step: int) -> int:
+    """Keep a checkpoint from being removed, until the user removes the file."""
+    found = {
+        folders.step_of(folder): folder
+        for folder in folders.list_steps(find_checkpoints(given) or given)
+    }
+    if step not in found:
+        steps = listed(list(map(str, found))) or "none"
+        raise UserError(f"{given} has no checkpoint of step {step}. It has: {steps}.")
+    pin = found[step] / folders.PINNED
+    pin.touch()
+    print(f"checkpoint {found[step].name}: pinned. To unpin it, remove {pin}")
+    return 0
+
+
+def _export(given: Path, out: Path, to: str) -> int:
     """Export a checkpoint, or the newest verified one of a run."""
     from mpiddp.checkpoints.contents import export  # needs torch
 
     found = _checkpoints(given)
     if len(found) > 1:
-        found = list(filter(folders.is_verified, found))
+        found = list(filter(folders.is_verified, reversed(folders.candidates(given))))
     if not found:
         raise UserError(f"{given} contains no verified checkpoint.")
-    entries = listed([f"{entry}.pt" for entry in export(found[-1], out)])
-    print(f"checkpoint {found[-1].name}: written to {out}: whole, with {entries}")
+    entries = listed(export(found[-1], out, to))
+    print(f"checkpoint {found[-1].name}: written to {out} as {to}, with {entries}")
     return 0
 
 
@@ -97,7 +117,7 @@ def _checkpoints(given: Path) -> list[Path]:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp checkpoints",
-        description="List, verify, prune and export checkpoints.",
+        description="List, verify, pin, prune and export checkpoints.",
         allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -105,12 +125,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name, purpose in (
         ("list", "print name, size, time and state of each checkpoint"),
         ("verify", "verify every file against its SHA-256; exit code 1 if one is broken"),
+        ("pin", "keep a checkpoint from being removed"),
         ("prune", "remove checkpoints older than the newest verified ones"),
-        ("export", "write a sharded checkpoint as a whole one, with every tensor in one piece"),
+        ("export", "write a checkpoint with every tensor in one piece, for mpiddp or others"),
     ):
         added[name] = verbs.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         added[name].add_argument("dir", metavar="DIR")
     keep = "number of verified checkpoints to keep (default: 2)"
     added["prune"].add_argument("--keep", type=whole(1), default=2, metavar="N", help=keep)
+    added["pin"].add_argument("step", type=whole(0), metavar="STEP", help="its step")
     added["export"].add_argument("out", metavar="OUT", help="a new folder for the checkpoint")
+    formats = "whole (of mpiddp, the default), dcp (torch.distributed.checkpoint) or safetensors"
+    choices = ("whole", "dcp", "safetensors")
+    added["export"].add_argument("--to", choices=choices, default="whole", help=formats)
     return parser.parse_args(argv)

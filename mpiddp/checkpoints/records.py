@@ -30,8 +30,15 @@ class RunRecords:
     The training matters more than its records: one that cannot be written only causes a warning.
     """
 
-    def __init__(self, run: RunDir) -> None:
-        self.dir = run
+    def __init__(self, run: RunDir, metric: str = "") -> None:
+        """`metric`: the name of the value by which the best checkpoint is kept."""
+        self.dir, self._metric = run, metric
+        self._values: dict[
+            int, float
+        ] = {}  # of the metric, by step: those that `news` has not told yet
+        self._not_finite: dict[
+            str, str
+        ] = {}  # by name, the losses whose latest value is not finite
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = False
         self.is_closed = False
@@ -46,8 +53,24 @@ class RunRecords:
             kept = [line for line in lines if _step_of(line) <= step]
             if kept != lines:
                 replace_file(path, b"".join(kept))
+            for line in kept if self._metric else ():
+                record = json.loads(line)
+                self._note(int(record["step"]), record)
         except OSError as error:
             self._warn(error)
+
+    def news(self) -> dict[str, Any]:
+        """What a save has to know: the metric's new values, and why the latest loss is not finite, or ""."""
+        values, self._values = self._values, {}
+        return {
+            "values": list(values.items()),
+            "not_finite": next(iter(self._not_finite.values()), ""),
+        }
+
+    def _note(self, step: int, values: Mapping[str, Any]) -> None:
+        value = values.get(self._metric)
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            self._values[step] = value
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         if self._is_writer is None:
@@ -57,7 +80,13 @@ class RunRecords:
             )
         if not self._is_writer:
             return
-        record = {"step": step, **{name: _plain(name, value) for name, value in values.items()}}
+        numbers = {name: _number(value) for name, value in values.items()}
+        for name, value in numbers.items():
+            self._not_finite.pop(name, None)
+            if "loss" in name and isinstance(value, float) and not math.isfinite(value):
+                self._not_finite[name] = f"{name} of step {step} is {value}"
+        record = {"step": step, **{name: _plain(name, value) for name, value in numbers.items()}}
+        self._note(step, record)
         try:
             _append(self.dir.metrics, record)
             self._is_warned = False
@@ -126,7 +155,9 @@ def log_metrics(step: int, **values: Any) -> None:
     Args:
         step: the step of the run to which the values belong, as `Checkpoints.save` counts them.
         values: by name, numbers, strings, None, or tensors of one element, which a GPU has to compute first.
-            NaN and infinities become null, because JSON has none.
+            NaN and infinities become null, because JSON has none. While the latest value of a name with
+            "loss" in it is one of these, checkpoints count as not finite: the newest finite one is kept, and
+            a resume starts from it.
 
     Raises:
         TypeError: a step or a value of another type.
@@ -147,11 +178,16 @@ def _current_run() -> RunRecords:
     return run
 
 
-def _plain(name: str, value: Any) -> Any:
-    """The value as JSON has it: null in place of NaN and infinities."""
+def _number(value: Any) -> Any:
+    """The element of a tensor or an array of one."""
     if hasattr(value, "item") and getattr(value, "size", None) != 0:
         with contextlib.suppress(RuntimeError, ValueError):  # it has several elements
-            value = value.item()
+            return value.item()
+    return value
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The value as JSON has it: null in place of NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if type(value) in _SCALARS:

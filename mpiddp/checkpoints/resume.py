@@ -36,14 +36,16 @@ class Candidate(NamedTuple):
     of_this_run: bool
     is_named: bool = False  # the user has named the checkpoint itself
     save_id: str = ""  # the same on all hosts of a save
+    inode: str = ""  # the same on all hosts that see the same folder
+    not_finite: str = ""  # why its state is not finite
     lacking: Sequence[str] = ()  # the files of shards that this host lacks
     damage: str = ""  # a sentence without its period
     is_failure: bool = False  # a machine failed
 
     @property
-    def order(self) -> tuple[bool, int]:
+    def order(self) -> tuple[bool, bool, int]:
         """The highest is chosen: those of this run come first, unless the user goes back to a named one."""
-        return self.of_this_run, self.step
+        return self.of_this_run, not self.not_finite, self.step
 
     def damaged(self, error: Exception) -> Candidate:
         """The same, with the path in the sentence if the user has named it."""
@@ -92,7 +94,12 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         if not any(each.damage for each in checked):
             break
     broken = [each for each in found if each.damage]
-    _log_damages(broken, best if usable else None)
+    passed = [each for each in found if each.not_finite and not each.damage and not each.is_named]
+    told = [
+        each._replace(damage=f"checkpoint {Path(each.path).name}: {each.not_finite}")
+        for each in passed
+    ]
+    _log_damages(broken + told, best if usable else None)
     if not usable:
         if path is not None or broken:
             _refuse(run, path, broken)
@@ -103,7 +110,8 @@ def find(run: Run, path: Path | None = None) -> Found | None:
     rows = run.gather({name: vars(entry) for name, entry in listed.items()})
     files = {name: Entry(**entry) for name, entry in rows[best.rank].items()}
     # A later start may find the missing parts of a newer one. It would jump forward again.
-    has_newer = any(each.lacking and each.order > best.order for each in broken)
+    later = [each for each in (*broken, *passed) if each.of_this_run == best.of_this_run]
+    has_newer = any((each.lacking or each.not_finite) and each.step > best.step for each in later)
     return Found(same, files, leaves_newer=best.is_named or has_newer)
 
 
@@ -119,13 +127,26 @@ def _checked(run: Run, same: Sequence[Candidate]) -> list[Candidate]:
         where = f"{min(missing)} is on none of these hosts"
         nowhere = BrokenCheckpoint(Path(same[0].path), where)
         return [each.damaged(nowhere) for each in same]
-    own = [each for each in same if each.rank == run.rank]
-    for index, each in enumerate(own):
+    # One folder on a shared file system is verified once: the ranks of all its hosts divide its files.
+    nodes = run.gather(run.coordinator.world.node_rank)
+    by_node = {nodes[each.rank]: each for each in same}
+    inodes = [by_node[node].inode if node in by_node else None for node in nodes]
+    damage, is_failure = "", False
+    if own := by_node.get(nodes[run.rank]):
+        sharing = [rank for rank, inode in enumerate(inodes) if inode == own.inode]
         try:
-            folder.verify(Path(each.path))
+            folder.verify(Path(own.path), share=(sharing.index(run.rank), len(sharing)))
         except BrokenCheckpoint as error:
-            own[index] = each.damaged(error)
-    return _gathered(run, own)
+            damaged = own.damaged(error)
+            damage, is_failure = damaged.damage, damaged.is_failure
+    found = list(zip(inodes, run.gather((damage, is_failure)), strict=True))
+    checked = []
+    for each in same:
+        problems = [problem for inode, problem in found if inode == each.inode and problem[0]]
+        if problems:
+            each = each._replace(damage=problems[0][0], is_failure=problems[0][1])
+        checked.append(each)
+    return checked
 
 
 def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
@@ -153,9 +174,13 @@ def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = Fals
     try:
         found = found._replace(step=step_of(path) if of_this_run or not is_named else 0)
         listed = folder.listing(path)
+        inode = folder.identity(path)
     except (BrokenCheckpoint, ValueError) as error:
         return found.damaged(error)
-    return found._replace(save_id=listed.save_id, lacking=listed.lacking)
+    reason = folder.not_finite(path)
+    return found._replace(
+        save_id=listed.save_id, inode=inode, not_finite=reason, lacking=listed.lacking
+    )
 
 
 def _log_damages(broken: list[Candidate], best: Candidate | None) -> None:

@@ -30,7 +30,8 @@ from mpiddp.text import escaped, from_here
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a mount without a lock manager
+# What a folder cannot do at the start, it cannot do after a restart either.
+_NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 _FLOCK = "hhqqi0q"  # the kernel's struct flock: type, whence, start, length, pid
 _held: set[Path] = set()  # the kernel grants a process its own lock again
 
@@ -58,7 +59,7 @@ class RunLock:
 
     def __init__(self, run: RunDir) -> None:
         """Raises UserError, or JobFailed in a restart, if another run holds it."""
-        self._path, self._pid = run.owner.absolute(), os.getpid()
+        self._path, self._pid = run.owner.resolve(), os.getpid()
         if self._path in _held:
             raise UserError(f"{run} is in use by this process. Close it there first.")
         self._file = run.owner.open("a+b", buffering=0)
@@ -68,7 +69,7 @@ class RunLock:
                 # The run before is just ending, and has removed this file, whose lock would exclude nobody.
                 raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in folder.NO_LOCKS:
                 holder = _holder(self._file)
                 self._file.close()
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
@@ -152,8 +153,17 @@ class Run:
                 if self.is_writer:
                     self._lock = RunLock(run_dir)
                     folder.remove_leftovers(run_dir.checkpoints)
+                    try:
+                        folder.probe_rename(run_dir.checkpoints)
+                    except OSError as error:
+                        if error.errno not in _NEVER or error.errno == errno.EROFS:
+                            raise
+                        raise UserError(
+                            f"{run_dir}: its file system cannot rename folders ({error.strerror}), as "
+                            "each save has to. Name a folder on another one."
+                        ) from None
         except BaseException:
-            self.close()
+            self.close(removes_new=True)
             raise
 
     @property
@@ -180,7 +190,7 @@ class Run:
             try:
                 yield
             except OSError as error:
-                kind = cause_of(error)
+                kind = UserError if error.errno in _NEVER else cause_of(error)
                 hint = " Name another folder." if kind is UserError else ""
                 raise kind(f"{self.dir} cannot be written: {error.strerror}.{hint}") from None
 

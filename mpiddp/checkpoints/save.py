@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.contents import rng_states, write_files
-from mpiddp.checkpoints.folder import INDEX, Entry, flush, name_of_step
+from mpiddp.checkpoints.contents import rng_states, write_entries, write_facts
+from mpiddp.checkpoints.folder import INDEX, Entry, Retention, flush, name_of_step
+from mpiddp.checkpoints.host import to_host, worst
+from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
-from mpiddp.checkpoints.shards import Boxes, boxes_of, file_of
-from mpiddp.checkpoints.state import Keys, mapped, packed, split, write_tensors
+from mpiddp.checkpoints.shards import box_of, digest_of, file_of, union_of
+from mpiddp.checkpoints.state import (
+    Keys,
+    Outline,
+    is_sharded,
+    mapped,
+    packed,
+    shown_path,
+    write_tensors,
+)
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.runtime.log import log
@@ -55,9 +66,13 @@ class _Copied:
 
     step: int
     state: dict[str, Any]  # {} on ranks that are no writers
-    boxes: Boxes | None  # this rank's parts of sharded tensors; None if nothing is sharded
+    boxes: dict[str, dict[str, Any]] | None  # this rank's; None if every writer has the whole state
+    is_partial: bool  # some ranks have tensors that others do not
     ranks: list[Tensor]  # what each rank saves for itself, uint8 [bytes]; on writers
     config: Mapping[str, Any]
+    not_finite: str  # why the latest loss is not finite, or ""
+    copies: Mapping[Keys, Any]  # the tensors of state and boxes
+    blocks: list[Tensor]  # the memory of these
     wait: Callable[[], None]  # until the copies are done
 
 
@@ -67,9 +82,23 @@ class Saver:
     With `must_succeed`, a failed save ends the run; else it causes a warning.
     """
 
-    def __init__(self, run: Run, *, keep: int, must_succeed: bool) -> None:
-        self._run, self._root = run, run.dir.checkpoints
+    def __init__(
+        self,
+        run: Run,
+        records: RunRecords,
+        keep: Retention,
+        *,
+        highest_is_best: bool = False,
+        must_succeed: bool,
+    ) -> None:
+        self._run, self._records, self._root = run, records, run.dir.checkpoints
         self._keep, self._must_succeed = keep, must_succeed
+        self._sign = -1 if highest_is_best else 1
+        self._values: dict[int, float] = {}  # of the metric, by step; the lowest is the best
+        self._not_finite = ""  # why the latest loss is not finite
+        self._infinite: set[Keys] | None = None  # tensors with infinities on purpose, such as masks
+        self._is_warned = False  # of a state that is not finite
+        self._digests: list[str] = []  # of what each rank saves
         self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._num_saves = 0
         self.pending: Future[str] | None = None  # the save in flight
@@ -78,21 +107,46 @@ class Saver:
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
 
     def save(
-        self, step: int, state: dict[str, Any], per_rank: dict[str, Any], config: Mapping[str, Any]
+        self, step: int, outline: Outline, per_rank: Outline, config: Mapping[str, Any]
     ) -> None:
-        """Copy the state, and write it in the thread. A collective, after `meet`."""
+        """Copy the state, and write it in the thread. A collective, after `meet`. Raises ValueError."""
         run = self._run
+        union = union_of(run, outline, self._digests)
         self._num_saves += 1
-        ranks = self._gather(per_rank)
-        replicated, sharded = split(state)
-        if sharded and self._ring is None and len(run.writers) > 1:
+        # Queue these small copies first: they are sent while a GPU makes the others.
+        own_copies, _, wait_for_own = to_host(per_rank.tensors)
+        entries: dict[Keys, Any] = {}  # what this rank saves, by path: whole, and in boxes
+        boxes: dict[Keys, dict[str, Any]] = {}
+        for path, value in zip(outline.paths, outline.tensors, strict=True):
+            if not union.is_boxed(path, value):
+                if run.is_writer:
+                    entries[path] = value
+            elif union.saves(path, value, run.rank) and (box := box_of(path, value)):
+                boxes[path] = box
+        has_boxes = bool(union.boxed) or any(map(is_sharded, outline.tensors))
+        wanted = [*entries.values(), *(each["box"] for each in boxes.values())]
+        copied, blocks, wait_for_copies = to_host(wanted)
+        copies = dict(zip((*entries, *boxes), copied, strict=True))
+        named = {json.dumps(path): {**box, "box": copies[path]} for path, box in boxes.items()}
+        wait_for_own()
+        ranks = self._gather(per_rank.filled(own_copies))
+        if has_boxes and self._ring is None and len(run.writers) > 1:
             timeout = timedelta(seconds=run.timeout_s)
             self._ring = dist.new_group(backend="gloo", timeout=timeout)
-        if sharded or run.is_writer:
-            own = replicated if run.is_writer else {}
-            boxes = boxes_of(sharded) if sharded else None
-            (copied, boxes), wait_for_copies = _to_host((own, boxes))
-            job = _Copied(step, copied, boxes, ranks, config, wait_for_copies)
+        if has_boxes or run.is_writer:
+            tree = (outline.tree if union.tree is None else union.tree) if run.is_writer else {}
+            job = _Copied(
+                step,
+                mapped(tree, lambda path, value: _entry(copies, entries, path, value)),
+                named if has_boxes else None,
+                union.is_partial,
+                ranks,
+                config,
+                self._not_finite,
+                copies,
+                blocks,
+                wait_for_copies,
+            )
             self.pending = self._thread.submit(self._write, job)
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Tensor]:
@@ -102,9 +156,7 @@ class Saver:
         neither by the rank that writes them nor by the other ranks that resume.
         """
         run = self._run
-        copied, wait_for_copies = _to_host(per_rank)
-        wait_for_copies()
-        own = packed({"rng": rng_states(run.local_rank), "state": copied})
+        own = packed({"rng": rng_states(run.local_rank), "state": per_rank})
         gathered = [own] * run.world_size
         if run.world_size > 1 and run.writers == [0]:
             dist.gather_object(own, gathered if run.is_writer else None, 0, group=run.group)
@@ -113,10 +165,11 @@ class Saver:
         written = gathered if run.is_writer else []
         return [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in written]
 
-    def meet(self, next_step: int | None) -> None:
+    def meet(self, next_step: int | None, outline: Outline | None = None) -> None:
         """Wait for the save in flight, and for the other ranks. A collective: every rank must call it.
 
         `next_step` is None after the last save. That one must succeed, or its checkpoint would be lost.
+        `outline` is what this rank saves next.
 
         Raises:
             ValueError: the ranks save different steps.
@@ -129,17 +182,26 @@ class Saver:
         if next_step is not None and run.rank == 0 and run.world_size > 1:
             self._thread.submit(_warn_if_late, met, next_step, *_line_of_script())
         try:
-            answers = run.gather((next_step, problem))
+            news = self._records.news() if run.rank == 0 else {}
+            # The values are compared in the first save, where they differ if the ranks are no replicas.
+            digest = ""
+            if outline is not None and run.world_size > 1:
+                digest = digest_of(outline, samples=self._num_saves == 0)
+            answers = run.gather((next_step, problem, digest, news))
         finally:
             met.set()
-        first = {step: rank for rank, (step, _) in reversed(list(enumerate(answers)))}
+        self._digests = [each[2] for each in answers]
+        news = answers[0][3]  # rank 0 always records
+        self._not_finite = news["not_finite"]
+        self._values |= {step: self._sign * value for step, value in news["values"]}
+        first = {step: rank for rank, (step, *_) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
             calls = [
                 f"{run.coordinator.name(rank)} {'closes' if step is None else f'saves step {step}'}"
                 for step, rank in first.items()
             ]
             raise ValueError(f"{', '.join(sorted(calls))}. All ranks must save the same step.")
-        problems = [text for _, text in answers]
+        problems = [text for _, text, *_ in answers]
         if any(problems) and (self._must_succeed or next_step is None):
             raise JobFailed("\n".join(run.coordinator.sentences(problems)))
         for host, text in zip(run.coordinator.hostnames, problems, strict=True):
@@ -170,10 +232,13 @@ class Saver:
         hashes: dict[str, str] = {}
         try:
             reports = self._settle(job, "written", lambda: self._write_files(new, job, hashes))
-            files = {file_of(rank): Entry(*each) for rank, each in enumerate(reports) if each}
+            files = {file_of(rank): Entry(*each) for rank, (each, _) in enumerate(reports) if each}
+            reason = job.not_finite or next(filter(None, (text for _, text in reports)), "")
             if self._ring is not None and job.boxes is not None:
                 self._settle(job, "copied", lambda: self._send_copies(new, files))
-            self._settle(job, "complete", lambda: self._complete(new, final, hashes, files))
+            self._settle(
+                job, "complete", lambda: self._complete(new, final, job, hashes, files, reason)
+            )
         except BaseException:
             if run.is_writer:
                 shutil.rmtree(new, ignore_errors=True)
@@ -181,10 +246,22 @@ class Saver:
         if run.is_writer:
             self._is_good[final] = True
             try:
-                folder.prune(self._root, self._keep, is_good=self._is_verified)
+                keep = replace(self._keep, lowest=self._values)
+                folder.prune(self._root, keep, is_good=self._is_verified)
             except OSError as error:  # the new checkpoint is complete anyway
                 why = f"cannot remove old checkpoints: {error.strerror}"
                 log.warning(f"warning: {self._root}: {why}.")
+            if reason and run.rank == 0 and not self._is_warned:
+                self._warn_of(final, reason)
+            self._is_warned = bool(reason)
+
+    def _warn_of(self, final: Path, reason: str) -> None:
+        """Say that the newest checkpoint is not finite, and which one is."""
+        finite = [each for each in folder.list_steps(self._root) if not folder.not_finite(each)]
+        rest = "There is no finite checkpoint."
+        if finite:
+            rest = f"{from_here(finite[-1])} is kept, and a resume starts from it."
+        log.warning(f"warning: {final.name} is not finite: {reason}. {rest}")
 
     def _settle(self, job: _Copied, part: str, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part of the save: all ranks report, and each comes to the same result.
@@ -216,17 +293,34 @@ class Saver:
             raise _Abandoned
         return [each for each, _ in reports]
 
-    def _write_files(self, new: Path, job: _Copied, hashes: dict[str, str]) -> list[Any] | None:
-        """Write this rank's files, down to the disk. Returns the size and the hash of its shards."""
+    def _write_files(self, new: Path, job: _Copied, hashes: dict[str, str]) -> list[Any]:
+        """Write this rank's files, down to the disk.
+
+        Returns the size and the hash of its shards, or None, and why its tensors are not finite, or "".
+        """
         new.mkdir(parents=True, exist_ok=True)
         if self._run.is_writer:
-            hashes.update(write_files(new, job.step, job.state, job.ranks, job.config))
-        if job.boxes is None:
-            return None
-        name = file_of(self._run.rank)
-        (sha256,) = write_tensors(new, {name.removesuffix(".pt"): job.boxes}).values()
-        flush(new / name)
-        return [(new / name).stat().st_size, sha256]
+            hashes.update(write_entries(new, job.state, job.ranks))
+        shard = None
+        if job.boxes is not None:
+            name = file_of(self._run.rank)
+            (sha256,) = write_tensors(new, {name.removesuffix(".pt"): job.boxes}).values()
+            flush(new / name)
+            shard = [(new / name).stat().st_size, sha256]
+        return [shard, self._not_finite_in(job)]
+
+    def _not_finite_in(self, job: _Copied) -> str:
+        """Name a tensor that is not finite. One that holds infinities from the first save on may do so."""
+        bad = {}
+        if not math.isfinite(worst(job.blocks)):
+            every = {path: worst([each]) for path, each in job.copies.items()}
+            bad = {path: value for path, value in every.items() if not math.isfinite(value)}
+        if self._infinite is None:
+            self._infinite = {path for path, value in bad.items() if math.isinf(value)}
+        for path, value in bad.items():
+            if math.isnan(value) or path not in self._infinite:
+                return f"{shown_path(path)} has {value}"
+        return ""
 
     def _send_copies(self, new: Path, files: Mapping[str, Entry]) -> None:
         transfers = [
@@ -236,12 +330,27 @@ class Saver:
         send_files(transfers, self._run.rank, self._ring, new)
 
     def _complete(
-        self, new: Path, final: Path, hashes: dict[str, str], files: Mapping[str, Entry]
+        self,
+        new: Path,
+        final: Path,
+        job: _Copied,
+        hashes: dict[str, str],
+        files: Mapping[str, Entry],
+        not_finite: str,
     ) -> None:
         """Complete the checkpoint on this file system, if this rank writes there."""
         run = self._run
         if not run.is_writer:
             return
+        write_facts(
+            new,
+            step=job.step,
+            world_size=len(job.ranks),
+            keys=list(job.state),
+            config=job.config,
+            not_finite=not_finite,
+            is_partial=job.is_partial,
+        )
         for rank, receiver in enumerate(receivers_of(run.writer_of)) if files else ():
             if run.rank not in (run.writer_of[rank], run.writer_of[receiver]):
                 continue
@@ -297,32 +406,10 @@ def _warn_if_late(met: threading.Event, step: int, file: str, line: int) -> None
         )
 
 
-def _to_host(state: Any) -> tuple[Any, Callable[[], None]]:
-    """The same with copies of its tensors on the CPU, and a function that waits for the copies.
-
-    With a GPU, torch pins the memory of the copies and keeps it for the next ones. The copies run on the
-    current stream: later steps change the originals only afterwards, and only the reader of the copies
-    waits.
-    """
-    events: dict[torch.device, torch.Event] = {}
-
-    def copy(_: Keys, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if value.device.type != "cpu" and value.device not in events:
-            events[value.device] = torch.Event(value.device)
-        return value.detach().to("cpu", non_blocking=True, copy=True)
-
-    with torch.inference_mode(False), torch.no_grad():
-        copied = mapped(state, copy)
-    for device, event in events.items():
-        event.record(torch.accelerator.current_stream(device))
-
-    def wait_for_copies() -> None:
-        for event in events.values():
-            event.synchronize()
-
-    return copied, wait_for_copies
+def _entry(copies: Mapping[Keys, Any], entries: Mapping[Keys, Any], path: Keys, value: Any) -> Any:
+    if value is not ...:
+        return value
+    return copies[path] if path in entries else None
 
 
 class SaveSchedule:

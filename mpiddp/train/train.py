@@ -191,8 +191,9 @@ def fit(
                 train_loss = loss_sum.item() / num_images
                 if was_finite and not math.isfinite(train_loss) and world.rank == 0:
                     log.warning(
-                        f"warning: the loss is {train_loss} at step {step}. Stop the run, and "
-                        "continue from an earlier checkpoint with a lower --lr or --clip-grad-norm."
+                        f"warning: the loss is {train_loss} at step {step}. Stop the run, and start it "
+                        "again with a lower --lr or --clip-grad-norm: it resumes from its newest finite "
+                        "checkpoint."
                     )
                 loss_sum, num_images = torch.zeros((), device=device), 0
                 recent = timer.read()[-config.log_every :]

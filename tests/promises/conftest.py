@@ -19,7 +19,7 @@ from tests.support.place import Here, Hosts, Place
 
 CHAPTERS = (
     *("start", "as_under_torchrun", "variables", "allocations", "output", "failures", "hangs"),
-    *("stop", "restarts", "checkpoints", "training", "hosts", "ssh", "doctor", "python"),
+    *("stop", "restarts", "checkpoints", "states", "training", "hosts", "ssh", "doctor", "python"),
     "page_commands",
 )
 

@@ -363,7 +363,11 @@ def test_what_cannot_be_saved(here):
     assert not (here.folder / "run").exists()
 
 
-WRONGS = {"config": "width 1, now 2", "model": "size mismatch", "no resume": "step_00000001"}
+WRONGS = {
+    "config": "width 1, now 2",
+    "model": "weight was saved with shape [3, 2]",
+    "no resume": "step_00000001",
+}
 
 
 def test_wrong_resume_is_refused_by_all_ranks(here):
@@ -594,6 +598,14 @@ def test_lost_host_of_shards(apart):
     done = apart.fork("node0:1", *train).assert_ok()
     assert resumed_step(done) == 6
     assert "step_00000008: shard_00001.pt" in done.stdout
+
+
+def test_lost_host_of_a_stage(apart):
+    """Without a shared disk, a pipeline's stage survives the loss of its host, whose shards another keeps."""
+    job = (program("states.py"), "save", PRIVATE, "pipeline", "values")
+    apart.fork("node0:1,node1:1", *job).assert_ok()
+    shutil.rmtree(private(apart, "node1"))
+    apart.fork("node0:1", program("states.py"), "resume", PRIVATE, "pipeline", "values").assert_ok()
 
 
 def test_script_on_hosts_apart(apart, undisturbed):

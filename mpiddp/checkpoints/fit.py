@@ -1,0 +1,214 @@
+"""How an entry of a checkpoint fits the object that loads it, which is known before anything changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from mpiddp.checkpoints.shards import ShardedValue
+from mpiddp.checkpoints.state import Keys, is_sharded, mapped, shown_path
+from mpiddp.errors import UserError
+from mpiddp.text import listed
+
+_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+|(?<=\.)_orig_mod\.")  # of torch.compile and DDP
+_FLAT = "param_groups."  # begins the keys of a flattened optimizer's state
+
+
+@dataclass
+class Fit:
+    """An object, and the entry that it loads, which fits it."""
+
+    name: str
+    entry: Any
+    target: Any
+    likes: dict[Keys, Any]  # the object's tensors, by the path of what is like them in the entry
+    module: Module | None = None  # of an optimizer whose state is by names
+
+    @classmethod
+    def each(
+        cls, name: str, entry: Any, target: Any, objects: Mapping[str, Any], *, is_partial: bool
+    ) -> Iterator[Fit]:
+        """One for the object, or for each object in a dict. Raises UserError if one does not fit."""
+        if type(target) is dict:
+            for key, each in target.items():
+                if not isinstance(entry, Mapping) or key not in entry:
+                    raise UserError(f"it has no {key!r}")
+                yield from cls.each(
+                    f"{name}[{key!r}]", entry[key], each, objects, is_partial=is_partial
+                )
+            return
+        fit = cls(name, entry, target, {})
+        if isinstance(target, Module):
+            fit._match_module(is_partial=is_partial)
+        elif isinstance(target, Optimizer):
+            modules = [each for each in objects.values() if isinstance(each, Module)]
+            fit._match_optimizer(modules, is_partial=is_partial)
+        elif callable(getattr(target, "state_dict", None)):
+            fit.likes = _tensors_in(target.state_dict())
+        mapped(fit.entry, fit._check_sharded)
+        yield fit
+
+    def load(self) -> None:
+        """Load the entry. Not a collective, unless the object's own `load_state_dict` is one."""
+        is_module = isinstance(self.target, Module)
+        state = placed(self.entry, self.likes, owns=not is_module)
+        if self.module is not None:
+            from torch.distributed.checkpoint import state_dict as torch_states
+
+            options = torch_states.StateDictOptions(
+                flatten_optimizer_state_dict=_is_flat(self.entry)
+            )
+            torch_states.set_optimizer_state_dict(self.module, self.target, state, options=options)
+            return
+        self.target.load_state_dict(state)
+
+    def _match_module(self, *, is_partial: bool) -> None:
+        found = self.target.state_dict()
+        if not isinstance(self.entry, dict):
+            raise UserError("it is not the state of a module")
+        entry = dict(self.entry)
+        if entry.keys() != found.keys():
+            bare = {_bare(name): name for name in found}
+            renamed = {bare.get(_bare(name), name): value for name, value in entry.items()}
+            entry = renamed if len(renamed) == len(entry) else entry
+        missing = [name for name in found if name not in entry]
+        unexpected = [name for name in entry if name not in found]
+        if is_partial:  # those of other stages
+            entry = {name: value for name, value in entry.items() if name in found}
+            unexpected = []
+        for what, names in (("has no", missing), ("also has", unexpected)):
+            if names:
+                raise UserError(f"it {what} {listed(list(map(str, names)), 4)}")
+        for name, like in found.items():
+            if not isinstance(like, Tensor):
+                continue
+            value = entry[name]
+            if like.is_meta:
+                raise UserError(
+                    f"{name} is on meta, and has no memory: call its to_empty(device=…) before"
+                )
+            is_lazy = torch.nn.parameter.is_lazy(like)
+            if not is_lazy and getattr(value, "shape", like.shape) != like.shape:
+                raise UserError(
+                    f"{name} was saved with shape {list(value.shape)}; it now has {list(like.shape)}"
+                )
+        copied = type(self.entry)(entry)
+        getattr(copied, "__dict__", {}).update(getattr(self.entry, "__dict__", {}))
+        self.entry = copied
+        self.likes = {(name,): value for name, value in found.items()}
+
+    def _match_optimizer(self, modules: list[Module], *, is_partial: bool) -> None:
+        groups = self.target.param_groups
+        params = [each for group in groups for each in group["params"]]
+        if not isinstance(self.entry, Mapping):
+            raise UserError("it is not the state of an optimizer")
+        saved = self.entry.get("param_groups") or []
+        names = [each for group in saved for each in group["params"] if type(each) is str]
+        if names or _is_flat(self.entry):
+            self._match_names({id(each) for each in params}, modules, is_partial=is_partial)
+            return
+        known, had = ({*groups[0]} if groups else set()), ({*saved[0]} if saved else set())
+        known, had = known - {"initial_lr"}, had - {"initial_lr"}
+        if known - had and had - known:
+            raise UserError(
+                f"it is the state of another optimizer, with {listed(sorted(had - known), 4)} and without "
+                f"{listed(sorted(known - had), 4)}, which {type(self.target).__name__} has"
+            )
+        self.likes = {("state", index): each for index, each in enumerate(params)}
+        self.likes |= _tensors_in(self.target.state_dict())
+
+    def _match_names(self, own: set[int], modules: list[Module], *, is_partial: bool) -> None:
+        """Of an optimizer's state by the names of its parameters, whose ids are `own`."""
+        for module in modules:
+            found = {_bare(name): each for name, each in module.named_parameters()}
+            if own <= {id(each) for each in found.values()}:
+                break
+        else:
+            raise UserError("its state is by parameter names: load its model in the same call")
+        self.module = module
+        names = {name: each for name, each in found.items() if id(each) in own}
+        self.likes = {("state", name): each for name, each in names.items()}
+        if _is_flat(self.entry):
+            of = {key: _name_in(key) for key in self.entry}
+        else:
+            of = {each: each for group in self.entry["param_groups"] for each in group["params"]}
+        if missing := names.keys() - set(of.values()):
+            raise UserError(f"it has no state of {listed(sorted(missing), 4)}")
+        if is_partial and _is_flat(self.entry):  # those of other stages
+            self.entry = {key: value for key, value in self.entry.items() if of[key] in names}
+
+    def _check_sharded(self, path: Keys, value: Any) -> None:
+        """Refuse a sharded tensor that the object does not tell how to place."""
+        if type(value) is not ShardedValue:
+            return
+        like = like_of(path, self.likes)
+        if not isinstance(like, Tensor):
+            raise UserError(
+                f"{shown_path(path, '')} is sharded, and {type(self.target).__name__}.state_dict() has no "
+                "such tensor, which would tell its place: build it before, or use full_tensor()"
+            )
+        if like.shape != value.shape:
+            raise UserError(
+                f"{shown_path(path, '')} was saved with shape {list(value.shape)}; "
+                f"it now has {list(like.shape)}"
+            )
+
+
+def like_of(path: Keys, likes: Mapping[Keys, Any]) -> Any:
+    """The object's own tensor, or for the state of an optimizer its parameter."""
+    own = likes.get(path, likes.get(path[:2]))
+    return likes.get(("state", _name_in(path[0]))) if own is None and path else own
+
+
+def placed(entry: Any, likes: Mapping[Keys, Any], *, owns: bool = False) -> Any:
+    """The entry with tensors that are sharded, or whole, as those of the object. Not a collective.
+
+    With `owns`, the object keeps the tensors: those that stay on the CPU are copied out of their files.
+    """
+
+    def tensor(path: Keys, value: Any) -> Any:
+        like: Any = like_of(path, likes)
+        if type(value) is ShardedValue:
+            return value.read_like(like) if isinstance(like, Tensor) else value.full_tensor()
+        if not isinstance(value, Tensor):
+            return value
+        if not is_sharded(like) or like.shape != value.shape:
+            stays = not isinstance(like, Tensor) or like.device.type == "cpu" or not value.ndim
+            return value.clone() if owns and stays else value
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = value.to(like.device)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+    return mapped(entry, tensor)
+
+
+def _tensors_in(state: Any) -> dict[Keys, Any]:
+    found: dict[Keys, Any] = {}
+
+    def keep(path: Keys, value: Any) -> None:
+        if isinstance(value, Tensor):
+            found[path] = value
+
+    mapped(state, keep)
+    return found
+
+
+def _bare(name: Any) -> str:
+    return _WRAPPERS.sub("", str(name))
+
+
+def _name_in(key: Any) -> str:
+    """The parameter in a key such as "state.fc.weight.exp_avg"."""
+    return re.sub(r"^(state|param_groups)\.", "", str(key)).rpartition(".")[0]
+
+
+def _is_flat(entry: Mapping[str, Any]) -> bool:
+    return any(str(key).startswith(_FLAT) for key in entry)
