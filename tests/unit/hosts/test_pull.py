@@ -16,6 +16,7 @@ from mpiddp.checkpoints import folder as directory
 from mpiddp.errors import UserError
 from mpiddp.hosts import main, pull, push
 from mpiddp.hosts.hostfile import Host
+from tests.support.cluster import needs
 from tests.support.errors import error
 
 HOST, HERE = Host("n1"), Host("localhost")
@@ -46,6 +47,7 @@ def bring(there, ssh, monkeypatch, capsys):
 @pytest.fixture
 def ssh(tmp_path, monkeypatch):
     """It runs the other end of rsync on this machine, in the other folder."""
+    needs.need("rsync")
     path = tmp_path / "bin" / "ssh"
     skip = f'echo noise; while [ "$1" != {HOST.name} ]; do shift; done; shift'
     there = 'eval "$(echo "$*" | sed "s,/here/,/there/,g")"'
