@@ -189,7 +189,7 @@ def test_a_push_keeps_what_it_replaces_and_what_is_there_alone(there, ssh, monke
     assert files_of(there / "run") == {**sent, **own, **kept}
 
 
-def test_a_push_needs_rsync(there, monkeypatch):
+def test_a_push_needs_rsync(there, ssh, monkeypatch):
     write(Path("run"), a="1")
     Path("hosts").write_text("localhost\nn1\n", encoding="utf-8")
     monkeypatch.setattr(push, "other_hosts", lambda hosts: [HOST])
