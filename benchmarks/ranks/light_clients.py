@@ -21,7 +21,9 @@ from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.job import Job
 from mpiddp.launch.options import parse_options
+from mpiddp.launch.place import Past
 from mpiddp.launch.plan import Plan
+from mpiddp.launch.preflight import Checked
 from mpiddp.protocol.channel import RANK, decode, encode, mac, member_key
 from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
@@ -50,9 +52,8 @@ def launcher(ranks: int) -> None:
     named = Hosts("light clients", tuple(Host(name, ranks=per_host) for name in names))
     request = Request(named, ("true",), ".")
     # As of a scheduler: no login to these hosts, which do not exist.
-    plan = Plan(
-        STARTERS[1]._replace(program=mpirun, has_scheduler=True), request, named, named, None
-    )
+    starter = STARTERS[1]._replace(program=mpirun, has_scheduler=True)
+    plan = Plan(starter, request, Past(named, {}), named, None, Checked({}, {}, {}))
     since = time.monotonic()
     with closing(SignalQueue()) as signals:
         outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).attempt()

@@ -223,5 +223,5 @@ def reach(
     """Whether each host reaches each other on the job's network, in each direction, with large packets."""
     if not any(found.values()):
         yield UNKNOWN, "no direction between the hosts was tried", ""
-    for fact, fix in blocked(found, addresses, port):
+    for _, fact, fix in blocked(found, addresses, port):
         yield FAIL, fact, fix

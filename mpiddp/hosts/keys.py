@@ -16,16 +16,16 @@ from pathlib import Path
 
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.ssh import Answer, other_hosts, run_on_hosts, ssh_complaint
+from mpiddp.hosts.ssh import Answer, no_answer, other_hosts, run_on_hosts
+from mpiddp.hosts.transport import Transport
 
-_ANSWER_S = 30.0
 _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
 
 
 def main(_: argparse.Namespace, hosts: Hosts) -> int:
     """Make a key if there is none, and copy it. Raises UserError for a host that accepts no login then."""
     others = other_hosts(hosts.hosts)
-    closed = _closed(others)
+    closed = _closed(others, hosts.transport)
     asked = [  # a yes or a password opens these logins
         host
         for host, answer in closed.items()
@@ -37,17 +37,21 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
         for host in asked:  # one after the other: ssh asks for a yes and a password
             port = ["-p", str(host.port)] if host.port else []
             subprocess.run(["ssh-copy-id", "-i", str(key), *port, "--", host.ssh_target])
-        closed = _closed(others)
+        closed = _closed(others, hosts.transport)
     if closed:
-        raise UserError("\n".join(ssh_complaint(h, each.stderr) for h, each in closed.items()))
+        raise UserError(
+            "\n".join(
+                no_answer(h, "true", each, None, "", hosts.transport) for h, each in closed.items()
+            )
+        )
     names = ", ".join(host.name for host in others) or "every host"
     print(f"ssh reaches {names} without a question")
     return DONE
 
 
-def _closed(hosts: Sequence[Host]) -> dict[Host, Answer]:
+def _closed(hosts: Sequence[Host], transport: Transport) -> dict[Host, Answer]:
     """The hosts to which ssh cannot log in without a question."""
-    answers = run_on_hosts(hosts, "true", "", timeout_s=_ANSWER_S)
+    answers = run_on_hosts(hosts, "true", "", transport=transport)
     return {host: answer for host, answer in answers.items() if not answer.has_begun}
 
 

@@ -10,11 +10,13 @@ The modules of keys, push, pull, run and history have their own examples.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
-from mpiddp.arguments import OneSentenceParser
+from mpiddp.arguments import OneSentenceParser, duration
 from mpiddp.errors import DONE, FAILED
 from mpiddp.hosts import history, keys, pull, push, run
 from mpiddp.hosts.hostfile import Hosts, diff, read_hostfile, render
+from mpiddp.hosts.transport import SSH
 from mpiddp.text import align_columns, counted
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
@@ -30,7 +32,9 @@ def main(argv: list[str]) -> int:
     """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference or a host failed, else 0."""
     options = _parse(argv)
     if options.verb in OVER_SSH:
-        return int(OVER_SSH[options.verb][0].main(options, read_hostfile(options.file)))
+        hosts = read_hostfile(options.file)
+        transport = hosts.transport._replace(login_s=options.login_s)
+        return int(OVER_SSH[options.verb][0].main(options, replace(hosts, transport=transport)))
     if options.verb in history.VERBS:
         return history.main(options)
     if options.verb == "diff":
@@ -66,6 +70,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     verb("diff", "Print the differences between two hostfiles (exit code 1, 0 for none)", "a", "b")
     for name, (module, purpose) in OVER_SSH.items():
         with_file = verb(name, purpose)
+        with_file.add_argument(
+            "--login-timeout",
+            dest="login_s",
+            type=duration,
+            default=SSH.login_s,
+            metavar="TIME",
+            help=f"time that a login over ssh may take (default: {SSH.login_s:g} s)",
+        )
         if module is not keys:  # it has no option
             module.add_arguments(with_file)
     for name, purpose in history.VERBS.items():

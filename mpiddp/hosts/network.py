@@ -20,7 +20,7 @@ CONNECT_S = 3.0
 START_S, START_S_PER_HOST = 10.0, 0.2
 LARGE = 256 << 10  # bytes: more than a link's MTU, so a path that loses large packets stops here
 _CONNECTIONS = 64  # at once
-_PAUSE_S = 0.1
+_PAUSE_S = 0.02
 
 
 def longest_s(hosts: int) -> float:
@@ -121,8 +121,8 @@ def reason(error: OSError) -> str:
 
 def blocked(
     found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], port: int
-) -> Iterator[tuple[str, str]]:
-    """What is wrong between the hosts by what `meet` has returned on each, and what fixes it."""
+) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """What is wrong by what `meet` has returned on each host: the host or both, the fact, and its fix."""
     at = {name: f"{address} tcp/{port}" for name, address in addresses.items()}
     errors = {(a, b): answer["error"] for a in found for b, answer in found[a].items()}
     unreached = {
@@ -133,14 +133,14 @@ def blocked(
     for name in sorted(unreached):
         error = next(error for pair, error in errors.items() if pair[1] == name)
         fact = f"no other host reaches {name} ({at.get(name)}): {error}"
-        yield fact, f"allow TCP on {name} from the other hosts; see: ssh {name} ip addr"
+        yield (name,), fact, f"allow TCP on {name} from the other hosts; see: ssh {name} ip addr"
     for (here, there), error in errors.items():
         answer = found[here][there]
         if error and there not in unreached:
             way = "" if errors.get((there, here), "-") else f"; {there} → {here} is open"
             fact = f"{here} → {there} ({at.get(there)}) fails: {error}{way}"
             see = f"see: ssh {here} ip route get {addresses[there]}"
-            yield fact, f"allow TCP from {here} on {there}; {see}"
+            yield (there, here), fact, f"allow TCP from {here} on {there}; {see}"
         elif answer["large"]:
             fact = f"{here} → {there} carries small messages but no large ones ({answer['large']})"
-            yield fact, "set the same MTU on the hosts and the switch"
+            yield (there, here), fact, "set the same MTU on the hosts and the switch"

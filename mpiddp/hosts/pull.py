@@ -22,6 +22,7 @@ from mpiddp.errors import DONE, FAILED, UserError, named_by
 from mpiddp.hosts import push
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import MOST_BEHIND_JUMP, other_hosts
+from mpiddp.hosts.transport import Transport
 from mpiddp.text import counted, listed, shown, size_text
 
 # The files by which a checkpoint is complete (checkpoints/folder.py). Those of two hosts do not fit together.
@@ -51,17 +52,19 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     if not above.is_dir():
         raise UserError(f"{above} is a file; expected the folder of a run.")
     least = push.least_of(hosts.hosts, options.min_hosts)
-    others = other_hosts(hosts.hosts)
+    others, transport = other_hosts(hosts.hosts), hosts.transport
     push.check_rsync(others)
     with named_by(""):
         folder.mkdir(parents=True, exist_ok=True)
     try:
         with ThreadPoolExecutor(MOST_BEHIND_JUMP) as threads:
-            fetched = threads.map(lambda host: _fetch(host, folder), others)
+            fetched = threads.map(lambda host: _fetch(host, folder, transport), others)
             pulled = dict(zip(others, fetched, strict=True))
         for host, (files, size, *_, problem, has_folder) in pulled.items():
             if has_folder and not problem:
-                last = _run(host, folder, "--include=*/", *_options("include"), "--exclude=*")
+                last = _run(
+                    host, folder, transport, "--include=*/", *_options("include"), "--exclude=*"
+                )
                 pulled[host] = pulled[host]._replace(
                     files=files + last.files, size=size + last.size, problem=last.problem
                 )
@@ -80,13 +83,13 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     return FAILED if failed else DONE
 
 
-def _fetch(host: Host, folder: Path) -> _Pulled:
+def _fetch(host: Host, folder: Path, transport: Transport) -> _Pulled:
     """Bring what is missing here, but for `_LAST`, and compare the rest."""
-    pulled = _run(host, folder, *_options("exclude"))
+    pulled = _run(host, folder, transport, *_options("exclude"))
     if pulled.problem or not pulled.has_folder:
         return pulled
     compare = ("--dry-run", "--existing", "--size-only", "--out-format=%n")
-    done = _rsync(host, folder, *compare, *_options("exclude"))
+    done = _rsync(host, folder, transport, *compare, *_options("exclude"))
     names = [shown(each) for each in done.stdout.splitlines() if not each.endswith("/")]
     return pulled._replace(differing=names)
 
@@ -95,8 +98,8 @@ def _options(how: str) -> list[str]:
     return [f"--{how}={name}" for name in _LAST]
 
 
-def _run(host: Host, folder: Path, *options: str) -> _Pulled:
-    done = _rsync(host, folder, *_MISSING, *options)
+def _run(host: Host, folder: Path, transport: Transport, *options: str) -> _Pulled:
+    done = _rsync(host, folder, transport, *_MISSING, *options)
     files, size = push.counts_of(done, push.FILES, push.SIZE)
     if done.returncode in (DONE, push.VANISHED):
         return _Pulled(files, size)
@@ -105,9 +108,10 @@ def _run(host: Host, folder: Path, *options: str) -> _Pulled:
     return _Pulled(files, size, problem=push.why_failed(host, done))
 
 
-def _rsync(host: Host, folder: Path, *options: str) -> CompletedProcess[str]:
+def _rsync(host: Host, folder: Path, transport: Transport, *options: str) -> CompletedProcess[str]:
     ours = ("--no-links", "--no-devices", "--no-specials", "--prune-empty-dirs", "--exclude=.*")
-    return push.rsync(host, *ours, *options, "--", f"{host.alias}:{folder}/", f"{folder}/")
+    paths = (f"{host.alias}:{folder}/", f"{folder}/")
+    return push.rsync(host, *ours, *options, "--", *paths, transport=transport)
 
 
 def _said(pulled: _Pulled) -> str:

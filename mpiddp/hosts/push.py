@@ -121,6 +121,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         left_out=(*LEFT_OUT, *options.leave_out),
         dry_run=options.dry_run,
         min_hosts=options.min_hosts,
+        transport=hosts.transport,
     )
     for line in filter(None, [_by_host(pushed.failures), *pushed.notes]):
         print(line, file=sys.stderr)

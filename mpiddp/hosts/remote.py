@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.ssh import Answer, no_answer, run_on_hosts
+from mpiddp.hosts.ssh import Answer, Logins, no_answer, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 
 INSTALL = "Install it there."  # a Python
@@ -57,11 +57,11 @@ def ask_hosts(
     python: str = "python3",
     transport: Transport = SSH,
     fix: str = INSTALL,  # for a host without that Python
+    logins: Logins | None = None,
 ) -> tuple[dict[Host, Any], dict[Host, str], dict[Host, Answer]]:
     """The JSON that `program` prints, a sentence for each other host, and all answers."""
-    answers = run_on_hosts(
-        hosts, python, program, timeout_s=timeout_s, work_s=work_s, transport=transport
-    )
+    more: dict[str, Any] = {"timeout_s": timeout_s, "work_s": work_s, "logins": logins}
+    answers = run_on_hosts(hosts, python, program, **more, transport=transport)
     found, failures = dict[Host, Any](), dict[Host, str]()
     for host, answer in answers.items():
         for line in answer.stdout.splitlines() if answer.exit_code == 0 else ():

@@ -20,6 +20,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.remote import INSTALL
 from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer, run_on_hosts
+from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
 
@@ -86,18 +87,21 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     # The literals of Python are the only form in which the command travels: no shell reads it.
     values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED}
     program = "".join(f"{name} = {value!a}\n" for name, value in values.items()) + _AGENT
-    failures: dict[str, str] = {}
+    failures, transport = dict[str, str](), hosts.transport
 
     def show(answers: Mapping[Host, Answer]) -> None:
-        failed = {host.name: _failure(host, answers[host], options.timeout) for host in answers}
+        failed = {
+            host.name: _failure(host, answer, options.timeout, transport)
+            for host, answer in answers.items()
+        }
         said = {host.name: each.stderr.partition(_ENDED)[0] for host, each in answers.items()}
         _show({host.name: each.stdout for host, each in answers.items()}, sys.stdout)
         _show(said, sys.stderr)
         _show(failed, sys.stderr)
         failures.update(failed)
 
-    limits = {"timeout_s": options.timeout or math.inf, "most_at_once": options.parallel}
-    run_on_hosts(hosts.hosts, "python3", program, **limits, show=show)
+    limits = {"work_s": options.timeout or math.inf, "most_at_once": options.parallel}
+    run_on_hosts(hosts.hosts, "python3", program, **limits, transport=transport, show=show)
     return FAILED if any(failures.values()) else DONE
 
 
@@ -109,13 +113,17 @@ def _show(texts: Mapping[str, str], stream: TextIO) -> None:
     stream.flush()
 
 
-def _failure(host: Host, answer: Answer, timeout_s: float | None) -> str:
+def _failure(
+    host: Host, answer: Answer, timeout_s: float | None, transport: Transport = SSH
+) -> str:
     """Why the command did not end with exit code 0 on a host, "" if it did."""
     code = answer.exit_code
-    if code is None and timeout_s is not None:
+    if code is None and answer.has_begun and timeout_s is not None:
         return f"no end in {duration_text(timeout_s)}; stopped"
     if _ENDED in answer.stderr:
         return f"exit code {code}" if code else ""
     if answer.has_begun and code != NO_PROGRAM:
         return "the connection was lost"
-    return no_answer(host, "python3", answer, None, INSTALL).removeprefix(f"{host.name}: ")
+    return no_answer(host, "python3", answer, None, INSTALL, transport).removeprefix(
+        f"{host.name}: "
+    )

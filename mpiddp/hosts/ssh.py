@@ -36,7 +36,7 @@ NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or
 MOST_LOGINS, MOST_BEHIND_JUMP = 32, 8
 
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
-_FILES_PER_HOST = 2  # stdout's pipe and stderr's file
+_FILES_PER_HOST = 3  # stdin's socket, stdout's pipe and stderr's file
 _FILES_TO_START = 12  # while a process starts
 _CONFIG_S = 5.0
 _END_S = 4.0  # for a program on this machine to end
@@ -45,21 +45,28 @@ _TOGETHER_S = 1.0  # answers that come within this time are shown together
 # The command of the shell on each host. It is the same for every host and every user: the program's
 # name comes through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's
 # daemon starts in the same kind of shell: not a login shell, not interactive, no activated environment.
-# The program starts in the root folder, because Python imports modules from its working folder.
+# The program starts in the root folder, because Python imports modules from its working folder. It is Python
+# where a login stays open: then it gets one program after the other, each behind a line with its size.
 LOGIN = "mpiddp-login"  # the line that proves the login; start-up files may print before it
 _SHELL_LINE = (
-    f"echo {LOGIN}; IFS= read -r program; "
-    f'command -v "$program" >/dev/null 2>&1 || exit {NO_PROGRAM}; cd / && exec "$program"'
+    f"echo {LOGIN}; IFS= read -r program; IFS= read -r code; "
+    f'command -v "$program" >/dev/null 2>&1 || exit {NO_PROGRAM}; '
+    'cd / && exec "$program" ${code:+-c "$code"}'
+)
+_ANSWERED = "mpiddp-answered\n"  # the line behind each answer of a login that stays open
+_READ_ON = (
+    "import os, sys; stdin = os.fdopen(0, 'rb'); [(exec(stdin.read(int(size)), {}), sys.stdout.write("
+    f"{_ANSWERED!r}), sys.stdout.flush()) for size in iter(stdin.readline, b'')]"
 )
 
 # Of all connections of a job, before the settings of the user. ssh takes the first value that it finds. A job
 # whose ssh became the master (ControlMaster) would end the user's own logins with its own; it may use one.
-# ssh gives up after three intervals without a sign of the host.
+# ssh gives up in the fourth interval without a sign of the host: within 20 s.
 _SETTINGS = """\
 Host *
   BatchMode yes
   ConnectTimeout {connect_s}
-  ServerAliveInterval 15
+  ServerAliveInterval 4
   ControlMaster no
   ClearAllForwardings yes
   RemoteCommand none
@@ -95,6 +102,7 @@ def run_on_hosts(
     work_s: float = 0.0,  # more, once its login is done
     transport: Transport = SSH,
     most_at_once: int | None = None,  # hosts on which it runs at a time
+    logins: Logins | None = None,  # open ones; `program` is Python, and those that answer stay open
     show: Callable[[Mapping[Host, Answer]], None] = lambda answers: None,  # those of each second
 ) -> dict[Host, Answer]:
     """Run `program` on all hosts at the same time, each with `input` as its stdin.
@@ -104,35 +112,41 @@ def run_on_hosts(
     """
     if other_hosts(hosts):
         transport.check_installed()
+    logins = logins if transport.is_ssh else None  # that of a scheduler may want the end of stdin
     login_s = transport.login_s if timeout_s is None else timeout_s
-    stdin = f"{program}\n{input}".encode()
     limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
     at_once = max(1, min(unused // _FILES_PER_HOST, most_at_once or len(hosts)))
-    logins = logins_at_once(hosts, transport)
-    waiting, running = [*reversed(hosts)], list[_Running]()
+    most_pending = logins_at_once(hosts, transport)
+    waiting, running = [*reversed(hosts)], list[Login]()
     answers, new = dict[Host, Answer](), set[Host]()
     show_at = math.inf
     try:
         with config_file(hosts, transport) as config, selectors.DefaultSelector() as selector:
             while waiting or running:
                 pending = sum(not each.has_begun for each in running)
-                while waiting and len(running) < at_once and pending < logins:
+                while waiting and len(running) < at_once and pending < most_pending:
                     host = waiting.pop()
-                    command = shell_command(host, _SHELL_LINE, transport, config)
-                    each = _Running(host, command, stdin, time.monotonic() + login_s)
+                    each = logins.pop(_key(host), None) if logins else None
+                    if each is None:
+                        each = Login(host, shell_command(host, _SHELL_LINE, transport, config))
+                    each.host = host  # of the same name
+                    each.ask(program, input, login_s, work_s, stays_open=logins is not None)
                     running.append(each)
                     selector.register(each.stdout, selectors.EVENT_READ, each)
                     pending += 1
                 wait_s = min(show_at, *(each.deadline for each in running)) - time.monotonic()
                 events = selector.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))
-                closed = [key.data for key, _ in events if not key.data.read(work_s)]
+                closed = [key.data for key, _ in events if not key.data.read()]
                 now = time.monotonic()
                 for each in [each for each in running if each in closed or each.deadline <= now]:
                     selector.unregister(each.stdout)
                     running.remove(each)
                     answers[each.host] = each.answer()
-                    each.close()
+                    if logins is None or not each.has_answered or _key(each.host) in logins:
+                        each.close()
+                    else:
+                        logins[_key(each.host)] = each
                     new.add(each.host)
                     show_at = min(show_at, now + _TOGETHER_S)
                 if new and (time.monotonic() >= show_at or not (waiting or running)):
@@ -207,42 +221,65 @@ def unnamed_file(content: bytes = b"") -> BinaryIO:
     return file
 
 
-class _Running:
-    """The program on one host, with its output so far."""
+class Login:
+    """A login on one host, for one program or, if it stays open, for several of Python."""
 
-    def __init__(self, host: Host, command: Sequence[str], stdin: bytes, deadline: float) -> None:
+    def __init__(self, host: Host, command: Sequence[str]) -> None:
         self.host = host
-        self.deadline = deadline
-        self.output = bytearray()
+        self.deadline, self._work_s = math.inf, 0.0
+        self.output = bytearray()  # of the present program
         self.has_begun = False
-        # stdin is a file: a user with many pipes gets pipes that are smaller than a program.
-        # So is stderr: a connection that ssh keeps (ControlPersist) may hold it open for long.
-        with unnamed_file(stdin) as file, unnamed_file() as errors:
+        # stdin is a socket: a user with many pipes gets pipes that are smaller than a program. stderr is a
+        # file: a connection that ssh keeps (ControlPersist) may hold it open for long.
+        self._stdin, theirs = socket.socketpair()
+        with theirs, unnamed_file() as errors:
             self._stderr = os.dup(errors.fileno())
             self.process = subprocess.Popen(
-                command, stdin=file, stdout=subprocess.PIPE, stderr=self._stderr
+                command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=self._stderr
             )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
 
-    def read(self, work_s: float) -> bool:
+    def ask(
+        self, program: str, input: str, login_s: float, work_s: float, *, stays_open: bool
+    ) -> None:
+        """Send the next program. It has `work_s`, and before the login is done `login_s` more."""
+        self._work_s, text = work_s, input.encode()
+        size = b"%d\n" % len(text) if stays_open else b""
+        first = f"{program}\n{_READ_ON if stays_open else ''}\n".encode()
+        self.deadline = time.monotonic() + (work_s if self.has_begun else login_s)
+        self.output[:] = f"{LOGIN}\n".encode() if self.has_begun else b""
+        self._stdin.settimeout(login_s if login_s < math.inf else None)
+        with suppress(OSError):  # then no answer comes
+            self._stdin.sendall((b"" if self.has_begun else first) + size + text)
+            if not stays_open:
+                self._stdin.shutdown(socket.SHUT_WR)
+
+    def read(self) -> bool:
         """Read what has arrived. Returns whether more may come."""
         chunk = os.read(self.stdout.fileno(), 65536)
         self.output += chunk
         if not self.has_begun and f"{LOGIN}\n".encode() in self.output:
             self.has_begun = True
-            self.deadline += work_s
-        return bool(chunk)
+            self.deadline += self._work_s
+        return bool(chunk) and not self.has_answered
+
+    @property
+    def has_answered(self) -> bool:
+        return self.output.endswith(_ANSWERED.encode())
 
     def answer(self) -> Answer:
-        exit_code = None
-        with suppress(subprocess.TimeoutExpired):
-            exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
+        exit_code = 0 if self.has_answered else None
+        if exit_code is None:
+            with suppress(subprocess.TimeoutExpired):
+                exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
         errors = os.pread(self._stderr, os.fstat(self._stderr).st_size, 0).decode(errors="replace")
         before, _, stdout = self.output.decode(errors="replace").partition(f"{LOGIN}\n")
+        stdout = stdout.removesuffix(_ANSWERED)
         return Answer(exit_code, stdout, errors, self.has_begun, before, time.time())
 
     def close(self) -> None:
+        self._stdin.close()
         self.stdout.close()
         if is_this_host(self.host.name):  # as over ssh, the program sees that nobody reads any more
             with suppress(subprocess.TimeoutExpired):
@@ -250,6 +287,19 @@ class _Running:
         self.process.kill()
         self.process.wait()
         os.close(self._stderr)
+
+
+class Logins(dict[str, Login]):
+    """Logins that stay open for further programs, by `_key`."""
+
+    def close(self) -> None:
+        while self:
+            self.popitem()[1].close()
+
+
+def _key(host: Host) -> str:
+    """The host's key, however the job names this machine."""
+    return "" if is_this_host(host.name) else host.key
 
 
 # What ssh prints where a jump host (ProxyJump) fails: the reason, then that the host said nothing. Where only
@@ -283,6 +333,7 @@ _COMPLAINTS = {
     "Start sshd there, or give its port in the hostfile: {name} port=N",
     "^ssh: connect to host .*: (No route to host|Network is unreachable)": "ssh {name}: no route from "
     f"{{here}}. {_GONE}",
+    "^Timeout, server .* not responding": f"ssh {{name}}: it does not answer any more. {_GONE}",
     r"^(ssh: connect to host .*: |)(Connection|Operation)( to \S+ port \d+)? timed out": "ssh {name}: no "
     f"answer in {{connect}} s. {_GONE}",
 }
@@ -350,7 +401,7 @@ def no_answer(
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
     if answer.exit_code is None:
-        slow = f"If its logins are slow: mpiddp launch --login-timeout {2 * limit_s:.0f}s"
+        slow = f"If its logins are slow: --login-timeout {2 * limit_s:.0f}s"
         return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true. {slow}"
     printed = answer.printed_before.strip().splitlines()
     if answer.exit_code != 255 and not answer.has_begun and (printed or answer.exit_code == 0):

@@ -82,7 +82,7 @@ class Attempt:
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._timers.after(self.stop_at - time.monotonic(), self.request_stop)
         if self.probe is not None:
-            threading.Thread(target=self._probe, args=(self.probe,), daemon=True).start()
+            threading.Thread(target=self._probe, daemon=True).start()
             self._see_start()
         if not self.mpirun.starter.has_scheduler:  # srun may wait for other job steps to end
             self._allow(self._start_timeout_s)
@@ -96,6 +96,8 @@ class Attempt:
             self._timers.register(viewers, selectors.EVENT_READ, viewers)
         while self.mpirun.code is None:
             self._wait()
+        if self.mpirun.code and not self.mpirun.was_ended:  # its ssh may have found a host gone
+            self.history.ended_because = "\n".join(self._probe_late())
         self._end_ranks()  # whose last messages may be in transit
         deadline = time.monotonic() + SILENCE_S
         while self.server.connected and time.monotonic() < deadline:
@@ -230,12 +232,16 @@ class Attempt:
         self._limit_s, self._stacks.then = limit_s, None
         self._timers.after(limit_s, Event.LATE)
 
-    def _probe(self, probe: Callable[[set[str]], list[str]]) -> None:
+    def _probe(self) -> None:
         """In a thread, ask the hosts whose ranks have not started: an mpirun waits minutes for them."""
-        ranks, started = self.ranks, self.ranks.said["started"]
         while self._phase is Phase.STARTING and not self._has_ended.wait(PROBE_S):
-            late = {host for rank, host in enumerate(ranks.hosts) if rank not in started}
-            self._gone += probe(late) if late else []
+            self._gone += self._probe_late()
+
+    def _probe_late(self) -> list[str]:
+        """A sentence for each host that is gone, of those whose ranks have not started."""
+        started = self.ranks.said["started"]
+        late = {host for rank, host in enumerate(self.ranks.hosts) if rank not in started}
+        return self.probe(late) if self.probe and late else []
 
     def _see_start(self) -> None:
         if self._phase is Phase.STARTING and self._gone:

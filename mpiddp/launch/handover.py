@@ -20,6 +20,7 @@ from mpiddp.errors import JobFailed
 from mpiddp.hosts import interfaces, network, private, processes
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
+from mpiddp.hosts.ssh import Logins
 from mpiddp.launch.command import Request
 from mpiddp.launch.control import ControlServer
 from mpiddp.protocol import channel
@@ -29,13 +30,27 @@ from mpiddp.text import listed, names_by_value
 TRAVELLING = (channel, interfaces, network, processes, private)
 _PORTS = range(33_000, 60_000)  # the kernel's own choice is among them, as for the ranks
 _MOST = 16  # hosts of which each connects to each
-_MOST_SAID = 3
+
+
+class CutOff(JobFailed):
+    """Hosts failed after the preflight: a sentence for each, by the name that mpirun gets."""
+
+    def __init__(self, failures: Mapping[str, str]) -> None:
+        super().__init__("\n".join(dict.fromkeys(failures.values())))
+        self.failures = failures
 
 
 def hand_over(
-    request: Request, server: ControlServer, name: str, variables: Mapping[str, str]
+    request: Request,
+    server: ControlServer,
+    name: str,
+    variables: Mapping[str, str],
+    logins: Logins | None = None,
 ) -> None:
-    """Let each host keep the variables under this name. Raises JobFailed if a host is cut off."""
+    """Let each host keep the variables under this name. Raises CutOff for hosts that are cut off.
+
+    `logins` are those of the preflight; without one, a host gets another.
+    """
     hosts, addresses = request.hosts.hosts, request.network.addresses
     port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
     knows_all = len(hosts) > 1 and len(addresses) == len(hosts)
@@ -51,30 +66,39 @@ def hand_over(
     try:
         with _answering(server):
             program = program_that_prints(TRAVELLING, f"ready({wanted!a})")
-            work_s = 2 * request.network.start_s + 2 * network.CONNECT_S
-            found, failures, _ = ask(hosts, program, work_s=work_s)
-        kept = [*found]
-        if problems := [*failures.values(), *_problems(found, wanted)]:
-            raise JobFailed("\n".join(problems))
+            work_s = request.network.start_s + 4 * network.CONNECT_S
+            found, failures, answers = ask(hosts, program, work_s=work_s, logins=logins)
+        kept, cut_off = [*found], _cut_off(found, wanted)
+        for host, why in failures.items():
+            if answers[host].has_failed_there or host.name not in cut_off:
+                cut_off[host.name] = why
+        if cut_off:
+            raise CutOff(cut_off)
     except (JobFailed, KeyboardInterrupt):
-        ask(kept, program_that_prints(TRAVELLING, f"remove({name!r})"))
+        program = program_that_prints(TRAVELLING, f"remove({name!r})")
+        ask(kept, program, work_s=network.CONNECT_S, logins=logins)
         raise
 
 
-def _problems(found: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each way that a firewall, or a missing route, closes to the ranks."""
+def _cut_off(found: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]) -> dict[str, str]:
+    """A sentence for each host that a firewall, or a missing route, closes to the ranks, by its name."""
     address, _, port = wanted["launcher"].rpartition(":")
-    cut_off = {host.name: each["launcher"] for host, each in found.items() if each["launcher"]}
-    for error, names in names_by_value(cut_off).items():
-        fact = f"{listed(names)} → {socket.gethostname()} ({address} tcp/{port}) fails: {error}"
-        fix = f"allow TCP from there on {socket.gethostname()}, or name another network: --interface NAME"
-        yield f"{fact}. ssh works, so a firewall or a route is in the way. Fix: {fix}"
+    here, sentences = socket.gethostname(), dict[str, str]()
+    errors = {host.name: each["launcher"] for host, each in found.items() if each["launcher"]}
+    for error, names in names_by_value(errors).items():
+        fact = f"{listed(names)} → {here} ({address} tcp/{port}) fails: {error}"
+        fix = f"allow TCP from there on {here}, or name another network: --interface NAME"
+        sentence = f"{fact}. ssh works, so a firewall or a route is in the way. Fix: {fix}"
+        sentences |= dict.fromkeys(names, sentence)
     met = {host.name: each["hosts"] for host, each in found.items()}
-    if cut_off or None in met.values() or not wanted["meet"]:  # None: another program has the port
-        return
+    if errors or None in met.values() or not wanted["meet"]:  # None: another program has the port
+        return sentences
     addresses, port, *_ = wanted["meet"]
-    for fact, fix in [*network.blocked(met, addresses, port)][:_MOST_SAID]:
-        yield f"{fact}. Fix: {fix}"
+    for of, fact, fix in network.blocked(met, addresses, port):
+        # This host starts the job, so of two it is the other one that the job can do without.
+        at_fault = next((each for each in of if each != here), here)
+        sentences.setdefault(at_fault, f"{fact}. Fix: {fix}")
+    return sentences
 
 
 def gone(request: Request, names: Collection[str]) -> list[str]:

@@ -12,22 +12,23 @@ import os
 import socket
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts import history, private
 from mpiddp.hosts.names import forget_addresses, is_this_host
+from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
-from mpiddp.launch.handover import gone, hand_over
+from mpiddp.launch.handover import CutOff, gone, hand_over
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
-from mpiddp.launch.plan import Plan, make_plan, read_hosts, search_once
+from mpiddp.launch.plan import Plan, make_plan, plan_without, read_hosts, search_once
 from mpiddp.launch.ranks import Announcement, Ranks
 from mpiddp.launch.variables import left_out, of_mpirun, take_private
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
@@ -44,13 +45,16 @@ def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = N
 
     Raises UserError or JobFailed if the first attempt cannot be started.
     """
-    plan = make_plan(options, os.environ)
-    # A restart finds what was pushed, and has pauses of its own.
-    options = replace(options, push=False, wait_s=None)
+    logins = Logins()
     stop_at = started_at + (options.stop_after_s or float("inf"))
     name = Path(options.command[0]).name
-    with closing(SignalQueue()) as signals, closing(Console(name)) as console:
-        job = Job(options, plan, signals, console, stop_at, exchange)
+    with closing(logins), ExitStack() as stack:
+        plan = make_plan(options, os.environ, logins=logins)
+        signals = stack.enter_context(closing(SignalQueue()))
+        console = stack.enter_context(closing(Console(name)))
+        # A restart finds what was pushed, and has pauses of its own.
+        options = replace(options, push=False, wait_s=None)
+        job = Job(options, plan, signals, console, stop_at, exchange, logins=logins)
         planned: Plan | Outcome | None = plan
         while planned is not None:
             outcome = planned if isinstance(planned, Outcome) else job.attempt()
@@ -76,6 +80,7 @@ class Job:
     in_a_row: int = 0  # failures without a step between them: the pause grows only for these
     at_fault: str = ""  # the host that ended the latest attempt, by its key
     grown_from: Plan | None = None  # until a job on more hosts makes a step
+    logins: Logins = field(default_factory=Logins)  # of the preflight, until mpirun starts
 
     def __post_init__(self) -> None:
         self.known = Announcement()  # by the attempts so far
@@ -88,7 +93,7 @@ class Job:
         """Run the latest plan, and learn from it. A host that ended two in a row is avoided from now on."""
         self.console.attempts += 1
         try:
-            outcome = self._run_mpirun()
+            outcome = self._run_without_cut_off()
         except KeyboardInterrupt:  # before mpirun has started
             outcome = Outcome(INTERRUPTED, "interrupted.", stop=Stop.BY_USER)
         except (UserError, JobFailed) as error:
@@ -111,6 +116,17 @@ class Job:
             self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
         return outcome
+
+    def _run_without_cut_off(self) -> Outcome:
+        """Run the latest plan, without hosts that the others do not reach if enough are left. Else CutOff."""
+        while True:
+            try:
+                return self._run_mpirun()
+            except CutOff as cut_off:
+                try:
+                    self.plan = plan_without(self.options, self.plan, cut_off.failures)
+                except UserError:  # too few are left
+                    raise cut_off from None
 
     def _run_mpirun(self) -> Outcome:
         """Run the latest plan to its end, and leave no process of it on any host that can be reached."""
@@ -149,7 +165,8 @@ class Job:
                 kept[names.LEFT_OUT] = ",".join([socket.gethostname(), *left_out(request)])
                 variables[names.PRIVATE] = name
                 with self.signals.interrupting():
-                    hand_over(request, server, name, kept)
+                    hand_over(request, server, name, kept, self.logins)
+            self.logins.close()
             request = request._replace(job=resumed, variables=variables)
             command = starter.compose(request, str(folder))
             env = of_mpirun(os.environ, kept) if kept else os.environ
@@ -235,7 +252,7 @@ class Job:
                 except (UserError, JobFailed) as error:
                     log.error(f"{error} The hosts of before are used until the list is right.")
                 past = Past(named, self.doubts, self.enough, self.known.max_ranks)
-                planned = make_plan(self.options, os.environ, past)
+                planned = make_plan(self.options, os.environ, past, self.logins)
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:

@@ -210,12 +210,20 @@ def find_network(
     """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
     logins = {info.host.name: info.address for info in infos}
     others = [host.name for host in placed.hosts if not is_this_host(host.name)]
-    # All of one family: IPv4 if every host has it.
     by_family = [
         [_route(name, logins.get(name, ""), family) for name in others]
         for family in (socket.AF_INET, socket.AF_INET6)
     ]
-    routes = max(by_family, key=lambda routes: len(routes) - routes.count(None))
+    # All of one family: IPv4, unless it leads to fewer hosts, or through routers that ssh has not passed.
+    near = [ip_network(each.network) for each in (*interfaces(), *ipv6_interfaces())]
+    known = {*logins.values()}
+
+    def worth(routes: list[tuple[str, str] | None]) -> tuple[int, int]:
+        ends = [route[1] for route in routes if route]
+        are_sure = [end in known or any(ip_address(end) in each for each in near) for end in ends]
+        return len(ends), sum(are_sure)
+
+    routes = max(by_family, key=worth)
     found = _shared_network(routes, infos) if requested is None else requested_network(requested)
     interface, networks = found
     address = "127.0.0.1"

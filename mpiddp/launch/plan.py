@@ -27,6 +27,7 @@ from mpiddp.hosts.hostfile import (
     read_hostfile,
 )
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
+from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log, place
 from mpiddp.launch.command import JobNetwork, Request, Starter
 from mpiddp.launch.options import LaunchOptions
@@ -53,16 +54,27 @@ class Plan(NamedTuple):
 
     starter: Starter
     request: Request
-    named: Hosts  # the hosts to choose from
+    past: Past
     hosts: Hosts  # the chosen ones, before their ranks were placed
     memory: Path | None  # the file of the named hosts' history; None without one
+    checked: Checked
+
+    @property
+    def named(self) -> Hosts:
+        """The hosts to choose from."""
+        return self.past.named
 
 
-def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None = None) -> Plan:
+def make_plan(
+    options: LaunchOptions,
+    env: Mapping[str, str],
+    past: Past | None = None,
+    logins: Logins | None = None,
+) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
-    past: None for the first attempt, which reads the hosts, and knows of earlier jobs. Raises UserError for
-    bad input and JobFailed if a machine failed.
+    past: None for the first attempt, which reads the hosts, and knows of earlier jobs. logins: gets those of
+    the preflight. Raises UserError for bad input and JobFailed if a machine failed.
     """
     named = past.named if past else read_hosts(options, env)
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
@@ -78,15 +90,46 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
     has_none = _is_local(named) or names.DRILL in env
     memory = None if has_none else history.file_of(options.hostfile)
     past = past or Past(named, history.doubts(memory, named.usable))
-    wanted, least = place.wanted_hosts(options, past)
+    _, least = place.wanted_hosts(options, past)
     if options.push and not options.dry_run:
         _push(named, working_folder(env), least)
     since = time.monotonic()
-    checked = run_preflight(options, named, starter, env)
-    start_s = min(5 + 2 * (time.monotonic() - since), JobNetwork().start_s)
-    others = [host for host in named.usable if not is_this_host(host.name)]
-    if len(checked.silent) < len(others):  # else it is this machine, or its network
-        history.note(memory, (), {host.key: why for host, why in checked.silent.items()})
+    checked = run_preflight(options, named, starter, env, logins)
+    start_s = min(3 + 2 * (time.monotonic() - since), JobNetwork().start_s)
+    _note(memory, named, checked.silent)
+    return _plan(options, env, starter, past, memory, checked, start_s)
+
+
+def plan_without(options: LaunchOptions, plan: Plan, failures: Mapping[str, str]) -> Plan:
+    """The plan for the hosts that are left, without those that failed since, by the names mpirun got.
+
+    Raises UserError as the preflight does if too few are left.
+    """
+    by_key = {place.key_of(name, plan.named): why for name, why in failures.items()}
+    new = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
+    _note(plan.memory, plan.named, new)
+    checked = plan.checked._replace(complaints={**plan.checked.complaints, **new})
+    start_s, env = plan.request.network.start_s, plan.request.env
+    return _plan(options, env, plan.starter, plan.past, plan.memory, checked, start_s)
+
+
+def _note(memory: Path | None, named: Hosts, silent: Mapping[Host, str]) -> None:
+    """Remember these hosts, unless they are all: then it is this machine, or its network."""
+    if len(silent) < sum(not is_this_host(host.name) for host in named.usable):
+        history.note(memory, (), {host.key: why for host, why in silent.items()})
+
+
+def _plan(
+    options: LaunchOptions,
+    env: Mapping[str, str],
+    starter: Starter,
+    past: Past,
+    memory: Path | None,
+    checked: Checked,
+    start_s: float,
+) -> Plan:
+    """The plan by what the preflight has found."""
+    wanted, least = place.wanted_hosts(options, past)
     chosen = place.choose(past, checked.complaints, wanted, least)
     placed = place.place(chosen, checked.infos, starter, options, past, wanted)
     infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
@@ -120,7 +163,7 @@ def make_plan(options: LaunchOptions, env: Mapping[str, str], past: Past | None 
     if options.dry_run and len(placed.hosts) > 1:
         for sentence in told(env, request.variables):
             log.info(sentence)
-    return Plan(starter, request, named, chosen, memory)
+    return Plan(starter, request, past, chosen, memory, checked)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -185,7 +228,11 @@ def _push(named: Hosts, folder: str, least: int) -> None:
 
 
 def run_preflight(
-    options: LaunchOptions, named: Hosts, starter: Starter, env: Mapping[str, str]
+    options: LaunchOptions,
+    named: Hosts,
+    starter: Starter,
+    env: Mapping[str, str],
+    logins: Logins | None = None,
 ) -> Checked:
     """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
 
@@ -210,7 +257,8 @@ def run_preflight(
         script=None if first in ("--", "-m") else first,
         uses_gpus=not hides_all_gpus({**env, **options.variables}),
     )
-    checked = preflight(named.usable, needs, named.transport, wait_s=options.wait_s or 0.0)
+    wait_s = options.wait_s or 0.0
+    checked = preflight(named.usable, needs, named.transport, wait_s=wait_s, logins=logins)
     return checked._replace(complaints={**twins(checked.infos), **checked.complaints})
 
 

@@ -20,7 +20,7 @@ from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer
+from mpiddp.hosts.ssh import NO_PROGRAM, Answer, Logins
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, duration, listed
@@ -76,7 +76,12 @@ class Checked(NamedTuple):
 
 
 def preflight(
-    hosts: Sequence[Host], needs: Needs, transport: Transport = SSH, *, wait_s: float = 0.0
+    hosts: Sequence[Host],
+    needs: Needs,
+    transport: Transport = SSH,
+    *,
+    wait_s: float = 0.0,
+    logins: Logins | None = None,  # gets those of the hosts that answer, which stay open
 ) -> Checked:
     """Ask each host until it answers once, for at most `wait_s` after the first time."""
     program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
@@ -90,6 +95,7 @@ def preflight(
             python=needs.python,
             transport=transport,
             fix="Install it at the same path on every host, or copy it there: mpiddp hosts push",
+            logins=logins,
         )
         found, failures, answers = found | new, failures | failed, answers | newest
         silent = [each for each in answers if not (each in found or answers[each].has_failed_there)]

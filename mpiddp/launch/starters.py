@@ -15,8 +15,7 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from functools import cache, partial
-from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import SCHEDULERS
@@ -60,6 +59,7 @@ _FULL_NAMES = (
     "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know "
     "the short ones"
 )
+_SSH_ARGUMENTS = ("plm_rsh_args", "plm_ssh_args")  # ssh gets the user's own behind those of the job
 _PARAMETER_OPTION = re.compile("--?(|g|o|prte|pmix)mca")
 # For each generation: its runtime, the option of the runtime's parameters, the component that starts daemons,
 # one that would follow another scheduler, and the folder of session files. That of 5 is not
@@ -87,8 +87,10 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         )  # Open MPI knows networks of IPv4 only, and would take the loopback
     dotted = [each for each in hosts if "." in each.name and each.name.strip("0123456789.")]
     # The names of the parameters that the user's own arguments for mpirun, or the environment, set.
-    given = {name for flag, name in pairwise(request.mpi_args) if _PARAMETER_OPTION.fullmatch(flag)}
-    given |= {name.partition("_MCA_")[2] for name in request.env}
+    given = {name.partition("_MCA_")[2]: value for name, value in request.env.items()}
+    own = [*request.mpi_args]
+    flags = [at for at, flag in enumerate(own[:-2]) if _PARAMETER_OPTION.fullmatch(flag)]
+    given |= {own[at + 1]: own[at + 2] for at in flags}
     chooses_tmpdir = any("tmpdir_base" in name for name in given)
     if generation == 5 and command.folder != "." and not chooses_tmpdir:
         # The next launch removes it after a kill. And those that share a folder disturb each other: of 6,300
@@ -96,8 +98,18 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         # 6,300 with a folder each, none.
         command.settings["PRTE_MCA_prte_local_tmpdir_base"] = command.folder
     agent, why_agent = _agent(request.hosts.transport) if several else ("", "")
-    is_own_agent = bool({"plm_rsh_agent", "plm_ssh_agent"} & given)  # which may be no ssh
-    needs_agent = why_agent and not is_own_agent
+    own_agent = given.get("plm_ssh_agent", given.get("plm_rsh_agent"))
+    if own_agent is not None and "ssh" not in [PurePath(each).name for each in own_agent.split()]:
+        ssh = ""
+        if six := next((host.name for host in hosts if ":" in host.name), ""):
+            needs = f"{own_agent} gets the name of a host from mpirun, which takes no IPv6 address"
+            raise UserError(f"{needs}. Give {six} a name in /etc/hosts, and write that.")
+    for at in flags if ssh else ():
+        if own[at + 1] in _SSH_ARGUMENTS:
+            own[at + 2] = f"{ssh} {own[at + 2]}"
+    command.mpi_args = tuple(own)
+    needs_ssh = ssh and command.mpi_args == request.mpi_args
+    own_ssh = [given.pop(name) for name in _SSH_ARGUMENTS if name in given]
     # For each: its option, its name, its value, whether this job needs it, and why. The first three keep its
     # components from following a scheduler's variables. Names that this one was built without do no harm.
     parameters: list[tuple[str, str, str, object, str]] = [
@@ -115,8 +127,8 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", "btl_tcp_disable_family", str(request.network.other_family), several, _FAMILY),
         ("--mca", f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
         ("--mca", tmpdir, "/tmp", not (is_ssh or chooses_tmpdir), _SESSIONS),
-        ("--mca", "plm_rsh_agent", agent, needs_agent, why_agent),
-        ("--mca", "plm_rsh_args", ssh, ssh and not is_own_agent, _SSH_CONFIG),
+        ("--mca", "plm_rsh_agent", agent, why_agent and own_agent is None, why_agent),
+        ("--mca", "plm_rsh_args", " ".join([ssh, *own_ssh]), needs_ssh, _SSH_CONFIG),
         ("--mca", "plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _ALL_LOGINS),
     ]
     where = ("--hostfile", listed) if listed else ("-H", ",".join(names))

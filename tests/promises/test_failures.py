@@ -329,7 +329,40 @@ def test_a_firewall(hosts, host, verdict_of_it):
     assert re.match(
         rf"(?:mpiddp: )?{way} \({address} tcp/\d+\)( fails)?: {why}\. .*", done.stderr
     ), done.stderr
-    assert not list(Path("/tmp").glob("mpiddp-private-*"))
+    eventually(lambda: not list(Path("/tmp").glob("mpiddp-private-*")))  # also of other tests
+
+
+@pytest.mark.parametrize("instead", [("--spares", "1"), ("--min-hosts", "2")])
+def test_without_a_host_behind_a_firewall(hosts, instead):
+    """A spare replaces a host that the others cannot reach, and --min-hosts leaves it out."""
+    with faults.firewall(hosts["node1"], "drop"):
+        done = hosts.run("launch", *hosts.where(3), *instead, program("identity.py")).assert_ok()
+    assert [rank["host"] for rank in done.records] == ["node0", "node2"]
+    (said,) = done.said if instead[0] == "--min-hosts" else done.said[1:]
+    address = re.escape(hosts["node1"].address)
+    assert re.match(rf"leaving out a host: .*node1 \({address} tcp/\d+\).*: no answer in 3 s", said)
+
+
+def test_a_host_that_is_lost_in_the_preflight(hosts):
+    """A host whose link is cut while the preflight asks it is named within 20 s, or left out."""
+    folder = hosts["node1"].path("/run/tmp/tools")
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 1000\n", encoding="utf-8")
+    (folder / "nvidia-smi").chmod(0o755)
+    env = {"PATH": f"/run/tmp/tools:{os.environ['PATH']}"}
+    job = hosts.start(
+        "launch", *hosts.where(3), "--min-hosts", "2", program("identity.py"), env=env
+    )
+    eventually(lambda: hosts.processes("sleep 1000"))
+    since = time.monotonic()
+    hosts["node1"].link("down")
+    try:
+        job.until("leaving out a host: ssh node1: it does not answer any more")
+        assert time.monotonic() - since < 20
+        done = job.wait().assert_ok()
+    finally:
+        hosts["node1"].link("up")
+    assert [rank["host"] for rank in done.records] == ["node0", "node2"]
 
 
 def test_a_short_outage(hosts):

@@ -64,6 +64,12 @@ def lacking(reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
+def need(*tools: str) -> None:
+    """Skip the test if this machine lacks one of these programs."""
+    if missing := [name for name in tools if shutil.which(name, path=PATH) is None]:
+        lacking(f"this machine has no {missing[0]}. Run: apt-get install rsync openssh-client")
+
+
 @cache
 def why_not() -> str | None:
     """The reason why this machine cannot run a cluster, in one sentence, or None."""

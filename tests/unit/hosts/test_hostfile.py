@@ -25,6 +25,7 @@ from mpiddp.hosts.hostfile import (
     render,
     slots_of,
 )
+from tests.support.cluster import needs
 from tests.support.errors import error
 from tests.support.machine import tool
 from tests.support.patience import PATIENCE_S
@@ -280,6 +281,7 @@ def test_a_key_is_made_and_copied_to_the_hosts_that_ask(folder, monkeypatch, cap
 
 
 def test_a_private_key_without_its_public_half_is_kept(tmp_path, monkeypatch):
+    needs.need("ssh-keygen")
     (tmp_path / ".ssh").mkdir()
     key = tmp_path / ".ssh" / "id_ed25519"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", key], check=True)

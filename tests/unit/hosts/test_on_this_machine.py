@@ -32,6 +32,7 @@ from mpiddp.hosts.ssh import (
 from mpiddp.hosts.transport import QRSH, SSH, Transport
 from mpiddp.launch.mpirun import kill_orphans
 from mpiddp.launch.preflight import Needs, preflight
+from tests.support.cluster.needs import need
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
@@ -427,6 +428,7 @@ def options_of(config, target):
 
 def test_one_configuration_of_ssh(tmp_path):
     """The hostfile's users and ports, the settings of a job, and then the user's for the same name."""
+    need("ssh")
     own = tmp_path / "config"
     own.write_text(
         "Host gpu2\n  HostName 192.0.2.9\n  User bob\n  IdentityFile /k\nHost *\n  ControlMaster auto\n"

@@ -16,6 +16,7 @@ from mpiddp.checkpoints import folder as directory
 from mpiddp.errors import UserError
 from mpiddp.hosts import main, pull, push
 from mpiddp.hosts.hostfile import Host
+from tests.support.cluster import needs
 from tests.support.errors import error
 
 HOST, HERE = Host("n1"), Host("localhost")
@@ -46,6 +47,7 @@ def bring(there, ssh, monkeypatch, capsys):
 @pytest.fixture
 def ssh(tmp_path, monkeypatch):
     """It runs the other end of rsync on this machine, in the other folder."""
+    needs.need("rsync")
     path = tmp_path / "bin" / "ssh"
     skip = f'echo noise; while [ "$1" != {HOST.name} ]; do shift; done; shift'
     there = 'eval "$(echo "$*" | sed "s,/here/,/there/,g")"'
@@ -187,7 +189,7 @@ def test_a_push_keeps_what_it_replaces_and_what_is_there_alone(there, ssh, monke
     assert files_of(there / "run") == {**sent, **own, **kept}
 
 
-def test_a_push_needs_rsync(there, monkeypatch):
+def test_a_push_needs_rsync(there, ssh, monkeypatch):
     write(Path("run"), a="1")
     Path("hosts").write_text("localhost\nn1\n", encoding="utf-8")
     monkeypatch.setattr(push, "other_hosts", lambda hosts: [HOST])
