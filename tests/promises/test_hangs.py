@@ -34,7 +34,7 @@ def test_a_hang_of_any_script(here):
     (sentence,) = done.said
     hosts = here.hosts_of(3)
     waiting = rf"rank 0 on {hosts[0]}, rank 2 on {hosts[2]} wait in backward \(unmodified\.py:\d+\)"
-    is_in = rf"rank 1 on {hosts[1]} is in load \(unmodified\.py:\d+\): return path\.read_text\(\)\."
+    is_in = rf"rank 1 on {hosts[1]} is in load \(unmodified\.py:\d+\): return path\.read_text\(encoding="utf-8"\)\."
     assert re.fullmatch(rf"no rank has made a step for \d+ s: {waiting}; {is_in}", sentence), (
         sentence
     )
@@ -99,7 +99,7 @@ def test_hang_timeout_of_any_script(here):
         rf"rank 1 on {here.hosts[0]} has made no step for 10 s while the others wait at step 5\."
     )
     assert any(re.match(named, line) for line in done.said), done.stderr
-    assert "return path.read_text()" in done.stderr
+    assert "return path.read_text(" in done.stderr
 
 
 ALONE = """\
