@@ -34,7 +34,8 @@ def test_a_hang_of_any_script(here):
     (sentence,) = done.said
     hosts = here.hosts_of(3)
     waiting = rf"rank 0 on {hosts[0]}, rank 2 on {hosts[2]} wait in backward \(unmodified\.py:\d+\)"
-    is_in = rf"rank 1 on {hosts[1]} is in load \(unmodified\.py:\d+\): return path\.read_text\(encoding="utf-8"\)\."
+    read = r'return path\.read_text\(encoding="utf-8"\)\.'
+    is_in = rf"rank 1 on {hosts[1]} is in load \(unmodified\.py:\d+\): {read}"
     assert re.fullmatch(rf"no rank has made a step for \d+ s: {waiting}; {is_in}", sentence), (
         sentence
     )
