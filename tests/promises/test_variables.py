@@ -248,7 +248,7 @@ HUGE_PAGES = 10 * 6 * (8 << 20) // (2 << 20)
 
 
 def test_freed_memory_is_kept(here):
-    """`mpiddp train` keeps freed memory for its next step, unless MALLOC_ variables of the user say otherwise."""
+    """`mpiddp train` keeps freed memory for its next step, unless MALLOC_ variables say otherwise."""
     script = here.script(STEPS)
     (rank,) = here.run("run", script).assert_ok().records
     assert rank["faults"] < HUGE_PAGES / 3
