@@ -25,7 +25,7 @@ from mpiddp.launch.ranks import Announcement, Ranks, job_facts, status_lines
 from mpiddp.launch.verdict import HUNG_UP, History, Stop
 from mpiddp.launch.watch import Stacks, Watch, missing_sentence
 from mpiddp.protocol.server import Message
-from mpiddp.protocol.terminal import Manners, Terminal
+from mpiddp.protocol.terminal import Manners
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 
 # Time limits for:
@@ -123,7 +123,7 @@ class Attempt:
             self.on_signal(number)
         if self.signals.has_resized:
             self.signals.has_resized = False
-            if (terminal := Terminal.of_this_process()).files:
+            if (terminal := self.options.terminal).files:
                 self.server.send_all("size", columns=terminal.columns, rows=terminal.rows)
         for event in self._timers.due():
             event() if callable(event) else self.on(event)
@@ -192,6 +192,8 @@ class Attempt:
         match message.kind:
             case "output":
                 self.output.add(rank=message.rank, **facts)
+            case "input" if self.options.stdin == "none":
+                facts["connection"].close()
             case "input":
                 self.output.send_stdin(facts["connection"])
             case "function" | "answer" if self.exchange is not None:

@@ -34,7 +34,6 @@ from mpiddp.launch.variables import left_out, of_mpirun, take_private
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.server import TimedSelector
-from mpiddp.protocol.terminal import Terminal
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -139,7 +138,7 @@ class Job:
         own = {
             names.JOB: job,
             names.OUTPUT: options.log_ranks,
-            names.TERMINAL: str(Terminal.of_this_process()._replace(has_prefix=has_prefix)),
+            names.TERMINAL: str(options.terminal._replace(has_prefix=has_prefix)),
             names.RUN_ID: self.run_id,
             names.RESTART_COUNT: str(self.console.attempts - 1),
             names.MAX_RESTARTS: str(options.max_restarts),
@@ -172,6 +171,7 @@ class Job:
             env = of_mpirun(os.environ, kept) if kept else os.environ
             mpirun = MpirunProcess(starter, command, env)
             shown = {"has_prefix": has_prefix, "shows_end": options.verbose}
+            shown["has_stamps"] = options.timestamps
             output = JobOutput(ranks.world_size, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)
             grows = partial(search_once, options, self.plan, [*self.doubts])

@@ -66,6 +66,11 @@ def is_writable(target: int, timeout_s: float = 0.0) -> bool:
     return bool(poll.poll(1000 * timeout_s))
 
 
+def stamp() -> str:
+    """The date and the time of this machine, for --timestamps."""
+    return time.strftime("%Y-%m-%d %H:%M:%S ")
+
+
 def line(sentence: str) -> bytes:
     """The lines that `error` prints. Those after the first are indented: a rank may have written them."""
     text = escaped(sentence, keep="\n").replace("\n", "\nmpiddp:   ")
@@ -89,8 +94,11 @@ class Screen:
     job. `is_shared`: the job has several ranks.
     """
 
-    def __init__(self, target: int, name: str, *, is_shared: bool) -> None:
+    def __init__(
+        self, target: int, name: str, *, is_shared: bool, has_stamps: bool = False
+    ) -> None:
         self._target = target
+        self._has_stamps = has_stamps
         self._name = name
         self._is_shared = is_shared
         self.is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
@@ -103,7 +111,7 @@ class Screen:
         self._grown_at = 0.0
 
     def show(self, source: Source, text: bytes) -> None:
-        if not self._is_shared and not source.prefix:
+        if not (self._is_shared or source.prefix or self._has_stamps):
             # The two streams of a single rank mix as they would without a launcher.
             is_other = self._at is not None and self._at.rank != source.rank
             self._at = None if text.endswith(b"\n") else source
@@ -123,10 +131,14 @@ class Screen:
         (self._open.add if source.line else self._open.discard)(source)
         if b"\r" in lines:
             lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
-        prefix = source.prefix
+        prefix = self._before(source)
         self.show_lines(
             lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n", source
         )
+
+    def _before(self, source: Source) -> bytes:
+        """What stands in front of each line of a source."""
+        return stamp().encode() * self._has_stamps + source.prefix
 
     def end(self, source: Source) -> None:
         """A source has ended. Its open line is shown as it is."""
@@ -153,11 +165,11 @@ class Screen:
         source = min(self._open, key=lambda source: source.rank)
         if time.monotonic() < source.opened_at + GROWTH_S:  # the rest may be on its way
             return
-        text = source.prefix + _as_drawn(bytes(source.line))
+        text = _as_drawn(bytes(source.line))
         if self._grown != (source, text):
             begin = b"" if self._grown is None else b"\r" if self._grown[0] is source else b"\n"
             self._grown, self._grown_at = (source, text), time.monotonic()
-            self._write(begin + text)
+            self._write(begin + self._before(source) + text)
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others on a terminal, in place of the last ones, once it reads."""
@@ -178,7 +190,7 @@ class Screen:
         below: list[bytes] = []
         if self.is_terminal and self._at is None:
             for source in sorted(self._open, key=lambda source: source.rank)[:1]:
-                below.append(source.prefix + _as_drawn(bytes(source.line)))
+                below.append(self._before(source) + _as_drawn(bytes(source.line)))
             below += self._status
         if text or below != self._drawn:
             rows, self._drawn = len(self._drawn), below

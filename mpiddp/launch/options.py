@@ -23,9 +23,16 @@ from mpiddp.launch import log
 from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
+from mpiddp.protocol.terminal import Terminal
 from mpiddp.text import parse_whole, shown
 
 _HIDDEN = argparse.SUPPRESS
+_BY_GPU = (
+    "gpu",
+    "auto",
+)  # torchrun's words for one rank per GPU, which is what slots are by default
+# Those of its options that one host does not need.
+_OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
 
 
 def _ranks(text: str) -> str:
@@ -41,8 +48,7 @@ def _ranks(text: str) -> str:
 
 # What the values of options are, by what the help calls them. Others are texts.
 _PARSERS: dict[str, Callable[[str], object]] = {
-    # With torchrun's words for one rank per GPU, which is what slots are by default.
-    "N": lambda text: None if text in ("gpu", "auto") else whole(1)(text),
+    "N": lambda text: text if text in _BY_GPU else whole(1)(text),
     "H": whole(1),
     "K": whole(0),
     "TIME": duration,
@@ -68,6 +74,7 @@ class LaunchOptions:
     host_list: str | None = None
     n: int | None = None
     npernode: int | None = None
+    needs_gpus: bool = False  # --nproc-per-node gpu
     exclude: str | None = None
     push: bool = False
     bind: str = "none"
@@ -90,6 +97,8 @@ class LaunchOptions:
     grace_s: float = 30.0
     hang_timeout_s: float | None = None
     log_ranks: str = DEFAULT_RANKS
+    timestamps: bool = False
+    stdin: str = "rank0"
     log_dir: str | None = None
     dry_run: bool = False
     quiet: bool = False
@@ -99,6 +108,12 @@ class LaunchOptions:
     def command(self) -> tuple[str, ...]:
         """The job without its -m or --."""
         return self.job[self.job[0] in ("-m", "--") :]
+
+    @property
+    def terminal(self) -> Terminal:
+        """This process's terminal, as the ranks are to know it."""
+        terminal = Terminal.of_this_process().behind(log.stamp() * self.timestamps)
+        return terminal._replace(files=terminal.files.strip("0" * (self.stdin == "none")))
 
     @property
     def names_hosts(self) -> bool:
@@ -146,6 +161,9 @@ to 10 minutes (default: 30 s)
 output
   log_ranks --log-ranks RANKS  the ranks whose output is shown: all, none, or numbers such as 0,5 (default: \
 stdout of rank 0, stderr of all ranks)
+  timestamps --timestamps  write the date and the time before each line of a rank
+  stdin --stdin {rank0,none}  who reads this program's stdin; none leaves it to the shell, as in while read \
+(default: rank0)
 * log_dir --log-dir DIR  write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its \
 host
 * dry_run --dry-run  print the command with a reason for each flag; start nothing
@@ -235,6 +253,10 @@ def option_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
     )
+    # torchrun's own line for one host.
+    parser.add_argument("--nnodes", help=_HIDDEN)
+    for flag in _OF_ONE_HOST:
+        parser.add_argument(flag, flag.replace("-", "_")[1:].replace("_", "--", 1), help=_HIDDEN)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=_HIDDEN)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=_HIDDEN)
     return parser
@@ -252,7 +274,9 @@ class _Help(argparse._HelpAction):
 
 def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
     """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
-    given = vars(option_parser().parse_args(argv))
+    parser = option_parser()
+    given = vars(parser.parse_args(argv))
+    _as_torchrun(parser, given)
     job = _job(given.pop("module"), given.pop("script"))
     refuse_misplaced(job, verb)
     if job[:3] == ("-m", "mpiddp", "train"):
@@ -276,6 +300,22 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     variables |= parse_exports(given["exports"], os.environ)  # these take precedence
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     return LaunchOptions(job, variables=variables, prefix=prefix, **given)
+
+
+def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
+    """Take torchrun's own options for one host. Those for several hosts have no place here."""
+    nnodes = given.pop("nnodes")
+    if nnodes not in (None, "1", "1:1"):
+        parser.error("unrecognized arguments: --nnodes")
+    if nnodes and given["hostfile"] is given["host_list"] is None:
+        given["host_list"] = "localhost"
+    for flag in _OF_ONE_HOST:
+        is_given = given.pop(flag[2:].replace("-", "_")) is not None
+        if is_given and not (nnodes or given["host_list"] == "localhost"):
+            parser.error(f"unrecognized arguments: {flag}")
+    given["needs_gpus"] = given["npernode"] == "gpu"
+    for name in ("n", "npernode"):
+        given[name] = None if given[name] in _BY_GPU else given[name]
 
 
 def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:

@@ -69,10 +69,12 @@ class JobOutput:
         world_size: int,
         *streams: IO[bytes],
         has_prefix: bool = False,
+        has_stamps: bool = False,
         shows_end: bool = False,
     ) -> None:
         self._has_prefix, self._shows_end = has_prefix, shows_end
-        stdout, stderr = (Screen(each, STREAMS[each], is_shared=world_size > 1) for each in (1, 2))
+        kind = {"is_shared": world_size > 1, "has_stamps": has_stamps}
+        stdout, stderr = (Screen(each, STREAMS[each], **kind) for each in (1, 2))
         is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
         self._screens = {1: stdout, 2: stdout if is_one else stderr}
         # One terminal has room for a status.
@@ -88,9 +90,7 @@ class JobOutput:
         self._copied_at = time.monotonic()  # the latest
         self._busy_since: float | None = None  # since when the thread has been in one turn
         self._input: socket.socket | None = None  # of rank 0, which another thread writes
-        self._manners = (
-            Manners.of(0) if os.isatty(0) else None
-        )  # those of the launcher's own terminal
+        self._manners = Manners.of(0) if os.isatty(0) else None  # of the launcher's own terminal
         self._poll, self._wake = select.epoll(), os.eventfd(0)
         self._poll.register(self._wake, select.EPOLLIN)
         for number, file in enumerate(streams, 1):
@@ -117,9 +117,8 @@ class JobOutput:
 
     def follow(self, manners: Manners) -> None:
         """Let the terminal of stdin behave as rank 0's script has set its own, for a password for example."""
-        if (
-            self._manners is not None and not _is_in_background()
-        ):  # else the kernel would stop this process
+        # In the background, the kernel would stop this process.
+        if self._manners is not None and not _is_in_background():
             with suppress(OSError, termios.error):  # it is gone
                 manners.set(0)
 

@@ -97,6 +97,8 @@ def _slots(hosts: Hosts, host: Host, info: HostInfo | None, options: LaunchOptio
     may_share = is_alone and slots > 1 and not is_gloo
     is_asked = info or (is_here and (host.slots is None or host.gpus or may_share))
     gpus = _visible_gpus(host, info, options.variables) if is_asked else 0
+    if options.needs_gpus and is_asked and not gpus:
+        raise UserError(f"{host.name} has no GPU, and --nproc-per-node gpu starts a rank on each.")
     if host.slots is None:
         has_hosts = options.names_hosts or hosts.scheduler
         is_default = options.host_list == "localhost" or not has_hosts

@@ -40,7 +40,9 @@ from mpiddp.world import World, is_joined
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
-_REQUESTS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
+_REQUESTS = frozenset(
+    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+)
 
 
 def main(argv: list[str]) -> int:

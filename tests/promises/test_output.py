@@ -352,6 +352,27 @@ def test_stdin_is_that_of_rank_0(here, mpi, way):
     assert running.returncode == 0
 
 
+def test_stdin_that_is_left_to_the_shell(here):
+    """With --stdin none, a shell's `while read` loop gets every line of its own stdin, and rank 0 none."""
+    script = here.script("import sys\nprint(repr(sys.stdin.read()))")
+    launch = shlex.join([*LAUNCH, "--stdin", "none", "-H", "localhost:1", script])
+    done = here.run("sh", "-c", f"while read lr; do {launch}; done", stdin="1\n2\n").assert_ok()
+    assert done.lines == ["''"] * 2
+
+
+def test_timestamps(here):
+    """--timestamps writes the date and the time before each line of a rank."""
+    script = here.script("import os\nos.write(1, b'one\\ntwo\\n')")
+    for env, prefix in ((None, ""), (SHOWN, rf"\[rank 0 {HOST}\] ")):
+        done = here.run("launch", "-H", "localhost:2", "--timestamps", script, env=env).assert_ok()
+        times = [
+            re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {prefix}(one|two)", each)
+            for each in done.lines
+        ]
+        assert all(times), done.stdout
+        assert len(times) == (2 if env else 4)
+
+
 # --- a terminal ---
 
 STEPS = """

@@ -58,9 +58,9 @@ def test_the_same_step(here, mpi):
     assert (len(saved), len(set(saved))) == (3, 1), done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
 def test_every_signal(here, number):
-    """Ctrl-C, a closed terminal, SIGTERM and SIGUSR1 are requests to stop."""
+    """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop."""
     job = stopping(here)
     job.signal(number)
     done = job.wait()

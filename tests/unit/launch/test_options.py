@@ -6,6 +6,7 @@ python -m pytest tests/unit/launch/test_options.py
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,13 @@ def parsed(options: str) -> LaunchOptions:
         ("-np 2", {"n": 2}),
         ("--nproc-per-node 2", {"npernode": 2}),
         ("--nproc_per_node=2", {"npernode": 2}),
-        ("--nproc_per_node gpu", {"npernode": None}),
+        ("--nproc_per_node gpu", {"needs_gpus": True}),
+        ("--nproc_per_node auto", {}),
+        (
+            "--nnodes=1 --nproc_per_node=4 --rdzv_id=7 --rdzv-backend c10d --rdzv_endpoint=a:2",
+            {"npernode": 4, "host_list": "localhost"},
+        ),
+        ("--standalone --rdzv-conf timeout=9", {"host_list": "localhost"}),
         ("--host a", {"host_list": "a"}),
         ("--hosts a:2,b:2", {"host_list": "a:2,b:2"}),
         ("--machinefile f", {"hostfile": "f"}),
@@ -79,8 +86,9 @@ def test_the_help_begins_with_examples_and_has_the_common_options(capsys):
     assert short.index("mpiddp launch -n 2 train.py") < short.index("--hostfile FILE")
     assert "--max-restarts" in short
     assert "--mpi-args" not in short
-    flags = {flag for action in option_parser()._actions for flag in action.option_strings}
-    assert [flag for flag in sorted(flags - {"-m", "--standalone"}) if flag not in whole] == []
+    shown = [each for each in option_parser()._actions if each.help != argparse.SUPPRESS]
+    flags = {flag for action in shown for flag in action.option_strings}
+    assert [flag for flag in sorted(flags) if flag not in whole] == []
 
 
 # ---- options behind the script; those that are to start nothing are in tests/refusals
