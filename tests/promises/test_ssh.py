@@ -255,7 +255,7 @@ def test_ipv6(hosts, alone):
 
 
 def test_hosts_that_share_ipv6_alone(hosts):
-    """Hosts with IPv4 addresses in networks of their own, to which no route leads, use IPv6."""
+    """MPI and the store use IPv6 where no route leads to the IPv4 networks that hosts have of their own."""
     names = "10.77.0.1 six0\n10.78.0.2 six1\n"
     node0, node1 = hosts["node0"], hosts["node1"]
     with ExitStack() as stack:
@@ -268,8 +268,9 @@ def test_hosts_that_share_ipv6_alone(hosts):
         stack.callback(configure, node1.pid, back)
         configure(node0.pid, [f"route add 10.78.0.0/24 dev {node0.interface}"])
         stack.callback(configure, node0.pid, ["route del 10.78.0.0/24"])
-        done = hosts.run("launch", "-H", "six0:1,six1:1", program("reduces.py")).assert_ok()
+        done = hosts.run("launch", "-H", "six0:1,six1:1", program("identity.py")).assert_ok()
         assert {rank["master"] for rank in done.records} == {"fd77::1"}
+        assert [rank["host"] for rank in done.records] == ["node0", "node1"]
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)
