@@ -144,13 +144,19 @@ def test_what_ssh_itself_says(hosts, fault):
 
 
 def test_a_slow_login(hosts):
-    """--login-timeout is the time that a login may take. A login that takes longer names it."""
+    """--login-timeout is the time that a login may take, also of `mpiddp hosts`. A longer one names it."""
     launch = ("launch", "-H", "node0:1,node1:1")
     with file_with(hosts["node1"], BASHRC, "sleep 2\n"):
         done = hosts.run(*launch, "--login-timeout", "1s", program("identity.py"))
         assert done.code == 2
         assert "slow: --login-timeout 2s" in done.stderr
         hosts.run(*launch, "--login-timeout", "1m", program("identity.py")).assert_ok()
+        (hosts.folder / "file").write_text("node0\nnode1\n")
+        for verb, *command in (("run", "--", "true"), ("keys",), ("push",)):
+            verb_of = ("hosts", verb, hosts.folder / "file", "--login-timeout", "1s")
+            done = hosts.run(*verb_of, *command)
+            assert "slow: --login-timeout 2s" in done.stderr
+            assert done.code > 0
 
 
 def test_a_script_that_a_host_lacks(hosts):
