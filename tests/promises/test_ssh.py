@@ -127,7 +127,7 @@ FAULTS = {
     readable_key: f"the key {KEY}, because others can read it. Run: chmod 600 {KEY}",
     locked_key: f'{KEY} has a passphrase, and no agent holds it. Run: eval "$(ssh-agent)"; ssh-add',
     changed_key: "its host key has changed. Check that it is the same host, then run: ssh-keygen -R",
-    forced_command: "runs another command, which prints: This account is not available.. See Force",
+    forced_command: "runs another command, which prints: This account is not available. See Force",
     banner: "permission denied (publickey). Run: ssh-copy-id node1",
 }
 
