@@ -23,7 +23,7 @@ _VIRTUAL = ("docker", "virbr", "br-", "cni", "flannel", "lxcbr", "lxdbr", "podma
 
 
 class Interface(NamedTuple):
-    """An interface that is up, with its first address: IPv4, or IPv6 if it has no IPv4 address."""
+    """An interface that is up, with one of its addresses: the first IPv4 one, or a global IPv6 one."""
 
     name: str
     address: str
@@ -48,23 +48,22 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces of this host that are up and have an address, in the kernel's order."""
-    ipv6 = {each.name: each for each in reversed(ipv6_interfaces())}
-    found = []
+    """The interfaces of this host that are up and have an address, in the kernel's order: IPv4, then IPv6."""
+    found: list[Interface] = []
+    up = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             flags = _ioctl(probe, _SIOCGIFFLAGS, name)
             if flags is None or ~struct.unpack_from("H", flags, 16)[0] & (_IFF_UP | _IFF_RUNNING):
                 continue
+            up.append(name)
             address = _ioctl(probe, _SIOCGIFADDR, name)
             netmask = _ioctl(probe, _SIOCGIFNETMASK, name)
             if address is not None and netmask is not None:
                 with_prefix = "/".join(socket.inet_ntoa(each[20:24]) for each in (address, netmask))
                 parsed = ipaddress.ip_interface(with_prefix)
                 found.append(Interface(name, str(parsed.ip), str(parsed.network)))
-            elif name in ipv6:
-                found.append(ipv6[name])
-    return found
+    return found + [each for each in _ipv6_interfaces() if each.name in up]
 
 
 def own_addresses() -> tuple[str, ...]:
@@ -83,7 +82,7 @@ def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
         return None
 
 
-def ipv6_interfaces() -> list[Interface]:
+def _ipv6_interfaces() -> list[Interface]:
     """The global IPv6 addresses of this host, with an interface for each."""
     table = Path("/proc/net/if_inet6")
     found = []

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from mpiddp.hosts.interfaces import interfaces, ipv6_interfaces
+from mpiddp.hosts.interfaces import interfaces
 
 CONNECT_S = 3.0
 START_S, START_S_PER_HOST = 10.0, 0.2
@@ -39,7 +39,7 @@ def meet(
     from concurrent.futures import ThreadPoolExecutor  # 10 ms
 
     until = time.monotonic() + (start_s or longest_s(len(addresses)))
-    of_this_host = {each.address for each in (*interfaces(), *ipv6_interfaces())}
+    of_this_host = {each.address for each in interfaces()}
     me = next(name for name, address in addresses.items() if address in of_this_host)
     names, own = [*addresses], addresses[me]
 

@@ -405,7 +405,7 @@ def no_answer(
         return f"ssh {host.name}: no answer in {limit_s:g} s. Try: {ssh_line(host)} true. {slow}"
     printed = answer.printed_before.strip().splitlines()
     if answer.exit_code != 255 and not answer.has_begun and (printed or answer.exit_code == 0):
-        why = f"the host runs another command, which prints: {shown([*printed, 'nothing'][0])}"
+        why = f"the host runs another command, which prints: {shown([*printed, 'nothing'][0].rstrip('.'))}"
         return (
             f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, and its start-up files."
         )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, gpu_names, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
-from mpiddp.hosts.interfaces import Interface, interfaces, ipv6_interfaces
+from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.command import JobNetwork, Starter
@@ -217,7 +217,7 @@ def find_network(
         for family in (socket.AF_INET, socket.AF_INET6)
     ]
     # All of one family: IPv4, unless it leads to fewer hosts, or through routers that ssh has not passed.
-    near = [ip_network(each.network) for each in (*interfaces(), *ipv6_interfaces())]
+    near = [ip_network(each.network) for each in interfaces()]
     known = {*logins.values()}
 
     def worth(routes: list[tuple[str, str] | None]) -> tuple[int, int]:
@@ -251,9 +251,7 @@ def addresses_in(
         if is_this_host(host.name):
             found[host.name] = mine.address
         elif info := own.get(key_of(host.name, placed)):
-            # The second is an IPv6 address beside an IPv4 one.
-            logged_in = Interface(mine.name, info.address, "")
-            for each in (*info.interfaces, *([logged_in] if info.address else [])):
+            for each in info.interfaces:
                 is_ours = (":" in each.address) == (network.other_family == 4)
                 if is_ours and any(map(each.matches, network.networks)):
                     found.setdefault(host.name, each.address)
@@ -278,7 +276,7 @@ def _shared_network(
 ) -> tuple[Interface | None, tuple[str, ...]]:
     """This machine's interface of all routes to the others, and its network if they are all in it."""
     sources = {route[0] if route else None for route in routes}
-    present = [*interfaces(), *ipv6_interfaces()] if len(sources) == 1 else []
+    present = interfaces() if len(sources) == 1 else []
     mine = [each.name for each in present if each.address in sources and not each.is_loopback]
     known = [{(each.name, each.network) for each in info.interfaces} for info in infos]
     # IPv4 comes first, also where ssh takes IPv6: it is what gloo takes of an interface with both.

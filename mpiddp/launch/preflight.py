@@ -162,7 +162,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
     if info.gpus is None and needs.uses_gpus:
         return NO_ANSWER.format(name=name)
     if interface and not any(each.matches(interface) for each in info.interfaces):
-        present = all_of([each.name for each in info.interfaces])
+        present = all_of(list(dict.fromkeys(each.name for each in info.interfaces)))
         return f'interface "{interface}" is not on {name}, which has {present}.'
     for own in ("torch", "mpi4py", "mpirun"):
         what, same = (needs.mpirun, "MPI") if own == "mpirun" else (own, "version")

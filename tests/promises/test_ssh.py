@@ -127,7 +127,7 @@ FAULTS = {
     readable_key: f"the key {KEY}, because others can read it. Run: chmod 600 {KEY}",
     locked_key: f'{KEY} has a passphrase, and no agent holds it. Run: eval "$(ssh-agent)"; ssh-add',
     changed_key: "its host key has changed. Check that it is the same host, then run: ssh-keygen -R",
-    forced_command: "runs another command, which prints: This account is not available.. See Force",
+    forced_command: "runs another command, which prints: This account is not available. See Force",
     banner: "permission denied (publickey). Run: ssh-copy-id node1",
 }
 
@@ -144,13 +144,19 @@ def test_what_ssh_itself_says(hosts, fault):
 
 
 def test_a_slow_login(hosts):
-    """--login-timeout is the time that a login may take. A login that takes longer names it."""
+    """--login-timeout is the time that a login may take, also of `mpiddp hosts`. A longer one names it."""
     launch = ("launch", "-H", "node0:1,node1:1")
     with file_with(hosts["node1"], BASHRC, "sleep 2\n"):
         done = hosts.run(*launch, "--login-timeout", "1s", program("identity.py"))
         assert done.code == 2
         assert "slow: --login-timeout 2s" in done.stderr
         hosts.run(*launch, "--login-timeout", "1m", program("identity.py")).assert_ok()
+        (hosts.folder / "file").write_text("node0\nnode1\n")
+        for verb, *command in (("run", "--", "true"), ("keys",), ("push",)):
+            verb_of = ("hosts", verb, hosts.folder / "file", "--login-timeout", "1s")
+            done = hosts.run(*verb_of, *command)
+            assert "slow: --login-timeout 2s" in done.stderr
+            assert done.code > 0
 
 
 def test_a_script_that_a_host_lacks(hosts):
@@ -255,7 +261,7 @@ def test_ipv6(hosts, alone):
 
 
 def test_hosts_that_share_ipv6_alone(hosts):
-    """Hosts with IPv4 addresses in networks of their own, to which no route leads, use IPv6."""
+    """MPI and the store use IPv6 where no route leads to the IPv4 networks that hosts have of their own."""
     names = "10.77.0.1 six0\n10.78.0.2 six1\n"
     node0, node1 = hosts["node0"], hosts["node1"]
     with ExitStack() as stack:
@@ -268,8 +274,9 @@ def test_hosts_that_share_ipv6_alone(hosts):
         stack.callback(configure, node1.pid, back)
         configure(node0.pid, [f"route add 10.78.0.0/24 dev {node0.interface}"])
         stack.callback(configure, node0.pid, ["route del 10.78.0.0/24"])
-        done = hosts.run("launch", "-H", "six0:1,six1:1", program("reduces.py")).assert_ok()
+        done = hosts.run("launch", "-H", "six0:1,six1:1", program("identity.py")).assert_ok()
         assert {rank["master"] for rank in done.records} == {"fd77::1"}
+        assert [rank["host"] for rank in done.records] == ["node0", "node1"]
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)

@@ -117,11 +117,11 @@ def _mpi_defaults(world: World, *, keep_mpi: bool) -> dict[str, str]:
         found, requested = interfaces(), requested_interface(env)
         usable = [each for each in found if each.matches(requested)]
         usable = usable or [each for each in found if not (each.is_virtual or each.is_loopback)]
-        if usable and name == "openmpi" and "OMPI_MCA_btl_tcp_if_exclude" not in env:
-            networks = dict.fromkeys(interface.network for interface in usable)
+        networks = dict.fromkeys(each.network for each in usable if ":" not in each.address)
+        if networks and name == "openmpi" and "OMPI_MCA_btl_tcp_if_exclude" not in env:
             defaults["OMPI_MCA_btl_tcp_if_include"] = ",".join(networks)
         if usable and name == "hydra":
             # MPICH's UCX takes a list; the tcp provider of Intel's libfabric takes one name.
-            names = ",".join(interface.name for interface in usable)
+            names = ",".join(dict.fromkeys(each.name for each in usable))
             defaults |= {"UCX_NET_DEVICES": names, "FI_TCP_IFACE": usable[0].name}
     return {name: value for name, value in defaults.items() if name not in env}

@@ -222,7 +222,7 @@ def check_alike(infos: Infos, env: Mapping[str, str]) -> None:
     requested, is_on_one_host = env.get(variables.INTERFACE, ""), len(ranks_by_host(infos)) == 1
     for info in infos if requested and not is_on_one_host else ():
         if not any(interface.matches(requested) for interface in info.interfaces):
-            found = " and ".join(interface.name for interface in info.interfaces)
+            found = " and ".join(dict.fromkeys(each.name for each in info.interfaces))
             raise UserError(
                 f'interface "{requested}" is not on {info.hostname}, which has {found or "none"}.'
             )

@@ -21,9 +21,11 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.private import new_name
 from mpiddp.hosts.processes import descendants, end_all, signal_all, usage_of
+from mpiddp.hosts.remote import ask_hosts
 from mpiddp.hosts.ssh import (
     NO_PROGRAM,
     Answer,
+    Logins,
     logins_at_once,
     run_on_hosts,
     shell_command,
@@ -52,6 +54,24 @@ def python3(monkeypatch):
 
 def run_here(program, input, timeout_s=PATIENCE_S):
     return run_on_hosts([HERE], program, input, timeout_s=timeout_s)[HERE]
+
+
+def test_a_login_that_stays_open_takes_one_program_after_the_other():
+    """Until one fails, or it is closed."""
+
+    def ask(program):
+        limits = {"timeout_s": PATIENCE_S, "work_s": PATIENCE_S, "logins": logins}
+        found, failures, _ = ask_hosts([HERE], program, python=sys.executable, **limits)
+        return found.get(HERE) or failures[HERE]
+
+    with contextlib.closing(Logins()) as logins:
+        first, second = (ask("import os; print(os.getpid())") for _ in range(2))
+        assert first == second
+        assert "does not run there: no such thing" in ask("import sys; sys.exit('no such thing')")
+        assert not logins
+        third = ask("import os; print(os.getpid())")
+        assert third != first
+    assert not Path(f"/proc/{third}").exists()
 
 
 def test_each_host_answers_for_itself():

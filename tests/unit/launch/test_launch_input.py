@@ -184,8 +184,7 @@ def test_the_network_by_the_routes_to_the_other_hosts(
     hosts = parse_host_list("localhost:1,a.invalid:1,b.invalid:1")
     by_name = dict(zip(("a.invalid", "b.invalid"), routes, strict=True))
     monkeypatch.setattr(places, "_route", lambda name, login, family: of(family, by_name[name]))
-    monkeypatch.setattr(places, "interfaces", lambda: [LO, ETH0, IB0])
-    monkeypatch.setattr(places, "ipv6_interfaces", lambda: [SIX])
+    monkeypatch.setattr(places, "interfaces", lambda: [LO, ETH0, IB0, SIX])
     infos = [
         HostInfo(host, True, True, True, "", "", "", 0, (Interface(name, "", "10.0.0.0/24"),))
         for host, name in zip(hosts.hosts[1:], theirs, strict=False)
