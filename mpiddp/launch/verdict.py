@@ -125,7 +125,9 @@ def verdict(
     if found.first and first and (sentence := _lack_of_memory(first)):
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
-    early = _left_early(ranks, first.at) if first and not history.ended_because else ""
+    early = ""
+    if first and not history.ended_because:
+        early = _left_early(ranks, first.at, is_needed=_may_follow(first))
     if (found.first and first and is_silent(first)) or (early and found.sentence.startswith(early)):
         return found  # it names what precedes every error
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
@@ -202,11 +204,26 @@ def _began(ranks: Ranks, message: Message) -> float:
     # A silent host stopped answering long before it was noticed.
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
-    is_consequence = message.facts["traceback"] and _CONSEQUENCE.search(message.facts["error"])
+    is_consequence = _may_follow(message)
     if message.facts.get("signal") == signal.SIGTERM:  # an MPI's, after another rank's failure
         return message.at + _CONSEQUENCE_S
     began = ranks.said["claim"].get(message.rank, message).at
     return began + _CONSEQUENCE_S if is_consequence else began
+
+
+def _may_follow(failure: Message) -> bool:
+    """Whether a rank reports what happens to it when another rank has ended."""
+    facts = failure.facts
+    return bool(facts.get("traceback") and _CONSEQUENCE.search(facts["error"]))
+
+
+def _is_refusal(ranks: Ranks, first: Message) -> bool:
+    """Whether a rank that ends with code 2 has refused its input, as argparse does.
+
+    In the middle of the job, code 2 is a failure like any other: steps were made, or it leaves ranks behind.
+    """
+    is_amid = bool(ranks.paces) or any(map(_may_follow, ranks.failures.values()))
+    return first.facts["code"] == BAD_INPUT and bool(first.facts["error"] or not is_amid)
 
 
 def _is_by_mpirun(failure: Message) -> bool:
@@ -244,7 +261,7 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     # Such an error may name another rank.
     names_culprit = facts.get("is_verdict", False)
     failure = None if names_culprit else FirstFailure(first.rank, ranks.host_of(first.rank), error)
-    if first.kind == "failed" and facts["code"] in (BAD_INPUT, STOPPED):
+    if first.kind == "failed" and (facts["code"] == STOPPED or _is_refusal(ranks, first)):
         return Outcome(facts["code"], error, failure)
     failures = [each for _, each in sorted(ranks.failures.items())]
     # These, or their scripts, were killed: they have ended without a word of their own.
@@ -252,7 +269,7 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     # Those that vanished together with the first.
     gone = [each for each in killed if first in killed and each.at - first.at < _AT_ONCE_S]
     hosts = list(dict.fromkeys(ranks.host_of(each.rank) for each in gone))
-    before, is_complete = _left_early(ranks, first.at), True
+    before, is_complete = _left_early(ranks, first.at, is_needed=_may_follow(first)), True
     others = " The other ranks were stopped." if ranks.world_size > 1 else ""
     if is_silent(first):
         host, before = ranks.host_of(first.rank), ""
@@ -297,11 +314,18 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     return Outcome(FAILED, sentence, failure, is_complete, host_at_fault)
 
 
-def _left_early(ranks: Ranks, before: float = float("inf")) -> str:
-    """A sentence that names the ranks that left without an error, "" for none. Another sentence follows."""
-    ends = [each for each in ranks.done.values() if each.kind == "exited" and each.at <= before]
-    early = ranks.names(sorted(each.rank for each in ends))
-    return f"{early} ended early, with exit code 0 (os._exit). Then " if early else ""
+def _left_early(ranks: Ranks, before: float = float("inf"), *, is_needed: bool = False) -> str:
+    """A sentence that names the ranks that left without an error, "" for none. Another sentence follows.
+
+    `is_needed`: what failed then needed another rank, so each that was done counts. It notices the end of a
+    script before the launcher does.
+    """
+    exited = [each for each in ranks.done.values() if each.kind == "exited" and each.at <= before]
+    how = " (os._exit)" if exited else ""
+    if is_needed and not exited:
+        exited = [each for each in ranks.done.values() if each.at <= before + _CONSEQUENCE_S]
+    early = ranks.names(sorted(each.rank for each in exited))
+    return f"{early} ended early, with exit code 0{how}. Then " if early else ""
 
 
 # --- known causes ---

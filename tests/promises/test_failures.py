@@ -247,6 +247,32 @@ os._exit(0)
 """
 
 
+LEAVES_THE_OTHERS = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1:
+    sys.exit(int(sys.argv[1]))
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("0", r"rank 1 on \S+ ended early, with exit code 0\. Then rank 0 on \S+ failed first: .*"),
+        ("2", rf"rank 1 on \S+ ended first, with exit code 2\.{re.escape(OTHERS)}"),
+    ],
+)
+def test_a_rank_that_leaves_the_others(here, code, named):
+    """A rank that leaves while others wait for it is named, and the job restarts, after code 2 too."""
+    script = here.script(LEAVES_THE_OTHERS)
+    done = here.run("launch", *here.where(2), "--max-restarts", "1", script, code)
+    assert done.code == 1
+    ends = [line for line in done.said if re.fullmatch(named, line)]
+    assert len(ends) == 2, done.stderr
+
+
 @pytest.mark.parametrize(("who", "how"), [("0", ""), ("1", "raise")])
 def test_ranks_leave(here, who, how):
     """If ranks end by os._exit(0), the others go on. If those fail then, the rank that left is named."""
