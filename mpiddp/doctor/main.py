@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
-from mpiddp.hosts.ssh import Answer, Logins
+from mpiddp.hosts.ssh import Answer
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.options import add_options, parse_options
 from mpiddp.launch.place import find_network
@@ -61,37 +60,36 @@ def main(argv: list[str]) -> int:
     hosts = plan.read_hosts(launch, os.environ)
     starter = find_starter(hosts.starter, launch.mpirun, plan.PYTHON, os.environ)
     resolve_all([host.name for host in hosts.usable])
-    with closing(Logins()) as logins:
-        checked = plan.run_preflight(launch, hosts, starter, os.environ, logins)
-        lines = _of_preflight(checked, starter.name)
-        if not options.quick:
-            program, transport = _facts_program(options, hosts), hosts.transport
-            by_host, failures, answers = ask_hosts(
-                hosts.usable, program, work_s=_FACTS_S, transport=transport, logins=logins
-            )
-            found = {host.name: each for host, each in by_host.items()}
-            library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
-            library = library or str(starter.libmpi or "")
-            known = _COMPARED if checked.infos else ()
-            infos = checked.infos.values()
-            networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
-            if found:
-                lines += _of_facts(found, {host.name: answers[host] for host in by_host})
-                lines += _versions(hosts, [*by_host], LIGHT, library, known)
-            if len(found) > 1:
-                lines += _pairs(hosts, found, networks, logins)
-            lines += [
-                Line("ssh", FAIL, *_split(why))
-                for host, why in failures.items()
-                if host not in checked.complaints
+    checked = plan.run_preflight(launch, hosts, starter, os.environ)
+    lines = _of_preflight(checked, starter.name)
+    if not options.quick:
+        program, transport = _facts_program(options, hosts), hosts.transport
+        by_host, failures, answers = ask_hosts(
+            hosts.usable, program, work_s=_FACTS_S, transport=transport
+        )
+        found = {host.name: each for host, each in by_host.items()}
+        library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
+        library = library or str(starter.libmpi or "")
+        known = _COMPARED if checked.infos else ()
+        infos = checked.infos.values()
+        networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
+        if found:
+            lines += _of_facts(found, {host.name: answers[host] for host in by_host})
+            lines += _versions(hosts, [*by_host], LIGHT, library, known)
+        if len(found) > 1:
+            lines += _pairs(hosts, found, networks)
+        lines += [
+            Line("ssh", FAIL, *_split(why))
+            for host, why in failures.items()
+            if host not in checked.complaints
+        ]
+        line, ranks = _run_job(lines, job)
+        if found:
+            lines += _of_ranks(found, ranks, known) or [
+                *_versions(hosts, [*by_host], HEAVY, library, known),
+                *_limits(found, "in a login over ssh"),
             ]
-            line, ranks = _run_job(lines, job)
-            if found:
-                lines += _of_ranks(found, ranks, known) or [
-                    *_versions(hosts, [*by_host], HEAVY, library, known),
-                    *_limits(found, "in a login over ssh"),
-                ]
-            lines.append(line)
+        lines.append(line)
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
     print(as_json(lines, names, seconds) if options.json else text(lines, len(names), seconds))
@@ -214,9 +212,7 @@ def _limits(reports: compare.Facts, where: str) -> list[Line]:
     return results("limits", compare.processes(reports, where), ok_text)
 
 
-def _pairs(
-    hosts: Hosts, found: compare.Facts, networks: Sequence[str], logins: Logins
-) -> list[Line]:
+def _pairs(hosts: Hosts, found: compare.Facts, networks: Sequence[str]) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
     addresses = {name: _address(name, found, networks) for name in found}
     known = {name: address for name, address in addresses.items() if address}
@@ -225,8 +221,7 @@ def _pairs(
     for port in random.sample(_PORTS, _MOST_PORTS):
         program = program_that_prints((interfaces, network), f"meet({known!a}, {port})")
         work_s = 2 * network.longest_s(len(asked))
-        of: dict[str, Any] = {"transport": hosts.transport, "logins": logins}
-        answers, *_ = ask_hosts(asked, program, work_s=work_s, **of)
+        answers, *_ = ask_hosts(asked, program, work_s=work_s, transport=hosts.transport)
         if None not in answers.values():  # the port is free on all hosts
             reached = {host.name: each for host, each in answers.items()}
             break

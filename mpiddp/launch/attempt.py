@@ -96,7 +96,7 @@ class Attempt:
             self._timers.register(viewers, selectors.EVENT_READ, viewers)
         while self.mpirun.code is None:
             self._wait()
-        if self.mpirun.code and not self.mpirun.was_ended:  # its ssh may have found a host gone
+        if self.mpirun.code and self._phase is Phase.STARTING:  # its ssh may have found a host gone
             self.history.ended_because = "\n".join(self._probe_late())
         self._end_ranks()  # whose last messages may be in transit
         deadline = time.monotonic() + SILENCE_S
