@@ -120,18 +120,6 @@ def remove_leftovers(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(final: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A new checkpoint, which appears as the folder `final` at the end of the body, or not at all.
-
-    Yields the hidden folder to write into, and a dict for the SHA-256 of files that are hashed already.
-    """
-    hashes = dict[str, str]()
-    with appearing(final) as new:
-        yield new, hashes
-        seal(new, hashes)
-
-
-@contextlib.contextmanager
 def appearing(final: Path) -> Iterator[Path]:
     """A hidden folder, which is renamed to `final` at the end of the body, or removed."""
     new = _new_hidden(final)

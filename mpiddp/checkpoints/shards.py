@@ -42,9 +42,7 @@ _MAX_SAMPLED = 1000  # tensors
 _TOLERANCE = 0.01  # of the largest one: ranks on different processors differ in the last bits
 # Each rank has its own in DDP, and those of the lowest rank are saved.
 _OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
-_KEYS_OF_ITS_OWN = (
-    "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
-)
+_HINT = "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
 
 
 def file_of(rank: int) -> str:
@@ -94,9 +92,9 @@ def _sample(value: Tensor) -> tuple[float, ...]:
 
 def _are_close(a: Sequence[float], b: Sequence[float]) -> bool:
     largest = max((abs(each) for each in (*a, *b) if abs(each) < float("inf")), default=0.0)
-    pairs = zip(a, b, strict=True)
+    near = _TOLERANCE * largest
     return all(
-        x == y or (x != x and y != y) or abs(x - y) <= _TOLERANCE * largest for x, y in pairs
+        x == y or abs(x - y) <= near or (x != x and y != y) for x, y in zip(a, b, strict=True)
     )
 
 
@@ -193,10 +191,8 @@ class _Merge:
         return parts
 
     def _at(self, key: Any, found: Mapping[int, Any], path: Keys) -> Any:
-        has = {
-            rank: each[key] for rank, each in found.items() if type(each) in LISTS or key in each
-        }
-        return self.merged(has, (*path, key))
+        having = [rank for rank, each in found.items() if type(each) in LISTS or key in each]
+        return self.merged({rank: found[rank][key] for rank in having}, (*path, key))
 
     def _leaf(self, found: Mapping[int, _Leaf], path: Keys) -> Any:
         first = min(found)
@@ -215,7 +211,7 @@ class _Merge:
     def _refuse(self, path: Keys, said: Mapping[int, str]) -> None:
         name = self._run.coordinator.name
         both = ", and ".join(f"{what[:80]} on {name(rank)}" for rank, what in said.items())
-        raise ValueError(f"{shown_path(path)} differs: {both}. {_KEYS_OF_ITS_OWN}")
+        raise ValueError(f"{shown_path(path)} differs: {both}. {_HINT}")
 
 
 def _label(value: Any) -> str:
@@ -243,23 +239,20 @@ def box_of(path: Keys, tensor: Tensor) -> dict[str, Any] | None:
         place = mesh.get_coordinate()
         if place is None:  # this rank has no part of the tensor
             return None
-        for index, size, placement in zip(
-            place,
-            mesh.shape,
-            tensor.placements,  # type: ignore[attr-defined]
-            strict=True,
-        ):
+        placements = tensor.placements  # type: ignore[attr-defined]
+        for index, size, placement in zip(place, mesh.shape, placements, strict=True):
             if placement.is_replicate():
                 copy, num_copies = copy * size + index, num_copies * size
     box, offsets = _own_box(tensor)
-    # Some ranks have no part of a tensor that is shorter than their number.
-    if copy != crc32(json.dumps(path).encode()) % num_copies or not (
-        box.numel() or not any(offsets)
-    ):
+    is_empty = not box.numel() and any(
+        offsets
+    )  # a tensor that is shorter than the number of its ranks
+    if is_empty or copy != crc32(json.dumps(path).encode()) % num_copies:
         return None
+    place_of_box = {"shape": list(tensor.shape), "offsets": list(offsets)}
     if not is_sharded(tensor):
-        return {"shape": list(tensor.shape), "offsets": list(offsets), "box": box, "is_plain": True}
-    return {"shape": list(tensor.shape), "offsets": list(offsets), "box": box.contiguous()}
+        return {**place_of_box, "box": box, "is_plain": True}
+    return {**place_of_box, "box": box.contiguous()}
 
 
 def _own_box(tensor: Any) -> tuple[Tensor, Sequence[int]]:
@@ -325,9 +318,8 @@ def with_sharded(state: Any, files: Sequence[Path]) -> Any:
         if not found:
             return value
         first = found[0]
-        parts = {
-            tuple(each["offsets"]): each["box"].numel() for each in found
-        }  # replicas may repeat them
+        # Replicas may repeat boxes.
+        parts = {tuple(each["offsets"]): each["box"].numel() for each in found}
         has = sum(parts.values())
         if has != math.prod(first["shape"]):
             raise UserError(f"{shown_path(path)} has {has} elements of the shape {first['shape']}.")
