@@ -129,9 +129,8 @@ def load(path: str | os.PathLike[str]) -> Resumed:
     if (state := read_foreign(given)) is not None:
         return Resumed(0, state)
     for _ in range(_MAX_RELISTS):
-        found = folder.candidates(given)
         problems = []
-        for each in found:
+        for each in folder.best_first(folder.checkpoints_at(given)):
             try:
                 held = folder.hold(each)
                 listed = folder.verify(each)
@@ -277,13 +276,13 @@ def export(checkpoint: Path, out: Path, to: str = "whole") -> list[str]:
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with folder.appearing(out.absolute()) as new:
-            if to != "whole":
+            if to == "whole":
+                files = files_of(state, ranks).items()
+                hashes = {name: Pickled(each).write_hashed(new / name) for name, each in files}
+                (new / FACTS).write_bytes((checkpoint / FACTS).read_bytes())
+                folder.seal(new, hashes)
+            else:
                 write_foreign(to, state, new)
-                return list(state)
-            files = files_of(state, ranks).items()
-            hashes = {name: Pickled(each).write_hashed(new / name) for name, each in files}
-            write_facts(new, **json.loads((checkpoint / FACTS).read_bytes()))
-            folder.seal(new, hashes)
     except OSError as error:
         raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
     return list(state)

@@ -142,10 +142,7 @@ def probe_rename(root: Path) -> None:
 
 
 def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
-    """Make the hidden folder `new` the checkpoint `final`, in the place of one of that name.
-
-    `hashes` has the SHA-256 of files, by name. The others are read and hashed here.
-    """
+    """Make the hidden folder `new` the checkpoint `final`, in the place of one of that name."""
     seal(new, hashes)
     if final.exists():
         _remove(final)
@@ -154,7 +151,10 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
 
 
 def seal(new: Path, hashes: Mapping[str, str]) -> None:
-    """Add the manifest and COMPLETE, and flush all files to the disk."""
+    """Add the manifest and COMPLETE, and flush all files to the disk.
+
+    `hashes` has the SHA-256 of files, by name. The others are read and hashed here.
+    """
     manifest = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashes.get(path.name) or _sha256(path)}
         for path in sorted(new.iterdir())
@@ -307,18 +307,22 @@ def is_checkpoint(folder: Path) -> bool:
     )
 
 
-def candidates(given: Path) -> list[Path]:
-    """The checkpoints at a path that a user names, the newest finite one first. Raises UserError."""
+def checkpoints_at(given: Path) -> list[Path]:
+    """The checkpoints at a path that a user names, oldest first. Raises UserError if there are none."""
     if root := find_checkpoints(given):
-        return sorted(
-            list_steps(root), key=lambda each: (not not_finite(each), step_of(each)), reverse=True
-        )
+        return list_steps(root)
     if is_checkpoint(given):
         return [given.resolve()]
-    found = "contains no checkpoints" if given.exists() else f"not found (looked in {Path.cwd()})"
+    found = "contains no checkpoints" if given.exists() else "does not exist"
     raise UserError(
-        f"{given}: {found}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
+        f"{given} {found}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
     )
+
+
+def best_first(folders: list[Path]) -> list[Path]:
+    """The newest finite one first, the oldest that is not finite last. `folders`: oldest first."""
+    newest_first = list(reversed(folders))
+    return sorted(newest_first, key=lambda each: bool(not_finite(each)))
 
 
 def identity(folder: Path) -> str:

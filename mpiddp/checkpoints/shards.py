@@ -117,13 +117,13 @@ class Union:
 
     Attributes:
         tree: the state with `...` in place of tensors; None if all ranks have the same.
-        owners: the lowest rank of those that have the tensor, by path; {} if all ranks have the same.
+        savers: the ranks that save it, by path: those of a DTensor's mesh, or the lowest that has a plain
+            tensor; {} if all ranks have the same.
         boxed: the tensors that not every writer has whole.
     """
 
     tree: Any = None
-    owners: dict[Keys, int] = field(default_factory=dict)
-    meshes: dict[Keys, tuple[int, ...]] = field(default_factory=dict)
+    savers: dict[Keys, tuple[int, ...]] = field(default_factory=dict)
     boxed: set[Keys] = field(default_factory=set)
     is_partial: bool = False  # some ranks have tensors that others do not
 
@@ -132,9 +132,7 @@ class Union:
 
     def saves(self, path: Keys, value: Any, rank: int) -> bool:
         """Whether this rank takes part in saving a boxed tensor."""
-        if is_sharded(value):
-            return self.meshes.get(path) in (None, _mesh_of(value))
-        return self.owners.get(path, rank) == rank
+        return self.savers.get(path) in (None, _mesh_of(value) if is_sharded(value) else (rank,))
 
 
 def union_of(run: Run, outline: Outline, digests: Sequence[str]) -> Union:
@@ -202,7 +200,7 @@ class _Merge:
             if has_same_part and not _are_close(leaf.sample, other.sample):
                 said = {first: f"values {leaf.sample[:2]}…", rank: f"{other.sample[:2]}…"}
                 self._refuse(path, said)
-        self.found.owners[path], self.found.meshes[path] = first, leaf.mesh
+        self.found.savers[path] = leaf.mesh or (first,)
         self.found.is_partial |= len(found) < self._num_trees
         if leaf.mesh or not self._writers <= found.keys():
             self.found.boxed.add(path)
@@ -244,15 +242,14 @@ def box_of(path: Keys, tensor: Tensor) -> dict[str, Any] | None:
             if placement.is_replicate():
                 copy, num_copies = copy * size + index, num_copies * size
     box, offsets = _own_box(tensor)
-    is_empty = not box.numel() and any(
-        offsets
-    )  # a tensor that is shorter than the number of its ranks
+    # Some ranks have no part of a tensor that is shorter than their number.
+    is_empty = not box.numel() and any(offsets)
     if is_empty or copy != crc32(json.dumps(path).encode()) % num_copies:
         return None
-    place_of_box = {"shape": list(tensor.shape), "offsets": list(offsets)}
-    if not is_sharded(tensor):
-        return {**place_of_box, "box": box, "is_plain": True}
-    return {**place_of_box, "box": box.contiguous()}
+    place = {"shape": list(tensor.shape), "offsets": list(offsets)}
+    if is_sharded(tensor):
+        return {**place, "box": box.contiguous()}
+    return {**place, "box": box, "is_plain": True}
 
 
 def _own_box(tensor: Any) -> tuple[Tensor, Sequence[int]]:
@@ -273,7 +270,6 @@ class ShardedValue:
     The boxes are those of all ranks, in mapped files: each is read when it is used.
     """
 
-    name: str
     boxes: Sequence[Mapping[str, Any]]
 
     @property
@@ -290,12 +286,7 @@ class ShardedValue:
         return self._filled(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
 
     def read_like(self, like: Tensor) -> Tensor:
-        """The tensor, placed like the given one. Reads only this rank's bytes. Not a collective."""
-        if like.shape != self.shape:
-            raise UserError(
-                f"{shown_path(json.loads(self.name))} was saved with shape {list(self.shape)}; "
-                f"it now has {list(like.shape)}"
-            )
+        """The tensor, placed like one of its shape. Reads only this rank's bytes. Not a collective."""
         return self._filled(torch.empty_like(like, dtype=self.dtype, requires_grad=False))
 
     def _filled(self, target: Tensor) -> Tensor:
@@ -323,7 +314,7 @@ def with_sharded(state: Any, files: Sequence[Path]) -> Any:
         has = sum(parts.values())
         if has != math.prod(first["shape"]):
             raise UserError(f"{shown_path(path)} has {has} elements of the shape {first['shape']}.")
-        return first["box"] if first.get("is_plain") else ShardedValue(json.dumps(path), found)
+        return first["box"] if first.get("is_plain") else ShardedValue(found)
 
     return mapped(state, value_of)
 

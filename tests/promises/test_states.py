@@ -131,7 +131,7 @@ def test_a_load_is_right_or_refused(tmp_path):
 def test_sharded_state_needs_its_place(tmp_path):
     """A sharded tensor that an object gives no place is refused by its name."""
     saved = mpiddp.load(OLD / "sharded")
-    with pytest.raises(mpiddp.UserError, match=r"model: \['0.weight'\] is sharded, and Average"):
+    with pytest.raises(mpiddp.UserError, match=r"model: 0.weight is sharded, and Average"):
         saved.load_into(model=Average())
 
 
@@ -354,7 +354,7 @@ def test_load_passes_over_damage(tmp_path):
     assert mpiddp.load(run).state == {"a": 1}
     with pytest.raises(mpiddp.UserError, match=r"step_00000002: a\.pt has .* bytes instead of"):
         mpiddp.load(step_folder(run, 2))
-    with pytest.raises(mpiddp.UserError, match="not found"):
+    with pytest.raises(mpiddp.UserError, match="does not exist"):
         mpiddp.load(tmp_path / "nothing")
 
 
