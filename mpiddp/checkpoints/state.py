@@ -33,7 +33,7 @@ LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
 # The thread of a save holds the interpreter for a turn, then leaves it to the training for so many turns.
 # A turn is below the 5 ms of sys.getswitchinterval, and long, because each one makes the training wait once.
-_TURN_S, _REST_TURNS = 0.004, 19
+_TURN_S, _REST_TURNS = 0.004, 12
 _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 PLAIN_TYPES = {getattr(torch, name) for name in _NAMES.split()}  # with nothing but their elements
 
