@@ -102,7 +102,7 @@ class Checkpoints:
         metric, order = best or ("", "min")
         if order not in ("min", "max"):
             raise ValueError(f'best: expected ("val_loss", "min") or (…, "max"), not {best!r}')
-        self._keep, self._highest_is_best = Retention(keep, keep_every), order == "max"
+        self._keep = Retention(keep, keep_every)
         self._must_succeed = on_save_error == "stop"
         try:
             self._interval = None if every is None else parse_interval(str(every))
@@ -117,7 +117,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._thread: int | None = None  # of the first save
         self._step = -1  # the latest one that has been saved, or that the run resumes from
-        self._records = RunRecords(self._dir, metric)
+        self._records = RunRecords(self._dir, metric, highest_is_best=order == "max")
         self._has_ended, self._pid = False, os.getpid()
         session = current()
         if session.run is None or session.run.is_closed:
@@ -348,13 +348,7 @@ class Checkpoints:
         step = max(0, self._step)
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
-        self._saver = Saver(
-            run,
-            self._records,
-            self._keep,
-            highest_is_best=self._highest_is_best,
-            must_succeed=self._must_succeed,
-        )
+        self._saver = Saver(run, self._records, self._keep, must_succeed=self._must_succeed)
         session.send("run_dir", path=str(self._dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"

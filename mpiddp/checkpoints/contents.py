@@ -27,7 +27,7 @@ from mpiddp.checkpoints.fit import Fit, placed
 from mpiddp.checkpoints.folder import FACTS, INDEX, BrokenCheckpoint
 from mpiddp.checkpoints.formats import read_foreign, write_foreign
 from mpiddp.checkpoints.shards import with_sharded
-from mpiddp.checkpoints.state import RANKS, read_tensors, stem_of, unpacked, write_tensors
+from mpiddp.checkpoints.state import RANKS, Pickled, read_tensors, stem_of, unpacked
 from mpiddp.errors import JobFailed, UserError, cause_of
 
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
@@ -129,9 +129,8 @@ def load(path: str | os.PathLike[str]) -> Resumed:
     if (state := read_foreign(given)) is not None:
         return Resumed(0, state)
     for _ in range(_MAX_RELISTS):
-        found = folder.candidates(given)
         problems = []
-        for each in found:
+        for each in folder.best_first(folder.checkpoints_at(given)):
             try:
                 held = folder.hold(each)
                 listed = folder.verify(each)
@@ -155,11 +154,9 @@ def load(path: str | os.PathLike[str]) -> Resumed:
 # Its files
 
 
-def write_entries(new: Path, state: Mapping[str, Any], ranks: list[Any]) -> dict[str, str]:
-    """Write the entries and `ranks`, uint8 [bytes] of each rank. Returns the SHA-256 of the files."""
-    return write_tensors(
-        new, {**{stem_of(key): value for key, value in state.items()}, RANKS: ranks}
-    )
+def files_of(state: Mapping[str, Any], ranks: list[Any]) -> dict[str, Any]:
+    """The contents of the files, by name. `ranks`: uint8 [bytes] of each rank."""
+    return {**{f"{stem_of(key)}.pt": entry for key, entry in state.items()}, f"{RANKS}.pt": ranks}
 
 
 def write_facts(new: Path, **facts: Any) -> None:
@@ -278,14 +275,14 @@ def export(checkpoint: Path, out: Path, to: str = "whole") -> list[str]:
     state = placed(saved.state, {})
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        if to != "whole":
-            with folder.appearing(out.absolute()) as new:
+        with folder.appearing(out.absolute()) as new:
+            if to == "whole":
+                files = files_of(state, ranks).items()
+                hashes = {name: Pickled(each).write_hashed(new / name) for name, each in files}
+                (new / FACTS).write_bytes((checkpoint / FACTS).read_bytes())
+                folder.seal(new, hashes)
+            else:
                 write_foreign(to, state, new)
-            return list(state)
-        with folder.writing(out.absolute()) as (new, hashes):
-            hashes.update(write_entries(new, state, ranks))
-            facts = json.loads((checkpoint / FACTS).read_bytes())
-            write_facts(new, **facts)
     except OSError as error:
         raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
     return list(state)

@@ -52,7 +52,7 @@ class Fit:
             fit._match_optimizer(modules, is_partial=is_partial)
         elif callable(getattr(target, "state_dict", None)):
             fit.likes = _tensors_in(target.state_dict())
-        mapped(fit.entry, fit._check_sharded)
+        mapped(fit.entry, fit._check_tensor)
         yield fit
 
     def load(self) -> None:
@@ -86,19 +86,6 @@ class Fit:
         for what, names in (("has no", missing), ("also has", unexpected)):
             if names:
                 raise UserError(f"it {what} {listed(list(map(str, names)), 4)}")
-        for name, like in found.items():
-            if not isinstance(like, Tensor):
-                continue
-            value = entry[name]
-            if like.is_meta:
-                raise UserError(
-                    f"{name} is on meta, and has no memory: call its to_empty(device=…) before"
-                )
-            is_lazy = torch.nn.parameter.is_lazy(like)
-            if not is_lazy and getattr(value, "shape", like.shape) != like.shape:
-                raise UserError(
-                    f"{name} was saved with shape {list(value.shape)}; it now has {list(like.shape)}"
-                )
         copied = type(self.entry)(entry)
         getattr(copied, "__dict__", {}).update(getattr(self.entry, "__dict__", {}))
         self.entry = copied
@@ -144,21 +131,27 @@ class Fit:
         if is_partial and _is_flat(self.entry):  # those of other stages
             self.entry = {key: value for key, value in self.entry.items() if of[key] in names}
 
-    def _check_sharded(self, path: Keys, value: Any) -> None:
-        """Refuse a sharded tensor that the object does not tell how to place."""
-        if type(value) is not ShardedValue:
-            return
+    def _check_tensor(self, path: Keys, value: Any) -> None:
+        """Refuse a tensor that the object has in another shape, or does not tell how to place."""
+        is_sharded_value = type(value) is ShardedValue
         like = like_of(path, self.likes)
+        name = str(path[0]) if len(path) == 1 else shown_path(path, "")
         if not isinstance(like, Tensor):
-            raise UserError(
-                f"{shown_path(path, '')} is sharded, and {type(self.target).__name__}.state_dict() has no "
-                "such tensor, which would tell its place: build it before, or use full_tensor()"
-            )
-        if like.shape != value.shape:
-            raise UserError(
-                f"{shown_path(path, '')} was saved with shape {list(value.shape)}; "
-                f"it now has {list(like.shape)}"
-            )
+            if is_sharded_value:
+                raise UserError(
+                    f"{name} is sharded, and {type(self.target).__name__}.state_dict() has no such tensor, "
+                    "which would tell its place: build it before, or use full_tensor()"
+                )
+        elif is_sharded_value or isinstance(self.target, Module):
+            if like.is_meta:
+                raise UserError(
+                    f"{name} is on meta, and has no memory: call its to_empty(device=…) before"
+                )
+            is_lazy = torch.nn.parameter.is_lazy(like)
+            if not is_lazy and getattr(value, "shape", like.shape) != like.shape:
+                raise UserError(
+                    f"{name} was saved with shape {list(value.shape)}; it now has {list(like.shape)}"
+                )
 
 
 def like_of(path: Keys, likes: Mapping[Keys, Any]) -> Any:

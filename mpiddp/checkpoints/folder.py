@@ -120,18 +120,6 @@ def remove_leftovers(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(final: Path) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A new checkpoint, which appears as the folder `final` at the end of the body, or not at all.
-
-    Yields the hidden folder to write into, and a dict for the SHA-256 of files that are hashed already.
-    """
-    hashes = dict[str, str]()
-    with appearing(final) as new:
-        yield new, hashes
-        seal(new, hashes)
-
-
-@contextlib.contextmanager
 def appearing(final: Path) -> Iterator[Path]:
     """A hidden folder, which is renamed to `final` at the end of the body, or removed."""
     new = _new_hidden(final)
@@ -154,10 +142,7 @@ def probe_rename(root: Path) -> None:
 
 
 def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
-    """Make the hidden folder `new` the checkpoint `final`, in the place of one of that name.
-
-    `hashes` has the SHA-256 of files, by name. The others are read and hashed here.
-    """
+    """Make the hidden folder `new` the checkpoint `final`, in the place of one of that name."""
     seal(new, hashes)
     if final.exists():
         _remove(final)
@@ -166,7 +151,10 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
 
 
 def seal(new: Path, hashes: Mapping[str, str]) -> None:
-    """Add the manifest and COMPLETE, and flush all files to the disk."""
+    """Add the manifest and COMPLETE, and flush all files to the disk.
+
+    `hashes` has the SHA-256 of files, by name. The others are read and hashed here.
+    """
     manifest = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashes.get(path.name) or _sha256(path)}
         for path in sorted(new.iterdir())
@@ -319,18 +307,22 @@ def is_checkpoint(folder: Path) -> bool:
     )
 
 
-def candidates(given: Path) -> list[Path]:
-    """The checkpoints at a path that a user names, the newest finite one first. Raises UserError."""
+def checkpoints_at(given: Path) -> list[Path]:
+    """The checkpoints at a path that a user names, oldest first. Raises UserError if there are none."""
     if root := find_checkpoints(given):
-        return sorted(
-            list_steps(root), key=lambda each: (not not_finite(each), step_of(each)), reverse=True
-        )
+        return list_steps(root)
     if is_checkpoint(given):
         return [given.resolve()]
-    found = "contains no checkpoints" if given.exists() else f"not found (looked in {Path.cwd()})"
+    found = "contains no checkpoints" if given.exists() else "does not exist"
     raise UserError(
-        f"{given}: {found}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
+        f"{given} {found}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
     )
+
+
+def best_first(folders: list[Path]) -> list[Path]:
+    """The newest finite one first, the oldest that is not finite last. `folders`: oldest first."""
+    newest_first = list(reversed(folders))
+    return sorted(newest_first, key=lambda each: bool(not_finite(each)))
 
 
 def identity(folder: Path) -> str:

@@ -14,6 +14,7 @@ import json
 import pickle
 import struct
 import warnings
+from base64 import b64decode, b64encode
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +24,12 @@ import torch
 from torch import Tensor
 
 from mpiddp.checkpoints.shards import ShardedValue
-from mpiddp.checkpoints.state import DICTS, LISTS, Keys, load, mapped, stem_of
+from mpiddp.checkpoints.state import Keys, load, mapped, packed, stem_of, unpacked
 from mpiddp.errors import UserError, cause_of
 
-FORMATS = ("dcp", "safetensors")
 _SUFFIX = ".safetensors"
 _MAX_HEADER = 1 << 28
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)
 _NAMES = (
     "F64:float64 F32:float32 F16:float16 BF16:bfloat16 I64:int64 I32:int32 I16:int16 I8:int8 BOOL:bool "
     "U64:uint64 U32:uint32 U16:uint16 U8:uint8 F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2 C64:complex64"
@@ -71,14 +72,7 @@ def read_foreign(given: Path) -> dict[str, Any] | None:
         return {path.stem: _read_safetensors(path) for path in files}
     except OSError as error:
         raise cause_of(error)(f"{error.filename or given}: {error.strerror or error}.") from None
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        struct.error,
-    ) as error:
+    except _DAMAGE as error:
         raise UserError(
             f"{given} is damaged, or no checkpoint of DCP or safetensors: {error}."
         ) from None
@@ -117,16 +111,16 @@ def _read_dcp(given: Path) -> dict[str, Any]:
         place: Any = state
         for key in path[:-1]:
             place = place.setdefault(key, {})
-        place[path[-1]] = _joined(path, found.state_dict_metadata[name], own)
+        place[path[-1]] = _joined(found.state_dict_metadata[name], own)
     return {key: _with_numbers(value) for key, value in state.items()}
 
 
-def _joined(path: Keys, about: Any, parts: list[tuple[Any, Any]]) -> Any:
+def _joined(about: Any, parts: list[tuple[Any, Any]]) -> Any:
     shape = getattr(about, "size", None)
     if shape is None or (len(parts) == 1 and parts[0][1].shape == shape):
         return parts[0][1]
     boxes = [{"shape": shape, "offsets": list(offset), "box": box} for offset, box in parts]
-    return ShardedValue(json.dumps(path), boxes)
+    return ShardedValue(boxes)
 
 
 def _with_numbers(nested: Any) -> Any:
@@ -148,19 +142,21 @@ def _with_numbers(nested: Any) -> Any:
 
 
 def _write_safetensors(path: Path, entry: Any) -> None:
-    tensors: dict[str, Tensor] = {}
+    """Write tensors by names as "layer.weight", and the entry without them into the header."""
+    leaves: dict[str, Any] = {}
 
-    def named(keys: Keys, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        name = ".".join(map(str, keys)) or path.stem
-        if name in tensors or value.dtype not in _CODES:
-            raise UserError(f"safetensors cannot hold {name}: {value.dtype}, or a name twice.")
-        tensors[name] = value
-        return _Name(name)
+    def taken(keys: Keys, value: Any) -> Any:
+        name = _name_of(keys, path)
+        is_tensor = isinstance(value, Tensor)
+        if name in leaves or (is_tensor and value.dtype not in _CODES):
+            kind = value.dtype if is_tensor else "a value"
+            raise UserError(f"safetensors cannot hold {name}: {kind}, or a name twice.")
+        leaves[name] = value
+        return None if is_tensor else value
 
-    tree = _encoded(mapped(entry, named))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "mpiddp": json.dumps(tree)}}
+    tree = b64encode(packed(mapped(entry, taken))).decode()
+    tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "mpiddp": tree}}
     at = 0
     # The widest first, so that all are aligned.
     ordered = sorted(tensors.items(), key=lambda each: -each[1].element_size())
@@ -196,27 +192,10 @@ def _read_safetensors(path: Path) -> Any:
         tensors[name] = part.view(dtype).view(about["shape"])
     if "mpiddp" not in metadata:
         return tensors
-    return _decoded(json.loads(metadata["mpiddp"]), tensors)
+    tree = unpacked(torch.frombuffer(bytearray(b64decode(metadata["mpiddp"])), dtype=torch.uint8))
+    return mapped(tree, lambda keys, value: tensors.get(_name_of(keys, path), value))
 
 
-class _Name(str):
-    """The name of a tensor, in its place."""
-
-
-def _encoded(nested: Any) -> Any:
-    """As JSON, in which a dict has keys of any type."""
-    if type(nested) in DICTS:
-        return {"dict": [[key, _encoded(value)] for key, value in nested.items()]}
-    if type(nested) in LISTS:
-        return [_encoded(value) for value in nested]
-    return {"tensor": nested} if type(nested) is _Name else nested
-
-
-def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decoded(each, tensors) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return tensors[value["tensor"]]
-    return {key: _decoded(each, tensors) for key, each in value["dict"]}
+def _name_of(keys: Keys, path: Path) -> str:
+    """That of a tensor in the entry that the file holds."""
+    return ".".join(map(str, keys)) or path.stem

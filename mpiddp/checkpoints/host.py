@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors as parts_of  # as DDP has its buckets
 
-from mpiddp.checkpoints.state import PACKED_TYPES, Packed, Row
+from mpiddp.checkpoints.state import PLAIN_TYPES
 
 _SMALL = 1 << 14  # elements of a tensor that shares its storage with others in the files
-_ROW = 1 << 24  # elements of such a storage
+_ROW = 1 << 12  # tensors of such a storage
 _PART = 1 << 15  # elements that torch examines in one thread, beside those of the training
 
 
@@ -21,42 +22,42 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor], Callabl
     """Copies of the tensors on the CPU, the memory that they share, and a function that waits for it.
 
     Tied tensors have one copy, an expanded one has a copy of what it repeats, and small ones share a few rows
-    of memory, as `Packed`. With a GPU, torch pins the memory of the copies and keeps it for the next ones.
-    The copies run on the current stream: later steps change the originals only afterwards, and only the
-    reader of the copies waits.
+    of memory, because a storage costs more time than a tensor. With a GPU, torch pins the memory of the
+    copies and keeps it for the next ones. The copies run on the current stream: later steps change the
+    originals only afterwards, and only the reader of the copies waits.
     """
     events: dict[torch.device, torch.Event] = {}
-    rows: dict[Any, list[Row]] = defaultdict(lambda: [Row()])
-    first: dict[
-        int, int
-    ] = {}  # the number of the first tensor at an address; no tuples, which gc counts
-    copies: list[Any] = []
+    rows: dict[Any, list[int]] = defaultdict(list)  # the numbers of small ones
+    tied: dict[int, int] = {}
+    # The number of the first tensor at an address. No tuples, which gc counts.
+    first: dict[int, int] = {}
+    copies: list[Any] = [None] * len(tensors)
     blocks: list[Tensor] = []
     with torch.inference_mode(False), torch.no_grad():
         for number, value in enumerate(tensors):
             before = first.setdefault(value.data_ptr(), number)
             if before < number and _is_same(value, tensors[before]):
-                copies.append(copies[before])
+                tied[number] = before
                 continue
-            device, dtype, shape = value.device, value.dtype, value.shape
+            device, size = value.device, value.numel()
             if device.type != "cpu" and device not in events:
                 events[device] = torch.Event(device)
-            size = value.numel()
-            if size <= _SMALL and dtype in PACKED_TYPES and value.is_contiguous():
-                row = rows[device, dtype]
-                if row[-1].size > _ROW:
-                    row.append(Row())
-                copies.append(Packed(row[-1], row[-1].size, shape))
-                row[-1].parts.append(value.reshape(-1))
-                row[-1].size += size
+            if 0 < size <= _SMALL and value.dtype in PLAIN_TYPES and value.is_contiguous():
+                rows[device, value.dtype].append(number)
             else:
                 copy = _unexpanded(value.detach()).to("cpu", non_blocking=True, copy=True)
                 blocks.append(copy)
-                copies.append(copy if copy.shape == shape else copy.expand(shape))
-        for each in (each for row in rows.values() for each in row):
-            each.block = torch.cat(each.parts).to("cpu", non_blocking=True)
-            each.parts.clear()
-            blocks.append(each.block)
+                copies[number] = copy if copy.shape == value.shape else copy.expand(value.shape)
+        for row in rows.values():
+            for start in range(0, len(row), _ROW):
+                numbers = row[start : start + _ROW]
+                parts = [tensors[number] for number in numbers]
+                block = torch.cat([part.reshape(-1) for part in parts]).to("cpu", non_blocking=True)
+                blocks.append(block)
+                for number, copy in zip(numbers, parts_of(block, parts), strict=True):
+                    copies[number] = copy
+    for number, before in tied.items():
+        copies[number] = copies[before]
     for device, event in events.items():
         event.record(torch.accelerator.current_stream(device))
 
@@ -68,11 +69,8 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor], Callabl
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape, a.stride(), a.is_conj()) == (
-        b.dtype,
-        b.shape,
-        b.stride(),
-        b.is_conj(),
+    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and (
+        a.is_conj() == b.is_conj()
     )
 
 
@@ -84,11 +82,10 @@ def _unexpanded(value: Tensor) -> Tensor:
     return value
 
 
-def worst(tensors: Sequence[Any]) -> float:
+def worst(tensors: Sequence[Tensor]) -> float:
     """NaN if a tensor has one, else an infinity that one has, else 0."""
     worst = 0.0
-    for each in tensors:
-        value = each.tensor if type(each) is Packed else each
+    for value in tensors:
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())
         if not value.is_floating_point() or value.element_size() == 1 or value.is_quantized:

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
             return _pin(Path(options.dir), options.step)
         if options.verb == "export":
             return _export(Path(options.dir), Path(options.out), options.to)
-        checkpoints = _checkpoints(Path(options.dir))
+        checkpoints = folders.checkpoints_at(Path(options.dir))
         if options.verb == "list":
             for folder in checkpoints:
                 print(_line(folder))
@@ -93,25 +93,14 @@ def _export(given: Path, out: Path, to: str) -> int:
     """Export a checkpoint, or the newest verified one of a run."""
     from mpiddp.checkpoints.contents import export  # needs torch
 
-    found = _checkpoints(given)
-    if len(found) > 1:
-        found = list(filter(folders.is_verified, reversed(folders.candidates(given))))
-    if not found:
+    found = folders.checkpoints_at(given)
+    usable = found if len(found) == 1 else filter(folders.is_verified, folders.best_first(found))
+    best = next(iter(usable), None)  # a single one that is broken is named by `export`
+    if best is None:
         raise UserError(f"{given} contains no verified checkpoint.")
-    entries = listed(export(found[-1], out, to))
-    print(f"checkpoint {found[-1].name}: written to {out} as {to}, with {entries}")
+    entries = listed(export(best, out, to))
+    print(f"checkpoint {best.name}: written to {out} as {to}, with {entries}")
     return 0
-
-
-def _checkpoints(given: Path) -> list[Path]:
-    if root := find_checkpoints(given):
-        return folders.list_steps(root)
-    if folders.is_checkpoint(given):
-        return [given.resolve()]
-    found = "contains no checkpoints" if given.exists() else "does not exist"
-    raise UserError(
-        f"{given} {found}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
-    )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

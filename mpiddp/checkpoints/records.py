@@ -30,15 +30,13 @@ class RunRecords:
     The training matters more than its records: one that cannot be written only causes a warning.
     """
 
-    def __init__(self, run: RunDir, metric: str = "") -> None:
+    def __init__(self, run: RunDir, metric: str = "", *, highest_is_best: bool = False) -> None:
         """`metric`: the name of the value by which the best checkpoint is kept."""
-        self.dir, self._metric = run, metric
-        self._values: dict[
-            int, float
-        ] = {}  # of the metric, by step: those that `news` has not told yet
-        self._not_finite: dict[
-            str, str
-        ] = {}  # by name, the losses whose latest value is not finite
+        self.dir, self._metric, self._sign = run, metric, -1 if highest_is_best else 1
+        # Of the metric, by step, the lowest the best: those that `news` has not told yet.
+        self._values: dict[int, float] = {}
+        # By name, the losses whose latest value is not finite.
+        self._not_finite: dict[str, str] = {}
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = False
         self.is_closed = False
@@ -70,7 +68,7 @@ class RunRecords:
     def _note(self, step: int, values: Mapping[str, Any]) -> None:
         value = values.get(self._metric)
         if isinstance(value, (int, float)) and math.isfinite(value):
-            self._values[step] = value
+            self._values[step] = self._sign * value
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         if self._is_writer is None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.contents import rng_states, write_entries, write_facts
+from mpiddp.checkpoints.contents import files_of, rng_states, write_facts
 from mpiddp.checkpoints.folder import INDEX, Entry, Retention, flush, name_of_step
 from mpiddp.checkpoints.host import to_host, worst
 from mpiddp.checkpoints.records import RunRecords
@@ -39,11 +40,11 @@ from mpiddp.checkpoints.shards import box_of, digest_of, file_of, union_of
 from mpiddp.checkpoints.state import (
     Keys,
     Outline,
+    Pickled,
     is_sharded,
     mapped,
     packed,
     shown_path,
-    write_tensors,
 )
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
@@ -65,12 +66,9 @@ class _Copied:
     """The state of one step, in host memory."""
 
     step: int
-    state: dict[str, Any]  # {} on ranks that are no writers
-    boxes: dict[str, dict[str, Any]] | None  # this rank's; None if every writer has the whole state
-    is_partial: bool  # some ranks have tensors that others do not
-    ranks: list[Tensor]  # what each rank saves for itself, uint8 [bytes]; on writers
-    config: Mapping[str, Any]
-    not_finite: str  # why the latest loss is not finite, or ""
+    files: Future[dict[str, Pickled]]  # that this rank writes, by name
+    has_boxes: bool  # False if every writer has the whole state
+    facts: Mapping[str, Any]  # of state.json, with "not_finite" of the latest loss
     copies: Mapping[Keys, Any]  # the tensors of state and boxes
     blocks: list[Tensor]  # the memory of these
     wait: Callable[[], None]  # until the copies are done
@@ -83,17 +81,10 @@ class Saver:
     """
 
     def __init__(
-        self,
-        run: Run,
-        records: RunRecords,
-        keep: Retention,
-        *,
-        highest_is_best: bool = False,
-        must_succeed: bool,
+        self, run: Run, records: RunRecords, keep: Retention, *, must_succeed: bool
     ) -> None:
         self._run, self._records, self._root = run, records, run.dir.checkpoints
         self._keep, self._must_succeed = keep, must_succeed
-        self._sign = -1 if highest_is_best else 1
         self._values: dict[int, float] = {}  # of the metric, by step; the lowest is the best
         self._not_finite = ""  # why the latest loss is not finite
         self._infinite: set[Keys] | None = None  # tensors with infinities on purpose, such as masks
@@ -103,6 +94,8 @@ class Saver:
         self._num_saves = 0
         self.pending: Future[str] | None = None  # the save in flight
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority)
+        # Of normal priority: what holds the interpreter must not wait for a processor.
+        self._pickling = ThreadPoolExecutor(1, "checkpoint-pickle")
         self._prefix = run.coordinator.unique_prefix("saves")
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
 
@@ -127,7 +120,6 @@ class Saver:
         wanted = [*entries.values(), *(each["box"] for each in boxes.values())]
         copied, blocks, wait_for_copies = to_host(wanted)
         copies = dict(zip((*entries, *boxes), copied, strict=True))
-        named = {json.dumps(path): {**box, "box": copies[path]} for path, box in boxes.items()}
         wait_for_own()
         ranks = self._gather(per_rank.filled(own_copies))
         if has_boxes and self._ring is None and len(run.writers) > 1:
@@ -135,18 +127,22 @@ class Saver:
             self._ring = dist.new_group(backend="gloo", timeout=timeout)
         if has_boxes or run.is_writer:
             tree = (outline.tree if union.tree is None else union.tree) if run.is_writer else {}
-            job = _Copied(
-                step,
-                mapped(tree, lambda path, value: _entry(copies, entries, path, value)),
-                named if has_boxes else None,
-                union.is_partial,
-                ranks,
-                config,
-                self._not_finite,
-                copies,
-                blocks,
-                wait_for_copies,
-            )
+            whole = {path: copies[path] for path in entries}
+            state = mapped(tree, lambda path, value: whole.get(path) if value is ... else value)
+            contents = files_of(state, ranks) if run.is_writer else {}
+            if has_boxes:
+                contents[file_of(run.rank)] = {
+                    json.dumps(path): {**box, "box": copies[path]} for path, box in boxes.items()
+                }
+            facts = {
+                "step": step,
+                "world_size": run.world_size,
+                "keys": list(state),
+                "config": config,
+            }
+            facts |= {"is_partial": union.is_partial, "not_finite": self._not_finite}
+            files = self._pickling.submit(_pickled, contents)
+            job = _Copied(step, files, has_boxes, facts, copies, blocks, wait_for_copies)
             self.pending = self._thread.submit(self._write, job)
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Tensor]:
@@ -193,7 +189,7 @@ class Saver:
         self._digests = [each[2] for each in answers]
         news = answers[0][3]  # rank 0 always records
         self._not_finite = news["not_finite"]
-        self._values |= {step: self._sign * value for step, value in news["values"]}
+        self._values.update(news["values"])
         first = {step: rank for rank, (step, *_) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
             calls = [
@@ -233,12 +229,12 @@ class Saver:
         try:
             reports = self._settle(job, "written", lambda: self._write_files(new, job, hashes))
             files = {file_of(rank): Entry(*each) for rank, (each, _) in enumerate(reports) if each}
-            reason = job.not_finite or next(filter(None, (text for _, text in reports)), "")
-            if self._ring is not None and job.boxes is not None:
+            reasons = [job.facts["not_finite"], *(text for _, text in reports)]
+            facts = {**job.facts, "not_finite": next(filter(None, reasons), "")}
+            if self._ring is not None and job.has_boxes:
                 self._settle(job, "copied", lambda: self._send_copies(new, files))
-            self._settle(
-                job, "complete", lambda: self._complete(new, final, job, hashes, files, reason)
-            )
+            done = partial(self._complete, new, final, facts, hashes, files)
+            self._settle(job, "complete", done)
         except BaseException:
             if run.is_writer:
                 shutil.rmtree(new, ignore_errors=True)
@@ -251,6 +247,7 @@ class Saver:
             except OSError as error:  # the new checkpoint is complete anyway
                 why = f"cannot remove old checkpoints: {error.strerror}"
                 log.warning(f"warning: {self._root}: {why}.")
+            reason = facts["not_finite"]
             if reason and run.rank == 0 and not self._is_warned:
                 self._warn_of(final, reason)
             self._is_warned = bool(reason)
@@ -269,7 +266,7 @@ class Saver:
         A save of nothing sharded needs no other rank: each writer settles it alone. Returns the results of
         all ranks, [world_size]. If the part of any rank fails, all ranks raise an error.
         """
-        if job.boxes is None:
+        if not job.has_boxes:
             return [work()]
         result, problem = None, None
         try:
@@ -299,14 +296,11 @@ class Saver:
         Returns the size and the hash of its shards, or None, and why its tensors are not finite, or "".
         """
         new.mkdir(parents=True, exist_ok=True)
-        if self._run.is_writer:
-            hashes.update(write_entries(new, job.state, job.ranks))
-        shard = None
-        if job.boxes is not None:
-            name = file_of(self._run.rank)
-            (sha256,) = write_tensors(new, {name.removesuffix(".pt"): job.boxes}).values()
+        hashes |= {name: file.write_hashed(new / name) for name, file in job.files.result().items()}
+        shard, name = None, file_of(self._run.rank)
+        if job.has_boxes:
             flush(new / name)
-            shard = [(new / name).stat().st_size, sha256]
+            shard = [(new / name).stat().st_size, hashes[name]]
         return [shard, self._not_finite_in(job)]
 
     def _not_finite_in(self, job: _Copied) -> str:
@@ -333,24 +327,15 @@ class Saver:
         self,
         new: Path,
         final: Path,
-        job: _Copied,
+        facts: Mapping[str, Any],
         hashes: dict[str, str],
         files: Mapping[str, Entry],
-        not_finite: str,
     ) -> None:
         """Complete the checkpoint on this file system, if this rank writes there."""
         run = self._run
         if not run.is_writer:
             return
-        write_facts(
-            new,
-            step=job.step,
-            world_size=len(job.ranks),
-            keys=list(job.state),
-            config=job.config,
-            not_finite=not_finite,
-            is_partial=job.is_partial,
-        )
+        write_facts(new, **facts)
         for rank, receiver in enumerate(receivers_of(run.writer_of)) if files else ():
             if run.rank not in (run.writer_of[rank], run.writer_of[receiver]):
                 continue
@@ -406,10 +391,8 @@ def _warn_if_late(met: threading.Event, step: int, file: str, line: int) -> None
         )
 
 
-def _entry(copies: Mapping[Keys, Any], entries: Mapping[Keys, Any], path: Keys, value: Any) -> Any:
-    if value is not ...:
-        return value
-    return copies[path] if path in entries else None
+def _pickled(contents: Mapping[str, Any]) -> dict[str, Pickled]:
+    return {name: Pickled(each, in_turns=True) for name, each in contents.items()}
 
 
 class SaveSchedule:

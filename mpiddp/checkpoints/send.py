@@ -47,9 +47,8 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
             problems.append(error)
             return None
 
-    for (
-        each
-    ) in transfers:  # for hosts that share the disk of the run with this one, but not this file
+    # For hosts that share the disk of the run with this one, but not this file.
+    for each in transfers:
         if each.source == rank and rank in each.receivers:
             attempt(shutil.copyfile, each.path, into / each.path.name)
     # The number of each file is its tag. A file that cannot be opened is None.

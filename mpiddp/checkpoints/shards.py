@@ -42,9 +42,7 @@ _MAX_SAMPLED = 1000  # tensors
 _TOLERANCE = 0.01  # of the largest one: ranks on different processors differ in the last bits
 # Each rank has its own in DDP, and those of the lowest rank are saved.
 _OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
-_KEYS_OF_ITS_OWN = (
-    "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
-)
+_HINT = "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
 
 
 def file_of(rank: int) -> str:
@@ -94,9 +92,9 @@ def _sample(value: Tensor) -> tuple[float, ...]:
 
 def _are_close(a: Sequence[float], b: Sequence[float]) -> bool:
     largest = max((abs(each) for each in (*a, *b) if abs(each) < float("inf")), default=0.0)
-    pairs = zip(a, b, strict=True)
+    near = _TOLERANCE * largest
     return all(
-        x == y or (x != x and y != y) or abs(x - y) <= _TOLERANCE * largest for x, y in pairs
+        x == y or abs(x - y) <= near or (x != x and y != y) for x, y in zip(a, b, strict=True)
     )
 
 
@@ -119,13 +117,13 @@ class Union:
 
     Attributes:
         tree: the state with `...` in place of tensors; None if all ranks have the same.
-        owners: the lowest rank of those that have the tensor, by path; {} if all ranks have the same.
+        savers: the ranks that save it, by path: those of a DTensor's mesh, or the lowest that has a plain
+            tensor; {} if all ranks have the same.
         boxed: the tensors that not every writer has whole.
     """
 
     tree: Any = None
-    owners: dict[Keys, int] = field(default_factory=dict)
-    meshes: dict[Keys, tuple[int, ...]] = field(default_factory=dict)
+    savers: dict[Keys, tuple[int, ...]] = field(default_factory=dict)
     boxed: set[Keys] = field(default_factory=set)
     is_partial: bool = False  # some ranks have tensors that others do not
 
@@ -134,9 +132,7 @@ class Union:
 
     def saves(self, path: Keys, value: Any, rank: int) -> bool:
         """Whether this rank takes part in saving a boxed tensor."""
-        if is_sharded(value):
-            return self.meshes.get(path) in (None, _mesh_of(value))
-        return self.owners.get(path, rank) == rank
+        return self.savers.get(path) in (None, _mesh_of(value) if is_sharded(value) else (rank,))
 
 
 def union_of(run: Run, outline: Outline, digests: Sequence[str]) -> Union:
@@ -193,10 +189,8 @@ class _Merge:
         return parts
 
     def _at(self, key: Any, found: Mapping[int, Any], path: Keys) -> Any:
-        has = {
-            rank: each[key] for rank, each in found.items() if type(each) in LISTS or key in each
-        }
-        return self.merged(has, (*path, key))
+        having = [rank for rank, each in found.items() if type(each) in LISTS or key in each]
+        return self.merged({rank: found[rank][key] for rank in having}, (*path, key))
 
     def _leaf(self, found: Mapping[int, _Leaf], path: Keys) -> Any:
         first = min(found)
@@ -206,7 +200,7 @@ class _Merge:
             if has_same_part and not _are_close(leaf.sample, other.sample):
                 said = {first: f"values {leaf.sample[:2]}…", rank: f"{other.sample[:2]}…"}
                 self._refuse(path, said)
-        self.found.owners[path], self.found.meshes[path] = first, leaf.mesh
+        self.found.savers[path] = leaf.mesh or (first,)
         self.found.is_partial |= len(found) < self._num_trees
         if leaf.mesh or not self._writers <= found.keys():
             self.found.boxed.add(path)
@@ -215,7 +209,7 @@ class _Merge:
     def _refuse(self, path: Keys, said: Mapping[int, str]) -> None:
         name = self._run.coordinator.name
         both = ", and ".join(f"{what[:80]} on {name(rank)}" for rank, what in said.items())
-        raise ValueError(f"{shown_path(path)} differs: {both}. {_KEYS_OF_ITS_OWN}")
+        raise ValueError(f"{shown_path(path)} differs: {both}. {_HINT}")
 
 
 def _label(value: Any) -> str:
@@ -243,23 +237,19 @@ def box_of(path: Keys, tensor: Tensor) -> dict[str, Any] | None:
         place = mesh.get_coordinate()
         if place is None:  # this rank has no part of the tensor
             return None
-        for index, size, placement in zip(
-            place,
-            mesh.shape,
-            tensor.placements,  # type: ignore[attr-defined]
-            strict=True,
-        ):
+        placements = tensor.placements  # type: ignore[attr-defined]
+        for index, size, placement in zip(place, mesh.shape, placements, strict=True):
             if placement.is_replicate():
                 copy, num_copies = copy * size + index, num_copies * size
     box, offsets = _own_box(tensor)
     # Some ranks have no part of a tensor that is shorter than their number.
-    if copy != crc32(json.dumps(path).encode()) % num_copies or not (
-        box.numel() or not any(offsets)
-    ):
+    is_empty = not box.numel() and any(offsets)
+    if is_empty or copy != crc32(json.dumps(path).encode()) % num_copies:
         return None
-    if not is_sharded(tensor):
-        return {"shape": list(tensor.shape), "offsets": list(offsets), "box": box, "is_plain": True}
-    return {"shape": list(tensor.shape), "offsets": list(offsets), "box": box.contiguous()}
+    place = {"shape": list(tensor.shape), "offsets": list(offsets)}
+    if is_sharded(tensor):
+        return {**place, "box": box.contiguous()}
+    return {**place, "box": box, "is_plain": True}
 
 
 def _own_box(tensor: Any) -> tuple[Tensor, Sequence[int]]:
@@ -280,7 +270,6 @@ class ShardedValue:
     The boxes are those of all ranks, in mapped files: each is read when it is used.
     """
 
-    name: str
     boxes: Sequence[Mapping[str, Any]]
 
     @property
@@ -297,12 +286,7 @@ class ShardedValue:
         return self._filled(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
 
     def read_like(self, like: Tensor) -> Tensor:
-        """The tensor, placed like the given one. Reads only this rank's bytes. Not a collective."""
-        if like.shape != self.shape:
-            raise UserError(
-                f"{shown_path(json.loads(self.name))} was saved with shape {list(self.shape)}; "
-                f"it now has {list(like.shape)}"
-            )
+        """The tensor, placed like one of its shape. Reads only this rank's bytes. Not a collective."""
         return self._filled(torch.empty_like(like, dtype=self.dtype, requires_grad=False))
 
     def _filled(self, target: Tensor) -> Tensor:
@@ -325,13 +309,12 @@ def with_sharded(state: Any, files: Sequence[Path]) -> Any:
         if not found:
             return value
         first = found[0]
-        parts = {
-            tuple(each["offsets"]): each["box"].numel() for each in found
-        }  # replicas may repeat them
+        # Replicas may repeat boxes.
+        parts = {tuple(each["offsets"]): each["box"].numel() for each in found}
         has = sum(parts.values())
         if has != math.prod(first["shape"]):
             raise UserError(f"{shown_path(path)} has {has} elements of the shape {first['shape']}.")
-        return first["box"] if first.get("is_plain") else ShardedValue(json.dumps(path), found)
+        return first["box"] if first.get("is_plain") else ShardedValue(found)
 
     return mapped(state, value_of)
 

@@ -2,8 +2,7 @@
 
 A state holds whatever torch.load reads again with weights_only, and DTensors. Every value has exactly one of
 the types below. A subclass, such as numpy.float64 for a float, would be saved as code, and refused when it
-is read. The files are those of torch.save, but a hundred thousand tensors take seconds and not half a
-minute: small ones share a few storages, and the thread that pickles leaves the interpreter to the training.
+is read. The files are those of torch.save, written beside the training.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import time
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -34,42 +31,11 @@ _SCALARS = (int, float, bool, str, type(None))
 DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiStepLR has a Counter
 LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
-# A thread that pickles leaves the interpreter to the training for a while after each turn.
-_TURN_S, _PAUSE_S = 0.001, 0.008
-# The legacy class of each type's storage, as a torch.load of any age and other readers expect it.
-_NAMES = (
-    "float32:Float float64:Double float16:Half bfloat16:BFloat16 int64:Long int32:Int int16:Short "
-    "int8:Char uint8:Byte bool:Bool complex64:ComplexFloat complex128:ComplexDouble"
-)
-_STORAGES = {
-    getattr(torch, dtype): f"{name}Storage"
-    for dtype, name in (each.split(":") for each in _NAMES.split())
-}
-PACKED_TYPES = {each for each in _STORAGES if not each.is_complex}  # that may share a storage
-
-
-class Row:
-    """The memory of many small tensors of one type, [size]."""
-
-    def __init__(self) -> None:
-        self.block = torch.empty(0)
-        self.parts: list[Tensor] = []  # until they are copied into the block
-        self.size = 0
-
-
-class Packed(NamedTuple):
-    """A small contiguous tensor in a row of them, at the offset in its block."""
-
-    row: Row
-    offset: int
-    shape: torch.Size
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.row.block[self.offset :][: self.shape.numel()].view(self.shape)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.tensor.__reduce_ex__(protocol)
+# The thread of a save holds the interpreter for a turn, then leaves it to the training for so many turns.
+# A turn is below the 5 ms of sys.getswitchinterval, and long, because each one makes the training wait once.
+_TURN_S, _REST_TURNS = 0.004, 12
+_NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
+PLAIN_TYPES = {getattr(torch, name) for name in _NAMES.split()}  # with nothing but their elements
 
 
 def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> Any:
@@ -210,102 +176,88 @@ class HashedFile:
         return self._digest.hexdigest()
 
 
-def write_tensors(folder: Path, contents: Mapping[str, Any]) -> dict[str, str]:
-    """Write each entry into a file of its own, NAME.pt, and return the SHA-256 of the files by name."""
-    hashes = {}
-    for name, nested in contents.items():
-        file = HashedFile(folder / f"{name}.pt")
-        _save(nested, file, pauses=True)
-        hashes[f"{name}.pt"] = file.close()
-    return hashes
+class Pickled:
+    """A file of torch.save, of which the pickle is made, and the values of the tensors are still to be read.
+
+    With `in_turns`, the thread leaves the interpreter to the training most of the time.
+    """
+
+    def __init__(self, nested: Any, *, in_turns: bool = False) -> None:
+        self._nested, data = nested, io.BytesIO()
+        pickler = _Pickler(data, in_turns=in_turns)
+        pickler.dump(nested)
+        self._pickle, self._storages = data.getvalue(), pickler.storages
+
+    def write(self, file: Any) -> None:
+        """Write it, with a large write for each storage."""
+        if (
+            torch.save.__module__ != "torch.serialization"
+        ):  # a drill, which breaks saves in the middle
+            torch.save(self._nested, file)
+            return
+        writer = torch._C.PyTorchFileWriter(file)
+        for name, content in (("data.pkl", self._pickle), ("byteorder", sys.byteorder.encode())):
+            writer.write_record(name, content, len(content))
+        for name, storage in self._storages.items():
+            writer.write_record(f"data/{name}", storage, storage.nbytes())  # type: ignore[arg-type]
+        writer.write_end_of_file()
+
+    def write_hashed(self, path: Path) -> str:
+        """Write a new file, and return its SHA-256."""
+        file = HashedFile(path)
+        self.write(file)
+        return file.close()
 
 
 class _Stored(NamedTuple):
-    """A storage of the file, in the pickle."""
+    """A storage of the file, in the pickle: the same object each time, which is written once."""
 
     reference: tuple[Any, ...]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as torch.save does, in a tenth of its time."""
+    """Pickles as torch.save does, tensors in a tenth of its time."""
 
-    def __init__(self, file: io.BytesIO, *, pauses: bool) -> None:
+    def __init__(self, file: io.BytesIO, *, in_turns: bool) -> None:
         super().__init__(file, protocol=2)  # that of torch.save
         self.storages: dict[str, torch.UntypedStorage] = {}
-        self._seen: dict[Any, _Stored] = {}
-        self._rows: dict[Row, _Stored] = {}
-        self._places: dict[
-            torch.Size, Any
-        ] = {}  # shape and strides: the same objects, written once
-        self._pauses, self._turn = pauses, time.monotonic()
+        self._known: dict[Any, _Stored] = {}  # those of the storages, by address and type
+        self._places: dict[Any, Any] = {}  # shapes and strides: the same objects are written once
+        self._in_turns, self._turn = in_turns, time.monotonic()
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         kind = type(value)
         if kind is _Stored:
             return value.reference  # type: ignore[no-any-return]
+        if kind is torch.TypedStorage:
+            return self._stored(value._untyped_storage, value.dtype).reference
         if kind is torch.UntypedStorage:  # of types that have no legacy class, such as fp8
-            return self._stored(value, torch.UntypedStorage, value.nbytes()).reference
-        if kind is torch.storage.TypedStorage:  # of quantized tensors
-            name = value._pickle_storage_type()
-            return self._stored(
-                value._untyped_storage, getattr(torch, name), value._size()
-            ).reference
+            return self._stored(value, None).reference
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is Packed:
-            self._yield()
-            row, offset, shape = value
-            if row not in self._rows:
-                self._rows[row] = self._stored_of(row.block)
-            if shape not in self._places:
-                steps = [1, *accumulate((max(size, 1) for size in shape[:0:-1]), mul)]
-                self._places[shape] = (tuple(shape), tuple(steps[::-1]) if shape else ())
-            stored, (sizes, strides) = self._rows[row], self._places[shape]
-        elif (kind is Tensor or kind is torch.nn.Parameter) and value.dtype in _STORAGES:
-            if value.is_conj() or value.is_neg():  # a view that only torch knows
-                return value.resolve_conj().resolve_neg().__reduce_ex__(2)
-            self._yield()
-            stored, offset = self._stored_of(value), value.storage_offset()
-            sizes, strides = tuple(value.shape), value.stride()
-        else:
-            return NotImplemented
-        return torch._utils._rebuild_tensor_v2, (stored, offset, sizes, strides, False, None)
-
-    def _stored_of(self, tensor: Tensor) -> _Stored:
-        storage = tensor.untyped_storage()
-        kind = getattr(torch, _STORAGES[tensor.dtype])
-        return self._stored(storage, kind, storage.nbytes() // tensor.element_size())
-
-    def _stored(self, storage: torch.UntypedStorage, kind: type, size: int) -> _Stored:
-        key = storage._cdata, kind
-        if key not in self._seen:
-            name = str(len(self._seen))
-            self.storages[name] = storage
-            self._seen[key] = _Stored(("storage", kind, name, "cpu", size))
-        return self._seen[key]
-
-    def _yield(self) -> None:
-        if self._pauses and time.monotonic() - self._turn > _TURN_S:
-            time.sleep(_PAUSE_S)
+        took = time.monotonic() - self._turn
+        if self._in_turns and took > _TURN_S:
+            time.sleep(_REST_TURNS * took)
             self._turn = time.monotonic()
+        if type(value) is not Tensor or value.dtype not in PLAIN_TYPES or value.is_neg():
+            return NotImplemented
+        stored = self._stored(value.untyped_storage(), value.dtype)
+        place = value.shape, value.stride()
+        sizes, strides = self._places.setdefault(place, (tuple(value.shape), place[1]))
+        arguments = (stored, value.storage_offset(), sizes, strides, False, None)
+        return torch._utils._rebuild_tensor_v2, arguments
 
-
-def _save(nested: Any, file: Any, *, pauses: bool = False) -> None:
-    """Write the file that torch.save would write, with a large write for each storage."""
-    if torch.save.__module__ != "torch.serialization":  # a drill, which breaks saves in the middle
-        torch.save(nested, file)
-        return
-    data = io.BytesIO()
-    pickler = _Pickler(data, pauses=pauses)
-    pickler.dump(nested)
-    writer = torch._C.PyTorchFileWriter(file)
-    for name, content in (("data.pkl", data.getvalue()), ("byteorder", sys.byteorder.encode())):
-        writer.write_record(name, content, len(content))
-    for name, storage in pickler.storages.items():
-        writer.write_record(f"data/{name}", storage, storage.nbytes())  # type: ignore[arg-type]
-    writer.write_end_of_file()
+    def _stored(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> _Stored:
+        key = storage._cdata, dtype
+        if key not in self._known:
+            name, kind, size = str(len(self._known)), torch.UntypedStorage, storage.nbytes()
+            if dtype is not None:
+                typed = torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+                kind, size = getattr(torch, typed._pickle_storage_type()), typed._size()
+            self.storages[name] = storage
+            self._known[key] = _Stored(("storage", kind, name, "cpu", size))
+        return self._known[key]
 
 
 def read_tensors(path: Path) -> Any:
@@ -326,7 +278,7 @@ def read_tensors(path: Path) -> Any:
 def packed(nested: Any) -> bytes:
     """The bytes of a file with these contents."""
     file = io.BytesIO()
-    _save(nested, file)
+    Pickled(nested).write(file)
     return file.getvalue()
 
 

@@ -165,8 +165,9 @@ def verify(content: bytes) -> None:
 def list_shards(content: bytes) -> None:
     """An index of shards in a checkpoint that is complete."""
     with tempfile.TemporaryDirectory() as root:
-        with checkpoint_folder.writing(Path(root, "step_00000001")) as (new, _):
+        with checkpoint_folder.appearing(Path(root, "step_00000001")) as new:
             (new / checkpoint_folder.INDEX).write_bytes(content)
+            checkpoint_folder.seal(new, {})
         checkpoint_folder.listing(Path(root, "step_00000001"))
 
 

@@ -75,8 +75,9 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
     folder = run / f"checkpoints/step_{step:08d}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with directory.writing(folder) as (new, _):
+    with directory.appearing(folder) as new:
         write(new, files)
+        directory.seal(new, {})
     return folder
 
 

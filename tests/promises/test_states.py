@@ -131,7 +131,7 @@ def test_a_load_is_right_or_refused(tmp_path):
 def test_sharded_state_needs_its_place(tmp_path):
     """A sharded tensor that an object gives no place is refused by its name."""
     saved = mpiddp.load(OLD / "sharded")
-    with pytest.raises(mpiddp.UserError, match=r"model: \['0.weight'\] is sharded, and Average"):
+    with pytest.raises(mpiddp.UserError, match=r"model: 0.weight is sharded, and Average"):
         saved.load_into(model=Average())
 
 
@@ -284,17 +284,16 @@ def test_tensors_are_mapped(here):
 
 
 def test_many_small_tensors(tmp_path):
-    """100,000 small tensors cost the thread that saves them two seconds of CPU, and torch.load reads them."""
+    """100,000 small tensors cost the threads that save them two seconds of CPU, and torch.load reads them."""
     tensors = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100_000)}
     run = tmp_path / "run"
     with mpiddp.Checkpoints(run, every=None) as checkpoints:
         checkpoints.save(1, {"model": tensors})
         saver = checkpoints._saver
         assert saver is not None
-        started = saver._thread.submit(time.thread_time)
         checkpoints.save(2, {"model": {}})
-        assert saver._thread.submit(time.thread_time).result() < 4
-        assert started.result() < 4
+        threads = [saver._pickling, saver._thread]
+        assert sum(each.submit(time.thread_time).result() for each in threads) < 4
     model = torch.load(step_folder(run, 1) / "model.pt")
     assert unequal(model, tensors) == []
 
@@ -355,7 +354,7 @@ def test_load_passes_over_damage(tmp_path):
     assert mpiddp.load(run).state == {"a": 1}
     with pytest.raises(mpiddp.UserError, match=r"step_00000002: a\.pt has .* bytes instead of"):
         mpiddp.load(step_folder(run, 2))
-    with pytest.raises(mpiddp.UserError, match="not found"):
+    with pytest.raises(mpiddp.UserError, match="does not exist"):
         mpiddp.load(tmp_path / "nothing")
 
 

@@ -25,9 +25,10 @@ CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step"
 def write(root: Path, step: int) -> Path:
     """Write the checkpoint of `step` into `root`."""
     final = root / directory.name_of_step(step)
-    with directory.writing(final) as (new, _):
+    with directory.appearing(final) as new:
         for name, content in CONTENT.items():
             (new / name).write_bytes(content)
+        directory.seal(new, {})
     return final
 
 
