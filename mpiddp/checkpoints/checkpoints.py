@@ -12,7 +12,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -321,7 +320,7 @@ class Checkpoints:
         """Wait until this rank has no save in flight, whether the save succeeds or not. Not a collective."""
         saver = self._saver  # another thread may close
         if saver is not None:
-            wait(filter(None, [saver.pending]))
+            saver.wait()
             if self._records.is_closed:  # its copy of the state is as large as the state
                 self._saver = None
 

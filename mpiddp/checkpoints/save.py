@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -93,6 +93,7 @@ class Saver:
         self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._num_saves = 0
         self.pending: Future[str] | None = None  # the save in flight
+        self._hurry = threading.Event()  # somebody waits for it
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority)
         # Of normal priority: what holds the interpreter must not wait for a processor.
         self._pickling = ThreadPoolExecutor(1, "checkpoint-pickle")
@@ -141,7 +142,8 @@ class Saver:
                 "config": config,
             }
             facts |= {"is_partial": union.is_partial, "not_finite": self._not_finite}
-            files = self._pickling.submit(_pickled, contents)
+            self._hurry.clear()
+            files = self._pickling.submit(_pickled, contents, self._hurry)
             job = _Copied(step, files, has_boxes, facts, copies, blocks, wait_for_copies)
             self.pending = self._thread.submit(self._write, job)
 
@@ -161,6 +163,11 @@ class Saver:
         written = gathered if run.is_writer else []
         return [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in written]
 
+    def wait(self) -> None:
+        """Wait for the save in flight, whether it succeeds or not. Not a collective."""
+        self._hurry.set()
+        wait(filter(None, [self.pending]))
+
     def meet(self, next_step: int | None, outline: Outline | None = None) -> None:
         """Wait for the save in flight, and for the other ranks. A collective: every rank must call it.
 
@@ -171,6 +178,7 @@ class Saver:
             ValueError: the ranks save different steps.
             JobFailed: the previous save has failed, and it had to succeed; or a rank did not answer.
         """
+        self.wait()
         problem = self.pending.result() if self.pending else ""
         self.pending = None
         run = self._run
@@ -391,8 +399,8 @@ def _warn_if_late(met: threading.Event, step: int, file: str, line: int) -> None
         )
 
 
-def _pickled(contents: Mapping[str, Any]) -> dict[str, Pickled]:
-    return {name: Pickled(each, in_turns=True) for name, each in contents.items()}
+def _pickled(contents: Mapping[str, Any], hurry: threading.Event) -> dict[str, Pickled]:
+    return {name: Pickled(each, hurry=hurry) for name, each in contents.items()}
 
 
 class SaveSchedule:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import pickle
 import sys
+import threading
 import time
 import warnings
 from collections import Counter, OrderedDict
@@ -179,12 +180,12 @@ class HashedFile:
 class Pickled:
     """A file of torch.save, of which the pickle is made, and the values of the tensors are still to be read.
 
-    With `in_turns`, the thread leaves the interpreter to the training most of the time.
+    With `hurry`, the thread leaves the interpreter to the training most of the time until that is set.
     """
 
-    def __init__(self, nested: Any, *, in_turns: bool = False) -> None:
+    def __init__(self, nested: Any, *, hurry: threading.Event | None = None) -> None:
         self._nested, data = nested, io.BytesIO()
-        pickler = _Pickler(data, in_turns=in_turns)
+        pickler = _Pickler(data, hurry)
         pickler.dump(nested)
         self._pickle, self._storages = data.getvalue(), pickler.storages
 
@@ -218,12 +219,12 @@ class _Stored(NamedTuple):
 class _Pickler(pickle.Pickler):
     """Pickles as torch.save does, tensors in a tenth of its time."""
 
-    def __init__(self, file: io.BytesIO, *, in_turns: bool) -> None:
+    def __init__(self, file: io.BytesIO, hurry: threading.Event | None) -> None:
         super().__init__(file, protocol=2)  # that of torch.save
         self.storages: dict[str, torch.UntypedStorage] = {}
         self._known: dict[Any, _Stored] = {}  # those of the storages, by address and type
         self._places: dict[Any, Any] = {}  # shapes and strides: the same objects are written once
-        self._in_turns, self._turn = in_turns, time.monotonic()
+        self._hurry, self._turn = hurry, time.monotonic()
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         kind = type(value)
@@ -237,8 +238,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         took = time.monotonic() - self._turn
-        if self._in_turns and took > _TURN_S:
-            time.sleep(_REST_TURNS * took)
+        if self._hurry is not None and took > _TURN_S:
+            self._hurry.wait(_REST_TURNS * took)
             self._turn = time.monotonic()
         if type(value) is not Tensor or value.dtype not in PLAIN_TYPES or value.is_neg():
             return NotImplemented
