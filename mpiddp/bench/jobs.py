@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mpiddp.bench.figures import Result, read_results
+from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.text import counted
 
 if TYPE_CHECKING:
@@ -103,6 +106,8 @@ def time_command(argv: Sequence[str], *, timeout_s: float) -> Finished:
         stderr=subprocess.PIPE,
         encoding="utf-8",
         errors="replace",
+        # A Ctrl-C may come before `child` is known here.
+        preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),
     ) as child:
         try:
             printed, said = child.communicate(timeout=timeout_s)
