@@ -289,11 +289,12 @@ def counts_of(done: subprocess.CompletedProcess[str], *names: str) -> list[int]:
 
 def why_failed(host: Host, done: subprocess.CompletedProcess[str]) -> str:
     """The sentence of an rsync that failed, without the host's name."""
-    # A connection that ends early is for ssh to explain, whatever exit code rsync has by then.
-    if own := re.search("(?m)^rsync: (?!.*unexpectedly closed)(.*)", done.stderr):
-        return f"{shown(own[1])} (rsync's exit code {done.returncode})"
     if re.search("rsync: (command not found|not found|Permission denied)", done.stderr):
         return _INSTALL.format("there", " there")
+    if own := re.search(
+        "(?m)^rsync: (?!.*(?:unexpectedly closed|safe_write failed))(.*)", done.stderr
+    ):
+        return f"{shown(own[1])} (rsync's exit code {done.returncode})"
     said = re.sub("(?m)^rsync(:| error:) .*\n?", "", done.stderr)
     return ssh_complaint(host, said).removeprefix(f"{host.name}: ")
 
