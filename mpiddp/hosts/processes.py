@@ -182,10 +182,10 @@ def cores_of_group(folder: Path | None, mount: Path = _CGROUPS) -> float:
         # v2: "150000 100000" or "max 100000"; v1 has -1 for no limit
         with suppress(OSError, ValueError):
             if (group / "cpu.max").exists():
-                quota, period = map(int, (group / "cpu.max").read_text().split())
+                quota, period = map(int, (group / "cpu.max").read_text(encoding="ascii").split())
             else:
-                quota = int((group / "cpu.cfs_quota_us").read_text())
-                period = int((group / "cpu.cfs_period_us").read_text())
+                quota = int((group / "cpu.cfs_quota_us").read_text(encoding="ascii"))
+                period = int((group / "cpu.cfs_period_us").read_text(encoding="ascii"))
             cores = min(cores, quota / period) if quota > 0 else cores
         if group == mount:
             break

@@ -170,8 +170,11 @@ class Job:
             command = starter.compose(request, str(folder))
             env = of_mpirun(os.environ, kept) if kept else os.environ
             mpirun = MpirunProcess(starter, command, env)
-            shown = {"has_prefix": has_prefix, "shows_end": options.verbose}
-            shown["has_stamps"] = options.timestamps
+            shown = {
+                "has_prefix": has_prefix,
+                "has_stamps": options.timestamps,
+                "shows_end": options.verbose,
+            }
             output = JobOutput(ranks.world_size, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)
             grows = partial(search_once, options, self.plan, [*self.doubts])

@@ -112,8 +112,12 @@ class LaunchOptions:
     @property
     def terminal(self) -> Terminal:
         """This process's terminal, as the ranks are to know it."""
-        terminal = Terminal.of_this_process().behind(log.stamp() * self.timestamps)
-        return terminal._replace(files=terminal.files.strip("0" * (self.stdin == "none")))
+        terminal = Terminal.of_this_process()
+        if self.timestamps:
+            terminal = terminal.behind(log.stamp())
+        if self.stdin == "none":
+            terminal = terminal._replace(files=terminal.files.replace("0", ""))
+        return terminal
 
     @property
     def names_hosts(self) -> bool:
@@ -256,7 +260,7 @@ def option_parser() -> argparse.ArgumentParser:
     # torchrun's own line for one host.
     parser.add_argument("--nnodes", help=_HIDDEN)
     for flag in _OF_ONE_HOST:
-        parser.add_argument(flag, flag.replace("-", "_")[1:].replace("_", "--", 1), help=_HIDDEN)
+        parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}", help=_HIDDEN)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=_HIDDEN)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=_HIDDEN)
     return parser
@@ -307,7 +311,7 @@ def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None
     nnodes = given.pop("nnodes")
     if nnodes not in (None, "1", "1:1"):
         parser.error("unrecognized arguments: --nnodes")
-    if nnodes and given["hostfile"] is given["host_list"] is None:
+    if nnodes and (given["hostfile"], given["host_list"]) == (None, None):
         given["host_list"] = "localhost"
     for flag in _OF_ONE_HOST:
         is_given = given.pop(flag[2:].replace("-", "_")) is not None

@@ -105,8 +105,8 @@ class Program(NamedTuple):
     def imports_torch(self) -> bool:
         """Whether torch may be imported ahead: it may be used, and nothing sets a variable that it reads.
 
-        A script that imports nothing but Python's own modules and mpiddp begins at once. So does one that
-        sets variables, in any of its files, and a module of others, such as `-m coverage`.
+        A script begins at once if it imports only the standard library and mpiddp, or if one of its files
+        sets a variable. A module of an installed package, such as `-m coverage`, begins at once as well.
         """
         if self.kind == MODULE and self.name.partition(".")[0] == "mpiddp":
             return True

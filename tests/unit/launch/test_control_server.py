@@ -174,5 +174,5 @@ def test_an_address_that_this_machine_does_not_have(address: str) -> None:
     reasons = "Cannot assign requested address|Address family not supported by protocol"
     with pytest.raises((UserError, JobFailed)) as raised:
         Job(address)
-    mended = error("another interface", ": --interface NAME ")
-    assert re.fullmatch(rf".* {address} .*\(({reasons}).*\)\. {mended}", str(raised.value))
+    fix = error("another interface", ": --interface NAME ")
+    assert re.fullmatch(rf".* {address} .*\(({reasons}).*\)\. {fix}", str(raised.value))

@@ -128,8 +128,8 @@ def test_the_variables_of_a_launcher(env: Env, expected: Identity) -> None:
 
 @pytest.mark.parametrize("name", ["PMIX_RANK", "PMIX_NAMESPACE"])
 def test_pmix_alone_does_not_tell_the_number_of_ranks(name: str) -> None:
-    mended = ("mpiddp launch, mpirun, or srun --mpi=none", "unset PMIX_RANK and PMIX_NAMESPACE.")
-    sentence = error("launcher has", f"{name}={PMIX[name]} ", *mended)
+    fix = ("mpiddp launch, mpirun, or srun --mpi=none", "unset PMIX_RANK and PMIX_NAMESPACE.")
+    sentence = error("launcher has", f"{name}={PMIX[name]} ", *fix)
     assert re.fullmatch(sentence, refusal({name: PMIX[name]}))
     assert likely_ranks(PMIX) == (3, 0)
 
