@@ -22,7 +22,7 @@ from mpiddp.protocol.server import ChannelServer, TimedSelector
 from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.runtime.rendezvous import channel_process
 from tests.support.channels import cut, member
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import ROOT, clean_env
 
 KEY = "a key of the job"
@@ -74,11 +74,16 @@ def server_of(rank_1: Coordinator) -> int:
     table = Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()
     own = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
     inode = next(line.split()[9] for line in table if line.split()[2] == own)
+    return eventually(lambda: holder_of(inode))
+
+
+def holder_of(inode: str) -> int | None:
+    """The process that has this socket open. A look misses it if other processes end meanwhile."""
     for file in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             if str(file.readlink()) == f"socket:[{inode}]":
                 return int(file.parts[2])
-    raise AssertionError("nobody has it open")
+    return None
 
 
 def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpreter():
