@@ -21,6 +21,8 @@ VERBS = {
     "ps": ("watch.table:ps", "list your jobs on this machine"),
     "top": ("watch.table:top", "watch the ranks of a job"),
     "stacks": ("watch.stop_and_stacks:stacks", "print the current source line of each rank"),
+    "logs": ("watch.logs_and_wait:logs", "print what a job of launch --detach prints"),
+    "wait": ("watch.logs_and_wait:wait", "wait until a job of launch --detach has ended"),
     "stop": ("watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
     "hosts": ("hosts.main", "check hostfiles; log in, push a folder, run a command, pull a run"),
     "doctor": ("doctor.main", "check the hosts before a job"),

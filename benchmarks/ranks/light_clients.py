@@ -38,6 +38,7 @@ def launcher(ranks: int) -> None:
     """Supervise `clients` as if they were an mpirun with so many ranks."""
     from mpiddp.hosts.hostfile import Host, Hosts
     from mpiddp.launch.command import Request
+    from mpiddp.launch.report import Report
     from mpiddp.launch.starters import STARTERS
 
     folder = os.environ["LIGHT_CLIENTS_FOLDER"]
@@ -55,8 +56,8 @@ def launcher(ranks: int) -> None:
     starter = STARTERS[1]._replace(program=mpirun, has_scheduler=True)
     plan = Plan(starter, request, Past(named, {}), named, None, Checked({}, {}, {}))
     since = time.monotonic()
-    with closing(SignalQueue()) as signals:
-        outcome = Job(parse_options(["--", "true"]), plan, signals, Console()).attempt()
+    with closing(SignalQueue()) as signals, Report("true") as written:
+        outcome = Job(parse_options(["--", "true"]), plan, signals, Console(), written).attempt()
     assert outcome.code == 0, outcome
     report(since)
 

@@ -118,6 +118,7 @@ class Checkpoints:
         self._step = -1  # the latest one that has been saved, or that the run resumes from
         self._records = RunRecords(self._dir, metric, highest_is_best=order == "max")
         self._has_ended, self._pid = False, os.getpid()
+        self._made: int | None = None  # the last step of which `due` was asked
         session = current()
         if session.run is None or session.run.is_closed:
             session.run = self._records
@@ -216,6 +217,7 @@ class Checkpoints:
             self._schedule = SaveSchedule(
                 self._interval, self._coordinator, step - 1, timeout_s=self._timeout_s
             )
+        self._made = step
         is_due = self._schedule.is_due(step)
         return current().stop.stops_next() or is_due
 
@@ -305,7 +307,7 @@ class Checkpoints:
         failure = ending_of(error).error if error else ""
         if not self._has_ended and (run.rank == 0 or failure):
             facts = {"rank": run.rank, "host": socket.gethostname(), "outcome": outcome}
-            self._records.note(event="ended", **facts, failure=failure)
+            self._records.note(event="ended", **facts, step=self._made, failure=failure)
         self._has_ended = True
         run.close()
 

@@ -48,6 +48,7 @@ from mpiddp.checkpoints.state import (
 )
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
 from mpiddp.text import from_here
@@ -247,6 +248,8 @@ class Saver:
             if run.is_writer:
                 shutil.rmtree(new, ignore_errors=True)
             raise
+        if run.rank == 0:
+            current().send("saved", path=str(final))
         if run.is_writer:
             self._is_good[final] = True
             try:

@@ -168,8 +168,10 @@ class Console:
         for beginning in channel.viewed_folders() if name else ():
             folder = Path(f"{beginning}{os.urandom(8).hex()}")
             with ExitStack() as stack, suppress(OSError):
+                folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 folder.mkdir(mode=0o700)
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                (folder / channel.NAMED_AT).write_text(self._name, encoding="utf-8")
                 listener = socket.create_server(str(folder / "new"), family=socket.AF_UNIX)
                 stack.enter_context(listener).setblocking(False)
                 # Last: viewers remove a dead socket.

@@ -14,7 +14,6 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts import history, private
@@ -30,30 +29,34 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, plan_without, read_hosts, search_once
 from mpiddp.launch.ranks import Announcement, Ranks
+from mpiddp.launch.report import Report
 from mpiddp.launch.variables import left_out, of_mpirun, take_private
 from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
 from mpiddp.protocol import variables as names
+from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
-def run(options: LaunchOptions, started_at: float, exchange: Exchange | None = None) -> Outcome:
+def run(
+    options: LaunchOptions, started_at: float, report: Report, exchange: Exchange | None = None
+) -> Outcome:
     """Plan the job, run it, and restart it after each failure, at most `--max-restarts` times, and to grow.
 
-    Raises UserError or JobFailed if the first attempt cannot be started.
+    Raises UserError or JobFailed if the first attempt cannot be started, and KeyboardInterrupt before it has.
     """
     logins = Logins()
     stop_at = started_at + (options.stop_after_s or float("inf"))
-    name = Path(options.command[0]).name
     with closing(logins), ExitStack() as stack:
-        plan = make_plan(options, os.environ, logins=logins)
         signals = stack.enter_context(closing(SignalQueue()))
-        console = stack.enter_context(closing(Console(name)))
+        console = stack.enter_context(closing(Console(report.name)))
+        with signals.interrupting():
+            plan = make_plan(options, os.environ, logins=logins)
         # A restart finds what was pushed, and has pauses of its own.
         options = replace(options, push=False, wait_s=None)
-        job = Job(options, plan, signals, console, stop_at, exchange, logins=logins)
+        job = Job(options, plan, signals, console, report, stop_at, exchange, logins=logins)
         planned: Plan | Outcome | None = plan
         while planned is not None:
             outcome = planned if isinstance(planned, Outcome) else job.attempt()
@@ -73,11 +76,13 @@ class Job:
     plan: Plan  # of the latest attempt
     signals: SignalQueue
     console: Console
+    report: Report
     stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
     exchange: Exchange | None = None
     failures: int = 0  # restarts that count
     in_a_row: int = 0  # failures without a step between them: the pause grows only for these
     at_fault: str = ""  # the host that ended the latest attempt, by its key
+    has_hinted: bool = False  # at the output that was not shown
     grown_from: Plan | None = None  # until a job on more hosts makes a step
     logins: Logins = field(default_factory=Logins)  # of the preflight, until mpirun starts
 
@@ -91,6 +96,7 @@ class Job:
     def attempt(self) -> Outcome:
         """Run the latest plan, and learn from it. A host that ended two in a row is avoided from now on."""
         self.console.attempts += 1
+        began_at = time.time()
         try:
             outcome = self._run_without_cut_off()
         except KeyboardInterrupt:  # before mpirun has started
@@ -114,6 +120,12 @@ class Job:
         if at_fault and at_fault == self.at_fault:
             self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
+        if outcome.first and not self.has_hinted:
+            self.has_hinted = True
+            outcome = outcome._replace(hint=_not_shown(self.options, plan))
+        self.report.add(
+            began_at, plan.request.names_of_ranks, outcome._replace(announcement=self.known)
+        )
         return outcome
 
     def _run_without_cut_off(self) -> Outcome:
@@ -276,6 +288,15 @@ class Job:
         """Whether the user requests a stop, by a signal or by --stop-after, now or within so many seconds."""
         left_s = self.stop_at - time.monotonic()
         return self.signals.has_stop(max(0.0, min(within_s, left_s))) or left_s <= within_s
+
+
+def _not_shown(options: LaunchOptions, plan: Plan) -> str:
+    """What a failed job has printed and nobody has seen; "" if all of it was shown or kept."""
+    last = plan.request.hosts.world_size - 1
+    if options.log_ranks != DEFAULT_RANKS or options.log_dir or last < 1:
+        return ""
+    ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
+    return f"the stdout of {ranks} was not shown. To show it: --log-ranks all. To keep it: --log-dir DIR"
 
 
 INTERRUPTED_BEFORE = Outcome(INTERRUPTED, "interrupted before a restart.")

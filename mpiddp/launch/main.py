@@ -20,14 +20,16 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.command import LEFT_OUT
 from mpiddp.launch.control import Exchange
-from mpiddp.launch.options import parse_options
+from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.output import open_closed_streams
+from mpiddp.launch.report import Report
 from mpiddp.launch.variables import parse_exports, without_values
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import encode, messages_over
@@ -42,12 +44,18 @@ def main(argv: list[str]) -> int:
     """
     try:
         return _launch(argv)
-    except (UserError, JobFailed) as error:
-        log.error(re.sub("^mpiddp (launch: |(?=[a-z]+: ))", "", str(error)))
-        return BAD_INPUT if isinstance(error, UserError) else FAILED
-    except KeyboardInterrupt:
-        log.error("interrupted")
-        return INTERRUPTED
+    except (UserError, JobFailed, KeyboardInterrupt) as error:
+        outcome = _refused(error)
+        outcome.log()
+        return outcome.code
+
+
+def _refused(error: BaseException) -> Outcome:
+    """The outcome of a job of which nothing has started."""
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome(INTERRUPTED, "interrupted")
+    sentence = re.sub("^mpiddp (launch: |(?=[a-z]+: ))", "", str(error))
+    return Outcome(BAD_INPUT if isinstance(error, UserError) else FAILED, sentence)
 
 
 def _launch(argv: list[str]) -> int:
@@ -78,21 +86,48 @@ def _launch(argv: list[str]) -> int:
         hidden = command.settings.keys() & options.variables.keys()
         print(command.explained(hidden))
         _say_left_out(hidden)
-        return 0
+        return DONE
+    job = Path(options.command[0]).name
+    reports = [Path(options.report)] if options.report else []
+    if options.detach:
+        from mpiddp.launch.detach import detach
+
+        detached, is_here = detach(re.sub(r"[^\w.-]", "_", job.removesuffix(".py")))
+        job = detached.name
+        if not is_here:
+            print(job)
+            log.info(
+                f"the job goes on in the background. To follow its output: mpiddp logs -f {job}"
+            )
+            return DONE
+        reports.append(detached.report_path)
+    own = without_values(argv[: -len(options.command)], options.exports)
+    again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *own, *options.command]
+    with Report(job, again, reports, options.on_end or ()) as report:
+        return _run_and_report(options, started_at, report)
+
+
+def _run_and_report(options: LaunchOptions, started_at: float, report: Report) -> int:
+    """Run the job, and say how it has ended and what resumes it."""
     from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
 
-    outcome = run(options, started_at)
+    try:
+        outcome = run(options, started_at, report)
+    except (UserError, JobFailed, KeyboardInterrupt) as error:
+        outcome = _refused(error)
     if outcome.code in (STOPPED, INTERRUPTED):
         # timeout(1) and a closing terminal send each request twice; the ranks may have stopped in between.
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda *_: None)  # which the command of --on-end does not inherit
     outcome.log()
     resume_args = outcome.announcement.resume_args
-    if outcome.code == STOPPED or (outcome.code == INTERRUPTED and resume_args):
-        own, job = argv[: -len(options.command)], options.command
-        again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *without_values(own, options.exports)]
-        log.info(f"to resume: {shlex.join([*again, *job, *resume_args])}")
+    resume = None
+    if outcome.code == STOPPED or (outcome.code in (FAILED, INTERRUPTED) and resume_args):
+        resume = shlex.join([*report.command, *resume_args])
+    if resume and outcome.code != FAILED:
+        log.info(f"to resume: {resume}")
         _say_left_out(each.partition("=")[0] for each in options.exports if "=" in each)
+    report.end(outcome, resume)
     return outcome.code
 
 
@@ -126,12 +161,15 @@ def launch_function(argv: list[str]) -> int:
         leave_launchers(os.environ)
         options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
         log.is_quiet = options.quiet
-        if options.dry_run:
-            raise UserError("mpiddp.spawn: --dry-run runs nothing. Leave it out.")
+        unfit: dict[str, object] = {"--dry-run": options.dry_run, "--detach": options.detach}
+        unfit |= {"--report": options.report, "--on-end": options.on_end}
+        for flag in (flag for flag, value in unfit.items() if value):
+            raise UserError(f"mpiddp.spawn: {flag} has no place here. Leave it out.")
         # Those of `env=`, which are on no command line.
         given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
         options = replace(options, variables={**options.variables, **given})
-        outcome = _final(run(options, started_at, exchange), exchange)
+        with Report(Path(options.command[-1]).name) as report:
+            outcome = _final(run(options, started_at, report, exchange), exchange)
         if outcome.known_cause:  # the caller's exception has the verdict
             log.error(outcome.known_cause)
     except (UserError, JobFailed) as error:

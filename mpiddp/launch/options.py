@@ -46,6 +46,17 @@ def _ranks(text: str) -> str:
         raise UserError(f"--log-ranks {shown(text)}: {expected}.") from None
 
 
+def _command(text: str) -> tuple[str, ...]:
+    """The words of a command, as a shell splits them."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: {str(error).lower()}") from None
+    if not words:
+        raise argparse.ArgumentTypeError("expected a command")
+    return tuple(words)
+
+
 # What the values of options are, by what the help calls them. Others are texts.
 _PARSERS: dict[str, Callable[[str], object]] = {
     "N": lambda text: text if text in _BY_GPU else whole(1)(text),
@@ -53,6 +64,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "K": whole(0),
     "TIME": duration,
     "RANKS": _ranks,
+    "COMMAND": _command,
 }
 
 # The variables that hold another default of an option.
@@ -100,6 +112,9 @@ class LaunchOptions:
     timestamps: bool = False
     stdin: str = "rank0"
     log_dir: str | None = None
+    report: str | None = None
+    on_end: tuple[str, ...] | None = None
+    detach: bool = False
     dry_run: bool = False
     quiet: bool = False
     verbose: bool = False
@@ -170,6 +185,10 @@ stdout of rank 0, stderr of all ranks)
 (default: rank0)
 * log_dir --log-dir DIR  write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its \
 host
+  report --report FILE  write how the job ended to FILE, as JSON
+  on_end --on-end COMMAND  run this command when the job has ended, with the path of its report
+* detach --detach  return at once with the job's name, for mpiddp logs, wait, top and stop; the job goes on \
+after a logout
 * dry_run --dry-run  print the command with a reason for each flag; start nothing
   quiet -q --quiet  print only errors from mpiddp: no hints, no status
   verbose -v --verbose  print each choice and its reason, and the host and device of every rank

@@ -35,10 +35,13 @@ class Announcement(NamedTuple):
     max_ranks: int | None = None
     run_dir: str = ""
     world_size: int = 0  # of the attempt that announced the global batch
+    checkpoint: str = ""  # the newest that is complete
 
     def after(self, later: Announcement) -> Announcement:
-        """This one after a later attempt. The first announcement of each kind counts."""
-        return later._replace(**{name: value for name, value in self._asdict().items() if value})
+        """This one after a later attempt. The first of each kind counts, and the last checkpoint."""
+        first = {name: value for name, value in self._asdict().items() if value}
+        first["checkpoint"] = later.checkpoint or self.checkpoint
+        return later._replace(**first)
 
 
 class Ranks:
@@ -94,6 +97,8 @@ class Ranks:
                 self.announcement = self.announcement._replace(**known)
             case "run_dir":
                 self.announcement = self.announcement._replace(run_dir=facts["path"])
+            case "saved":
+                self.announcement = self.announcement._replace(checkpoint=facts["path"])
             case "done" | "exited":
                 self.done[rank] = message
             case "failed" if facts["code"] == STOPPED and rank in self.said["stopped"]:

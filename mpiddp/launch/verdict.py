@@ -102,6 +102,7 @@ class Outcome(NamedTuple):
     # A script's own error is no fault of its host.
     host_at_fault: str = ""
     known_cause: str = ""  # a sentence to print below `sentence`
+    hint: str = ""  # to print below both
     stop: Stop = Stop.NONE
     announcement: Announcement = Announcement()
     made_steps: bool = False
@@ -110,6 +111,8 @@ class Outcome(NamedTuple):
         """Print the verdict, and the known cause below it."""
         for sentence in filter(None, (self.sentence, self.known_cause)):
             (log.info if self.code in (DONE, STOPPED) else log.error)(sentence)
+        if self.hint:
+            log.info(self.hint)
 
 
 def verdict(

@@ -57,6 +57,7 @@ INPUT = "input"
 HANDED_OVER = ("output", INPUT)
 VIEWS = (VIEW_JOB, VIEW_STACKS) = ("view_job", "view_stacks")  # what viewers ask for
 VIEWED_AT = "job"  # the socket for viewers, in a folder of its own
+NAMED_AT = "name"  # the job's name, in a file beside it
 STREAMS = {1: "stdout", 2: "stderr"}
 OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
@@ -84,6 +85,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     # name; and `phases`: the number of its "steps", and the seconds that all have spent in each phase.
     "progress": {"step": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
     "saving": {"active": bool},  # begins, or has ended
+    "saved": {"path": str},  # of a checkpoint that is complete
     # `state` of the main thread, as in /proc.
     "stacks": {"text": str, "step": int, "cpu_s": _NUMBER, "state": str},
     "stopped": {},
@@ -233,11 +235,21 @@ def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], b
             yield decode(line)
 
 
+def state_folder() -> Path:
+    """Where a launcher keeps what a later login is to find. Not absolute without a home folder."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    parent = given if given.startswith("/") else os.path.expanduser("~/.local/state")  # noqa: PTH111
+    return Path(parent, "mpiddp")
+
+
 def viewed_folders() -> list[Path]:
-    """The beginnings of the paths of the folders in which the launchers of this user listen for viewers."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    parents = [*([runtime] if runtime.startswith("/") else []), "/tmp"]
-    return [Path(parent, f"mpiddp-job-{os.getuid()}-") for parent in parents]
+    """The beginnings of the paths of the folders in which the launchers of this user listen for viewers.
+
+    Machines may share the first. Not in XDG_RUNTIME_DIR, which logind removes at a user's last logout.
+    """
+    state = state_folder()
+    own = [state / socket.gethostname() / "job-"] if state.is_absolute() else []
+    return [*own, Path(f"/tmp/mpiddp-job-{os.getuid()}-")]
 
 
 def is_shown(selection: str, rank: int, stream: int) -> bool:

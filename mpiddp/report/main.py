@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpiddp import __version__
 from mpiddp.arguments import OneSentenceParser
@@ -115,12 +117,17 @@ def list_runs(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("dir", metavar="DIR", nargs="?", default="runs", help="(default: runs)")
-    folder = Path(parser.parse_args(argv).dir)
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
+    options = parser.parse_args(argv)
+    folder = Path(options.dir)
     with named_by(""):
-        rows = _rows([folder]) or _rows(sorted(folder.iterdir()))
-    if not rows:
+        runs = _runs([folder]) or _runs(sorted(folder.iterdir()))
+    if not runs:
         raise UserError(f"{folder} contains no run. Expected a folder of runs, or of one run.")
-    rows = [_HEAD, *rows]
+    if options.json:
+        print(json.dumps([_facts(path, run) for path, run in runs], indent=2))
+        return DONE
+    rows = [_HEAD, *(_row(path, run) for path, run in runs)]
     columns = [each for each in zip(*rows, strict=True) if set(each[1:]) != {UNKNOWN}]
     kept = [column[0] for column in columns]
     right = [index for index, name in enumerate(kept) if name not in ("RUN", "STATE")]
@@ -128,20 +135,21 @@ def list_runs(argv: list[str]) -> int:
     return DONE
 
 
-def _rows(folders: Sequence[Path]) -> list[tuple[str, ...]]:
-    """A row for each folder that is a run's, or that may not be read: another user's, or lost+found."""
-    rows = list[tuple[str, ...]]()
+def _runs(folders: Sequence[Path]) -> list[tuple[Path, Run | str]]:
+    """Each folder that is a run's, or why it cannot be read: it is another user's, or lost+found."""
+    found = list[tuple[Path, Run | str]]()
     for folder in folders:
         try:
             if is_run(folder):
-                rows.append(_row(read_run(folder, only_end=True)))
+                found.append((folder, read_run(folder, only_end=True)))
         except OSError as error:
-            about = [UNKNOWN] * (len(_HEAD) - 2)
-            rows.append((escaped(folder.name), f"({error.strerror})", *about))
-    return rows
+            found.append((folder, f"({error.strerror})"))
+    return found
 
 
-def _row(run: Run) -> tuple[str, ...]:
+def _row(path: Path, run: Run | str) -> tuple[str, ...]:
+    if isinstance(run, str):
+        return (escaped(path.name), run, *[UNKNOWN] * (len(_HEAD) - 2))
     return (
         escaped(run.name),
         run.state,
@@ -151,3 +159,18 @@ def _row(run: Run) -> tuple[str, ...]:
         run.shown("{:,.0f} images/s", "images_per_s"),
         UNKNOWN if run.seconds is None else duration(run.seconds),
     )
+
+
+def _facts(path: Path, run: Run | str) -> dict[str, Any]:
+    if isinstance(run, str):
+        return {"path": str(path), "name": path.name, "state": run}
+    return {
+        "path": str(path),
+        "name": run.name,
+        "state": run.state,
+        "step": run.step,
+        "test_accuracy": run.latest("test_accuracy"),
+        "train_loss": run.latest("train_loss", "loss"),
+        "images_per_s": run.latest("images_per_s"),
+        "wall_s": run.seconds,
+    }

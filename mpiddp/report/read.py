@@ -58,6 +58,7 @@ class Start:
     versions: str
     ends: float | None = None
     outcome: str = ""  # "done", "stopped" or "failed"
+    made: int | None = None  # the last step of rank 0
     failures: list[Failure] = field(default_factory=list)
 
     @property
@@ -93,20 +94,28 @@ class Run:
 
     @property
     def step(self) -> int | None:
-        """The last step that it recorded or saved."""
-        recorded = [int(curve.steps[-1]) for curve in self.curves.values() if curve.steps]
-        return max([*recorded, *self.saves], default=None)
+        """The last step that it made, as far as its files tell: a script may record every 50th only."""
+        known = [int(curve.steps[-1]) for curve in self.curves.values() if curve.steps]
+        known += [start.made for start in self.starts[-1:] if start.made is not None]
+        return max([*known, *self.saves], default=None)
+
+    def latest(self, *names: str) -> float | None:
+        """The value of the first name that has one, now: the summary's, else that of the last record."""
+        for name in names:
+            value, curve = number(self.summary, name), self.curves.get(name)
+            if value is None and curve and curve.nan_since is None:
+                value = curve.values[-1]
+            if value is not None:
+                return value
+        return None
 
     def shown(self, form: str, *names: str) -> str:
-        """The value of the first name that has one: the summary's, else that of the last record."""
+        """The text of `latest`, or since when the value is not a number."""
         for name in names:
             curve = self.curves.get(name)
             if curve and curve.nan_since is not None:
                 return f"nan since step {curve.nan_since:,}"
-            value = number(self.summary, name)
-            if value is None and curve:
-                value = curve.values[-1]
-            if value is not None:
+            if (value := self.latest(name)) is not None:
                 return form.format(value)
         return UNKNOWN
 
@@ -181,6 +190,8 @@ def _starts(run: RunDir, notes: list[str]) -> list[Start]:
             if line.get("failure"):
                 failure = Failure(at, rank, str(line.get("host", "")), str(line["failure"]))
                 start.failures.append(failure)
+            made = number(line, "step")
+            start.made = start.made if made is None or rank else int(made)
             start.ends = at
             start.outcome = "failed" if start.failures else str(line.get("outcome", ""))
     return starts

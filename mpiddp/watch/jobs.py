@@ -17,8 +17,9 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
-from mpiddp.protocol.channel import VIEW_JOB, VIEWED_AT, encode, viewed_folders
+from mpiddp.protocol.channel import NAMED_AT, VIEW_JOB, VIEWED_AT, encode, viewed_folders
 from mpiddp.text import listed, shown
+from mpiddp.watch.detached import detached_jobs
 
 Facts = Mapping[str, Any]
 
@@ -32,11 +33,12 @@ class Job:
 
     path: Path
     pid: int  # 0 if it runs in another container
+    name: str
     facts: dict[str, Any]  # what it says of its job, {} if it does not answer
 
     @property
     def title(self) -> str:
-        return f"{self.pid or '-'} ({self.facts.get('name', 'no answer')})"
+        return f"{self.pid or '-'} ({self.name})"
 
     @property
     def gone(self) -> UserError:
@@ -55,7 +57,7 @@ class Job:
         if facts := _answer(self.connected(), view, _ANSWER_S if view == VIEW_JOB else _STACKS_S):
             return facts
         raise UserError(
-            f"job {self.title} does not answer: it ends or restarts now, or is suspended (Ctrl-Z)."
+            f"job {self.title} does not answer: it starts, restarts or ends now, or is suspended (Ctrl-Z)."
         )
 
 
@@ -72,20 +74,36 @@ def running_jobs() -> list[Job]:
     for path in sockets():
         connection, pid = _connected(path)
         if connection is not None:
-            jobs.append(Job(path, pid, _answer(connection, VIEW_JOB, _ANSWER_S)))
+            facts = _answer(connection, VIEW_JOB, _ANSWER_S)
+            with contextlib.suppress(OSError):  # it has just ended
+                name = path.with_name(NAMED_AT).read_text(encoding="utf-8")
+                jobs.append(Job(path, pid, name, facts))
     return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
 
 
+class HasEnded(UserError):
+    """The job has ended. The sentence says how, for one that was started with --detach."""
+
+
 def find_job(name: str | None) -> Job:
-    """The running job with this pid or name, or the only one. Raises UserError for none or several."""
+    """The running job with this pid or name, or the only one.
+
+    Raises HasEnded for one that was detached and has ended, UserError for none or several.
+    """
     jobs = running_jobs()
+    found = [job for job in jobs if name in (None, str(job.pid), job.name)]
+    if len(found) == 1:
+        return found[0]
+    for detached in detached_jobs() if name and not found else ():
+        if detached.name == name:
+            where = detached.report().get("launched_on")
+            if detached.is_running:
+                raise UserError(f"job {name} runs on {where}. Log in there.")
+            raise HasEnded(detached.ending)
     if not jobs:
         raise UserError(
             "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
         )
-    found = [job for job in jobs if name in (None, str(job.pid), job.facts.get("name"))]
-    if len(found) == 1:
-        return found[0]
     titles = listed([job.title for job in found or jobs])
     if found:
         raise UserError(f"several jobs run here: {titles}. Name one by its number.")

@@ -13,7 +13,7 @@ from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.processes import opened
 from mpiddp.protocol.channel import VIEW_STACKS
 from mpiddp.text import counted, escaped
-from mpiddp.watch.jobs import find_job, job_parser
+from mpiddp.watch.jobs import HasEnded, find_job, job_parser
 
 # The frames of what runs a script, which stand above the script's own: Python's, and this package's, whose
 # folder is the same on every host. A user's folder may be called mpiddp, too.
@@ -50,7 +50,11 @@ def stop(argv: list[str]) -> int:
         "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
     )
     name = job_parser("stop", purpose, "the only job, once you confirm").parse_args(argv).job
-    job = find_job(name)
+    try:
+        job = find_job(name)
+    except HasEnded as ended:
+        print(ended)
+        return DONE
     if name is None:  # a stop ends hours of work, and the only job may be another terminal's
         if not sys.stdin.isatty():
             raise UserError(f"name the job that is to stop: mpiddp stop {job.pid}")

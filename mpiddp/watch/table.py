@@ -6,6 +6,7 @@ mpiddp top 4711 --sort wait --host node2     # redrawn every second on a termina
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import textwrap
@@ -17,7 +18,7 @@ from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, seconds, size_text
-from mpiddp.watch.jobs import Facts, Job, find_job, hosts_of, job_parser, running_jobs
+from mpiddp.watch.jobs import Facts, HasEnded, Job, find_job, hosts_of, job_parser, running_jobs
 
 _EVERY_S = 1.0
 _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
@@ -45,12 +46,19 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
 
 def ps(argv: list[str]) -> int:
     """Run `mpiddp ps ARGV`. Raises UserError for bad usage."""
-    OneSentenceParser(
+    parser = OneSentenceParser(
         prog="mpiddp ps",
         description="List your jobs whose mpiddp launch runs on this machine.",
         allow_abbrev=False,
-    ).parse_args(argv)
+    )
+    parser.add_argument("--json", action="store_true", help="print them as JSON, with their ranks")
+    as_json = parser.parse_args(argv).json
     jobs = running_jobs()
+    if as_json:
+        own = [{"pid": job.pid or None, "name": job.name, "phase": "no answer"} for job in jobs]
+        both = zip(own, jobs, strict=True)
+        print(json.dumps([{**facts, **job.facts} for facts, job in both], indent=2))
+        return DONE
     print(job_lines(jobs) if jobs else "no job of yours runs on this machine.")
     return DONE
 
@@ -61,11 +69,11 @@ def job_lines(jobs: list[Job]) -> str:
     for job in jobs:
         facts, pid = job.facts, str(job.pid or "-")
         if not facts:
-            rows.append([pid, "-", "-", "-", "-", "-", "no answer", "-"])
+            rows.append([pid, escaped(job.name), "-", "-", "-", "-", "no answer", "-"])
             continue
         hosts = hosts_of(facts)
         more = f" +{len(hosts) - 2}" if len(hosts) > 2 else ""
-        places = [facts["name"], ",".join(hosts[:2]) + more, str(len(facts["ranks"]))]
+        places = [job.name, ",".join(hosts[:2]) + more, str(len(facts["ranks"]))]
         step = "-" if facts["step"] is None else str(facts["step"])
         state = [step, _rate(facts["rate"]), facts["phase"], duration(facts["age_s"])]
         rows.append([pid, *map(escaped, [*places, *state])])
@@ -83,7 +91,11 @@ def top(argv: list[str]) -> int:
     parser.add_argument("--sort", choices=COLUMNS, default="rank", help="the column to sort by")
     parser.add_argument("--host", default="", help="only the ranks of this host")
     options = parser.parse_args(argv)
-    job = find_job(options.job)
+    try:
+        job = find_job(options.job)
+    except HasEnded as ended:
+        print(ended)
+        return DONE
     facts = job.ask(VIEW_JOB)
     if options.host and options.host not in hosts_of(facts):
         hint = did_you_mean(options.host, hosts_of(facts))

@@ -21,7 +21,7 @@ from mpiddp.cli import main
 from mpiddp.errors import UserError
 from mpiddp.launch.control import Console
 from mpiddp.launch.ranks import Ranks, job_facts
-from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS
+from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS, viewed_folders
 from mpiddp.protocol.server import ChannelServer, Message, TimedSelector
 from mpiddp.watch import jobs, stop_and_stacks
 from tests.support.channels import progress
@@ -37,7 +37,7 @@ STACK = "\n".join(["thread MainThread:", "line 1\x1b", *(f"line {n}" for n in ra
 
 @pytest.fixture(name="folder")
 def private_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return tmp_path
 
 
@@ -84,7 +84,7 @@ def a_job(folder):
 
 
 def test_a_job_is_listed_and_its_ranks_are_shown(job):
-    (own,) = job.iterdir()
+    (own,) = job.glob("mpiddp/*/*")
     assert own.stat().st_mode & 0o777 == 0o700
     (line,) = [line for line in mpiddp("ps").stdout.splitlines() if PID in line.split()]
     assert line.split()[:6] == [PID, "viewed.py", "a,b", "2", "6", "-"]
@@ -146,7 +146,7 @@ def test_a_launcher_between_two_attempts_does_not_answer(folder, monkeypatch, ca
             assert re.search(error("answer: it", f"job {PID} ", "(Ctrl-Z)"), said)
     finally:
         console.close()
-    assert not [*folder.iterdir()]
+    assert not [*folder.glob("mpiddp/*/*")]
 
 
 def test_a_job_that_has_just_ended_is_named(folder, monkeypatch, capsys):
@@ -162,13 +162,13 @@ def test_a_job_that_has_just_ended_is_named(folder, monkeypatch, capsys):
 
 
 def test_what_a_killed_launcher_has_left_is_removed(job):
-    left = job / f"mpiddp-job-{os.getuid()}-0"
+    left = viewed_folders()[0].with_name("job-0")
     left.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(left / "job"))
     assert PID in mpiddp("ps").stdout
     assert not left.exists()
-    assert len([*job.iterdir()]) == 1
+    assert len([*left.parent.iterdir()]) == 1
 
 
 @contextmanager
@@ -259,9 +259,10 @@ def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_folder_that_others_may_enter_is_no_job(folder):
+@pytest.mark.usefixtures("folder")
+def test_a_folder_that_others_may_enter_is_no_job():
     """Another user may make a folder of any name in /tmp."""
-    others = folder / f"mpiddp-job-{os.getuid()}-0"
-    others.mkdir()
+    others = viewed_folders()[0].with_name("job-0")
+    others.mkdir(parents=True)
     others.chmod(0o777)
     assert others / "job" not in jobs.sockets()

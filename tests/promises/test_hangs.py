@@ -232,7 +232,7 @@ def test_a_missing_rank_of_a_raw_mpirun(here):
 
 def viewed(here: Here) -> dict[str, str]:
     """A folder of its own for the sockets of the viewers."""
-    return {"XDG_RUNTIME_DIR": str(here.folder)}
+    return {"XDG_STATE_HOME": str(here.folder)}
 
 
 def test_a_job_is_watched_and_stopped(here):
@@ -261,7 +261,7 @@ def test_a_job_is_watched_and_stopped(here):
     assert (line[1], line[3]) == ("one_fails.py", "2")
 
     viewers = []  # that connect and never read
-    for path in [*here.folder.glob("mpiddp-job-*/job")] * 20:
+    for path in [*here.folder.glob("mpiddp/*/job-*/job")] * 20:
         viewers.append(socket.socket(socket.AF_UNIX))
         viewers[-1].connect(str(path))
     Path(here.folder / "pipe").write_text("", encoding="utf-8")
@@ -279,4 +279,4 @@ def test_a_job_is_watched_and_stopped(here):
 
     assert view("stop", pid) == [f"job {pid} (one_fails.py) is requested to stop."]
     assert job.wait().code == 75
-    assert not [*here.folder.glob("mpiddp-job-*")]
+    assert not [*here.folder.glob("mpiddp/*/*")]

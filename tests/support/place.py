@@ -39,7 +39,19 @@ PROGRAMS = ROOT / "tests" / "programs"
 MPIS = ("openmpi5", *OTHER_MPIS)
 VERBS = (
     *("launch", "run", "train", "hosts", "doctor", "explain", "drill", "ps", "top", "stacks"),
-    *("stop", "report", "runs", "checkpoints", "mesh", "bench", "help", "--version", "--help"),
+    *(
+        "stop",
+        "logs",
+        "wait",
+        "report",
+        "runs",
+        "checkpoints",
+        "mesh",
+        "bench",
+        "help",
+        "--version",
+        "--help",
+    ),
 )
 # Daemons of the hosts themselves, and the sessions that they hold open.
 DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sge_qmaster", "sge_execd")

@@ -149,12 +149,12 @@ def test_a_stream_of_output_is_handed_over(job: Job) -> None:
 def test_a_viewer_asks_without_a_proof_and_learns_which_job_it_is(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with closing(Console("a\x1b.py")) as console, socket.socket(socket.AF_UNIX) as viewer:
         console.attempts = 2
         assert console.listener is not None
         job.selector.register(console.listener, selectors.EVENT_READ, console.listener)
-        (folder,) = tmp_path.iterdir()
+        (folder,) = tmp_path.glob("mpiddp/*/*")
         viewer.settimeout(PATIENCE_S)
         viewer.connect(str(folder / VIEWED_AT))
         viewer.sendall(encode("view_job"))

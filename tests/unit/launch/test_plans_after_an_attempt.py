@@ -25,6 +25,7 @@ from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
 from mpiddp.launch.ranks import Announcement, Ranks
+from mpiddp.launch.report import Report
 from mpiddp.launch.verdict import Outcome, Stop
 from mpiddp.protocol.server import Message
 from tests.support.errors import error
@@ -52,7 +53,7 @@ def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
             parsed = parse_options([*where, *options, "--", "./program"])
             stop_at = time.monotonic() + left_s
             plan = make_plan(parsed, os.environ)
-            return jobs_of.Job(parsed, plan, signals, Console(), stop_at)
+            return jobs_of.Job(parsed, plan, signals, Console(), Report("a"), stop_at)
 
         yield make
 
@@ -162,9 +163,10 @@ def test_the_first_announcement_of_each_kind_counts() -> None:
             ranks.note(message)
         assert ranks.announcement == Announcement(("--resume",), 12, None, "/x", 2)
     first = Announcement().after(Announcement(("--resume",), 12, None, "", 2))
-    later = first.after(Announcement(("--other",), 24, 8, "runs/1", 3))
-    assert later == Announcement(("--resume",), 12, 8, "runs/1", 2)
-    assert later.after(Announcement((), None, 4, "runs/2", 4)) == later
+    later = first.after(Announcement(("--other",), 24, 8, "runs/1", 3, "step_1"))
+    assert later == Announcement(("--resume",), 12, 8, "runs/1", 2, "step_1")
+    last = later.after(Announcement((), None, 4, "runs/2", 4, "step_2"))
+    assert last == later._replace(checkpoint="step_2")
 
 
 def test_an_excluded_host_may_be_gone_from_the_list(jobs: Jobs) -> None:

@@ -71,17 +71,17 @@ def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts):
 
 
 def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts):
-    assert job_lines([Job(Path(), 7, facts), Job(Path(), 8, {})]).split("\n") == [
+    assert job_lines([Job(Path(), 7, "train.py", facts), Job(Path(), 8, "b.py", {})]).split(
+        "\n"
+    ) == [
         "PID  NAME      HOSTS  RANKS  STEP  RATE  STATE      AGE",
         "  7  train.py  a,b        4    18   2/s  running    12 min",
-        "  8  -         -          -     -     -  no answer  -",
+        "  8  b.py      -          -     -     -  no answer  -",
     ]
 
 
 def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
-    found = [
-        Job(Path(), pid, {"name": name}) for pid, name in ((7, "a.py"), (8, "b.py"), (9, "b.py"))
-    ]
+    found = [Job(Path(), pid, name, {}) for pid, name in ((7, "a.py"), (8, "b.py"), (9, "b.py"))]
     monkeypatch.setattr(jobs, "running_jobs", lambda: found)
     assert jobs.find_job("a.py") is jobs.find_job("7") is found[0]
     for name, sentence in {
@@ -115,7 +115,7 @@ def test_a_stack_begins_where_the_script_is(monkeypatch, capsys):
         f'  File "{ours}", line 7, in <module>\n    sys.exit(main())\n'
         '  File "/home/me/mpiddp/train.py", line 3, in <module>\n    main()\n'
     )
-    job = Job(Path("x"), 7, {"name": "train.py", "ranks": [{}]})
+    job = Job(Path("x"), 7, "train.py", {"ranks": [{}]})
     answer = {"sentence": "rank 0 is in main.", "stacks": {"0": stack}}
     monkeypatch.setattr(Job, "ask", lambda self, view: answer)
     monkeypatch.setattr(stop_and_stacks, "find_job", lambda name: job)

@@ -1,0 +1,134 @@
+"""The outcome of a job for programs: one JSON document, for `--report`, `--on-end` and `mpiddp wait`.
+
+    {"version": 1, "cause": "failed", "exit_code": 1, "rank": 3, "host": "node2", "error": "rank 3 on …", …}
+
+It is written when the job begins, after each attempt and at the end, each time as a whole. docs/reference.md
+has its keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError, cause_of
+from mpiddp.launch import log
+from mpiddp.launch.verdict import Outcome
+from mpiddp.text import shown
+
+_CAUSES = {
+    DONE: "done",
+    FAILED: "failed",
+    BAD_INPUT: "bad_input",
+    STOPPED: "stopped",
+    INTERRUPTED: "interrupted",
+}
+_UNKNOWN = "exit_code error known_cause rank host run_dir checkpoint resume ended_at"
+_RUNNING = {"cause": "running", **dict.fromkeys(_UNKNOWN.split())}
+
+
+class Report:
+    """The report of one job, in these files. The command of `on_end` runs once, with the path of the first.
+
+    Raises UserError or JobFailed on entry if a file cannot be written, or the command is no program.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str] = (),
+        paths: Sequence[Path] = (),
+        on_end: Sequence[str] = (),
+    ) -> None:
+        self.name, self.command = name, command
+        self._paths, self._on_end = list(paths), on_end
+        self._opened = ExitStack()
+        self._attempts: list[dict[str, Any]] = []
+        self._facts = {
+            "version": 1,
+            "name": name,
+            "command": list(command),
+            "launched_on": socket.gethostname(),
+            "pid": os.getpid(),
+            "began_at": time.time(),
+        }
+
+    def __enter__(self) -> Report:
+        if self._on_end and not shutil.which(self._on_end[0]):
+            raise UserError(f"--on-end: {shown(self._on_end[0])} is not a program.")
+        if self._on_end and not self._paths:
+            from tempfile import TemporaryDirectory  # takes 10 ms
+
+            folder = self._opened.enter_context(TemporaryDirectory(prefix="mpiddp-report-"))
+            self._paths = [Path(folder, "report.json")]
+        try:
+            self._write(_RUNNING)
+        except OSError as error:
+            raise cause_of(error)(_unwritten(error)) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def add(self, began_at: float, hosts: Sequence[str], outcome: Outcome) -> None:
+        """Add an attempt that has just ended, and the host of each rank."""
+        span = {"began_at": began_at, "ended_at": time.time()}
+        ranks = {"hosts": list(dict.fromkeys(hosts)), "world_size": len(hosts)}
+        self._attempts.append(span | ranks | _ending(outcome))
+        self._try_to_write(_RUNNING)
+
+    def end(self, outcome: Outcome, resume: str | None) -> None:
+        """The job has ended; `resume` is the command that resumes it. Runs the command of `on_end`."""
+        run, known = outcome.announcement.run_dir or None, outcome.announcement.checkpoint or None
+        more = {"run_dir": run, "checkpoint": known, "resume": resume, "ended_at": time.time()}
+        self._try_to_write(_ending(outcome) | more)
+        if not self._on_end:
+            return
+        command = [*self._on_end, str(self._paths[0])]
+        try:
+            code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+        except OSError as error:
+            log.error(f"--on-end: cannot run {command[0]}: {error.strerror}.")
+        else:
+            if code:
+                log.error(f"--on-end: {command[0]} has ended with code {code}.")
+
+    def _write(self, ending: Mapping[str, Any]) -> None:
+        hosts = self._attempts[-1]["hosts"] if self._attempts else []
+        facts = {**self._facts, **ending, "hosts": hosts, "attempts": self._attempts}
+        content = json.dumps(facts, indent=2) + "\n"
+        for path in self._paths:
+            part = path.with_name(f".{path.name}.part")
+            part.write_text(content, encoding="utf-8")
+            part.replace(path)
+
+    def _try_to_write(self, ending: Mapping[str, Any]) -> None:
+        try:
+            self._write(ending)
+        except OSError as error:  # the job is worth more
+            log.error(_unwritten(error))
+
+
+def _ending(outcome: Outcome) -> dict[str, Any]:
+    """How a job, or one attempt at it, has ended."""
+    rank, host = (outcome.first.rank, outcome.first.host) if outcome.first else (None, None)
+    return {
+        "cause": _CAUSES[outcome.code],
+        "exit_code": outcome.code,
+        "error": outcome.sentence or None,
+        "known_cause": outcome.known_cause or None,
+        "rank": rank,
+        "host": host,
+    }
+
+
+def _unwritten(error: OSError) -> str:
+    return f"--report: cannot write {os.fsdecode(error.filename)}: {error.strerror}."

@@ -1,0 +1,155 @@
+"""The jobs of `mpiddp launch --detach`: each has a folder that outlives it.
+
+    ~/.local/state/mpiddp/jobs/train-1/    report.json: how it ended    log-1, log-2 …: its output    lock
+
+The launcher holds the lock until it ends, however it does. So a viewer needs neither its pid nor its
+terminal, and where machines share the folder, not even the same machine.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mpiddp.errors import UserError, cause_of
+from mpiddp.protocol.channel import state_folder
+
+LOG_LIMIT = 32 << 20  # bytes of a part of the log; the newest two are kept
+KEPT = 20  # jobs that have ended
+_NO_REPORT = "its launcher was killed, or its machine stopped"
+
+
+@dataclass(frozen=True)
+class DetachedJob:
+    """A job that was started with --detach, whether it runs or has ended."""
+
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def report_path(self) -> Path:
+        return self.folder / "report.json"
+
+    def report(self) -> dict[str, Any]:
+        """What `mpiddp.launch.report` has written, {} if that cannot be read."""
+        with suppress(OSError, ValueError):
+            report: dict[str, Any] = json.loads(self.report_path.read_bytes())
+            return report
+        return {}
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        with (self.folder / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+
+    @property
+    def is_running(self) -> bool:
+        with suppress(OSError), (self.folder / "lock").open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    @property
+    def ending(self) -> str:
+        """A sentence about how it ended."""
+        report = self.report()
+        code = report.get("exit_code")
+        if code is None:
+            return f"job {self.name} has ended without a report: {_NO_REPORT}."
+        why = f": {report['error']}" if report["error"] else "."
+        return f"job {self.name} has ended with code {code}{why}"
+
+    def parts(self) -> list[tuple[int, Path]]:
+        """The parts of its log, with their numbers, the oldest first."""
+        names = [path.name for path in self.folder.glob("log-*")]
+        return sorted((int(name[4:]), self.folder / name) for name in names if name[4:].isdigit())
+
+    def open_part(self, number: int) -> int:
+        """Begin this part of the log, and remove that before the latest. A file descriptor."""
+        (self.folder / f"log-{number - 2}").unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        return os.open(self.folder / f"log-{number}", flags, 0o600)
+
+
+def detached_jobs() -> list[DetachedJob]:
+    """All jobs whose folders are kept, the latest first."""
+    begun = []
+    for lock in (state_folder() / "jobs").glob("*/lock"):
+        with suppress(OSError):  # removed meanwhile
+            begun.append((lock.stat().st_mtime, DetachedJob(lock.parent)))
+    return [job for _, job in sorted(begun, key=lambda each: each[0], reverse=True)]
+
+
+def new_job(beginning: str) -> tuple[DetachedJob, int]:
+    """A new job, called `beginning` and a number, and the file descriptor of its lock, held while it is open.
+
+    Of those that have ended, all but the latest are removed.
+    """
+    for old in [job for job in detached_jobs() if not job.is_running][KEPT:]:
+        shutil.rmtree(old.folder, ignore_errors=True)
+    parent = state_folder() / "jobs"
+    if not parent.is_absolute():
+        raise UserError("--detach: this user has no home folder. Set XDG_STATE_HOME to a folder.")
+    unnamed = parent / f".{os.urandom(8).hex()}"
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unnamed.mkdir(mode=0o700)
+        lock = os.open(unnamed / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return DetachedJob(_named(unnamed, beginning)), lock
+    except OSError as error:
+        shutil.rmtree(unnamed, ignore_errors=True)
+        sentence = f"--detach: cannot keep the job's output in {parent} ({error.strerror})."
+        raise cause_of(error)(sentence) from None
+
+
+def _named(unnamed: Path, beginning: str) -> Path:
+    """The folder, renamed only now that its lock is held, so that nobody takes it for one that has ended."""
+    for number in count(1):
+        try:
+            return unnamed.rename(unnamed.with_name(f"{beginning}-{number}"))
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    raise AssertionError
+
+
+def read_log(job: DetachedJob, *, follows: bool) -> Iterator[bytes | None]:
+    """The log, in pieces. With `follows`, None whenever there is nothing new, until the job has ended."""
+    number, file = 0, None
+    try:
+        while True:
+            is_over = not (follows and job.is_running)
+            for later, path in [each for each in job.parts() if each[0] > number]:
+                yield from _rest(file)
+                with suppress(OSError):  # removed meanwhile
+                    opened = path.open("rb")
+                    if file is not None:
+                        file.close()
+                    number, file = later, opened
+            yield from _rest(file)
+            if is_over:
+                return
+            yield None
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _rest(file: BinaryIO | None) -> Iterator[bytes]:
+    while file is not None and (piece := file.read(1 << 16)):
+        yield piece

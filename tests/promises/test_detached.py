@@ -1,0 +1,221 @@
+"""Jobs that outlive a terminal, and what programs learn of a job: --detach, logs, wait, --report, --on-end.
+
+python -m pytest tests/promises/test_detached.py
+"""
+
+import json
+import os
+import pty
+import shlex
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.patience import eventually
+from tests.support.place import Here, program
+from tests.support.ranks import clean_env
+
+# Each rank prints its line, waits for the file "go", and ends with the code of its argument.
+WAITS = """
+import pathlib, sys, time
+import mpiddp
+with mpiddp.process_group() as world:
+    print("step 1 of", world.world_size, flush=True)
+    while not pathlib.Path("go").exists():
+        time.sleep(0.02)
+    print("step 2", flush=True)
+sys.exit(int(sys.argv[1]) if world.rank == 1 else 0)
+"""
+
+
+@pytest.fixture(name="env")
+def state_folder(here):
+    return {"XDG_STATE_HOME": str(here.folder / "state")}
+
+
+def script_of(here: Here) -> str:
+    """A name of this test alone: jobs of other tests run at the same time."""
+    return f"t{here.mark[:8]}.py"
+
+
+def detached(here: Here, env: dict[str, str], *options: str, code: int = 0) -> str:
+    """A detached job of two ranks, which wait. Its name."""
+    script = [here.script(WAITS, script_of(here)), str(code)]
+    done = here.run("launch", "--detach", *options, *here.where(2), *script, env=env).assert_ok()
+    (name,) = done.lines
+    assert done.said == [
+        f"the job goes on in the background. To follow its output: mpiddp logs -f {name}"
+    ]
+    return name
+
+
+def is_waiting_for_a_lock(pid: int) -> bool:
+    return any(
+        line.split()[1] == "->" and str(pid) in line.split()
+        for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines()
+    )
+
+
+def go(here: Here) -> None:
+    (here.folder / "go").touch()
+
+
+def test_a_job_outlives_its_terminal_and_its_shell(here, env):
+    """A detached job goes on after the hang-up of its terminal and a kill -9 of its shell."""
+    script = here.script(WAITS, script_of(here))
+    launch = [sys.executable, "-m", "mpiddp", "launch", "--detach", *here.where(2), script, "0"]
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(here.folder)
+        own = clean_env({"TEST_PLACE": here.mark, **env})
+        os.execvpe("sh", ["sh", "-c", f"{shlex.join(launch)}; echo ready; kill -9 $$"], own)
+    printed = b""
+    with suppress(OSError):  # all other ends of the terminal are closed
+        while piece := os.read(terminal, 1024):
+            printed += piece
+    os.close(terminal)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    name = printed.decode().split("\r\n")[0]
+    assert name == script_of(here).replace(".py", "-1")
+
+    view = here.start("logs", "-f", name, env=env).until("step 1 of 2")
+    (line,) = [line for line in here.run("ps", env=env).lines if name in line]
+    pid = int(line.split()[0])
+    assert os.getsid(pid) == pid
+    go(here)
+    done = view.wait().assert_ok()
+    assert done.lines[-1].endswith("step 2")
+    ended = here.run("wait", name, env=env).assert_ok()
+    assert ended.lines == [f"job {name} has ended with code 0."]
+    assert here.run("logs", name, env=env).assert_ok().stdout == done.stdout
+    eventually(lambda: not here.processes())
+
+
+def test_wait_has_the_exit_code_of_the_job(here, env):
+    """`mpiddp wait` ends with the job and has its code; `stop`, `top` and `logs` know how it ended."""
+    name = detached(here, env, code=3)
+    waiting = here.start("wait", name, env=env)
+    here.start("logs", "-f", name, env=env).until("step 1 of 2")
+    assert waiting.process.poll() is None
+    go(here)
+    first = (
+        f"rank 1 on {here.hosts[0]} ended first, with exit code 3. The other ranks were stopped."
+    )
+    ended = f"job {name} has ended with code 1: {first}"
+    assert (waiting.wait().code, waiting.stdout) == (1, f"{ended}\n")
+    for verb in ("stop", "top", "wait"):
+        assert here.run(verb, name, env=env).stdout == f"{ended}\n"
+    assert "step 2" in here.run("logs", env=env).assert_ok().stdout
+    again = detached(here, env)
+    assert again == name[:-1] + "2"
+    assert here.run("wait", env=env).assert_ok().stdout == f"job {again} has ended with code 0.\n"
+
+
+def test_ctrl_c_ends_the_view_and_not_the_job(here, env):
+    """Ctrl-C in `mpiddp logs -f` and `wait` says that the job goes on, and it does."""
+    name = detached(here, env)
+    views = [here.start("logs", "-f", name, env=env).until("step 1 of 2")]
+    views.append(here.start("wait", name, env=env))
+    eventually(lambda: is_waiting_for_a_lock(views[1].pid))
+    said = f"job {name} goes on. To stop it: mpiddp stop {name}"
+    for view, code in zip(views, (0, 130), strict=True):
+        view.signal(signal.SIGINT)
+        done = view.wait()
+        assert (done.code, done.lines[-1:], done.stderr) == (code, [said], "")
+    assert here.run("stop", name, env=env).assert_ok()
+    assert here.run("wait", name, env=env).code in (75, 130)
+
+
+def test_a_killed_launcher_is_told(here, env):
+    """A detached job whose launcher was killed has ended, says `wait`, which fails."""
+    name = detached(here, env)
+    here.start("logs", "-f", name, env=env).until("step 1 of 2")
+    os.kill(json.loads(report(here, name).read_text())["pid"], signal.SIGKILL)
+    done = here.run("wait", name, env=env)
+    assert (done.code, done.lines) == (
+        1,
+        [
+            f"job {name} has ended without a report: its launcher was killed, or its machine stopped."
+        ],
+    )
+    eventually(lambda: not here.processes())
+
+
+def test_the_log_is_bounded(here, env):
+    """The log of a detached job keeps the newest 64 MB."""
+    text = 'import sys\nfor n in range(1500): print("x" * 99999)\nprint("the end", flush=True)'
+    script = here.script(text, "floods.py")
+    here.run("launch", "--detach", "-H", "localhost:1", script, env=env).assert_ok()
+    here.run("wait", env=env).assert_ok()
+    parts = [*report(here, "floods-1").parent.glob("log-*")]
+    assert 1 <= len(parts) <= 2
+    assert here.run("logs", env=env).assert_ok().lines[-1] == "the end"
+
+
+def report(here: Here, name: str) -> Path:
+    return here.folder / "state" / "mpiddp" / "jobs" / name / "report.json"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--report", "none/r.json"], "--report: cannot write none/.r.json.part: No such file"),
+        (["--on-end", "no-such-program now"], "--on-end: no-such-program is not a program."),
+        (["--on-end", "'"], "--on-end: ': no closing quotation."),
+    ],
+)
+def test_a_report_that_cannot_be_written_starts_nothing(here, options, text):
+    """A report that cannot be written, or a command that is no program, is refused before the start."""
+    done = here.run("launch", *options, *here.where(1), here.script("print('ran')"))
+    assert (done.code, done.stdout) == (2, "")
+    assert text in done.stderr
+
+
+def test_the_report_of_a_job_that_failed(here):
+    """`--report` has each attempt, the rank that failed first and its error; `--on-end` runs once."""
+    script = [program("one_fails.py"), "raise"]
+    on_end = here.script("import sys\nopen('ended', 'a').write(sys.argv[1] + '\\n')", "on end.py")
+    options = ["--report", "r.json", "--on-end", shlex.join([sys.executable, on_end])]
+    done = here.run("launch", *options, "--max-restarts", "1", *here.where(2), *script)
+    facts = json.loads((here.folder / "r.json").read_text())
+    assert (done.code, facts["exit_code"], facts["cause"]) == (1, 1, "failed")
+    assert facts["error"] in done.said
+    assert (facts["rank"], facts["host"]) == (1, here.hosts[0])
+    assert [each["cause"] for each in facts["attempts"]] == ["failed", "failed"]
+    assert facts["hosts"] == facts["attempts"][0]["hosts"] == [here.hosts[0]]
+    times = [facts["began_at"]]
+    times += [each[name] for each in facts["attempts"] for name in ("began_at", "ended_at")]
+    assert sorted(times) == times
+    assert (here.folder / "ended").read_text() == "r.json\n"
+
+
+def test_the_report_of_a_job_that_was_stopped(here):
+    """The report of a stop has the checkpoint, and the command that resumes the job."""
+    train = ["--use-syn", "--backend=gloo", "--arch=resnet20", "--epochs=9", "--out", "run"]
+    job = here.start(
+        "launch", "--report", "r.json", *here.where(2), "-m", "mpiddp", "train", *train
+    )
+    job.until("epoch")
+    facts = json.loads((here.folder / "r.json").read_text())
+    assert (facts["cause"], facts["exit_code"]) == ("running", None)
+    job.signal(signal.SIGTERM)
+    done = job.wait()
+    facts = json.loads((here.folder / "r.json").read_text())
+    assert (done.code, facts["cause"], facts["error"]) == (75, "stopped", "stopped on request.")
+    assert facts["checkpoint"].startswith(str(here.folder / "run" / "checkpoints" / "step_"))
+    assert f"to resume: {facts['resume']}" in done.said
+
+
+def test_a_listing_for_programs(here, env):
+    """`mpiddp ps --json` has the jobs and their ranks."""
+    name = detached(here, env)
+    here.start("logs", "-f", name, env=env).until("step 1 of 2")
+    jobs = json.loads(here.run("ps", "--json", env=env).stdout)
+    (job,) = [job for job in jobs if job["name"] == name]
+    assert (job["name"], job["attempt"], len(job["ranks"])) == (name, 1, 2)
+    assert job["phase"] == "running"
+    go(here)
+    here.run("wait", env=env).assert_ok()
