@@ -23,6 +23,10 @@ _EXAMPLES = """\
   mpiddp stacks train.py --rank 3
   mpiddp stop
   mpiddp stop train.py
+  mpiddp logs -f
+  mpiddp logs train-1 > train.log
+  mpiddp wait
+  mpiddp wait train-1 && mpiddp launch --detach next.py
   mpiddp hosts push hosts.txt
   mpiddp hosts run hosts.txt -- nvidia-smi -L
   mpiddp doctor --hostfile hosts.txt
