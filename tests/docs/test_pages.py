@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 import mpiddp
-from docs import troubleshooting
+from docs import promises, troubleshooting
 from mpiddp import errors
 from mpiddp.arguments import duration
 from mpiddp.cli import VERBS
@@ -90,8 +90,9 @@ def test_the_command_that_runs_a_test_alone_names_its_file():
         assert [path for path in named if not (ROOT / path).exists()] == [], file
 
 
-def test_the_pages_of_known_failures_are_current():
-    assert troubleshooting.PAGE.read_text() == troubleshooting.text()
+@pytest.mark.parametrize("page", [promises, troubleshooting])
+def test_the_pages_that_are_written_by_a_program_are_current(page):
+    assert page.PAGE.read_text() == page.text()
 
 
 def test_every_variable_in_use_has_a_row():
