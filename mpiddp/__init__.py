@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from mpiddp.spawning.spawn import spawn as spawn
     from mpiddp.world import World as World
 
-__version__ = "0.1.0"
-
 _NAMES = {
     "checkpoints.checkpoints": "Checkpoints",
     "checkpoints.contents": "Resumed load",
@@ -59,6 +57,8 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module 'mpiddp' has no attribute '{name}'")
     try:
@@ -69,3 +69,13 @@ def __getattr__(name: str) -> Any:
         if sentence := missing_package(error, f"mpiddp.{name}"):
             raise ImportError(sentence, name=error.name) from None
         raise
+
+
+def _version() -> str:
+    """That of the installed package, which setup.py has set."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("mpiddp")
+    except PackageNotFoundError:  # a copy of the sources alone
+        return "unknown"

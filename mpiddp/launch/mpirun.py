@@ -51,6 +51,7 @@ class MpirunProcess:
         def prepare_child() -> None:
             # If this process is killed, the job must end with it.
             signal_at_parents_end(starter.stop_signal)
+            signal.signal(starter.stop_signal, signal.SIG_DFL)  # which nohup ignores
             if starter.stop_signal != signal.SIGTERM:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
