@@ -143,8 +143,8 @@ install_packages() {
     grep -vE '^(torch|numpy)==' "$root/constraints.txt" >"$venv/constraints.txt"
     step "find the torch of $base" borrow_torch
   fi
-  step "install a pip that knows groups of packages" install 'pip>=25.1'
-  step "install ${packages[*]} and what the tests need" install "${packages[@]}" --group "$root/pyproject.toml:test"
+  step "install ${packages[*]}" install 'pip>=25.1' "${packages[@]}"
+  step "install what the tests need" install --group "$root/pyproject.toml:test"
 }
 
 # Images of containers often forbid Python to keep what it compiles; then every rank would compile it anew.
