@@ -94,6 +94,21 @@ def test_a_job_outlives_its_terminal_and_its_shell(here, env):
     eventually(lambda: not here.processes())
 
 
+def test_a_job_outlives_an_ssh_login(hosts):
+    """A login over ssh that starts a detached job on two hosts ends at once, and the next one follows it."""
+    script = hosts.script(WAITS, "remote.py")
+    there = f"cd {shlex.quote(str(hosts.folder))} && XDG_STATE_HOME=$PWD/state"
+    mpiddp = f"{there} {sys.executable} -m mpiddp"
+    launch = f"{mpiddp} launch --detach -H node1:1,node0:1 {script} 0"
+    assert hosts.run("ssh", "node1", launch).assert_ok().lines == ["remote-1"]
+    view = hosts.start("ssh", "node1", f"{mpiddp} logs -f").until("step 1 of 2")
+    (hosts.folder / "go").touch()
+    assert view.wait().assert_ok().lines[-1].endswith("step 2")
+    # The folder is shared, so the other host has the outcome, too.
+    ended = hosts.run("sh", "-c", f"{mpiddp} wait")
+    assert (ended.code, ended.lines) == (0, ["job remote-1 has ended with code 0."])
+
+
 def test_wait_has_the_exit_code_of_the_job(here, env):
     """`mpiddp wait` ends with the job and has its code; `stop`, `top` and `logs` know how it ended."""
     name = detached(here, env, code=3)

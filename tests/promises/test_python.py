@@ -403,6 +403,25 @@ def test_runs(here):
     ]
 
 
+RECORDS_EVERY_FIFTH = """
+import mpiddp
+checkpoints = mpiddp.Checkpoints("run")
+checkpoints.resume()
+for step in range(1, 13):
+    if step % 5 == 0:
+        mpiddp.log_metrics(step, loss=1 / step)
+    checkpoints.due(step)
+"""
+
+
+def test_steps_that_were_made(here):
+    """`mpiddp runs` and its --json show the steps that a script has made, not those of its last record."""
+    here.run("launch", *here.where(1), here.script(RECORDS_EVERY_FIFTH)).assert_ok()
+    assert here.run("runs", ".").assert_ok().lines[1].split()[:3] == ["run", "done", "12"]
+    (run,) = json.loads(here.run("runs", "--json", ".").assert_ok().stdout)
+    assert (run["path"], run["state"], run["step"], run["train_loss"]) == ("run", "done", 12, 0.1)
+
+
 # Each prints the records that a tool has got, as {name: [[step, value], …]}.
 READERS = {
     "tensorboard": """
