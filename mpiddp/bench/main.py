@@ -50,6 +50,7 @@ BENCHMARKS = {
     "scaling": Row("images/s and efficiency by number of ranks", takes_training=True),
     "allreduce": Row("the bandwidth of gloo's and NCCL's all-reduce by size"),
     "start": Row("the time from the command to the first all-reduce, beside torchrun", False),
+    "restart": Row("the time from the kill of a rank to the first all-reduce after it"),
     "step": Row(
         "the loop of mpiddp train beside a bare loop, and the phases of a step", takes_training=True
     ),

@@ -305,7 +305,10 @@ def test_bench(here):
 
 
 def test_bench_beside_what_people_compare(here):
-    """`mpiddp bench` measures the start beside torchrun, steps beside a bare loop, data beside the model."""
+    """`mpiddp bench` measures starts and restarts, steps beside a bare loop, and data beside the model."""
+    restarts = bench(here, "restart", "-H", "localhost:2", "--rounds=1")["restart_s"]
+    assert restarts.keys() == {"mpiddp", "torchrun"}
+    assert 0 < restarts["mpiddp"][0] < 120  # torchrun gives up now and then
     (point,) = bench(here, "start", "--ranks=1", "--rounds=1")["points"]
     wall_s = {name: each["median"] for name, each in point["wall_s"].items()}
     assert wall_s["ratio"] == pytest.approx(wall_s["mpiddp"] / wall_s["torchrun"])
