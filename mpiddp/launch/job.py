@@ -223,7 +223,8 @@ class Job:
         outcome.log()
         self.failures += 1
         self.in_a_row = 1 if outcome.made_steps else self.in_a_row + 1
-        pause_s = min(FIRST_PAUSE_S * 2 ** min(self.in_a_row - 1, 10), LONGEST_PAUSE_S)
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(self.in_a_row - 2, 10), LONGEST_PAUSE_S)
+        pause_s *= self.in_a_row > 1  # the first restart begins at once
         planned = self._planned(INTERRUPTED_BEFORE, pause_s)
         if isinstance(planned, Outcome):  # a host may be usable after the next pause
             return planned
