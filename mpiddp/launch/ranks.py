@@ -55,8 +55,6 @@ class Ranks:
         self.in_mpi_init: set[int] = set()
         self.done: dict[int, Message] = {}  # ended without an error
         self.failures: dict[int, Message] = {}  # failed or lost, the first message of a rank
-        # The reports of scripts within a command, which explain the rank's own report if that follows.
-        self.script_failures: dict[int, Message] = {}
         self.saving: dict[int, float] = {}  # and since when
         self.last_saved_at = 0.0  # when a rank last ended a save
         self.paces: dict[int, Pace] = {}  # of their latest steps
@@ -73,10 +71,6 @@ class Ranks:
             self.last_saved_at = at
         # Only the rank knows whether its command succeeds: it may start the script again.
         if is_of_script and is_end:
-            if kind == "failed":
-                self.script_failures[rank] = message
-            elif kind == "done":
-                self.script_failures.pop(rank, None)
             return
         match kind:
             case "started" | "joining" | "log" | "supports_stop" | "stopped" | "claim":
@@ -104,10 +98,6 @@ class Ranks:
             case "failed" if facts["code"] == STOPPED and rank in self.said["stopped"]:
                 self.done[rank] = message
             case "failed" | "lost" if rank not in self.done:
-                reason = self.script_failures.get(rank)
-                if reason and kind == "failed":
-                    explained = {**reason.facts, "code": facts["code"]}
-                    message = message._replace(facts=explained, at=reason.at)
                 self.failures.setdefault(rank, message)
 
     @property

@@ -6,7 +6,7 @@ socket in a folder that only its user can open. A message is a line: a JSON obje
 a TAB, a value that only ranks read. The server passes values on as they are, and parses none. It pushes all
 news, so nobody polls.
 
-    server -> member   challenge, received, taken, called, gathered, no_answer, claimed, failed, lost
+    server -> member   challenge, received, taken, called, gathered, no_answer, claimed, failed
     member -> server   hello, gather, claim, fail, leave
     launcher -> rank   stop, stopping, stacks, size, end, function, answer
     rank -> launcher   those of MESSAGES

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from mpiddp.errors import FAILED
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import Peer, decode, encode
 
@@ -99,7 +100,7 @@ class Group:
             self._tell(self.members if is_first else [rank], line)
         elif "" not in self._news:
             # End the other members with the exit code of the first that asks.
-            self._news[""] = encode("failed", code=facts["code"])
+            self._news[""] = encode("failed", b"", **facts)
             self._tell(self.members.keys() - {rank}, self._news[""])
 
     def enter(self, rank: int) -> None:
@@ -223,6 +224,10 @@ class ChannelServer:
         line = encode(kind, b"", **facts)
         for peer in [*self._scripts.values(), *self._ranks.values()]:
             peer.send(line)
+
+    def end_without(self, rank: int) -> None:
+        """End the other ranks, because this one has gone, unless they end already."""
+        self._groups[0].receive(rank, "fail", {"code": FAILED, "gone": rank}, b"")
 
     def receive(self, data: object) -> list[Message]:
         """The new messages for the owner, of a ready socket, by its data. Viewers have a listener, too."""

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpiddp.errors import UserError, cause_of, check_program, named_by, read_limited
+from mpiddp.errors import UserError, cause_of, check_program, named_by
 from mpiddp.hosts.files import files_of, import_folders, imported_by, texts_of
 from mpiddp.hosts.processes import (
     command_of,
@@ -156,7 +156,7 @@ class Child:
         self.program, self.is_command = program, program.kind == COMMAND
         self.pid = 0  # until it has started
         self.status: int | None = None  # its exit code, -N for signal N, once it has ended
-        self.said: dict[str, dict[str, Any]] = {}  # by the script, by type; "error" is why it fails
+        self.said: dict[str, dict[str, Any]] = {}  # by the script, by type
         self.passed: set[int] = set()  # the signals
         self.control: socket.socket | None = None  # to the script, until that has closed it
         self._lines = Lines(LINE_LIMIT)
@@ -267,12 +267,7 @@ class Child:
     def ending(self) -> Ending:
         """What wait() says, with the script's own reason."""
         assert self.status is not None
-        ending = ending_of_process(self.status)
-        # A script that has failed may be ended before it has printed all.
-        reason = self.said.get("error")
-        if reason and (reason["code"] == ending.code or ending.signal == signal.SIGTERM):
-            return Ending(*(reason[each] for each in Ending._fields))
-        return ending._replace(error=_recorded_error(os.environ.get(ERROR_FILE, "")))
+        return ending_of_process(self.status, os.environ.get(ERROR_FILE, ""))
 
     @property
     def lack_of_memory(self) -> dict[str, int | None]:
@@ -308,15 +303,3 @@ def _begin(agent: int) -> None:
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)
             os.tcsetpgrp(0, os.getpid())
             signal.signal(signal.SIGTTOU, signal.SIG_DFL)
-
-
-def _recorded_error(path: str) -> str:
-    """The error in the file that torch.distributed's `@record` writes, "" if there is none.
-
-    https://docs.pytorch.org/docs/stable/elastic/errors.html
-    """
-    try:
-        recorded = json.loads(read_limited(Path(path), LINE_LIMIT))["message"]
-        return str(recorded["message"] if isinstance(recorded, dict) else recorded)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return ""

@@ -1,11 +1,11 @@
 """The ranks join under any launcher, agree over one channel, and leave together.
 
 Under `mpiddp launch` and `mpiddp run` the ranks' agents have met before a script's first line, and they end
-the ranks. By hand a process group, or `mpiddp.Checkpoints`, joins, and this module does all of it.
+the ranks. By hand a process group, or `mpiddp.Checkpoints`, joins.
 
-When one rank fails, all ranks end, and one line names the rank. Open MPI and srun end the other ranks after
-a non-zero exit, MPICH only after a signal, and Intel MPI after neither once MPI is finalized. A rank inside
-an NCCL collective notices nothing by itself. So the thread of every rank's channel waits for the news.
+By hand, Open MPI and srun end the other ranks after a non-zero exit, MPICH only after a signal, and Intel MPI
+after neither once MPI is finalized. A rank inside an NCCL collective notices nothing by itself. So a rank
+that ends without leaving ends the others: the thread of every rank's channel waits for the news.
 
 Python keeps an uncaught error in `sys.last_value` for the handlers of atexit, but not the SystemExit that
 ends a script (CPython 3.10 to 3.13). The script's outermost frame shows that there was one: otherwise the
@@ -35,12 +35,12 @@ from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, RUN_
 from mpiddp.runtime import patches
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
-from mpiddp.runtime.job.ending import Refused, ending_of
+from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current, script_session, stop_on
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
 from mpiddp.runtime.rendezvous.result import RankInfo
-from mpiddp.world import World, is_joined
+from mpiddp.world import World
 
 Value = TypeVar("Value")
 
@@ -57,7 +57,7 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     if not session.coordinator.hostnames:
         world = world or World.from_env()
         log_to_console(world.rank)
-        if session.control is not None or is_joined(os.environ):
+        if session.has_agent:
             _as_script(world, session)
         else:
             session.coordinator = _by_hand(world, session, keep_mpi=keep_mpi)
@@ -65,14 +65,13 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
     if session.is_member:  # mpiddp.Checkpoints has joined, and is the one to leave
         yield coordinator
         return
-    session.is_member = session.is_bound = True
+    session.is_member = True
     if patches.is_on("stop_signal"):
         stop_on(session.stop, signal.SIGUSR1)
-    if session.control is None:
-        coordinator.claim_key += "+"  # an earlier error has been caught
-        if coordinator.connection is not None:
-            coordinator.listen(session.obey, partial(_watch, session))
-            _watch(session)  # news may have come since an earlier process group
+    if not session.has_agent and coordinator.connection is not None:
+        session.error = None  # the script has caught an earlier one
+        coordinator.listen(session.obey, partial(_watch, session))
+        _watch(session)  # news may have come since an earlier process group
     try:
         yield coordinator
     except BaseException as error:
@@ -138,15 +137,16 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
     os.environ.update(env)
     if listener is not None:
         session.torch_store = serve_store(env, listener.detach())
+    atexit.register(_leave_at_exit, session)
     if world.local_world_size is None:  # the local ranks have just been counted
         limit_threads(coordinator.world)
     return coordinator
 
 
 def _end(session: Session, error: BaseException | None = None) -> None:
-    """Leave after a body that succeeded, else end the job. After an error there is no rank to wait for.
+    """Leave after a body that succeeded. After an error there is no rank to wait for.
 
-    Raises SystemExit instead of a UserError or a JobFailed, after printing or reporting it.
+    Raises SystemExit instead of a UserError or a JobFailed, after saying why.
     """
     if session is not current():  # a forked child
         return
@@ -155,22 +155,16 @@ def _end(session: Session, error: BaseException | None = None) -> None:
     if is_unknown or not ending.is_failure:  # many scripts end with sys.exit(main())
         try:
             session.finish()
-            if is_unknown:  # the one who has started this process knows the code
-                session.coordinator.claim_first_failure()
             session.leave(waits=False if is_unknown else None)
+            return
         except (JobFailed, OSError) as failure:
-            session.fail(JobFailed(str(failure)))
-            raise SystemExit(FAILED) from None
-    elif ending.traceback:
-        session.coordinator.claim_first_failure()
-        if session.control is None:  # else `mpiddp.runtime.script` reports it
-            atexit.register(session.fail_at_exit)  # unless the script catches it
-        return
-    elif error is not None and not isinstance(error, Refused):
+            error = JobFailed(str(failure))
+            ending = ending_of(error)
+    if not session.has_agent:
+        session.error = error
+    if error and not (ending.traceback or isinstance(error, SystemExit)):
         session.fail(error)
-        if not isinstance(error, SystemExit):
-            raise SystemExit(ending.code) from None
-    session.is_bound = False
+        raise SystemExit(ending.code) from None
 
 
 def _watch(session: Session) -> None:
@@ -179,8 +173,15 @@ def _watch(session: Session) -> None:
     session.stop.agree()
     if ranks.code_of_failure or ranks.is_lost:
         time.sleep(GRACE_S)
-        if session.is_bound:
+        if session.is_member:
             exit_now(ranks.code_of_end())
+
+
+def _leave_at_exit(session: Session) -> None:
+    """Leave, unless an error ends this process. The script has caught any other one."""
+    fails = isinstance(session.error, SystemExit) or getattr(sys, "last_value", None)
+    if session is current() and not fails:
+        session.coordinator.send("leave")
 
 
 def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
@@ -192,13 +193,10 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
 
     def leave() -> None:
         session = current()
-        error: BaseException | None = session.error
-        if session.control is None:
-            error = getattr(sys, "last_value", None)
+        error: BaseException | None = session.error or getattr(sys, "last_value", None)
+        if session.control is None and error is None and not session.stop.has_stopped:
             last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
-            is_exit = not (last_instruction.startswith("RETURN") or session.stop.has_stopped)
-            if error is None and is_exit:
-                error = _EXIT_UNKNOWN
+            error = None if last_instruction.startswith("RETURN") else _EXIT_UNKNOWN
         try:
             context.__exit__(type(error) if error else None, error, None)
         except SystemExit as end:
@@ -208,8 +206,6 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         except BaseException:  # Python would print it, and end with the script's own code
             traceback.print_exc()
             exit_now(FAILED)
-        if session.control is None:
-            session.fail_at_exit()  # a handler that is registered now is not called
 
     atexit.register(leave)
     return value

@@ -40,6 +40,7 @@ def main(*, imports_torch: bool) -> None:
     """Be the script of a rank. It ends as python would end it."""
     number, kind, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     session = current()
+    session.has_agent = True
     session.control = control = out_of_the_way(socket.socket(fileno=number))
     if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
         # What python puts there.

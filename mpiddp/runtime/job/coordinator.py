@@ -42,6 +42,7 @@ LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the
 CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands
 _ATTEMPT_S, _RETRY_S = 10.0, 0.2
 _LONGEST = 16 * channel.VALUE_LIMIT  # bytes of an answer, which has a value of every rank
+_CLAIM = "first failure"  # its key
 _ANSWERS = ("gathered", "no_answer", "claimed", "function", "answer")
 # The errors of a line that is not a message, and of an address that is none.
 _NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
@@ -93,7 +94,8 @@ class Coordinator:
             self.exchange = lambda text: [text]
         self.group = 0  # of the ranks; n of their n-th scripts
         self.code_of_failure = 0  # of the rank whose failure ends this one
-        self.is_lost = False  # the server has ended, or has lost rank 0: nothing more is received
+        self.gone: int | None = None  # that rank, if it has ended without leaving
+        self.is_lost = False  # the server has ended: nothing more is received
         self._early: list[dict[str, Any]] = []  # news, for the one who listens later
         # Gets the messages that nobody waits for.
         self.on_news: Callable[[dict[str, Any]], object] = self._early.append
@@ -104,7 +106,6 @@ class Coordinator:
         self._changed = threading.Condition()  # of what follows
         # The answers, by the key of a gather or a claim, or by their type; and the values that they bring.
         self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
-        self.claim_key = "first failure"  # another one after an error that the script has caught
         if server is not None:
             self.connection, self.group = connect_to_server(
                 server, world, "hello", role=role, answer_s=answer_s
@@ -221,7 +222,7 @@ class Coordinator:
             return True
         first = 0
         with contextlib.suppress(ChannelLost):
-            first = self.ask("claim", key=self.claim_key)[0]["rank"]
+            first = self.ask("claim", key=_CLAIM)[0]["rank"]
         return self.world.rank == first
 
     def leave(self, *, waits: bool | None = None) -> None:
@@ -241,9 +242,10 @@ class Coordinator:
             self.send("leave")
 
     def code_of_end(self) -> int:
-        """The code with which another rank, or the loss of the server, ends this one. Says the latter."""
-        if not self.code_of_failure and (self.has_launcher or self.world.local_rank == 0):
-            lost = "the launcher" if self.has_launcher else "rank 0"
+        """The code with which another rank ends this one, or the loss of a connection, which it says."""
+        lost = "the launcher" if self.has_launcher else self.name(self.gone or 0)
+        is_said = self.code_of_failure and self.gone is None  # by the rank that has failed
+        if not is_said and (self.has_launcher or self.world.local_rank == 0):
             with contextlib.suppress(OSError):
                 print_error(
                     f"{self.name(self.world.rank)}: lost the connection to {lost}; exiting."
@@ -259,7 +261,7 @@ class Coordinator:
         this one, has failed.
         """
         key = str(facts.get("key", kind))
-        ends_with = {key, self.claim_key} if unless_failed else {key}
+        ends_with = {key, _CLAIM} if unless_failed else {key}
         # After a failure, the others must not go on with its value.
         if not ends_with & self._arrived.keys():
             self.send(kind, value, **facts)
@@ -312,9 +314,7 @@ class Coordinator:
                     case kind if kind in _ANSWERS:
                         self._arrived[facts.get("key", kind)] = facts, value
                     case "failed":
-                        self.code_of_failure = facts["code"]
-                    case "lost":
-                        self.is_lost = True
+                        self.code_of_failure, self.gone = facts["code"], facts.get("gone")
                     case _:
                         news.append(facts)
             self._changed.notify_all()

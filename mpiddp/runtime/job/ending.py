@@ -7,11 +7,15 @@ ranks end.
 from __future__ import annotations
 
 import contextlib
+import json
+import signal
+import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
-from mpiddp.protocol.channel import TEXT_LIMIT
+from mpiddp.protocol.channel import LINE_LIMIT, TEXT_LIMIT
 from mpiddp.text import signal_name
 
 
@@ -93,6 +97,34 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
     return Ending(code, sentence, "".join(traceback.format_exception(error)))
 
 
-def ending_of_process(status: int) -> Ending:
-    """The ending of a process with this exit code, -N if signal N has killed it: 128 + N, as in a shell."""
-    return Ending(status) if status >= 0 else Ending(128 - status, signal=-status)
+def ending_of_process(status: int, error_file: str = "") -> Ending:
+    """The ending of a process with this exit code, -N if signal N has killed it: 128 + N, as in a shell.
+
+    What its script has recorded in the file explains this end, or else only an error before it.
+    """
+    ending = Ending(status) if status >= 0 else Ending(128 - status, signal=-status)
+    recorded = Ending(DONE)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        message = json.loads(errors.read_limited(Path(error_file), LINE_LIMIT))["message"]
+        if isinstance(message, dict):
+            recorded = Ending(*message.get("ending", recorded))
+            message = message["message"]
+        ending = ending._replace(error=str(message))
+    # A script that has failed may be ended before it has printed all.
+    explains = recorded.code == ending.code or ending.signal == signal.SIGTERM
+    return recorded if recorded.is_failure and explains else ending
+
+
+def record(ending: Ending, error_file: str) -> None:
+    """Record why this process fails, as torch's `@record` does, for the parent that has named the file.
+
+    A later exit code without a sentence follows from the error that was recorded.
+    https://docs.pytorch.org/docs/stable/elastic/errors.html
+    """
+    path = Path(error_file)
+    if error_file and (ending.error or not path.exists()):
+        ending = Ending(**ending.facts)
+        extra = {"py_callstack": ending.traceback, "timestamp": str(int(time.time()))}
+        facts = {"message": ending.error, "extraInfo": extra, "ending": ending}
+        with contextlib.suppress(OSError):  # a full disk: the exit code is left
+            path.write_text(json.dumps({"message": facts}), encoding="utf-8")

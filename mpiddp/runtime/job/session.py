@@ -1,7 +1,8 @@
 """The state of this process as a rank of its job, and what it tells its launcher and its agent.
 
-Under `mpiddp launch` and `mpiddp run` the script is the child of the rank's agent, and has a channel
-of its own to the server of the job. By hand (mpirun, srun, torchrun) the process is the rank itself.
+Under `mpiddp launch` and `mpiddp run` a rank has an agent, which reports how it ends, and the script has a
+channel of its own to the server of the job. By hand (mpirun, srun, torchrun) the process is the rank itself:
+it joins and leaves, and its parent sees how it ends.
 
 All ranks stop after the same step, and exchange messages only after a request to stop. Then each rank
 proposes a step slightly ahead, in a gather to which the first calls the others. A rank does not pass its own
@@ -26,9 +27,9 @@ from typing import Any
 
 from mpiddp.errors import print_error
 from mpiddp.protocol.channel import LARGEST_WHOLE, SCRIPT, TEXT_LIMIT, encode
-from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, JOB, LOG_DIR
+from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.coordinator import AnotherScript, Coordinator, Server
-from mpiddp.runtime.job.ending import Ending, ending_of
+from mpiddp.runtime.job.ending import ending_of, record
 from mpiddp.world import World, is_joined
 
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
@@ -45,16 +46,16 @@ class Session:
     """The state of one process. A process belongs to one job, so it has one session."""
 
     def __init__(self) -> None:
-        self.control: socket.socket | None = None  # to the agent that has started this script
+        # This process is the script of a rank, whose agent reports its end. By hand it is the rank itself.
+        self.has_agent = is_joined(os.environ)
+        self.control: socket.socket | None = None  # to the agent, unless that has started a command
         self.has_launcher = False  # `mpiddp launch` listens
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1), None)
         self.is_member = False  # of the process group of its job, which this process leaves later
-        self.is_bound = False  # by hand: another rank's failure ends this process
         self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
         self.torch_store: object = None  # rank 0 serves it as long as its process lives
-        self.error: BaseException | None = None  # that has ended the script, under an agent
-        self.has_said_why = False  # to whoever reports this end
+        self.error: BaseException | None = None  # that has ended the script, or by hand its group
         self.stop = StopRequest(self)
         # Calls on every rank, the latest first, once its script has succeeded.
         self.before_leaving: list[Callable[[], None]] = []
@@ -151,42 +152,29 @@ class Session:
         # The first rank that exits with a code other than 0 ends the others, which may still save.
         self.coordinator.leave(waits=self.stop.has_stopped or waits)
 
-    def fail(self, error: BaseException, *, is_printed: bool = False) -> Ending:
-        """Say why this script fails, to whoever reports its end, or print it. By hand, end the other ranks.
+    def fail(self, error: BaseException, *, is_printed: bool = False) -> None:
+        """Say why this script fails: record it for the agent, and print what only a rank can print.
 
         The first rank to fail says what is wrong; errors of connections follow from it, and would only hide
         it. `is_printed`: Python has printed the error.
         """
-        coordinator = self.coordinator
-        # A save in flight goes on after sys.exit() of a script, whose agent ends the others. A claim ends it.
-        is_exit = isinstance(error, SystemExit) and self.control is not None
-        is_first = is_exit or coordinator.claim_first_failure()
+        # A save in flight goes on after sys.exit(), because the agent ends the others. A claim ends it.
+        is_first = isinstance(error, SystemExit) or self.coordinator.claim_first_failure()
         ending = ending_of(error)
-        is_by_hand = self is current() and self.control is None and not coordinator.group
-        # A later exit code without a sentence follows from an error that was reported.
-        if ending.error or not self.has_said_why:
-            self.has_said_why = bool(ending.error)
-            self.tell_agent("error", **ending.facts)
-            if self.control is None:
-                self.send("failed", **ending.facts)
-        line = ending.line(coordinator.name(coordinator.world.rank))
-        prints = is_by_hand or (ending.is_refusal and not is_printed)
-        if line and prints and is_first and not self.has_launcher:
-            print_error(line)
-        may_follow = ending.is_verdict or ending.is_refusal or isinstance(error, RuntimeError)
-        if may_follow and not is_first and not is_printed:
+        if self.has_agent:
+            record(ending, os.environ.get(ERROR_FILE, ""))
+        is_sentence = ending.is_refusal or ending.is_verdict
+        prints = ending.is_refusal or (is_sentence and not self.has_agent)
+        if is_first and prints and not (is_printed or self.has_launcher):
+            print_error(ending.error)
+        elif not (is_first or is_printed) and (is_sentence or isinstance(error, RuntimeError)):
             time.sleep(_END_S)
-        if is_by_hand:
-            coordinator.send("fail", code=ending.code)
-        return ending
 
     def fail_at_exit(self) -> None:
-        """Report the error that has ended a script without an agent. Python keeps only one that it prints."""
+        """Record the error that has ended the script of a command, which Python has printed."""
         error = getattr(sys, "last_value", None)
         if error is not None and self is current():  # no forked child
             self.fail(error, is_printed=True)
-        elif not self.has_said_why:
-            self.send("done")
 
 
 class StopRequest:
@@ -310,12 +298,10 @@ def script_session() -> Session:
     """The session of this process. Raises JobFailed if the server of its job cannot be reached.
 
     In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls a function of mpiddp is the
-    rank's script. The agent reports its start and its end; the script reports the rest, and its error.
+    rank's script.
     """
     session = current()
-    # Under torchrun, the variables of a script are torchrun's own.
-    has_joined = session.control is not None or is_joined(os.environ)
-    if not session.coordinator.connection and CHANNEL in os.environ and has_joined:
+    if not session.coordinator.connection and CHANNEL in os.environ and session.has_agent:
         with contextlib.suppress(AnotherScript):
             server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""), is_own=True)
             session.coordinator = Coordinator(World.from_env(), server, SCRIPT)

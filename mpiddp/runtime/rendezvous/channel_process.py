@@ -63,23 +63,30 @@ def main() -> None:
 
 
 def serve(server: ChannelServer) -> None:
-    """Serve until rank 0 is gone, and all other members with it or soon after."""
-    has_left = is_gone = False
+    """Serve until rank 0 is gone, and all other members with it or soon after.
+
+    A rank that ends without leaving ends the others.
+    """
+    left: set[int] = set()
+    is_gone = False
     server.selector.after(_FIRST_S, sys.exit)
     while server.has_members or not is_gone:
         for data in server.selector.ready():
             for message in server.receive(data):
                 if "connection" in message.facts:  # only a launcher takes output
                     message.facts["connection"].close()
-                elif message.rank == 0 and not message.from_script:
-                    has_left |= message.kind == "leave"
-                    is_gone |= message.kind == "lost"
+                elif message.from_script:
+                    continue
+                elif message.kind == "leave":
+                    left.add(message.rank)
+                elif message.kind == "lost":
+                    is_gone |= message.rank == 0
+                    if message.rank not in left:
+                        server.end_without(message.rank)
         if 0 in server.connected:
             server.selector.cancel(sys.exit)
-        elif is_gone and not has_left:
-            # It serves torch's store, without which the others form no process group.
-            has_left = True
-            server.send_all("lost")
+        elif is_gone and 0 not in left:
+            left.add(0)
             server.selector.after(_LAST_S, sys.exit)
         for end_a_wait in server.selector.due():
             end_a_wait()

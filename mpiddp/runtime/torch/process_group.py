@@ -86,8 +86,9 @@ def process_group(
         except BaseException as error:
             is_failure = ending_of(error, has_stopped=session.stop.has_stopped).is_failure
             if session is current() and is_failure and not isinstance(error, Refused):
-                # Claim it before the group is destroyed, which makes the other ranks fail as well.
-                coordinator.claim_first_failure()
+                if session.has_agent:
+                    # Before the group is destroyed, which makes the other ranks fail as well.
+                    coordinator.claim_first_failure()
                 # NCCL would wait for operations of the others, and delay the report.
                 destroys = is_gloo
             raise

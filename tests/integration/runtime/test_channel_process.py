@@ -108,6 +108,18 @@ def test_the_end_of_rank_0_ends_the_job(holds):
         until_lost(rank_1)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_rank_that_ends_without_leaving_ends_the_others(leaves):
+    """Its launcher may not notice it, and the others may wait for it in native code."""
+    code = "while not channel.code_of_failure and not channel.given('last'): time.sleep(0.01)\n"
+    with job(f"channel.give('last', 0)\n{code}print(channel.gone, flush=True)") as (rank_0, rank_1):
+        if leaves:
+            rank_1.leave()
+        cut(rank_1)
+        assert rank_0.stdout is not None
+        assert rank_0.stdout.readline() == ("None\n" if leaves else "1\n")
+
+
 def test_the_server_of_a_rank_0_that_never_connects_ends(monkeypatch):
     """Rank 0 may be killed while it starts. Its port would be in use for ever."""
     monkeypatch.setattr(channel_process, "_FIRST_S", 0.0)

@@ -37,15 +37,13 @@ def test_every_event_has_an_action_or_none_in_every_phase() -> None:
 # --- what ranks report ---
 
 
-def message(rank: int, kind: str, at: float = 1.0, script: bool = False, **facts: Any) -> Message:
-    return Message(rank, kind, facts, at, script)
+def message(rank: int, kind: str, at: float = 1.0, **facts: Any) -> Message:
+    return Message(rank, kind, facts, at)
 
 
-def failed(
-    rank: int, error: str = "ValueError: x", at: float = 1.0, script: bool = False, **facts: Any
-) -> Message:
+def failed(rank: int, error: str = "ValueError: x", at: float = 1.0, **facts: Any) -> Message:
     defaults = {"code": 1, "traceback": "…", "is_verdict": False}
-    return message(rank, "failed", at, script, **{**defaults, "error": error, **facts})
+    return message(rank, "failed", at, **{**defaults, "error": error, **facts})
 
 
 def lost(rank: int, at: float = 1.0, silent: bool = False) -> Message:
@@ -252,11 +250,6 @@ CASES = [
         ),
         [lost(2, 1.0), lost(0, 1.05)],
     ),
-    Case(
-        "a script within a command",
-        of_rank(1, f"rank 1 on b failed first: ValueError: x.{OTHERS}", "ValueError: x"),
-        [failed(1, script=True), failed(1, "", at=2.0, code=1, traceback="")],
-    ),
     Case("all ended by os._exit(0)", Outcome(DONE), from_all("exited"), (0, "")),
     Case(
         "one ended by os._exit(0), then another failed",
@@ -278,12 +271,6 @@ CASES = [
         "a rank that had closed all its files, and said its end over another connection",
         Outcome(DONE),
         [lost(1, 1.0), *DONE_BY_ALL],
-        (0, ""),
-    ),
-    Case(
-        "a command that started its script again",
-        Outcome(DONE),
-        [failed(1, script=True), message(1, "done", 2.0, script=True), *DONE_BY_ALL],
         (0, ""),
     ),
 ]

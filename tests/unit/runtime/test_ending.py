@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from mpiddp.errors import JobFailed, NoAnswer, UserError
-from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process
+from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process, record
 
 SENTENCE = "hosts.txt:3: one sentence."
 EXIT = "rank 1 ended with exit code"
@@ -80,6 +80,32 @@ def test_a_requested_end_is_no_failure() -> None:
 def test_what_wait_says(status: int, expected: Ending, line: str) -> None:
     assert ending_of_process(status) == expected
     assert expected.line("rank 1") == line
+
+
+BUG = Ending(3, "RuntimeError: a bug", "Traceback …")
+OF_TORCH = '{"message": {"message": "RuntimeError: a bug", "extraInfo": {"py_callstack": "…"}}}'
+
+
+@pytest.mark.parametrize(
+    ("recorded", "status", "expected"),
+    [
+        ([BUG], 3, BUG),
+        ([BUG], -15, BUG),  # ended before it had printed all
+        ([BUG], 4, Ending(4, BUG.error)),  # of the shell around it
+        ([BUG, Ending(3)], 3, BUG),
+        ([BUG, UserError(SENTENCE)], 2, Ending(2, SENTENCE)),
+        (OF_TORCH, 3, Ending(3, BUG.error)),
+        ("[1, 2", 3, Ending(3)),
+    ],
+)
+def test_what_the_script_has_recorded(tmp_path, recorded, status, expected):
+    """It explains the end of the process, as far as it is about this end."""
+    file = tmp_path / "error.json"
+    for each in recorded if isinstance(recorded, list) else ():
+        record(each if isinstance(each, Ending) else ending_of(each), str(file))
+    if isinstance(recorded, str):
+        file.write_text(recorded, encoding="utf-8")
+    assert ending_of_process(status, str(file)) == expected
 
 
 class Odd(Exception):
