@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from hashlib import sha256
 from pathlib import Path
 
 _NAMES = rb"(\([^)]*\)|(?:[^\n#;\\]|\\\n)*)"
@@ -59,6 +58,8 @@ def files_of(
         folder: the working folder.
         others: where else modules are imported from, see `import_folders`.
     """
+    from hashlib import sha256  # takes 5 ms of each rank, which needs it on several hosts only
+
     own, sources = _sources(kind, name, folder, others)
     found = []
     for path, text in sources.items():

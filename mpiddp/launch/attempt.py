@@ -29,7 +29,9 @@ from mpiddp.protocol.terminal import Manners
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 
 # Time limits for:
-START_TIMEOUT_S = 120.0  # the first rank to start; disk caches may be cold
+START_TIMEOUT_S = (
+    120.0  # the first rank to start, and once all have, the first to join; disk caches may be cold
+)
 PROBE_S = 10.0  # ranks to start, before their hosts are asked whether they are still there
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S, FAILED_END_S = 2.0, 1.0  # ranks to end after an "end" message; after the failure of one
@@ -206,14 +208,12 @@ class Attempt:
                 needs = "A job needs three open files for each rank (ulimit -n)."
                 self._end_job(f"ranks cannot connect: {facts['error']}. {needs}")
             case "started":
-                if len(ranks.said["started"]) == 1:
+                if len(ranks.said["started"]) == 1:  # the others are waited for
+                    self._allow(self.options.timeout_s or JOIN_TIMEOUT_S)
+                if len(ranks.said["started"]) == ranks.world_size:
                     self._allow(self._start_timeout_s)
                 if self.history.stop is Stop.BY_USER:
                     self.server.request_stop(self._stop_signal, message.rank)
-            case "mpi_init" if not joining and len(ranks.in_mpi_init) <= 1:
-                own_s = self.options.timeout_s or JOIN_TIMEOUT_S
-                # "active": MPI waits for all ranks.
-                self._allow(own_s if facts["active"] else self._start_timeout_s)
             case "joining":
                 if len(joining) == 1:
                     self._allow(facts["timeout_s"])
@@ -261,7 +261,8 @@ class Attempt:
     def _report_missing(self) -> None:
         """Name the ranks that have not joined. If others wait for them, that ends the job."""
         sentence = missing_sentence(self.ranks, self._limit_s)
-        if self.ranks.said["joining"] or self.ranks.in_mpi_init:
+        said = self.ranks.said
+        if said["joining"] or len(said["started"]) < self.ranks.world_size:
             self._end_job(sentence)
         else:
             self.output.log(sentence)

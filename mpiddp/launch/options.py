@@ -231,7 +231,7 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
 _ELSEWHERE = {
     "--nnodes|--num-machines": "The list of hosts says it: -H node1:8,node2:8",
     "--(node|machine)-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
-    "--rdzv-.*": "Leave it out: rank 0 binds a free port and announces it over MPI",
+    "--rdzv-.*": "Leave it out: rank 0 binds a free port and announces it",
     "--master-port": "Leave it out: rank 0 binds a free port; the variable MASTER_PORT names one",
     "--num-processes": "Write: -n N",
     "--(num-)?gpus": "The slots of a host are its GPUs: -H node1:8",

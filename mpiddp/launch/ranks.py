@@ -52,7 +52,6 @@ class Ranks:
         self.world_size = len(hosts)
         # The latest message of each rank, by kind: of the kinds that are only remembered.
         self.said: dict[str, dict[int, Message]] = defaultdict(dict)
-        self.in_mpi_init: set[int] = set()
         self.done: dict[int, Message] = {}  # ended without an error
         self.failures: dict[int, Message] = {}  # failed or lost, the first message of a rank
         self.saving: dict[int, float] = {}  # and since when
@@ -75,8 +74,6 @@ class Ranks:
         match kind:
             case "started" | "joining" | "log" | "supports_stop" | "stopped" | "claim":
                 self.said[kind][rank] = message
-            case "mpi_init":
-                (self.in_mpi_init.add if facts["active"] else self.in_mpi_init.discard)(rank)
             case "progress":
                 self.paces.setdefault(rank, Pace()).add(at, facts)
                 if rank == 0:
@@ -102,9 +99,9 @@ class Ranks:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not joined, or for which the others' MPI waits: all, if it waits in all."""
+        """The ranks that have not joined; or those that have not started, for which the others wait."""
         joining, everyone = self.said["joining"], range(self.world_size)
-        here = joining or self.in_mpi_init
+        here = joining or self.said["started"]
         left = [rank for rank in everyone if rank not in here]
         return left or [rank for rank in everyone if rank not in joining]
 

@@ -241,7 +241,7 @@ def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd) -> str:
     """The signal that somebody sent to mpirun, which has ended all ranks at the same moment; "" for none."""
     failures = ranks.failures.values()
     times = [message.at for message in failures]
-    has_others = mpirun.was_ended or ranks.done or ranks.in_mpi_init
+    has_others = mpirun.was_ended or ranks.done
     if has_others or len(times) < ranks.world_size or max(times) - min(times) >= _BY_MPIRUN_S:
         return ""
     if ranks.world_size == 1 and not mpirun.proves_signals:  # whose code is that of the rank
@@ -282,15 +282,13 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
         sentence = f"lost {host} ({numbers}): the host stopped answering."
     elif first.kind == "lost":
         # Unless a signal is known, mpirun may know how the rank has ended.
-        is_complete = bool(by) and first.rank not in ranks.in_mpi_init
+        is_complete = bool(by)
         if by == "" and len(hosts) > 1:
             before = others = ""
             sentence = (
                 f"the ranks on {', '.join(hosts)} ended at the same moment without an error, as when "
                 "the MPI daemon on one of these hosts is killed."
             )
-        elif first.rank in ranks.in_mpi_init and by in ("", None, "SIGABRT"):
-            sentence = f"MPI_Init failed in {name}. What the MPI has written above says why."
         elif by:
             sentence = f"{name} was killed by {by}."
         else:

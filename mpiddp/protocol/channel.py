@@ -75,7 +75,6 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "leave": {},
     "started": {"host": str, "pid": int},
     "joining": {"timeout_s": _NUMBER},
-    "mpi_init": {"active": bool},  # begins, or has succeeded
     "log": {"path": str},  # of the file that will contain a traceback
     "announce": {"resume_args": list, "global_batch_size": _MAYBE, "max_ranks": _MAYBE},
     "run_dir": {"path": str},  # a restart fails if it is gone

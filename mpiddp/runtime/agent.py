@@ -3,16 +3,15 @@
     mpirun … python -m mpiddp run train.py --lr 0.1
     mpirun … python -m mpiddp run -- ./any_command
 
-The agent is the standard library and mpi4py, never torch. It starts the script's Python at once, which
-imports torch while the agent meets the others over MPI. A command starts once the ranks have met. Then the
-agent waits in one loop for the output, the launcher, signals and the end of the child, which it sees by
-wait(). It alone says how the child ended.
+The agent is the standard library, never torch. It starts the script's Python at once, which imports torch
+while the agent meets the others: over the launcher's channel, under a raw mpirun over MPI. A command starts
+once the ranks have met. Then the agent waits in one loop for the output, the launcher, signals and the end of
+the child, which it sees by wait(). It alone says how the child ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -224,8 +223,6 @@ class Agent:
     def _serve(self) -> Ending:
         """Wait for all that may happen until the script has ended. End what it has left."""
         child = self.child
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-            trim(0)  # MPI's memory: this process needs little more, as long as the script runs
         while child.status is None:
             self._wait()
         ending = child.ending()

@@ -179,6 +179,9 @@ class Child:
         else:
             start = [sys.executable, "-c", _START % program.imports_torch, str(theirs.fileno())]
             argv = [*start, program.kind, *argv]
+            passed += (
+                [int(env["PMI_FD"])] if "PMI_FD" in env else []
+            )  # Hydra's, for an MPI of its own
         try:
             self._process = subprocess.Popen(
                 argv,

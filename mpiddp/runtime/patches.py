@@ -125,7 +125,7 @@ def await_gloo() -> None:
 
 
 def finalized_mpi(script: Script) -> None:
-    """`mpi4py.MPI` is refused: the agent has ended MPI, and a second start would abort."""
+    """Under a raw mpirun `mpi4py.MPI` is refused: the agent has ended MPI, a second start may abort."""
     if script.mpi_ended:
         sys.meta_path.insert(0, FinalizedMPI())
 

@@ -22,7 +22,7 @@ from types import ModuleType, TracebackType
 
 from mpiddp.errors import STOPPED
 from mpiddp.hosts.sockets import out_of_the_way
-from mpiddp.protocol.variables import OBSERVER
+from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current, script_session, stop_on
@@ -45,7 +45,7 @@ def main(*, imports_torch: bool) -> None:
     if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
         # What python puts there.
         sys.path.insert(0, str(Path(name).resolve().parent if kind == "script" else Path.cwd()))
-    mpi_ended = bool(World.from_env().launcher.mpis)
+    mpi_ended = bool(World.from_env().launcher.mpis) and JOB not in os.environ
     script = patches.Script(session, control, imports_torch, mpi_ended)
     patches.apply(patches.BEFORE_RANKS_MEET, script)
     session.tell_agent("ready", has_torch="torch" in sys.modules)

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.place import Here, eventually
+from tests.support.installs import library_of, mpirun_of
+from tests.support.place import Here, eventually, every_mpi_on_hosts
 from tests.support.ranks import clean_env
 
 # Each starts a script on this machine. The module of torchrun would put the working folder first for itself.
@@ -409,15 +410,9 @@ def test_what_a_script_leaves_behind(here):
 def test_no_patches(here):
     """MPIDDP_NO_PATCHES leaves out all that mpiddp changes in the process of a script, or what it names."""
     text = """
-    import faulthandler, gc, importlib.util, signal, sys
-    found = importlib.util.find_spec("mpi4py").origin and __import__("mpi4py")
-    try:
-        import mpi4py.MPI
-        mpi = "imported"
-    except ImportError as error:
-        mpi = str(error)[:6]
+    import faulthandler, gc, signal, sys
     print(gc.get_freeze_count() > 0, faulthandler.is_enabled(), sys.stdout.line_buffering,
-          callable(signal.getsignal(signal.SIGUSR1)), mpi)
+          callable(signal.getsignal(signal.SIGUSR1)))
     import torch
     """
     script = here.script(textwrap.dedent(text))
@@ -426,18 +421,30 @@ def test_no_patches(here):
         env = {"MPIDDP_NO_PATCHES": patches}
         return here.run("launch", "-H", "localhost:1", script, env=env).assert_ok().stdout
 
-    assert run("") == "True True True True mpiddp\n"
-    assert run("lines, stop_signal") == "True True False False mpiddp\n"
-    assert run("all").startswith("False False False False ")
+    assert run("") == "True True True True\n"
+    assert run("lines, stop_signal") == "True True False False\n"
+    assert run("all") == "False False False False\n"
 
 
-MPI_AGAIN = "from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(1))"
+OF_MPI = """
+from mpi4py import MPI
+import mpiddp
+world = mpiddp.init(backend="gloo")
+print(MPI.COMM_WORLD.allreduce(1), MPI.COMM_WORLD.rank == world.rank)
+"""
 
 
-@pytest.mark.parametrize("mpi", ["openmpi4", "mpich"], indirect=True)
-def test_a_second_start_of_mpi(here, mpi):
-    """`from mpi4py import MPI` raises an ImportError that says what to do: MPI started again would abort."""
-    command = ("launch", *here.where(2), here.script(MPI_AGAIN))
-    assert "mpiddp.init(keep_mpi=True)" in here.run(*command, mpi=mpi).stderr
-    done = here.run(*command, mpi=mpi, env={"MPIDDP_NO_PATCHES": "finalized_mpi"})
-    assert (done.code, done.stdout) == (1, ""), done.stderr
+@every_mpi_on_hosts
+def test_a_script_that_uses_mpi(place, mpi):
+    """`from mpi4py import MPI` has the job's ranks under every MPI, in the order of torch's."""
+    done = place.run("launch", *place.where(2), place.script(OF_MPI), mpi=mpi).assert_ok()
+    assert done.lines == ["2 True"] * 2
+
+
+def test_a_second_start_of_mpi(here):
+    """Under a raw mpirun, where the agents have used MPI, a second start may abort (`finalized_mpi`)."""
+    options = ("--allow-run-as-root", "--oversubscribe", "-np", "2")
+    command = [mpirun_of("openmpi4"), *options, sys.executable, "-m", "mpiddp", "run"]
+    env = library_of("openmpi4") | {"MPIDDP_NO_PATCHES": "finalized_mpi"}
+    done = here.run(*command, here.script(OF_MPI), env=env)
+    assert (done.code != 0, done.stdout) == (True, ""), done.stderr

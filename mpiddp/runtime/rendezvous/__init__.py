@@ -1,1 +1,1 @@
-"""How the ranks find each other: one record, over MPI or by address."""
+"""How the ranks find each other: one record, over a channel or MPI."""

@@ -1,4 +1,4 @@
-"""The ranks meet: over MPI, or over a channel that they find without it.
+"""The ranks meet: over the launcher's channel, or without a launcher over MPI or at an address.
 
     ranks, variables, listener = meet(Coordinator(world, None), RankInfo.of_this_process(world))
 
@@ -46,7 +46,11 @@ def meet(
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
     meeting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if world.launcher.mpis and not (is_alone or (is_named and world.launcher.starts_any_program)):
+    if (
+        world.launcher.mpis
+        and not ranks.has_launcher
+        and not (is_alone or (is_named and world.launcher.starts_any_program))
+    ):
         meeting = over_mpi(ranks, timeout_s, keep_mpi=keep_mpi)
     elif not (is_alone or ranks.has_launcher):
         ranks = _by_address(world, timeout_s)

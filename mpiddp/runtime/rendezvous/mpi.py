@@ -1,4 +1,4 @@
-"""The ranks of an MPI job gather what each knows: `over_mpi` is the time in which MPI is there.
+"""Ranks that an mpirun has started without `mpiddp launch` meet over MPI: `over_mpi` is the time with MPI.
 
 Only this module imports mpi4py. MPI is finalized before training starts. So DataLoader's forks are safe,
 nothing polls beside NCCL, and mpirun ends the whole job when a rank raises.
@@ -33,7 +33,7 @@ def over_mpi(ranks: Coordinator, timeout_s: float, *, keep_mpi: bool) -> Iterato
     """
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
-        MPI = _load_mpi(ranks, keep_mpi=keep_mpi)
+        MPI = _load_mpi(ranks.world, keep_mpi=keep_mpi)
         ranks.exchange = MPI.COMM_WORLD.allgather
         try:
             yield
@@ -54,11 +54,10 @@ def over_mpi(ranks: Coordinator, timeout_s: float, *, keep_mpi: bool) -> Iterato
         faulthandler.cancel_dump_traceback_later()
 
 
-def _load_mpi(ranks: Coordinator, *, keep_mpi: bool) -> Any:
+def _load_mpi(world: World, *, keep_mpi: bool) -> Any:
     """mpi4py's MPI, initialized, if it is the same MPI as the mpirun that started this process."""
     import mpi4py
 
-    world = ranks.world
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = keep_mpi
     defaults = _mpi_defaults(world, keep_mpi=keep_mpi)
@@ -82,9 +81,7 @@ def _load_mpi(ranks: Coordinator, *, keep_mpi: bool) -> Any:
                 "Set MPI4PY_LIBMPI or reinstall."
             )
         if not MPI.Is_initialized():
-            ranks.send("mpi_init", active=True)  # many MPIs end the process when it fails
             MPI.Init()
-            ranks.send("mpi_init", active=False)
     finally:
         for name in defaults:  # processes that ranks start later must not inherit them
             del os.environ[name]

@@ -160,7 +160,7 @@ def test_no_rank_starts_in_time(jobs: list[Job]) -> None:
 def test_ranks_of_which_none_joins_are_told_and_not_ended(jobs: list[Job]) -> None:
     """They may import torch from a slow disk."""
     job = started(jobs)
-    job.start(0)
+    job.start(0, 1)
     job.until(job.attempt._stacks._report)
     assert job.attempt.history.ended_because == ""
     assert job.mpirun.code is None
@@ -172,7 +172,7 @@ def test_a_rank_that_joins_while_the_others_are_asked_for_stacks_gives_them_time
     jobs: list[Job],
 ) -> None:
     job = started(jobs)
-    job.start(0)
+    job.start(0, 1)
     job.until(Event.LATE)
     job.say(1, "joining", timeout_s=60.0)
     job.until(job.attempt._stacks._report)
@@ -280,16 +280,14 @@ def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(
     assert job.end == -signal.SIGHUP
 
 
-def test_a_late_start_does_not_replace_the_limit_of_mpi_init(
+def test_ranks_that_have_started_wait_for_the_others_no_longer_than_the_user_says(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "START_TIMEOUT_S", 0.05)
     monkeypatch.setattr(watch, "STACKS_S", 0.1)
     monkeypatch.setattr(watch, "INTERRUPTED_S", 0.0)
     job = started(jobs, replace(NO_LIMITS, timeout_s=0.02))
     job.connect(0)  # it never sends its stacks
     job.start(0)
-    job.say(0, "mpi_init", active=True)
     job.until(job.attempt._stacks._report)
     assert job.attempt.history.ended_because.startswith("only 1 of 2 ranks joined in 0.02 s.")
 
