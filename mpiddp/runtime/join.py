@@ -48,7 +48,7 @@ _EXIT_UNKNOWN = SystemExit(FAILED)  # that has ended a script: nobody but its pa
 
 
 @contextlib.contextmanager
-def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coordinator]:
+def join(world: World | None = None) -> Iterator[Coordinator]:
     """Join the ranks. They leave together at the end of the body.
 
     Then os.environ holds the variables that scripts find under torchrun, by hand without an error file.
@@ -60,7 +60,7 @@ def join(world: World | None = None, *, keep_mpi: bool = False) -> Iterator[Coor
         if session.has_agent:
             _as_script(world, session)
         else:
-            session.coordinator = _by_hand(world, session, keep_mpi=keep_mpi)
+            session.coordinator = _by_hand(world, session)
     coordinator = session.coordinator
     if session.is_member:  # mpiddp.Checkpoints has joined, and is the one to leave
         yield coordinator
@@ -117,12 +117,10 @@ def _as_script(world: World, session: Session) -> None:
         with contextlib.suppress(UserError, JobFailed):
             session.torch_store = serve_store(env, bind(address, port, world.hostname).detach())
     ranks.world = world
-    # Python keeps no SystemExit for the handler that reports a command's end, so that one prints why.
-    ranks.has_launcher = session.has_launcher and session.control is not None
     ranks.hostnames = ranks.all_gather_json(world.hostname, timeout_s=joining_timeout_s())
 
 
-def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
+def _by_hand(world: World, session: Session) -> Coordinator:
     """Meet the other ranks, and prepare this process for what it runs."""
     if patches.is_on("torch_ahead"):
         patches.torch_ahead()
@@ -130,7 +128,7 @@ def _by_hand(world: World, session: Session, *, keep_mpi: bool) -> Coordinator:
 
     ranks, info = Coordinator(world, None), RankInfo.of_this_process(world)
     try:
-        coordinator, env, listener = meet(ranks, info, keep_mpi=keep_mpi)
+        coordinator, env, listener = meet(ranks, info)
     except UserError as error:  # such as a foreign MPI: the ranks have not met
         print_from_one_rank(str(error), world.rank, world.local_rank)
         raise SystemExit(BAD_INPUT) from None
@@ -162,8 +160,12 @@ def _end(session: Session, error: BaseException | None = None) -> None:
             ending = ending_of(error)
     if not session.has_agent:
         session.error = error
-    if error and not (ending.traceback or isinstance(error, SystemExit)):
+    if error is None or ending.traceback:  # which Python prints
+        return
+    is_exit = isinstance(error, SystemExit)
+    if session.has_agent or not is_exit:
         session.fail(error)
+    if not is_exit:
         raise SystemExit(ending.code) from None
 
 

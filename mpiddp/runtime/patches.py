@@ -141,8 +141,8 @@ class FinalizedMPI:
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if fullname == "mpi4py.MPI":
             raise ImportError(
-                "mpiddp has finalized the MPI of this rank. To use mpi4py in the script, start it with "
-                "mpirun itself, and call mpiddp.init(keep_mpi=True)",
+                "mpiddp has finalized the MPI of this rank. To use mpi4py in a script, start it with "
+                "mpiddp launch; under mpirun itself, import it before mpiddp.init()",
                 name=fullname,
             )
 

@@ -42,7 +42,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 from mpiddp.runtime.job.session import current
 rank = int(os.environ["RANK"])
-current().has_launcher = True
+current().coordinator.has_launcher = True
 '''
 rank, world_size = int(sys.argv[1]), int(sys.argv[2])
 world = World(rank, world_size, rank, world_size, hostname="node1")

@@ -49,7 +49,6 @@ class Session:
         # This process is the script of a rank, whose agent reports its end. By hand it is the rank itself.
         self.has_agent = is_joined(os.environ)
         self.control: socket.socket | None = None  # to the agent, unless that has started a command
-        self.has_launcher = False  # `mpiddp launch` listens
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1), None)
         self.is_member = False  # of the process group of its job, which this process leaves later
@@ -67,6 +66,11 @@ class Session:
         self._counter = BY_OPTIMIZER
         self._sent_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
+
+    @property
+    def has_launcher(self) -> bool:
+        """Whether `mpiddp launch` listens."""
+        return self.coordinator.has_launcher
 
     def obey(self, facts: Mapping[str, Any]) -> None:
         """Act on news: of the launcher, or a call. The agent ends this process, so "end" is none of them."""
@@ -305,7 +309,7 @@ def script_session() -> Session:
         with contextlib.suppress(AnotherScript):
             server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""), is_own=True)
             session.coordinator = Coordinator(World.from_env(), server, SCRIPT)
-            session.has_launcher = JOB in os.environ
+            session.coordinator.has_launcher = JOB in os.environ
             session.coordinator.listen(session.obey, session.stop.agree)
             if session.control is None:
                 atexit.register(session.fail_at_exit)
@@ -316,7 +320,7 @@ def _forget() -> None:
     global _current
     before, _current = _current, Session()
     # Code may hold the session.
-    before.coordinator, before.control, before.has_launcher = _current.coordinator, None, False
+    before.coordinator, before.control = _current.coordinator, None
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -33,7 +33,7 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 
 
 def meet(
-    ranks: Coordinator, info: RankInfo, *, keep_mpi: bool = False
+    ranks: Coordinator, info: RankInfo
 ) -> tuple[Coordinator, dict[str, str], socket.socket | None]:
     """Meet the other ranks, which learn `info` of this one. All ranks must call this.
 
@@ -51,7 +51,7 @@ def meet(
         and not ranks.has_launcher
         and not (is_alone or (is_named and world.launcher.starts_any_program))
     ):
-        meeting = over_mpi(ranks, timeout_s, keep_mpi=keep_mpi)
+        meeting = over_mpi(ranks, timeout_s)
     elif not (is_alone or ranks.has_launcher):
         ranks = _by_address(world, timeout_s)
     with meeting, ranks.all_or_none():

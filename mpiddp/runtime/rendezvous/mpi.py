@@ -25,15 +25,16 @@ from mpiddp.world import World
 
 
 @contextlib.contextmanager
-def over_mpi(ranks: Coordinator, timeout_s: float, *, keep_mpi: bool) -> Iterator[None]:
-    """Begin MPI, let `ranks` agree over it in the body, and finalize it, unless `keep_mpi`.
+def over_mpi(ranks: Coordinator, timeout_s: float) -> Iterator[None]:
+    """Begin MPI, let `ranks` agree over it in the body, and finalize it, unless the script uses it itself.
 
     After `timeout_s` this process ends, with its stack: MPI holds the interpreter's lock. The lowest waiting
     rank's end makes mpirun end the others.
     """
     faulthandler.dump_traceback_later(timeout_s, exit=True)
+    is_of_script = "mpi4py.MPI" in sys.modules
     try:
-        MPI = _load_mpi(ranks.world, keep_mpi=keep_mpi)
+        MPI = _load_mpi(ranks.world)
         ranks.exchange = MPI.COMM_WORLD.allgather
         try:
             yield
@@ -45,7 +46,7 @@ def over_mpi(ranks: Coordinator, timeout_s: float, *, keep_mpi: bool) -> Iterato
             raise
         finally:
             ranks.exchange = None
-            if not keep_mpi:
+            if not is_of_script:
                 MPI.Finalize()
                 sys.modules.pop("mpi4py.MPI", None)
                 vars(sys.modules["mpi4py"]).pop("MPI", None)
@@ -54,13 +55,12 @@ def over_mpi(ranks: Coordinator, timeout_s: float, *, keep_mpi: bool) -> Iterato
         faulthandler.cancel_dump_traceback_later()
 
 
-def _load_mpi(world: World, *, keep_mpi: bool) -> Any:
+def _load_mpi(world: World) -> Any:
     """mpi4py's MPI, initialized, if it is the same MPI as the mpirun that started this process."""
     import mpi4py
 
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = keep_mpi
-    defaults = _mpi_defaults(world, keep_mpi=keep_mpi)
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    defaults = _mpi_defaults(world)
     os.environ.update(defaults)
     try:
         try:
@@ -95,19 +95,12 @@ def _load_mpi(world: World, *, keep_mpi: bool) -> Any:
     return MPI
 
 
-def _mpi_defaults(world: World, *, keep_mpi: bool) -> dict[str, str]:
+def _mpi_defaults(world: World) -> dict[str, str]:
     """MPI's settings, as variables that neither the user nor mpirun has set."""
-    name, env = world.launcher.name, os.environ
-    # UCX, which most MPIs load, writes jumps into mmap and its kin of this process, one after the other:
-    # 40 ms of a core. They tell it which memory RDMA may keep registered, and the exchange sends some
-    # hundred bytes.
-    defaults = {} if keep_mpi else {"UCX_MEM_MMAP_HOOK_MODE": "none"}
+    name, env, defaults = world.launcher.name, os.environ, {}
     if name == "openmpi":
         # Open MPI 5 spends a second in its OFI components unless it uses plain shared memory and TCP.
-        defaults |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
-        if 2 * (world.local_world_size or 1) > (os.cpu_count() or 1):
-            # A rank that polls for a message would take the core from a script that starts.
-            defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        defaults = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,tcp"}
     if world.local_world_size != world.world_size:  # or None: it may span several hosts
         # The requested ones, else all except bridges of containers. Such a bridge has the same address on
         # every host. Open MPI 5 aborts over it, and 4.1 hangs.

@@ -29,7 +29,6 @@ def process_group(
     *,
     backend: str | None = None,
     timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    keep_mpi: bool = False,
 ) -> Iterator[World]:
     """The default process group of the job, under any launcher. A context manager.
 
@@ -43,7 +42,6 @@ def process_group(
         world: the world of this process; by default read from the environment.
         backend: "nccl" or "gloo"; by default that of the GPUs if there are any, else gloo.
         timeout_s: how long a collective may wait for a peer before the job fails, in seconds.
-        keep_mpi: leave MPI initialized, for a script that uses mpi4py itself.
 
     Yields:
         The world, with all of its fields set.
@@ -53,7 +51,7 @@ def process_group(
         JobFailed: ranks that do not join.
         SystemExit: code 2, or 1 if a machine failed, on every rank, after the reason was printed.
     """
-    with join(world, keep_mpi=keep_mpi) as coordinator:
+    with join(world) as coordinator:
         session, world = current(), coordinator.world
         with coordinator.all_or_none():
             backend = choose_backend(backend)
@@ -100,9 +98,7 @@ def process_group(
                 dist.destroy_process_group()
 
 
-def init(
-    *, backend: str | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S, keep_mpi: bool = False
-) -> World:
+def init(*, backend: str | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
     """`process_group()` for a script without a `with`: the group lasts until the interpreter exits.
 
     Under a plain mpirun, mpirun itself reacts to an exit code. `process_group()` and `mpiddp launch` detect
@@ -110,7 +106,7 @@ def init(
 
     Arguments and errors are those of `process_group`. Returns the world, with all of its fields set.
     """
-    group = process_group(backend=backend, timeout_s=timeout_s, keep_mpi=keep_mpi)
+    group = process_group(backend=backend, timeout_s=timeout_s)
     return enter_until_exit(group)
 
 
