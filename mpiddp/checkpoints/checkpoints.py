@@ -10,10 +10,8 @@ import platform
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,12 +26,12 @@ from mpiddp.checkpoints.resume import Found, bring, find
 from mpiddp.checkpoints.run import Run, RunDir
 from mpiddp.checkpoints.save import Saver, SaveSchedule
 from mpiddp.checkpoints.state import Outline
-from mpiddp.errors import FAILED, JobFailed, UserError, named_by, print_from_one_rank
+from mpiddp.errors import UserError, named_by
 from mpiddp.protocol.variables import AGENT_STORE
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current, script_session
-from mpiddp.runtime.join import enter_until_exit, exit_now, join
+from mpiddp.runtime.join import at_exit, enter_until_exit, join
 from mpiddp.runtime.log import log, log_to_console
 from mpiddp.text import from_here, parse_interval
 from mpiddp.world import World
@@ -367,7 +365,7 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
     world = World.from_env()
     if not session.is_member and world.launcher.name == "none":
         log_to_console(0)
-        atexit.register(partial(_finish_alone, finish, os.getpid()))
+        at_exit(finish)
         alone = Coordinator(replace(world, node_rank=0, num_nodes=1), None)
         alone.hostnames = (socket.gethostname(),)
         return alone
@@ -381,16 +379,3 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
         enter_until_exit(join(world))
     session.before_leaving.append(finish)
     return session.coordinator
-
-
-def _finish_alone(finish: Callable[[], None], pid: int) -> None:
-    if os.getpid() != pid:  # a forked child
-        return
-    try:
-        finish()
-    except JobFailed as error:
-        print_from_one_rank(str(error), 0, 0)
-        exit_now(FAILED)
-    except BaseException:  # Python would print it, and end with the script's own code
-        traceback.print_exc()
-        exit_now(FAILED)

@@ -46,6 +46,11 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
     The processes of `but` and their descendants are left out.
     """
     children: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    if ancestor == os.getpid():
+        try:  # a look at all of /proc takes 10 ms, before a script starts and after it has ended
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has no child, not even a zombie
+            return {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in but:
             with suppress(OSError):  # it has ended, or another user's cannot be read

@@ -37,8 +37,6 @@ def said(error: Exception) -> str:
 
 def main() -> None:
     """Run the function as this rank, in the process of its script, and answer with its result."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)  # a cell shows lines while the function runs
     session = current()
     with join() as coordinator:
         try:

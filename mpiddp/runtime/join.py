@@ -23,13 +23,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import NoReturn, TypeVar
 
-from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_from_one_rank
+from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, RUN_ID
 from mpiddp.runtime import patches
@@ -199,18 +199,34 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
         if session.control is None and error is None and not session.stop.has_stopped:
             last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
             error = None if last_instruction.startswith("RETURN") else _EXIT_UNKNOWN
+        context.__exit__(type(error) if error else None, error, None)
+
+    at_exit(leave)
+    return value
+
+
+def at_exit(action: Callable[[], None]) -> None:
+    """Call it when the interpreter exits, but not in a forked child. Its error ends the process.
+
+    Python would print the error, and end with the script's own code: the script has succeeded, but its last
+    save has not.
+    """
+
+    def act(process: int) -> None:
+        if os.getpid() != process:
+            return
         try:
-            context.__exit__(type(error) if error else None, error, None)
-        except SystemExit as end:
-            # Python ignores the code of a handler. The script has succeeded, but its last save has not; or
-            # its error is a sentence that has been printed.
+            action()
+        except SystemExit as end:  # it has said why
             exit_now(end.code)
-        except BaseException:  # Python would print it, and end with the script's own code
+        except (JobFailed, UserError) as error:
+            print_error(error)
+            exit_now(ending_of(error).code)
+        except BaseException:
             traceback.print_exc()
             exit_now(FAILED)
 
-    atexit.register(leave)
-    return value
+    atexit.register(act, os.getpid())
 
 
 def exit_now(code: object) -> NoReturn:
