@@ -118,8 +118,6 @@ def _as_script(world: World, session: Session) -> None:
 
 def _by_hand(world: World, session: Session) -> Coordinator:
     """Meet the other ranks, and prepare this process for what it runs."""
-    if patches.is_on("torch_ahead"):
-        patches.torch_ahead()
     from mpiddp.runtime.rendezvous.store import serve_store
 
     ranks, info = Coordinator(world, None), RankInfo.of_this_process(world)

@@ -5,7 +5,7 @@ MPIDDP_NO_PATCHES names the patches that are to be left out, or "all" of them:
     MPIDDP_NO_PATCHES=lines,gloo_end mpiddp launch train.py
 
 docs/reference.md lists them, and a test of tests/integration/runtime/test_still_needed.py fails once one of
-them is no longer needed. By hand, a process has only `torch_ahead`, `stop_signal` and `no_dns`.
+them is no longer needed. By hand, a process has only `stop_signal` and `no_dns`.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def gloo_end(script: Script) -> None:
     atexit.register(await_gloo)
 
 
-def torch_ahead(script: Script | None = None) -> None:
+def torch_ahead(script: Script) -> None:
     """torch is imported while the ranks meet, and kept out of garbage collections.
 
     Its modules live as long as the process. Otherwise the collector visits their 250,000 objects while they
     are made, in each full collection of the training, and several times when the process ends: a third of
     the processor time of a short rank.
     """
-    if "torch" in sys.modules or (script and not script.imports_torch):
+    if not script.imports_torch:
         return
     gc.disable()
     try:
