@@ -1,7 +1,7 @@
-"""One attempt at a job, whose mpirun has started: react to events until nothing of it is left.
+"""One attempt at a job, whose mpirun has started: record what happens and react, until nothing of it is left.
 
-`Event`, at the end, says what each event does in each phase. The loop waits for sockets, signals and timers,
-and uses no CPU while idle. `mpiddp.launch.verdict` judges what has happened.
+All that happens goes into one record (`mpiddp.launch.events`), whose phase decides about the reactions. Other
+modules judge it: `watch`, `status` and `verdict`. The loop waits for sockets, signals and timers.
 """
 
 from __future__ import annotations
@@ -12,27 +12,35 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum, unique
 from functools import partial
-from typing import Any
 
 from mpiddp.hosts.processes import end_all, signal_all
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
+from mpiddp.launch.events import LAUNCHER, OF_RANKS, Announcement, Event, Phase, Record, Stop
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.ranks import Announcement, Ranks, job_facts, status_lines
-from mpiddp.launch.verdict import HUNG_UP, History, Stop
-from mpiddp.launch.watch import Stacks, Watch, missing_sentence
+from mpiddp.launch.pace import WINDOW_S
+from mpiddp.launch.status import job_facts, status_lines
+from mpiddp.launch.verdict import HUNG_UP
+from mpiddp.launch.watch import (
+    find_stragglers,
+    hang_sentences,
+    missing_sentence,
+    next_look_at,
+    places_sentence,
+    straggler_sentence,
+)
+from mpiddp.protocol.channel import Peer, encode
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.terminal import Manners
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 
 # Time limits for:
-START_TIMEOUT_S = (
-    120.0  # the first rank to start, and once all have, the first to join; disk caches may be cold
-)
+# the first rank to start, and once all have, the first to join; disk caches may be cold
+START_TIMEOUT_S = 120.0
 PROBE_S = 10.0  # ranks to start, before their hosts are asked whether they are still there
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S, FAILED_END_S = 2.0, 1.0  # ranks to end after an "end" message; after the failure of one
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
@@ -45,21 +53,12 @@ AT_ONCE_S = 0.5  # the last lines after a second signal
 CHECK_S = 1.0  # the next check of the ranks' steps, or of their saves
 
 
-class Phase(IntEnum):
-    """What the ranks are doing. An attempt only moves on, never back."""
-
-    STARTING = 0  # some have not joined the job
-    RUNNING = 1  # all have joined. With `--grow` they may be asked to stop after their present step
-    STOPPING = 2  # the user has asked them to stop, or to grow they have made their last step
-    ENDING = 3  # they are being ended
-
-
 @dataclass(eq=False)
 class Attempt:
-    """An attempt whose mpirun has just started: its state, and its loop."""
+    """An attempt whose mpirun has just started: its loop, and its reactions."""
 
     options: LaunchOptions
-    ranks: Ranks
+    record: Record
     server: ControlServer
     mpirun: MpirunProcess
     output: JobOutput
@@ -71,12 +70,8 @@ class Attempt:
     probe: Callable[[set[str]], list[str]] | None = None  # which of these hosts are gone, and why
 
     def __post_init__(self) -> None:
-        self.history = History()
-        self.watch = Watch(self.ranks, time.monotonic(), self.options.hang_timeout_s)
         self._timers = self.server.selector
-        self._phase = Phase.STARTING
-        self._stop_signal, self._stopping_since = int(signal.SIGTERM), 0.0
-        self._stacks = Stacks(self.ranks, self.server, self.console)
+        self._viewers: list[Peer] = []  # that wait for the stacks
         self._found: list[str] = []  # by the search
         self._gone: list[str] = []  # by the probe
         self._has_ended = threading.Event()
@@ -84,42 +79,59 @@ class Attempt:
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._timers.after(self.stop_at - time.monotonic(), self.request_stop)
         if self.probe is not None:
-            threading.Thread(target=self._probe, daemon=True).start()
-            self._see_start()
+            self._ask_in_thread(self._probe_late, PROBE_S, self._gone)
         if not self.mpirun.starter.has_scheduler:  # srun may wait for other job steps to end
-            self._allow(self._start_timeout_s)
+            self.record.note("limit", seconds=self._start_timeout_s)
+        self._see()
+
+    def _ask_in_thread(
+        self, ask: Callable[[], list[str]], every_s: float | None, answers: list[str]
+    ) -> None:
+        """Ask again and again in a thread: files, names and logins to hosts may hang."""
+
+        def run() -> None:
+            while not self._has_ended.wait(every_s):
+                answers.extend(ask())
+
+        threading.Thread(target=run, daemon=True).start()
 
     # --- the loop ---
 
-    def run(self) -> bool:
-        """Wait and act until no process of the job is left here. Whether all its output is copied."""
+    def run(self) -> None:
+        """Wait and react until no process of the job is left here."""
         self._timers.register(self.signals, selectors.EVENT_READ, self.signals)
         if (viewers := self.console.listener) is not None:
             self._timers.register(viewers, selectors.EVENT_READ, viewers)
         while self.mpirun.code is None:
             self._wait()
-        if self.mpirun.code and self._phase is Phase.STARTING:  # its ssh may have found a host gone
-            self.history.ended_because = "\n".join(self._probe_late())
+        has_failed_early = self.mpirun.code and self.record.phase is Phase.STARTING
+        if has_failed_early and (gone := self._probe_late()):  # as its ssh may have found
+            self.record.note("end", failed=False, why="\n".join(gone))
         self._end_ranks()  # whose last messages may be in transit
         deadline = time.monotonic() + SILENCE_S
         while self.server.connected and time.monotonic() < deadline:
             self._wait(deadline)
         for message in self.server.drop_silent_hosts():
-            self.ranks.note(message)
-        grace_s = 0.0 if self.history.stop is Stop.AT_ONCE else ORPHANS_S
+            self._add(message)
+        grace_s = 0.0 if self.record.stop is Stop.AT_ONCE else ORPHANS_S
         if left := ", ".join(map(str, end_all(self.mpirun.left, grace_s=grace_s))):
             blocked = "cannot be killed: they are blocked in the kernel."
             self.output.log(f"processes {left} {blocked}", is_error=True)
-        is_all_shown = self._receive_last_output()
+        self._copy_last_output()
         self._has_ended.set()
-        return is_all_shown
+        for rank, lines in self.output.last_errors.items():
+            self.record.add(Event("tail", rank, {"lines": lines}))
+        self.record.note("mpirun", **self.mpirun.end._asdict())
 
     def _wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until then, and handle what has happened."""
         ready = self._timers.ready(until)
         for data in ready:
-            for message in self.server.receive(data) if data is not self.signals else ():
-                self.on_message(message)
+            if data is self.output:
+                self.output.copy()
+            elif data is not self.signals:
+                for message in self.server.receive(data):
+                    self.on_message(message)
         # After the messages, which the signal's sender may have reacted to.
         for number in self.signals.receive() if self.signals in ready else ():
             self.on_signal(number)
@@ -127,11 +139,11 @@ class Attempt:
             self.signals.has_resized = False
             if (terminal := self.options.terminal).files:
                 self.server.send_all("size", columns=terminal.columns, rows=terminal.rows)
-        for event in self._timers.due():
-            event() if callable(event) else self.on(event)
+        for reaction in self._timers.due():
+            reaction()
 
-    def _receive_last_output(self) -> bool:
-        """Copy the rest of the output. Whether all has been copied."""
+    def _copy_last_output(self) -> None:
+        """Copy the rest of the output, as far as it comes in time and somebody reads it."""
         self._timers.cancel(*self._timers.timers.keys() - {self.request_stop})
         began_at = time.monotonic()
         while (late := self._late_output()) and self._may_wait_since(began_at):
@@ -142,58 +154,59 @@ class Attempt:
             self._wait(time.monotonic() + 0.02)
         if late:
             signal_all(partial(self.mpirun.left, agents=True), signal.SIGKILL)
-        while not (is_finished := self.output.finish(0.05)) and self._may_wait_since(began_at):
+        self.output.finish()
+        while self.output.blocked_s and self._may_wait_since(began_at):
             self._wait(time.monotonic() + 0.05)
-        return is_finished
 
     def _may_wait_since(self, began_at: float) -> bool:
         """Whether a terminal that is stopped may delay the end. A second signal ends the wait."""
-        limit_s = AT_ONCE_S if self.history.stop is Stop.AT_ONCE else OUTPUT_S
-        return self.history.stop is Stop.NONE or time.monotonic() <= began_at + limit_s
+        limit_s = AT_ONCE_S if self.record.stop is Stop.AT_ONCE else OUTPUT_S
+        return self.record.stop is Stop.NONE or time.monotonic() <= began_at + limit_s
 
     def _late_output(self) -> str:
         """The ranks whose output has not ended, but for those on silent hosts or that do not end."""
-        connected, silent = self.server.connected, self.ranks.silent_hosts
+        connected, silent = self.server.connected, self.record.silent_hosts
         late = [rank for rank in self.output.open_ranks if rank not in connected]
-        if late := [rank for rank in late if self.ranks.hosts[rank] not in silent]:
-            return self.ranks.names(late)
+        if late := [rank for rank in late if self.record.hosts[rank] not in silent]:
+            return self.record.names(late)
         return "a rank" if self.mpirun.left(agents=True) else ""
 
     # --- what happens ---
 
-    def _enter(self, phase: Phase) -> None:
-        """The next phase, for which what was asked of the stacks before no longer counts."""
-        self._phase, self._stacks.then = phase, None  # a script that saves is not interrupted
-        self.output.hold_mpirun()
-
-    def on(self, event: Event) -> None:
-        """React to an event as `Event` says."""
-        if action := event.actions[self._phase]:
-            action(self)
-
     def on_signal(self, number: int) -> None:
-        if self.history.stop < Stop.BY_USER:
+        if self.record.stop < Stop.BY_USER:
             is_hung_up = number == signal.SIGHUP
             self.request_stop(HUNG_UP if is_hung_up else signal.Signals(number).name, number)
         elif number != signal.SIGHUP:  # a closing terminal may send two
-            self.on(Event.SECOND_STOP)
+            self.record.note("kill")
+            self._begin_end()
+            self.mpirun.kill_all()
 
     def request_stop(self, reason: str = "--stop-after", number: int = signal.SIGTERM) -> None:
-        """The user requests a stop, unless this has happened before."""
-        if self.history.stop < Stop.BY_USER:
-            self.history.stop, self.history.stop_reason = Stop.BY_USER, reason
-            self._stop_signal = number
-            # A request after a failure explains nothing.
-            self.history.is_requested = self._phase is not Phase.ENDING
-            self.on(Event.STOP)
+        """The user requests a stop of all ranks, within the time limits, unless this has happened before."""
+        record = self.record
+        if record.stop >= Stop.BY_USER:
+            return
+        record.note("stop", by=Stop.BY_USER.name, reason=reason, signal=number)
+        if record.phase is Phase.ENDING:
+            return
+        if not self.server.connected:
+            self._end_mpirun()
+            return
+        self.server.request_stop(number, *self.server.connected)
+        self._begin_grace()
+        if record.latest["supports_stop"]:
+            stopping = "the ranks are saving and stopping; another signal kills them at once."
+            self.output.log(f"{reason}: {stopping}")
 
     def on_message(self, message: Message) -> None:
         """React to a message of a rank, or of a viewer."""
-        ranks, facts, joining = self.ranks, message.facts, self.ranks.said["joining"]
-        ranks.note(message)
+        record, facts, rank = self.record, message.facts, message.rank
+        was_starting = record.phase is Phase.STARTING
+        self._add(message)
         match message.kind:
             case "output":
-                self.output.add(rank=message.rank, **facts)
+                self.output.add(rank=rank, **facts)
             case "input" if self.options.stdin == "none":
                 facts["connection"].close()
             case "input":
@@ -201,115 +214,162 @@ class Attempt:
             case "function" | "answer" if self.exchange is not None:
                 self.exchange.take(message, self.server)
             case "view_job":
-                state = job_facts(ranks, self.output.latest.copy(), time.monotonic())
-                more = {"phase": self._phase.name.lower(), "straggler": self.watch.straggler}
-                self.console.answer(facts["viewer"], **state, **more)
+                state = job_facts(record, self.output.latest, time.monotonic())
+                self.console.answer(facts["viewer"], **state)
+            case "view_stacks":
+                self._viewers.append(facts["viewer"])
+                self._ask_for_stacks()
             case "full":
                 needs = "A job needs three open files for each rank (ulimit -n)."
                 self._end_job(f"ranks cannot connect: {facts['error']}. {needs}")
             case "started":
-                if len(ranks.said["started"]) == 1:  # the others are waited for
-                    self._allow(self.options.timeout_s or JOIN_TIMEOUT_S)
-                if len(ranks.said["started"]) == ranks.world_size:
-                    self._allow(self._start_timeout_s)
-                if self.history.stop is Stop.BY_USER:
-                    self.server.request_stop(self._stop_signal, message.rank)
+                num_started = len(record.latest["started"])
+                if num_started == 1:  # the others are waited for
+                    record.note("limit", seconds=self.options.timeout_s or JOIN_TIMEOUT_S)
+                if num_started == record.world_size:
+                    record.note("limit", seconds=self._start_timeout_s)
+                if record.stop is Stop.BY_USER:
+                    self.server.request_stop(record.fact("stop", "signal"), rank)
             case "joining":
-                if len(joining) == 1:
-                    self._allow(facts["timeout_s"])
-                if len(joining) == ranks.world_size:
-                    self.on(Event.ALL_JOINED)
-            case "terminal" if message.rank == 0:
+                if len(record.latest["joining"]) == 1:
+                    record.note("limit", seconds=facts["timeout_s"])
+                if was_starting and record.phase is Phase.RUNNING:
+                    self._run_on()
+            case "terminal" if rank == 0:
                 self.output.follow(Manners(facts["echo"], facts["lines"]))
-            case "stopped" if self.history.stop is Stop.TO_GROW:
-                self.on(Event.LAST_STEP)
-            case "failed" | "lost" if message.rank in ranks.failures:
-                self.on(Event.FAILED)
-        self._stacks.note(message)
-        if ranks.done and not self.server.connected and self._phase is not Phase.ENDING:
+            case "stopped" if record.stop is Stop.TO_GROW and record.phase is Phase.RUNNING:
+                self._begin_grace()
+            case "failed" | "lost" if rank in record.failures and record.phase < Phase.ENDING:
+                # Most starters end the other ranks, and the ranks' own watch always does. Only this process
+                # notices a host that has stopped answering.
+                spread_s = 0.0 if record.silent_hosts else SPREAD_S
+                self._end_after(spread_s, FAILED_END_S, has_failed=True)
+        if not record.mute and self._see_stacks in self._timers.timers:
+            self._see_stacks()
+        if record.done and not self.server.connected and record.phase < Phase.ENDING:
             self._timers.after(EXIT_S, self._end_mpirun)
 
-    def _allow(self, limit_s: float) -> None:
-        """Give the ranks so long to join, or the first one to start. What an earlier limit asked is over."""
-        self._limit_s, self._stacks.then = limit_s, None
-        self._timers.after(limit_s, Event.LATE)
+    def _add(self, message: Message) -> None:
+        """Record what a rank has said."""
+        rank, kind, facts, at, from_script = message
+        if kind in OF_RANKS:
+            self.record.add(Event(kind, rank, facts, at, from_script))
 
-    def _probe(self) -> None:
-        """In a thread, ask the hosts whose ranks have not started: an mpirun waits minutes for them."""
-        while self._phase is Phase.STARTING and not self._has_ended.wait(PROBE_S):
-            self._gone += self._probe_late()
+    def _see(self) -> None:
+        """Look at the job once a second."""
+        every_s, now = min(CHECK_S, self.options.hang_timeout_s or CHECK_S), time.monotonic()
+        self._timers.after(every_s, self._see)
+        match self.record.phase:
+            case Phase.STARTING:
+                self._see_start(now)
+            case Phase.RUNNING if self.record.left:
+                self._see_steps(now)
+            case Phase.STOPPING:
+                self._see_grace(now)
+
+    # --- the start ---
+
+    def _see_start(self, now: float) -> None:
+        record, limit = self.record, self.record.own("limit")
+        if self._gone:
+            self._end_job("\n".join(self._gone))
+        elif limit and not record.is_late and now >= limit.at + limit.facts["seconds"]:
+            record.note("late")
+            if record.latest["started"]:
+                self._ask_for_stacks()
+                return
+            # No other limit would end an mpirun that hangs.
+            why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
+            self._end_job(f"no rank has started in {limit.facts['seconds']:g} s: {why}")
 
     def _probe_late(self) -> list[str]:
-        """A sentence for each host that is gone, of those whose ranks have not started."""
-        started = self.ranks.said["started"]
-        late = {host for rank, host in enumerate(self.ranks.hosts) if rank not in started}
+        """A sentence for each host that is gone, of those whose ranks have not started.
+
+        An mpirun waits minutes for such a host.
+        """
+        started = self.record.latest["started"]
+        late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
         return self.probe(late) if self.probe and late else []
 
-    def _see_start(self) -> None:
-        if self._phase is Phase.STARTING and self._gone:
-            self._end_job("\n".join(self._gone))
-        elif self._phase is Phase.STARTING:
-            self._timers.after(CHECK_S, self._see_start)
-
-    def _ask_missing(self) -> None:
-        if self.ranks.said["started"]:
-            self._stacks.collect(self._report_missing, interrupts=True)
-        else:  # no other limit would end an mpirun that hangs
-            why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
-            self._end_job(f"no rank has started in {self._limit_s:g} s: {why}")
-
-    def _report_missing(self) -> None:
-        """Name the ranks that have not joined. If others wait for them, that ends the job."""
-        sentence = missing_sentence(self.ranks, self._limit_s)
-        said = self.ranks.said
-        if said["joining"] or len(said["started"]) < self.ranks.world_size:
-            self._end_job(sentence)
-        else:
-            self.output.log(sentence)
+    # --- steps, stacks, growth ---
 
     def _run_on(self) -> None:
-        self._enter(Phase.RUNNING)
-        self._see_steps()
+        """All ranks have joined."""
+        self.output.hold_mpirun()
         if self.search is not None:
-            threading.Thread(target=self._search, args=(self.search,), daemon=True).start()
+            self._ask_in_thread(self.search, self.options.grow_s, self._found)
 
-    def _search(self, search: Callable[[], list[str]]) -> None:
-        """Search every `--grow`, in a thread: files, names and logins to hosts may hang."""
-        while not self._has_ended.wait(self.options.grow_s):
-            self._found.extend(search())
-
-    def _see_steps(self) -> None:
-        """Look at the running job, and at its stacks if the watch wants them."""
-        if not self.ranks.left:
-            return
+    def _see_steps(self, now: float) -> None:
+        record = self.record
         if self._found:
             self._grow(self._found.pop())
-        now, watch = time.monotonic(), self.watch
-        if sentence := watch.judge_steps(now):
-            self.output.log(sentence)
-        if watch.wants_stacks(now, self.output.copied_at):
-            # A guess interrupts nothing: a rank may only be slow.
-            self._stacks.collect(self._judge_stacks, interrupts=bool(self.options.hang_timeout_s))
+        if now >= (record.windows[-1].at if record.windows else record.began_at) + WINDOW_S:
+            record.note("window", **find_stragglers(record, now))
+            found, sentence = straggler_sentence(record, is_chronic=True)
+            if found:  # each is named once
+                self.output.log(sentence, about=f"stragglers {sorted(found)}")
+        printed, copied_at = record.own("printed"), self.output.copied_at
+        if not record.newest_step[0] and (printed is None or printed.at != copied_at):
+            record.add(Event("printed", at=copied_at))
+        if self._is_quiet:
+            self._ask_for_stacks()
         if self.output.shows_status:
-            attempt = self.console.attempts
-            self.output.show_status(status_lines(self.ranks, attempt, watch.straggler, now))
-        self._timers.after(min(CHECK_S, self.options.hang_timeout_s or CHECK_S), Event.SEE_STEPS)
+            self.output.show_status(status_lines(record, now))
 
-    def _judge_stacks(self) -> None:
-        """Say who hangs. With --hang-timeout, that ends the job."""
-        sentences = self.watch.judge_stacks(time.monotonic(), self.output.copied_at)
-        for sentence in sentences:
-            self.output.log(sentence, is_error=True)
-        if sentences and self.options.hang_timeout_s is not None:
-            self._end_job("the job hung and was stopped.")
+    def _ask_for_stacks(self) -> None:
+        """Ask the ranks for their stacks, unless they are on their way."""
+        if self._see_stacks in self._timers.timers:
+            return
+        self.record.note("asked", ranks=sorted(self.server.request_stacks()))
+        self._timers.after(STACKS_S, self._interrupt)
+        self._timers.after(STACKS_S + INTERRUPTED_S if self.record.mute else 0.0, self._see_stacks)
+
+    def _interrupt(self) -> None:
+        """Let agents interrupt scripts that do not answer. A guess interrupts none: it may only be slow."""
+        if self._is_late or (self._is_quiet and self.options.hang_timeout_s):
+            for rank in self.record.mute:
+                self.server.send(rank, encode("stacks"))
+
+    def _see_stacks(self) -> None:
+        """All stacks are there, or the time is over."""
+        self._timers.cancel(self._interrupt, self._see_stacks)
+        record, viewers = self.record, self._viewers
+        self._viewers = []
+        stacks = {rank: facts["text"] for rank, facts in record.stacks.items()}
+        sentence = places_sentence(record) if viewers else ""
+        for viewer in viewers:
+            self.console.answer(viewer, sentence=sentence, stacks=stacks)
+        if self._is_late:
+            sentence = missing_sentence(record, record.fact("limit", "seconds"))
+            has_started = len(record.latest["started"]) == record.world_size
+            others_wait = record.latest["joining"] or not has_started
+            (self._end_job if others_wait else self.output.log)(sentence)
+        if self._is_quiet:  # no rank has moved meanwhile
+            record.note("looked")
+            sentences = hang_sentences(record)
+            for sentence in sentences:
+                self.output.log(sentence, is_error=True)
+            if sentences and self.options.hang_timeout_s is not None:
+                self._end_job("the job hung and was stopped.")
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether ranks are to be named that have not joined in time."""
+        return self.record.phase is Phase.STARTING and self.record.is_late
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether to look at the stacks, because the job may hang."""
+        is_running = self.record.phase is Phase.RUNNING and bool(self.record.left)
+        return is_running and time.monotonic() >= next_look_at(self.record)
 
     def _grow(self, found: str) -> None:
         """Stop all ranks after their present steps, however long these take, unless work would be lost."""
-        ranks, announced, why_not = self.ranks, self.ranks.announcement, ""
-        most = announced.max_ranks or ranks.world_size + 1
-        if self.history.stop or ranks.done or ranks.world_size >= most:
+        record, announced, why_not = self.record, self.record.announcement, ""
+        most = announced.max_ranks or record.world_size + 1
+        if record.stop or record.done or record.world_size >= most:
             return
-        if len(ranks.said["supports_stop"]) < ranks.world_size:
+        if len(record.latest["supports_stop"]) < record.world_size:
             why_not = "not every rank has called mpiddp.should_stop()"
         elif announced == Announcement():
             why_not = "the script has announced nothing that resumes it (mpiddp.announce)"
@@ -317,101 +377,63 @@ class Attempt:
             self.output.log(f"{found}, but {why_not}, so the job continues without a restart.")
         else:
             self.output.log(f"{found}: stopping to restart.")
-            self.history.stop = Stop.TO_GROW
-            self.server.request_stop(self._stop_signal, *self.server.connected)
+            record.note("stop", by=Stop.TO_GROW.name, reason=found, signal=int(signal.SIGTERM))
+            self.server.request_stop(signal.SIGTERM, *self.server.connected)
 
     # --- stopping, saving, ending ---
 
-    def _ask_all(self) -> None:
-        """The user's first request: stop all ranks, within the time limits."""
-        if not self.server.connected:
-            self._end_mpirun()
-            return
-        self.server.request_stop(self._stop_signal, *self.server.connected)
-        self._begin_grace()
-        if self.ranks.said["supports_stop"]:
-            stopping = "the ranks are saving and stopping; another signal kills them at once."
-            self.output.log(f"{self.history.stop_reason}: {stopping}")
-
     def _begin_grace(self) -> None:
         """From now on, a time limit counts. Growth has none before a rank has made its last step."""
-        self._enter(Phase.STOPPING)
-        self._stopping_since = time.monotonic()
-        self._timers.after(min(CHECK_S, self.options.grace_s), Event.SEE_GRACE)
+        self.record.note("grace")
+        self.output.hold_mpirun()
+        self._timers.after(min(CHECK_S, self.options.grace_s), self._see)
 
-    def _see_grace(self) -> None:
+    def _see_grace(self, now: float) -> None:
         """End the ranks that have not stopped in time. A rank that saves has longer."""
-        limit_s, ranks, since = self.options.grace_s, self.ranks, self._stopping_since
-        left_s = max(ranks.last_saved_at, since) + limit_s - time.monotonic()
-        if ranks.saving and time.monotonic() >= since + limit_s:
-            limit_s, left_s = SAVE_GRACE_S, since + SAVE_GRACE_S - time.monotonic()
-            are = "is" if len(ranks.saving) == 1 else "are"
+        limit_s, record = self.options.grace_s, self.record
+        began_at = record.latest["grace"][LAUNCHER].at
+        left_s = max(record.last_saved_at, began_at) + limit_s - now
+        if record.saving and now >= began_at + limit_s:
+            limit_s, left_s = SAVE_GRACE_S, began_at + SAVE_GRACE_S - now
+            are = "is" if len(record.saving) == 1 else "are"
             waiting = f"{are} still saving; waiting for at most {limit_s:g} s."
-            self.output.log(f"{ranks.names(sorted(ranks.saving))} {waiting}", about="who saves")
+            self.output.log(f"{record.names(sorted(record.saving))} {waiting}", about="who saves")
         if self.output.blocked_s >= OUTPUT_S:  # as by `| less`: ranks that print would never end
             self.output.give_up()
         if left_s > 0:
-            self._timers.after(min(CHECK_S, left_s), Event.SEE_GRACE)
-        elif not ranks.left:  # only their output is left
+            return
+        if not record.left:  # only their output is left
             self.output.give_up()
         else:
-            self.history.limit = ranks.late_clause(limit_s)
-            if self.history.stop is Stop.BY_USER:
+            clause = record.late_clause(limit_s)
+            record.note("overdue", clause=clause)
+            if record.stop is Stop.BY_USER:
                 self._end_mpirun()
             else:
-                self._end_job(f"{self.history.limit}.")
+                self._end_job(f"{clause}.")
 
-    def _fail(self) -> None:
-        """Give a failure time: most starters end the other ranks, and the ranks' own watch always does."""
-        self.history.failed_in_stop = self.history.stop is Stop.BY_USER
-        # Only this process notices a host that has stopped answering.
-        self._end_after(0.0 if self.ranks.silent_hosts else SPREAD_S, FAILED_END_S)
+    def _end_job(self, why: str) -> None:
+        self._end_after(0.0, END_S, why)
 
-    def _end_job(self, reason: str) -> None:
-        self.history.ended_because = reason
-        self._end_after(0.0, END_S)
-
-    def _end_after(self, seconds: float, end_s: float) -> None:
-        self._enter(Phase.ENDING)
+    def _end_after(
+        self, seconds: float, end_s: float, why: str = "", *, has_failed: bool = False
+    ) -> None:
+        self._begin_end(why, has_failed=has_failed)
         self._timers.after(seconds, self._end_ranks)
         self._timers.after(seconds + end_s, self._end_mpirun)
+
+    def _begin_end(self, why: str = "", *, has_failed: bool = False) -> None:
+        """From now on, the ranks are being ended. The first reason counts."""
+        if self.record.phase < Phase.ENDING:
+            self.record.note("end", failed=has_failed, why=why)
+        self.output.hold_mpirun()
 
     def _end_ranks(self) -> None:
         self.server.send_all("end", code=1)
 
     def _end_mpirun(self) -> None:
-        self._enter(Phase.ENDING)
+        self._begin_end()
         self._timers.cancel(self._end_mpirun)
         self.mpirun.stop()
         # A rank that hangs in a collective does not react, nor does an mpirun whose link is cut.
         self._timers.after(STOP_S, self.mpirun.kill_all)
-
-    def _kill_now(self) -> None:
-        self.history.stop = Stop.AT_ONCE
-        self._enter(Phase.ENDING)
-        self.mpirun.kill_all()
-
-
-_A: Any = Attempt
-__ = None
-
-
-@unique
-class Event(Enum):
-    """What the ranks, the user and the clock do, and what follows in each phase; `__` is nothing."""
-
-    # fmt: off
-    #             STARTING         RUNNING          STOPPING       ENDING
-    ALL_JOINED  = _A._run_on,      __,              __,            __
-    LAST_STEP   = __,              _A._begin_grace, __,            __
-    FAILED      = _A._fail,        _A._fail,        _A._fail,      __
-    STOP        = _A._ask_all,     _A._ask_all,     _A._ask_all,   __
-    SECOND_STOP = (_A._kill_now,) * len(Phase)
-    # Timers whose action depends on the phase:
-    LATE        = _A._ask_missing, __,              __,            __
-    SEE_STEPS   = __,              _A._see_steps,   __,            __
-    SEE_GRACE   = __,              __,              _A._see_grace, __
-    # fmt: on
-
-    def __init__(self, *actions: Callable[[Attempt], None] | None) -> None:
-        self.actions = actions

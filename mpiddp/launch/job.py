@@ -14,6 +14,8 @@ import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts import history, private
@@ -22,16 +24,16 @@ from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log
 from mpiddp.launch.attempt import Attempt
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
+from mpiddp.launch.events import Announcement, Record, Stop
 from mpiddp.launch.handover import CutOff, gone, hand_over
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, plan_without, read_hosts, search_once
-from mpiddp.launch.ranks import Announcement, Ranks
 from mpiddp.launch.report import Report
 from mpiddp.launch.variables import left_out, of_mpirun, take_private
-from mpiddp.launch.verdict import MpirunEnd, Outcome, Stop, verdict
+from mpiddp.launch.verdict import Outcome, verdict
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.server import TimedSelector
@@ -79,6 +81,7 @@ class Job:
     report: Report
     stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
     exchange: Exchange | None = None
+    attempts: int = 0  # that have begun
     failures: int = 0  # restarts that count
     in_a_row: int = 0  # failures without a step between them: the pause grows only for these
     at_fault: str = ""  # the host that ended the latest attempt, by its key
@@ -95,14 +98,14 @@ class Job:
 
     def attempt(self) -> Outcome:
         """Run the latest plan, and learn from it. A host that ended two in a row is avoided from now on."""
-        self.console.attempts += 1
+        self.attempts += 1
         began_at = time.time()
         try:
             outcome = self._run_without_cut_off()
         except KeyboardInterrupt:  # before mpirun has started
             outcome = Outcome(INTERRUPTED, "interrupted.", stop=Stop.BY_USER)
         except (UserError, JobFailed) as error:
-            if self.console.attempts == 1:
+            if self.attempts == 1:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
         self.known = self.known.after(outcome.announcement)
@@ -144,15 +147,15 @@ class Job:
         (starter, request, *_), options, known = self.plan, self.options, self.known
         others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
         has_scheduler, job = starter.has_scheduler, os.urandom(8).hex()
-        ranks = Ranks(request.names_of_ranks)
-        has_prefix = {"auto": ranks.world_size > 1, "always": True}.get(options.prefix, False)
+        hosts = request.names_of_ranks
+        has_prefix = {"auto": len(hosts) > 1, "always": True}.get(options.prefix, False)
         announced = {"global_batch_size": known.global_batch_size, "world_size": known.world_size}
         own = {
             names.JOB: job,
             names.OUTPUT: options.log_ranks,
             names.TERMINAL: str(options.terminal._replace(has_prefix=has_prefix)),
             names.RUN_ID: self.run_id,
-            names.RESTART_COUNT: str(self.console.attempts - 1),
+            names.RESTART_COUNT: str(self.attempts - 1),
             names.MAX_RESTARTS: str(options.max_restarts),
             names.ANNOUNCED: json.dumps(announced) if known.global_batch_size else "",
             names.RUN_DIR: known.run_dir,
@@ -163,7 +166,7 @@ class Job:
             # A container may have a /tmp of its own, without this launcher's socket.
             has_path = not (others or has_scheduler or options.job[0] == "--")
             where = folder / "control" if has_path else request.network.control_address
-            server = ControlServer(where, ranks.world_size, selector)
+            server = ControlServer(where, len(hosts), selector)
             stack.enter_context(closing(server))
             if self.exchange is not None:
                 self.exchange.begin(server)
@@ -187,25 +190,31 @@ class Job:
                 "has_stamps": options.timestamps,
                 "shows_end": options.verbose,
             }
-            output = JobOutput(ranks.world_size, *mpirun.streams, **shown)
+            there = {host.name for host in others}
+            facts: dict[str, Any] = {
+                "here": [rank for rank, host in enumerate(hosts) if host not in there],
+                "attempt": self.attempts,
+                "hang_timeout_s": options.hang_timeout_s,
+            }
+            record = stack.enter_context(closing(Record(hosts, self._record_path, **facts)))
+            output = JobOutput(len(hosts), selector, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)
             grows = partial(search_once, options, self.plan, [*self.doubts])
             search = grows if self.may_grow else None
             probe = partial(gone, request) if others and not has_scheduler else None
-            attempt = Attempt(options, ranks, server, mpirun, output, *of_job, search, probe)
-            is_all_shown = attempt.run()
-            there = {host.name for host in others}
-            here = frozenset(rank for rank, host in enumerate(ranks.hosts) if host not in there)
-            printed = output.last_errors if is_all_shown else {}
-            kind = (starter.program.name, mpirun.code or DONE, starter.proves_signals)
-            end = MpirunEnd(*kind, mpirun.was_ended, here)
-            outcome = verdict(ranks, end, attempt.history, printed)
-            if is_all_shown:
-                output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
+            Attempt(options, record, server, mpirun, output, *of_job, search, probe).run()
+            outcome = verdict(record)
+            output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
         if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
-            left = [host for host in others if host.name not in ranks.silent_hosts]
+            left = [host for host in others if host.name not in record.silent_hosts]
             kill_orphans(left, job, name, request.job[0], request.hosts.transport)
         return outcome
+
+    @property
+    def _record_path(self) -> Path | None:
+        """Where the record of the latest attempt is kept."""
+        folder = self.options.log_dir
+        return None if folder is None else Path(folder, f"attempt_{self.attempts}.jsonl")
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""

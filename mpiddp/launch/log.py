@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 
 from mpiddp.text import escaped
 
-_PATIENCE_S = 3.0  # with a reader that reads no more
+PATIENCE_S = 3.0  # with a reader that reads no more
 _stuck: set[int] = set()  # descriptors whose reader has used it up
 is_quiet = False  # with --quiet: `info` prints nothing
 
 LONGEST_LINE = 2 << 20  # bytes of one that shares its place with others
-_TURN_S = 1.0  # of waiting for a reader
 GROWTH_S = 1.0  # between two looks at an open line that no terminal shows
 _ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
 _UP = b"\x1b[%dA"
@@ -52,7 +51,7 @@ def write_all(target: int, text: bytes) -> None:
     """Write all of the text. A reader that reads nothing for some seconds gets none, then and later."""
     rest = memoryview(text)
     while rest and target not in _stuck:
-        if not is_writable(target, _PATIENCE_S):
+        if not is_writable(target, PATIENCE_S):
             _stuck.add(target)
             return
         with contextlib.suppress(BlockingIOError):
@@ -88,16 +87,17 @@ class Source:
 
 
 class Screen:
-    """The file descriptor `target`, the launcher's `name`. One thread at a time uses it.
+    """The file descriptor `target`, the launcher's `name`.
 
-    A write waits for the reader, except one of the status. A reader that goes away loses the output, not the
-    job. `is_shared`: the job has several ranks.
+    No write waits for the reader: what it does not take is kept until `flush`. A reader that goes away loses
+    the output, not the job. `is_shared`: the job has several ranks.
     """
 
     def __init__(
         self, target: int, name: str, *, is_shared: bool, has_stamps: bool = False
     ) -> None:
-        self._target = target
+        self.file = _unshared(target)
+        self._unsent = bytearray()
         self._has_stamps = has_stamps
         self._name = name
         self._is_shared = is_shared
@@ -174,16 +174,20 @@ class Screen:
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others on a terminal, in place of the last ones, once it reads."""
         self._status = [line.encode(errors="backslashreplace") for line in lines]
-        if self.is_terminal and is_writable(self._target):
+        if self.is_terminal and not self.is_blocked:
             self._draw(b"")
 
     def close(self) -> None:
         """End the open lines, and that of the only rank on a terminal, since a shell's prompt follows."""
+        patience_s = 0.0 if self.is_blocked else PATIENCE_S
         self._status = []
         for source in list(self._open):
             self.end(source)
         if self.is_terminal:
             self.show_lines(b"")
+        self.flush(patience_s)
+        if self.file > 2:
+            os.close(self.file)
 
     def _draw(self, text: bytes) -> None:
         """Write text, and draw the open line of the lowest rank and the status below it on a terminal."""
@@ -198,20 +202,37 @@ class Screen:
             self._write(erased + text + b"\n".join(_CUT + line + _WRAPPED for line in below))
 
     def _write(self, text: bytes) -> None:
-        rest = memoryview(text)
-        while rest:
-            try:
-                rest = rest[os.write(self._target, rest) :]
-            except BlockingIOError:  # another program has made it non-blocking
-                is_writable(self._target, _TURN_S)
-            except OSError as failed:  # a full disk may have room again, so the next text is tried
-                if not self._has_complained:
-                    self._has_complained = True
-                    is_gone = isinstance(failed, BrokenPipeError)
-                    reason = "its reader went away" if is_gone else failed.strerror
-                    lost = "The job continues, and its output there is lost."
-                    error(f"{self._name}: {reason}. {lost}")
-                return
+        self._unsent += text
+        self.flush()
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the reader has not taken all yet."""
+        return bool(self._unsent)
+
+    def flush(self, within_s: float = 0.0) -> None:
+        """Write what the reader takes now, or within some seconds."""
+        try:
+            while self._unsent and is_writable(self.file, within_s):
+                with contextlib.suppress(BlockingIOError):
+                    del self._unsent[: os.write(self.file, self._unsent[: select.PIPE_BUF])]
+        except OSError as failed:  # a full disk may have room again, so the next text is tried
+            self._unsent.clear()
+            if not self._has_complained:
+                self._has_complained = True
+                is_gone = isinstance(failed, BrokenPipeError)
+                reason = "its reader went away" if is_gone else failed.strerror
+                lost = "The job continues, and its output there is lost."
+                error(f"{self._name}: {reason}. {lost}")
+
+
+def _unshared(target: int) -> int:
+    """The same terminal, opened anew. A shell shares the file descriptor, so that cannot be non-blocking."""
+    if os.isatty(target):
+        with contextlib.suppress(OSError):  # that of another user
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            return os.open(f"/proc/self/fd/{target}", flags)
+    return target
 
 
 def _as_drawn(line: bytes) -> bytes:

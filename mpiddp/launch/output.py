@@ -4,34 +4,35 @@ Each stream that is shown of a rank has a connection from the rank's agent (`mpi
 and ssh print comes through mpirun's own pipes, which this process reads until the end: mpirun aborts when the
 reader of its output goes away, as `tee` does at the Ctrl-C of `… 2>&1 | tee log`.
 
-One thread reads all of it and writes everything, the launcher's own sentences too. So a slow reader slows the
-ranks, and never the event loop, which has to stop the job in time.
+The event loop copies, and never waits for a reader. While one does not take all that was written, no stream
+is read: a slow reader slows the ranks, loses nothing, and needs little memory here.
 
-Another thread sends stdin to rank 0, over a connection of its own, to its end. mpirun gets none of it: Open
-MPI 5 never passes its end on, Open MPI forgets it once a rank's own stdout and stderr have ended, and Slurm
-gives it to every rank.
+A thread sends stdin to rank 0, over a connection of its own, to its end. mpirun gets none of it: Open MPI 5
+never passes its end on, Open MPI forgets it once a rank's own stdout and stderr have ended, and Slurm gives
+it to every rank.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import selectors
 import socket
 import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 from mpiddp.launch import log
+from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.log import GROWTH_S, Screen, Source
-from mpiddp.launch.ranks import MPIRUN, MPIRUN_AT_END
 from mpiddp.protocol.channel import STREAMS, notice_silence
+from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.terminal import Manners, prefix_of
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
@@ -58,8 +59,9 @@ class _Stream(Source):
 
 
 class JobOutput:
-    """The job's stdout and stderr, and the thread that copies them: at first `streams`, which are mpirun's.
+    """The job's stdout and stderr: at first `streams`, which are mpirun's.
 
+    `selector` reports what can be copied with this object as its data; then `copy` is to be called.
     has_prefix: each of their lines begins with the rank and its host. shows_end: also show what mpirun says
     of the end of the job.
     """
@@ -67,6 +69,7 @@ class JobOutput:
     def __init__(
         self,
         world_size: int,
+        selector: TimedSelector,
         *streams: IO[bytes],
         has_prefix: bool = False,
         has_stamps: bool = False,
@@ -81,24 +84,23 @@ class JobOutput:
         self.shows_status = is_one and stdout.is_terminal and not log.is_quiet
         self._of_mpirun: list[_Stream] = []
         self._streams: dict[int, _Stream] = {}  # that have not ended, by file
-        self._said: dict[str, str] = {}  # the sentences of the launcher, by what they are about
-        self._to_show: deque[Callable[[], None]] = deque()  # of the launcher itself, for the thread
+        self._said: set[str] = set()  # what the sentences of the launcher were about
         self.latest: dict[int, bytes] = {}  # the end of what each rank has printed last
         self._tail: deque[tuple[int, bytes]] = deque()  # of stderr
         self._tail_size = 0
         self._is_ending = False
         self._copied_at = time.monotonic()  # the latest
-        self._busy_since: float | None = None  # since when the thread has been in one turn
+        self._blocked: set[Screen] = set()  # whose readers have not taken all
+        self._blocked_since = 0.0
         self._input: socket.socket | None = None  # of rank 0, which another thread writes
         self._manners = Manners.of(0) if os.isatty(0) else None  # of the launcher's own terminal
-        self._poll, self._wake = select.epoll(), os.eventfd(0)
-        self._poll.register(self._wake, select.EPOLLIN)
+        self._selector = selector
+        self._readable = select.epoll()  # all streams: the selector has them as one file
+        selector.register(self._readable, selectors.EVENT_READ, self)
         for number, file in enumerate(streams, 1):
             os.set_blocking(file.fileno(), False)
             self._of_mpirun.append(_Stream(rank=MPIRUN, file=file, number=number))
             self._register(self._of_mpirun[-1])
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-        self._thread.start()
 
     def add(self, stream: int, rank: int, host: str, connection: socket.socket) -> None:
         """Show a stream of a rank, which comes through this connection."""
@@ -124,22 +126,20 @@ class JobOutput:
 
     def _register(self, stream: _Stream) -> None:
         self._streams[stream.file.fileno()] = stream
-        self._poll.register(stream.file, select.EPOLLIN)
+        self._readable.register(stream.file, select.EPOLLIN)
 
     def log(self, sentence: str, about: str = "", *, is_error: bool = False) -> None:
         """Print a sentence of the launcher on stderr, one of each text, or of what it is `about`."""
         is_new = (about or sentence) not in self._said
         if is_new and (is_error or not log.is_quiet):
-            self._said[about or sentence] = sentence
-            self._show(partial(self._screens[2].show_lines, log.line(sentence)))
+            self._said.add(about or sentence)
+            self._screens[2].show_lines(log.line(sentence))
+            self._wait_for_readers()
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others there."""
-        self._show(partial(self._screens[2].show_status, lines))
-
-    def _show(self, action: Callable[[], None]) -> None:
-        self._to_show.append(action)
-        os.eventfd_write(self._wake, 1)
+        self._screens[2].show_status(lines)
+        self._wait_for_readers()
 
     def hold_mpirun(self) -> None:
         """All ranks have joined, or the job ends: what mpirun prints from now on waits for the verdict."""
@@ -149,98 +149,64 @@ class JobOutput:
 
     @property
     def last_errors(self) -> dict[int, list[str]]:
-        """The last lines on stderr of each rank, MPIRUN and MPIRUN_AT_END, once all is finished."""
+        """The last lines on stderr of each rank, MPIRUN and MPIRUN_AT_END."""
         texts: dict[int, bytes] = {}
         for rank, text in self._tail:
             texts[rank] = texts.get(rank, b"") + text
         return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in texts.items()}
 
-    def _of_ranks(self) -> list[_Stream]:
-        return [each for each in list(self._streams.values()) if each.rank >= 0]
-
     @property
     def open_ranks(self) -> list[int]:
         """The ranks with a stream that has not ended."""
-        return sorted({each.rank for each in self._of_ranks()})
+        return sorted({each.rank for each in self._streams.values() if each.rank >= 0})
 
     @property
     def blocked_s(self) -> float:
-        """For how long the thread has been in one turn, as while nobody reads what it writes, in seconds."""
-        since = self._busy_since if self._thread.is_alive() else None
-        return 0.0 if since is None else time.monotonic() - since
+        """For how long a reader has not taken all that was written, in seconds."""
+        return time.monotonic() - self._blocked_since if self._blocked else 0.0
 
     @property
     def copied_at(self) -> float:
         """When something was copied last, by time.monotonic(): now, while a reader delays it."""
-        return time.monotonic() if self.blocked_s else self._copied_at
+        return time.monotonic() if self._blocked else self._copied_at
 
-    def give_up(self) -> None:
-        """Read no more of the ranks, whose agents then end: nobody reads what is shown."""
-        for each in self._of_ranks():
-            with suppress(OSError):  # it has ended
-                assert isinstance(each.file, socket.socket)
-                each.file.shutdown(socket.SHUT_RDWR)
+    # --- copying ---
 
-    def finish(self, within_s: float) -> bool:
-        """End after what mpirun's pipes still hold. Whether it has: a terminal that is stopped delays it."""
-        self._is_ending = True
-        os.eventfd_write(self._wake, 1)
-        if self._input is not None:
-            with suppress(OSError):  # it has ended
-                self._input.shutdown(socket.SHUT_RDWR)
-        if self._manners is not None:
-            self.follow(self._manners)
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
+    def copy(self) -> None:
+        """Write what the readers take now. If that is all, read what the streams have brought."""
+        for screen in self._blocked:
+            screen.flush()
+        self._wait_for_readers()
+        for file, _ in () if self._blocked else self._readable.poll(0):
+            if not self._take(self._streams[file]):
+                self._end(file)
+            self._copied_at = time.monotonic()
+            if any(screen.is_blocked for screen in self._screens.values()):
+                break
+        self._wait_for_readers()
+        if self._grow not in self._selector.timers:
+            self._grow()
 
-    def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
-        """Show what mpirun has said at the end; if the verdict says it, write it to `log_dir` instead."""
-        left_out = b""
-        for stream in self._of_mpirun:
-            if is_said and not self._shows_end:
-                left_out += stream.held
-            elif stream.held.strip():
-                self._screens[stream.number].show(stream, stream.held)
-        for screen in set(self._screens.values()):
-            screen.close()
-        self._poll.close()
-        os.close(self._wake)
-        if left_out and log_dir is not None:
-            path = Path(log_dir, "mpirun.log")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("ab") as file:
-                    file.write(left_out)
-            except OSError as error:
-                log.error(f"--log-dir: {path} cannot be written: {error.strerror}.")
+    def _grow(self) -> None:
+        """Show how open lines grow, as long as there are some."""
+        if any(screen.grows for screen in self._screens.values()):
+            self._selector.after(GROWTH_S, self._grow)
+        for screen in () if self._blocked else self._screens.values():
+            screen.show_growth()
+        self._wait_for_readers()
 
-    # --- the thread ---
-
-    def _copy(self) -> None:
-        while not self._is_ending:
-            self._busy_since = None
-            screens = set(self._screens.values())
-            ready = self._poll.poll(GROWTH_S if any(each.grows for each in screens) else None)
-            self._busy_since = time.monotonic()
-            for file, _ in ready:
-                if file == self._wake:
-                    os.eventfd_read(file)
-                    continue
-                if not self._take(self._streams[file]):
-                    self._end(file)
-                self._copied_at = time.monotonic()
-            self._show_own()
-            for screen in screens:
-                screen.show_growth()
-        for file, stream in list(self._streams.items()):
-            while stream.rank < 0 and self._take(stream, is_last=True):
-                pass
-            self._end(file)
-        self._show_own()
-
-    def _show_own(self) -> None:
-        while self._to_show:
-            self._to_show.popleft()()
+    def _wait_for_readers(self) -> None:
+        """Let the selector report when the readers take more, and no stream before they have taken all."""
+        before, self._blocked = self._blocked, {s for s in self._screens.values() if s.is_blocked}
+        if self._blocked and not before:
+            self._blocked_since = time.monotonic()
+            self._selector.unregister(self._readable)
+        if before and not self._blocked:
+            self._selector.register(self._readable, selectors.EVENT_READ, self)
+        for screen in self._blocked - before:
+            self._selector.register(screen.file, selectors.EVENT_WRITE, self)
+        for screen in before - self._blocked:
+            self._selector.unregister(screen.file)
 
     def _take(self, stream: _Stream, *, is_last: bool = False) -> bool:
         """Take what a stream has brought, and keep the end of that. False at its end."""
@@ -252,7 +218,7 @@ class JobOutput:
             return False
         if not chunk:
             return False
-        rank = stream.rank  # of mpirun's, the other thread may change it
+        rank = stream.rank
         self.latest[rank] = (self.latest.get(rank, b"") + chunk)[-_LATEST:]
         if stream.number == 2:
             self._tail.append((rank, chunk))
@@ -269,9 +235,50 @@ class JobOutput:
 
     def _end(self, file: int) -> None:
         stream = self._streams.pop(file)
-        self._poll.unregister(file)
+        self._readable.unregister(file)
         stream.file.close()
         self._screens[stream.number].end(stream)
+
+    # --- the end ---
+
+    def give_up(self) -> None:
+        """Read no more of the ranks, whose agents then end: nobody reads what is shown."""
+        for file in [file for file, stream in self._streams.items() if stream.rank >= 0]:
+            self._end(file)
+
+    def finish(self) -> None:
+        """Take what mpirun's pipes still hold, and end all streams. To write it is left to `copy`."""
+        self._is_ending = True
+        for file, stream in list(self._streams.items()):
+            while stream.rank < 0 and self._take(stream, is_last=True):
+                pass
+            self._end(file)
+        self._wait_for_readers()
+        if self._input is not None:
+            with suppress(OSError):  # it has ended
+                self._input.shutdown(socket.SHUT_RDWR)
+        if self._manners is not None:
+            self.follow(self._manners)
+
+    def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
+        """Show what mpirun has said at the end; if the verdict says it, write it to `log_dir` instead."""
+        left_out = b""
+        for stream in self._of_mpirun:
+            if is_said and not self._shows_end:
+                left_out += stream.held
+            elif stream.held.strip():
+                self._screens[stream.number].show(stream, stream.held)
+        for screen in set(self._screens.values()):
+            screen.close()
+        self._readable.close()
+        if left_out and log_dir is not None:
+            path = Path(log_dir, "mpirun.log")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(left_out)
+            except OSError as error:
+                log.error(f"--log-dir: {path} cannot be written: {error.strerror}.")
 
 
 def _send_stdin(connection: socket.socket) -> None:

@@ -1,9 +1,9 @@
 """The verdict on an attempt: the rank that failed first, the sentence, the exit code, the host at fault.
 
-`verdict` is a pure function of a record of what happened. A job has succeeded when every rank has reported
-success. mpirun's exit code counts only if no rank has reported: it is 0 after a killed daemon or a cut link,
-and 255 or 143 whatever the script returned. The agent of each rank reports its end as wait() tells it. So a
-rank that ends without a report has lost its agent: by a signal, or with its host.
+`verdict` is a function of the attempt's record (`mpiddp.launch.events`). A job has succeeded when every rank
+has reported success. mpirun's exit code counts only if no rank has reported: it is 0 after a killed daemon or
+a cut link, and 255 or 143 whatever the script returned. The agent of each rank reports its end as wait()
+tells it. So a rank that ends without a report has lost its agent: by a signal, or with its host.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import log
-from mpiddp.launch.ranks import MPIRUN, Announcement, Ranks, is_silent
-from mpiddp.protocol.server import Message
+from mpiddp.launch.events import (
+    LAUNCHER,
+    MPIRUN,
+    MPIRUN_AT_END,
+    Announcement,
+    Event,
+    Record,
+    Stop,
+    is_silent,
+)
 from mpiddp.text import escaped, signal_name, size_text
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
@@ -44,15 +49,6 @@ _OF_THE_HOST = frozenset(
 )
 
 
-class Stop(IntEnum):
-    """Who has requested a stop of the ranks. A later request outweighs an earlier one."""
-
-    NONE = 0
-    TO_GROW = 1  # by the launcher, which restarts the job on more hosts
-    BY_USER = 2
-    AT_ONCE = 3  # by the user, without a save
-
-
 class MpirunEnd(NamedTuple):
     """How mpirun ended."""
 
@@ -61,7 +57,6 @@ class MpirunEnd(NamedTuple):
     # Its code 128 + N says that signal N has killed a rank, and another code that none has.
     proves_signals: bool = False
     was_ended: bool = False  # by this launcher
-    beside: frozenset[int] = frozenset()  # the ranks on its own host
 
     @property
     def rank_signal(self) -> str | None:
@@ -69,18 +64,6 @@ class MpirunEnd(NamedTuple):
         if not self.proves_signals:
             return None
         return signal_name(self.code - 128) if self.code - 128 in _FATAL else ""
-
-
-@dataclass
-class History:
-    """What an attempt has done to its job, beside what the ranks and mpirun report."""
-
-    stop: Stop = Stop.NONE  # who has requested a stop of the ranks
-    stop_reason: str = ""  # the user's: the name of a signal, or an option
-    ended_because: str = ""  # the reason for which the launcher ended the job, if it did
-    is_requested: bool = False  # the user requested a stop, before the job began to end
-    limit: str = ""  # the time limit that the ranks exceeded after the request, if any
-    failed_in_stop: bool = False  # a rank failed after the request, before it was forced to end
 
 
 class FirstFailure(NamedTuple):
@@ -115,13 +98,12 @@ class Outcome(NamedTuple):
             log.info(self.hint)
 
 
-def verdict(
-    ranks: Ranks, mpirun: MpirunEnd, history: History, printed: _Printed = MappingProxyType({})
-) -> Outcome:
-    """The verdict, with the known cause of a failure. `printed` is what `JobOutput.last_errors` has kept."""
-    first = min(ranks.failures.values(), key=lambda each: _began(ranks, each), default=None)
-    found = _judge(ranks, mpirun, history, first)._replace(
-        stop=history.stop, announcement=ranks.announcement, made_steps=bool(ranks.paces)
+def verdict(record: Record) -> Outcome:
+    """The verdict, with the known cause of a failure."""
+    mpirun = MpirunEnd(**record.latest["mpirun"][LAUNCHER].facts)
+    first = min(record.failures.values(), key=lambda each: _began(record, each), default=None)
+    found = _judge(record, mpirun, first)._replace(
+        stop=record.stop, announcement=record.announcement, made_steps=bool(record.paces)
     )
     if found.code != FAILED:
         return found
@@ -129,37 +111,45 @@ def verdict(
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
     early = ""
-    if first and not history.ended_because:
-        early = _left_early(ranks, first.at, is_needed=_may_follow(first))
+    if first and not record.fact("end", "why"):
+        early = _left_early(record, first.at, is_needed=_may_follow(first))
     if (found.first and first and is_silent(first)) or (early and found.sentence.startswith(early)):
         return found  # it names what precedes every error
+    least = MPIRUN_AT_END
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
         least = MPIRUN if found.first is None else 0
-        printed = {rank: lines for rank, lines in printed.items() if rank >= least}
+    tails = record.latest["tail"].items()
+    printed = {rank: event.facts["lines"] for rank, event in tails if rank >= least}
     row, sentence = explained(found.first, printed) if found.first or printed else ("", "")
     if found.first and row in _OF_THE_HOST:
-        found = found._replace(host_at_fault=ranks.hosts[found.first.rank])
+        found = found._replace(host_at_fault=record.hosts[found.first.rank])
     return found._replace(known_cause=sentence)
 
 
-def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | None) -> Outcome:
+def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     """The verdict by the first row that applies. `first` failed first."""
+    stop, end = record.own("stop"), record.own("end")
+    # A request after a failure explains nothing.
+    is_requested = record.stop >= Stop.BY_USER and not (stop and end and end.at < stop.at)
     # Some ranks may have had less to do than others, and finished before the request.
-    all_done = not ranks.left
-    if all_done and ranks.said["stopped"]:
+    all_done = not record.left
+    if all_done and record.latest["stopped"]:
         return Outcome(STOPPED, "stopped on request.")
-    if history.ended_because:
-        missing = {ranks.hosts[rank] for rank in ranks.missing}
-        host = missing.pop() if len(missing) == 1 and len(ranks.missing) < ranks.world_size else ""
-        return Outcome(FAILED, f"{_left_early(ranks)}{history.ended_because}", host_at_fault=host)
-    if history.failed_in_stop and first and first.kind == "failed":
+    if why := record.fact("end", "why"):
+        missing = {record.hosts[rank] for rank in record.missing}
+        host = (
+            missing.pop() if len(missing) == 1 and len(record.missing) < record.world_size else ""
+        )
+        return Outcome(FAILED, f"{_left_early(record)}{why}", host_at_fault=host)
+    if is_requested and record.fact("end", "failed") and first and first.kind == "failed":
         # It failed while it saved and stopped, rather than being ended by the request.
         has_reason = bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
-        if has_reason and first.rank in ranks.said["supports_stop"]:
-            return _of_failure(ranks, mpirun, first)
-    if history.is_requested and not (all_done and ranks.said["supports_stop"]):
-        what = f"{history.limit}; the job was killed" if history.limit else "the job was stopped"
-        if history.stop_reason == HUNG_UP:
+        if has_reason and first.rank in record.latest["supports_stop"]:
+            return _of_failure(record, mpirun, first)
+    if is_requested and not (all_done and record.latest["supports_stop"]):
+        clause = record.fact("overdue", "clause")
+        what = f"{clause}; the job was killed" if clause else "the job was stopped"
+        if record.fact("stop", "reason") == HUNG_UP:
             what = (
                 f"{HUNG_UP}, and {what}. With nohup before its command, a job outlives its terminal"
             )
@@ -167,34 +157,38 @@ def _judge(ranks: Ranks, mpirun: MpirunEnd, history: History, first: Message | N
     if all_done:
         return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
     has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
-    if first is not None and first.kind == "lost" and (found := _not_started(ranks, mpirun, first)):
+    if (
+        first is not None
+        and first.kind == "lost"
+        and (found := _not_started(record, mpirun, first))
+    ):
         return found
     if first is not None and (mpirun.code >= 0 or mpirun.was_ended or has_said_why):
-        if name := _signal_of_mpirun(ranks, mpirun):
+        if name := _signal_of_mpirun(record, mpirun):
             return Outcome(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
-        return _of_failure(ranks, mpirun, first)
+        return _of_failure(record, mpirun, first)
     # Ranks that refuse may not report.
-    if not ranks.said["started"] and mpirun.code in (BAD_INPUT, STOPPED):
+    if not record.latest["started"] and mpirun.code in (BAD_INPUT, STOPPED):
         return Outcome(mpirun.code, is_complete=False)
     cause = f"{mpirun.name} ended with exit code {mpirun.code}"
     if mpirun.code < 0:
         cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
     elif mpirun.rank_signal:
         cause = f"a rank was killed by {mpirun.rank_signal}"
-    elif mpirun.code == DONE and not ranks.said["started"]:
+    elif mpirun.code == DONE and not record.latest["started"]:
         cause = "mpirun ended, but no rank ever reported"
     return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
 
-def _not_started(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome | None:
+def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | None:
     """The verdict where a rank has ended, without a signal of its own, before the others had started."""
-    missing = [rank for rank in range(ranks.world_size) if rank not in ranks.said["started"]]
-    has_begun = 0 < len(missing) < ranks.world_size
+    missing = [rank for rank in range(record.world_size) if rank not in record.latest["started"]]
+    has_begun = 0 < len(missing) < record.world_size
     if not has_begun or mpirun.rank_signal or not mpirun.proves_signals or is_silent(first):
         return None
-    hosts, others = {ranks.hosts[rank] for rank in missing}, ranks.names(missing)
+    hosts, others = {record.hosts[rank] for rank in missing}, record.names(missing)
     if mpirun.was_ended or mpirun.code < 0:  # an mpirun that hangs tells nothing
-        why, hosts = f"{ranks.name(first.rank)} ended before {others} had started", set()
+        why, hosts = f"{record.name(first.rank)} ended before {others} had started", set()
     else:
         why = f"{mpirun.name} could not start {others} (exit code {mpirun.code})"
     host = hosts.pop() if len(hosts) == 1 else ""
@@ -202,7 +196,7 @@ def _not_started(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome | N
     return Outcome(FAILED, sentence, is_complete=False, host_at_fault=host)
 
 
-def _began(ranks: Ranks, message: Message) -> float:
+def _began(record: Record, message: Event) -> float:
     """The estimated time when this rank's failure began. The ends of its peers may overtake its report."""
     # A silent host stopped answering long before it was noticed.
     if message.kind == "lost":
@@ -210,26 +204,26 @@ def _began(ranks: Ranks, message: Message) -> float:
     is_consequence = _may_follow(message)
     if message.facts.get("signal") == signal.SIGTERM:  # an MPI's, after another rank's failure
         return message.at + _CONSEQUENCE_S
-    began = ranks.said["claim"].get(message.rank, message).at
+    began = record.latest["claim"].get(message.rank, message).at
     return began + _CONSEQUENCE_S if is_consequence else began
 
 
-def _may_follow(failure: Message) -> bool:
+def _may_follow(failure: Event) -> bool:
     """Whether a rank reports what happens to it when another rank has ended."""
     facts = failure.facts
     return bool(facts.get("traceback") and _CONSEQUENCE.search(facts["error"]))
 
 
-def _is_refusal(ranks: Ranks, first: Message) -> bool:
+def _is_refusal(record: Record, first: Event) -> bool:
     """Whether a rank that ends with code 2 has refused its input, as argparse does.
 
     In the middle of the job, code 2 is a failure like any other: steps were made, or it leaves ranks behind.
     """
-    is_amid = bool(ranks.paces) or any(map(_may_follow, ranks.failures.values()))
+    is_amid = bool(record.paces) or any(map(_may_follow, record.failures.values()))
     return first.facts["code"] == BAD_INPUT and bool(first.facts["error"] or not is_amid)
 
 
-def _is_by_mpirun(failure: Message) -> bool:
+def _is_by_mpirun(failure: Event) -> bool:
     """Whether a rank has ended as those do that an mpirun ends."""
     if failure.kind == "lost":
         return not failure.facts["silent"]
@@ -237,19 +231,19 @@ def _is_by_mpirun(failure: Message) -> bool:
     return is_interrupt or failure.facts.get("signal", 0) in _BY_MPIRUN
 
 
-def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd) -> str:
+def _signal_of_mpirun(record: Record, mpirun: MpirunEnd) -> str:
     """The signal that somebody sent to mpirun, which has ended all ranks at the same moment; "" for none."""
-    failures = ranks.failures.values()
+    failures = record.failures.values()
     times = [message.at for message in failures]
-    has_others = mpirun.was_ended or ranks.done
-    if has_others or len(times) < ranks.world_size or max(times) - min(times) >= _BY_MPIRUN_S:
+    has_others = mpirun.was_ended or record.done
+    if has_others or len(times) < record.world_size or max(times) - min(times) >= _BY_MPIRUN_S:
         return ""
-    if ranks.world_size == 1 and not mpirun.proves_signals:  # whose code is that of the rank
+    if record.world_size == 1 and not mpirun.proves_signals:  # whose code is that of the rank
         return ""
     # A daemon that is killed takes its ranks along, which then report nothing. Open MPI's on this host is
     # mpirun, and a rank that sees its end before its signal reports nothing either.
     lost = {each.rank for each in failures if each.kind == "lost"}
-    is_of_daemon = lost and not (mpirun.proves_signals and lost <= mpirun.beside)
+    is_of_daemon = lost and not (mpirun.proves_signals and lost <= {*record.fact("began", "here")})
     if is_of_daemon or not all(map(_is_by_mpirun, failures)):
         return ""
     if mpirun.proves_signals:  # Open MPI does not tell which; it is shielded from SIGTERM
@@ -257,27 +251,27 @@ def _signal_of_mpirun(ranks: Ranks, mpirun: MpirunEnd) -> str:
     return signal_name(mpirun.code - 128) if mpirun.code - 128 in _BY_MPIRUN else ""
 
 
-def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
+def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
-    facts, name, by = first.facts, ranks.name(first.rank), mpirun.rank_signal
+    facts, name, by = first.facts, record.name(first.rank), mpirun.rank_signal
     error = str(facts.get("error", ""))
     # Such an error may name another rank.
     names_culprit = facts.get("is_verdict", False)
-    failure = None if names_culprit else FirstFailure(first.rank, ranks.host_of(first.rank), error)
-    if first.kind == "failed" and (facts["code"] == STOPPED or _is_refusal(ranks, first)):
+    failure = None if names_culprit else FirstFailure(first.rank, record.host_of(first.rank), error)
+    if first.kind == "failed" and (facts["code"] == STOPPED or _is_refusal(record, first)):
         return Outcome(facts["code"], error, failure)
-    failures = [each for _, each in sorted(ranks.failures.items())]
+    failures = [each for _, each in sorted(record.failures.items())]
     # These, or their scripts, were killed: they have ended without a word of their own.
     killed = [each for each in failures if each.kind == "lost" or each.facts.get("signal")]
     # Those that vanished together with the first.
     gone = [each for each in killed if first in killed and each.at - first.at < _AT_ONCE_S]
-    hosts = list(dict.fromkeys(ranks.host_of(each.rank) for each in gone))
-    before, is_complete = _left_early(ranks, first.at, is_needed=_may_follow(first)), True
-    others = " The other ranks were stopped." if ranks.world_size > 1 else ""
+    hosts = list(dict.fromkeys(record.host_of(each.rank) for each in gone))
+    before, is_complete = _left_early(record, first.at, is_needed=_may_follow(first)), True
+    others = " The other ranks were stopped." if record.world_size > 1 else ""
     if is_silent(first):
-        host, before = ranks.host_of(first.rank), ""
+        host, before = record.host_of(first.rank), ""
         silent = [each.rank for each in failures if is_silent(each)]
-        there = [str(rank) for rank in silent if ranks.host_of(rank) == host]
+        there = [str(rank) for rank in silent if record.host_of(rank) == host]
         numbers = f"rank{'s' if len(there) > 1 else ''} {', '.join(there)}"
         sentence = f"lost {host} ({numbers}): the host stopped answering."
     elif first.kind == "lost":
@@ -301,7 +295,7 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     elif number := facts.get("signal"):
         sentence = f"{name} was killed by {signal_name(number)}."
     elif facts["traceback"]:
-        file = ranks.said["log"].get(first.rank)
+        file = record.latest["log"].get(first.rank)
         where = f" (its traceback: {escaped(file.facts['path'])})" if file else ""
         line = error.strip().partition("\n")[0].rstrip(".")
         sentence = f"{name} failed first: {line}{where}."
@@ -311,28 +305,28 @@ def _of_failure(ranks: Ranks, mpirun: MpirunEnd, first: Message) -> Outcome:
     sentence, newline, table = sentence.partition("\n")
     sentence = f"{before}{sentence}{others}{newline}{table}"
     is_of_one_host = bool(gone) and (is_silent(first) or len(hosts) == 1)
-    host_at_fault = ranks.hosts[first.rank] if is_of_one_host else ""
+    host_at_fault = record.hosts[first.rank] if is_of_one_host else ""
     return Outcome(FAILED, sentence, failure, is_complete, host_at_fault)
 
 
-def _left_early(ranks: Ranks, before: float = float("inf"), *, is_needed: bool = False) -> str:
+def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool = False) -> str:
     """A sentence that names the ranks that left without an error, "" for none. Another sentence follows.
 
     `is_needed`: what failed then needed another rank, so each that was done counts. It notices the end of a
     script before the launcher does.
     """
-    exited = [each for each in ranks.done.values() if each.kind == "exited" and each.at <= before]
+    exited = [each for each in record.done.values() if each.kind == "exited" and each.at <= before]
     how = " (os._exit)" if exited else ""
     if is_needed and not exited:
-        exited = [each for each in ranks.done.values() if each.at <= before + _CONSEQUENCE_S]
-    early = ranks.names(sorted(each.rank for each in exited))
+        exited = [each for each in record.done.values() if each.at <= before + _CONSEQUENCE_S]
+    early = record.names(sorted(each.rank for each in exited))
     return f"{early} ended early, with exit code 0{how}. Then " if early else ""
 
 
 # --- known causes ---
 
 
-def _lack_of_memory(first: Message) -> str:
+def _lack_of_memory(first: Event) -> str:
     """What the kernel's count of its kills says, which the rank's agent has read again at the end."""
     if not (count := first.facts.get("oom_kills", 0)):
         return ""

@@ -1,6 +1,6 @@
 """Viewers of a job: a console as the launcher has it, without ranks, and the verbs in processes of their own.
 
-Tests mpiddp/watch/, mpiddp/launch/{control,ranks}.py.
+Tests mpiddp/watch/, mpiddp/launch/{control,status}.py.
 python -m pytest tests/integration/test_viewers.py
 """
 
@@ -20,9 +20,10 @@ import pytest
 from mpiddp.cli import main
 from mpiddp.errors import UserError
 from mpiddp.launch.control import Console
-from mpiddp.launch.ranks import Ranks, job_facts
+from mpiddp.launch.events import Event, Record
+from mpiddp.launch.status import job_facts
 from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS, viewed_folders
-from mpiddp.protocol.server import ChannelServer, Message, TimedSelector
+from mpiddp.protocol.server import ChannelServer, TimedSelector
 from mpiddp.watch import jobs, stop_and_stacks
 from tests.support.channels import progress
 from tests.support.errors import error
@@ -47,10 +48,10 @@ def serving(console):
 
     It answers nobody while the event that it yields is set.
     """
-    ranks = Ranks(("a", "b"))
+    record = Record(("a", "b"))
     for rank in (0, 1):
-        ranks.note(Message(rank, "progress", progress(5 + rank), 1.0))
-    facts = job_facts(ranks, {0: b"loss 0.5\n"}, 2.0) | {"phase": "running"}
+        record.add(Event("progress", rank, progress(5 + rank), 1.0))
+    facts = job_facts(record, {0: b"loss 0.5\n"}, 2.0) | {"phase": "running"}
     answers = {
         VIEW_JOB: facts,
         VIEW_STACKS: {"sentence": "both wait.", "stacks": {1: f"{STACK}\n\nthread 2:"}},

@@ -63,21 +63,25 @@ def main(codes: list[str]) -> None:
             command = [sys.executable, "-c", RANK, str(rank), str(len(codes)), code]
             files = {"stdout": pipes[1][1], "stderr": pipes[2][1]}
             ranks.append(subprocess.Popen(command, env=env, **files))
-        outputs = JobOutput(len(codes), *(os.fdopen(reader, "rb") for reader, _ in pipes.values()))
+        streams = (os.fdopen(reader, "rb") for reader, _ in pipes.values())
+        outputs = JobOutput(len(codes), selector, *streams)
         deadline = time.monotonic() + PATIENCE_S
         # A rank may end before its output process has connected.
         missing = len(codes) * len(STREAMS)
         while missing or any(rank.poll() is None for rank in ranks) or outputs.open_ranks:
             assert time.monotonic() < deadline, (missing, outputs.open_ranks)
-            for key, _ in selector.select(0.02):
-                for message in server.receive(key.data):
+            for data in selector.ready(time.monotonic() + 0.02):
+                if data is outputs:
+                    outputs.copy()
+                    continue
+                for message in server.receive(data):
                     if message.kind == INPUT:
                         inputs.append(message)  # open to the end
                     if message.kind == "output":
                         outputs.add(rank=message.rank, **message.facts)
                         missing -= 1
         outputs.log(f"codes {[rank.returncode for rank in ranks]}", is_error=True)
-        assert outputs.finish(PATIENCE_S)
+        outputs.finish()
         outputs.settle(is_said=False)
         server.close()
 

@@ -6,6 +6,7 @@ python -m pytest tests/promises/test_stop.py
 import fcntl
 import json
 import os
+import pty
 import random
 import re
 import shlex
@@ -289,21 +290,28 @@ def test_ctrl_c_ends_the_reader_as_well(here):
     assert have_left(here, "saved")
 
 
-def test_a_reader_that_reads_no_more(here):
-    """A job stops within seconds on request even if nobody reads its output, as in a pager."""
-    with flooding(here, subprocess.PIPE) as job:
+@pytest.mark.parametrize("reader", ["pipe", "terminal", "ctrl_s"])
+def test_a_reader_that_reads_no_more(here, reader):
+    """A job stops within seconds on request even if nobody reads its output: a pager, or Ctrl-S."""
+    ours, theirs = os.pipe() if reader == "pipe" else pty.openpty()
+    with flooding(here, theirs) as job:
         eventually(lambda: have_left(here, "ready"))
-        eventually(lambda: waiting_bytes(job.stdout) > 16_000)  # soon it is full
+        if reader == "ctrl_s":
+            termios.tcflow(theirs, termios.TCOOFF)
+        else:
+            full = 16_000 if reader == "pipe" else 2_000
+            eventually(lambda: waiting_bytes(ours) > full)  # soon it is full
         job.send_signal(signal.SIGTERM)
         assert job.wait(60) == 75
+    os.close(ours)
+    os.close(theirs)
     assert have_left(here, "saved")
     eventually(lambda: not here.processes())
 
 
-def waiting_bytes(pipe: IO[bytes] | None) -> int:
-    """Of at most 65,536 that a pipe holds."""
-    assert pipe is not None
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+def waiting_bytes(file: int) -> int:
+    """Of at most 65,536 that a pipe holds, or some thousand that a terminal does."""
+    return int.from_bytes(fcntl.ioctl(file, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 # --- without the launcher ---

@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import FAILED
-from mpiddp.launch import attempt, watch
-from mpiddp.launch.attempt import Attempt, Event
+from mpiddp.launch import attempt
+from mpiddp.launch.attempt import Attempt
 from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.control import ControlServer, SignalQueue
+from mpiddp.launch.events import Record, Stop
 from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.ranks import Ranks
 from mpiddp.launch.starters import STARTERS
-from mpiddp.launch.verdict import MpirunEnd, Stop, verdict
+from mpiddp.launch.verdict import MpirunEnd, verdict
 from mpiddp.protocol.channel import RANK, UNIX, encode
 from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
@@ -48,18 +48,13 @@ class Job:
         self.folder = Path(tempfile.mkdtemp())
         self.server = ControlServer(self.folder / "control", 2, self.selector)
         self.mpirun = MpirunProcess(starter, Command("sleep", (), ("1000",)))
-        self.outputs = JobOutput(2, *self.mpirun.streams)
+        self.outputs = JobOutput(2, self.selector, *self.mpirun.streams)
         self.signals = SignalQueue()
         self.connections: list[socket.socket] = []
-        self.ranks = Ranks(("a", "b"))
+        self.record = Record(("a", "b"), hang_timeout_s=options.hang_timeout_s)
         self.attempt = Attempt(
-            options, self.ranks, self.server, self.mpirun, self.outputs, self.signals
+            options, self.record, self.server, self.mpirun, self.outputs, self.signals
         )
-
-    @property
-    def said(self) -> str:
-        """What the launcher has printed."""
-        return "\n".join(sorted(self.outputs._said.values()))
 
     def say(self, rank: int, kind: str, **facts: Any) -> None:
         self.attempt.on_message(Message(rank, kind, facts, time.monotonic()))
@@ -89,20 +84,15 @@ class Job:
         for rank in (0, 1):
             self.say(rank, "joining", timeout_s=1000)
 
-    @property
-    def timers(self) -> list[Any]:
-        return [*self.selector.timers]
-
-    def until(self, event: object) -> None:
-        """Wait for the timers, until this event is over."""
+    def until(self, kind: str) -> Mapping[str, Any]:
+        """Wait for the timers, until the launcher does this. Its facts."""
         deadline = time.monotonic() + LIMIT_S
-        while True:
+        while (event := self.record.own(kind)) is None:
             assert time.monotonic() < deadline
             time.sleep(max(0.0, min(1.0, self.selector.next_at - time.monotonic())))
-            for due in self.selector.due():
-                due() if callable(due) else self.attempt.on(due)
-                if due == event:
-                    return
+            for reaction in self.selector.due():
+                reaction()
+        return event.facts
 
     @property
     def end(self) -> int:
@@ -112,7 +102,7 @@ class Job:
     def close(self) -> None:
         self.mpirun.kill_all()
         self.mpirun._process.wait(LIMIT_S)
-        assert self.outputs.finish(LIMIT_S)
+        self.outputs.finish()
         self.outputs.settle(is_said=True)
         for connection in self.connections:
             connection.close()
@@ -137,6 +127,12 @@ def started(
     return jobs[-1]
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher looks at the job 100 times in a second."""
+    monkeypatch.setattr(attempt, "CHECK_S", 0.01)
+
+
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank has to start in 0.01 s."""
@@ -146,25 +142,26 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("soon")
 def test_no_rank_starts_in_time(jobs: list[Job]) -> None:
     job = started(jobs)
-    job.until(Event.LATE)
-    assert job.attempt.history.ended_because.startswith(
-        "no rank has started in 0.01 s: mpirun or one of"
-    )
-    assert job.attempt._end_mpirun in job.timers
+    why = job.until("end")["why"]
+    assert why.startswith("no rank has started in 0.01 s: mpirun or one of")
     job.attempt._end_mpirun()
     assert job.end == -signal.SIGHUP  # Open MPI's stop signal
     assert job.mpirun.was_ended
 
 
 @pytest.mark.usefixtures("soon")
-def test_ranks_of_which_none_joins_are_told_and_not_ended(jobs: list[Job]) -> None:
+def test_ranks_of_which_none_joins_are_told_and_not_ended(
+    jobs: list[Job], capfd: pytest.CaptureFixture[str]
+) -> None:
     """They may import torch from a slow disk."""
     job = started(jobs)
     job.start(0, 1)
-    job.until(job.attempt._stacks._report)
-    assert job.attempt.history.ended_because == ""
+    job.until("asked")
+    job.attempt._see_stacks()
+    assert job.record.own("end") is None
     assert job.mpirun.code is None
-    assert "only 0 of 2 ranks joined in 0.01 s. Missing: rank 0 on a, rank 1 on b. " in job.said
+    missing = "only 0 of 2 ranks joined in 0.01 s. Missing: rank 0 on a, rank 1 on b. "
+    assert missing in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("soon")
@@ -173,18 +170,18 @@ def test_a_rank_that_joins_while_the_others_are_asked_for_stacks_gives_them_time
 ) -> None:
     job = started(jobs)
     job.start(0, 1)
-    job.until(Event.LATE)
+    job.until("asked")
     job.say(1, "joining", timeout_s=60.0)
-    job.until(job.attempt._stacks._report)
-    assert job.attempt.history.ended_because == ""
+    job.attempt._see_stacks()
+    assert job.record.own("end") is None
 
 
 def test_a_scheduler_may_let_a_start_wait(jobs: list[Job]) -> None:
-    assert Event.LATE in started(jobs).timers
+    assert started(jobs).record.own("limit")
     job = started(jobs, starter=srun())
-    assert Event.LATE not in job.timers
+    assert not job.record.own("limit")
     job.start(0)
-    assert Event.LATE in job.timers
+    assert job.record.own("limit")
 
 
 def srun() -> Starter:
@@ -192,15 +189,13 @@ def srun() -> Starter:
     return kind._replace(program=Path("/usr/bin/srun"))
 
 
-def test_a_job_without_a_step_hangs(jobs: list[Job]) -> None:
+def test_a_job_without_a_step_hangs(jobs: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
     job = started(jobs, replace(NO_LIMITS, hang_timeout_s=0.2))
     job.join()
     job.say(0, "progress", **progress(1))
     job.say(1, "exited")
-    while not job.attempt.history.ended_because:
-        job.until(Event.SEE_STEPS)
-    assert job.attempt.history.ended_because == "the job hung and was stopped."
-    assert "rank 0 on a has made no step for 0.2 s" in job.said
+    assert job.until("end")["why"] == "the job hung and was stopped."
+    assert "rank 0 on a has made no step for 0.2 s" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("silent", "seconds"), [(False, 3), (True, 0)])
@@ -211,14 +206,14 @@ def test_a_failure_has_time_to_reach_the_others(
     job.join()
     job.say(1, "lost", silent=silent)
     now = time.monotonic()
-    times = {event: at - now for event, at in job.selector.timers.items()}
+    times = {reaction: at - now for reaction, at in job.selector.timers.items()}
     assert round(times[job.attempt._end_ranks]) == seconds
     assert round(times[job.attempt._end_mpirun]) == seconds + 1
     job.attempt._end_ranks()
     job.attempt._end_mpirun()
     assert job.end == -signal.SIGHUP
-    assert job.attempt.history.ended_because == ""
-    assert job.attempt.history.stop == Stop.NONE
+    assert job.until("end") == {"failed": True, "why": ""}
+    assert job.record.stop == Stop.NONE
 
 
 def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) -> None:
@@ -227,15 +222,15 @@ def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) ->
     job.attempt.request_stop("SIGINT")
     job.attempt.request_stop("--stop-after")  # only the first one counts
     job.attempt.on_signal(signal.SIGHUP)
-    assert job.attempt.history.stop == Stop.BY_USER
+    assert job.record.stop == Stop.BY_USER
     assert job.mpirun.code is None
     job.attempt.on_signal(signal.SIGTERM)
-    assert job.attempt.history.stop == Stop.AT_ONCE
+    assert job.record.stop == Stop.AT_ONCE
     assert job.end == -signal.SIGKILL
 
 
 def test_a_rank_that_does_not_stop_in_time_is_named(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(attempt, "SAVE_GRACE_S", 0.2)
     job = started(jobs, replace(NO_LIMITS, grace_s=0.01))
@@ -244,15 +239,13 @@ def test_a_rank_that_does_not_stop_in_time_is_named(
     job.say(0, "saving", active=True)
     job.connect(0)
     job.attempt.on_signal(signal.SIGUSR1)
-    job.until(Event.SEE_GRACE)
-    assert job.mpirun.code is None
-    job.until(Event.SEE_GRACE)
     late = "rank 0 on a was still saving 0.2 s after the request"
-    assert (job.attempt.history.stop, job.attempt.history.limit) == (Stop.BY_USER, late)
+    assert job.until("overdue") == {"clause": late}
+    assert job.record.stop == Stop.BY_USER
     assert job.end == -signal.SIGHUP
-    stopping = "SIGUSR1: the ranks are saving and stopping; another signal kills them at once."
-    assert stopping in job.said
-    assert job.said.count("rank 0 on a is still saving; waiting for at most 0.2 s") == 1
+    said = capfd.readouterr().err
+    assert "SIGUSR1: the ranks are saving and stopping; another signal kills them at once." in said
+    assert said.count("rank 0 on a is still saving; waiting for at most 0.2 s") == 1
 
 
 def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
@@ -262,8 +255,9 @@ def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
     failure = {"code": 1, "error": "ValueError: x", "traceback": "t", "is_verdict": False}
     job.say(1, "failed", **failure)
     job.attempt.on_signal(signal.SIGINT)
-    assert job.attempt.history.stop == Stop.BY_USER  # no restart
-    found = verdict(job.ranks, MpirunEnd("mpirun", 1), job.attempt.history)
+    assert job.record.stop == Stop.BY_USER  # no restart
+    job.record.note("mpirun", **MpirunEnd("mpirun", 1)._asdict())
+    found = verdict(job.record)
     assert found.code == FAILED
     assert "rank 1 on b failed first: ValueError: x" in found.sentence
 
@@ -276,20 +270,19 @@ def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(
     job.join()
     for rank in (0, 1):
         job.say(rank, "done")
-    job.until(job.attempt._end_mpirun)
+    job.until("end")
     assert job.end == -signal.SIGHUP
 
 
 def test_ranks_that_have_started_wait_for_the_others_no_longer_than_the_user_says(
     jobs: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "STACKS_S", 0.1)
-    monkeypatch.setattr(watch, "INTERRUPTED_S", 0.0)
+    monkeypatch.setattr(attempt, "STACKS_S", 0.1)
+    monkeypatch.setattr(attempt, "INTERRUPTED_S", 0.0)
     job = started(jobs, replace(NO_LIMITS, timeout_s=0.02))
     job.connect(0)  # it never sends its stacks
     job.start(0)
-    job.until(job.attempt._stacks._report)
-    assert job.attempt.history.ended_because.startswith("only 1 of 2 ranks joined in 0.02 s.")
+    assert job.until("end")["why"].startswith("only 1 of 2 ranks joined in 0.02 s.")
 
 
 # --- growth ---
@@ -310,24 +303,24 @@ def resumable(
 
 @pytest.mark.parametrize(("max_ranks", "grows"), [(None, True), (3, True), (2, False)])
 def test_a_job_grows_up_to_the_ranks_that_it_can_use(
-    jobs: list[Job], max_ranks: int | None, grows: bool
+    jobs: list[Job], max_ranks: int | None, grows: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = resumable(jobs, max_ranks=max_ranks)
     job.attempt._grow("c can join")
-    assert (job.attempt.history.stop == Stop.TO_GROW) == grows
-    assert ("c can join: stopping to restart." in job.said) == grows
+    assert (job.record.stop == Stop.TO_GROW) == grows
+    assert ("c can join: stopping to restart." in capfd.readouterr().err) == grows
 
 
 def test_ranks_that_stop_to_grow_have_a_limit_from_the_first_save(jobs: list[Job]) -> None:
     job = resumable(jobs, replace(NO_LIMITS, grace_s=0.01))
     job.attempt._grow("c can join")
-    assert Event.SEE_GRACE not in job.timers  # a step may take long
+    assert job.record.own("grace") is None  # a step may take long
     job.say(0, "stopped", step=3)
     job.say(0, "exited")
-    job.until(Event.SEE_GRACE)
     late = "rank 1 on b had not stopped 0.01 s after the request (--grace)"
-    assert (job.attempt.history.stop, job.attempt.history.limit) == (Stop.TO_GROW, late)
-    assert job.attempt.history.ended_because == f"{late}."
+    assert job.until("overdue") == {"clause": late}
+    assert job.record.stop == Stop.TO_GROW
+    assert job.until("end")["why"] == f"{late}."
 
 
 @pytest.mark.parametrize(

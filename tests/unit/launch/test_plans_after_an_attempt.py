@@ -22,12 +22,11 @@ import pytest
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import job as jobs_of
 from mpiddp.launch.control import Console, SignalQueue
+from mpiddp.launch.events import Announcement, Event, Record, Stop
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import Plan, make_plan
-from mpiddp.launch.ranks import Announcement, Ranks
 from mpiddp.launch.report import Report
-from mpiddp.launch.verdict import Outcome, Stop
-from mpiddp.protocol.server import Message
+from mpiddp.launch.verdict import Outcome
 from tests.support.errors import error
 from tests.support.machine import an_mpirun
 
@@ -153,15 +152,12 @@ def test_a_request_before_a_growth_ends_the_job(
 
 def test_the_first_announcement_of_each_kind_counts() -> None:
     batch = {"resume_args": ["--resume"], "global_batch_size": 12, "max_ranks": None}
-    announce, folder = (
-        Message(0, "announce", batch, 1.0),
-        Message(0, "run_dir", {"path": "/x"}, 1.0),
-    )
+    announce, folder = Event("announce", 0, batch, 1.0), Event("run_dir", 0, {"path": "/x"}, 1.0)
     for order in ((announce, folder), (folder, announce)):
-        ranks = Ranks(("a", "b"))
-        for message in order:
-            ranks.note(message)
-        assert ranks.announcement == Announcement(("--resume",), 12, None, "/x", 2)
+        record = Record(("a", "b"))
+        for event in order:
+            record.add(event)
+        assert record.announcement == Announcement(("--resume",), 12, None, "/x", 2)
     first = Announcement().after(Announcement(("--resume",), 12, None, "", 2))
     later = first.after(Announcement(("--other",), 24, 8, "runs/1", 3, "step_1"))
     assert later == Announcement(("--resume",), 12, 8, "runs/1", 2, "step_1")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ import pytest
 from mpiddp.launch import log
 from mpiddp.launch.log import Screen, Source
 from mpiddp.launch.output import JobOutput
+from mpiddp.protocol.server import TimedSelector
 
 
 def test_the_only_rank_passes_its_bytes_on(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -76,8 +78,17 @@ def begun(*, shows_end: bool) -> tuple[JobOutput, list[IO[bytes]]]:
     """The output of a job of two ranks, and mpirun's ends of its streams."""
     ends = [os.pipe() for _ in range(2)]
     streams = [os.fdopen(reader, "rb", 0) for reader, _ in ends]
-    outputs = JobOutput(2, *streams, has_prefix=True, shows_end=shows_end)
+    outputs = JobOutput(2, TimedSelector(), *streams, has_prefix=True, shows_end=shows_end)
     return outputs, [os.fdopen(writer, "wb", 0) for _, writer in ends]
+
+
+def copy_until(outputs: JobOutput, ranks: list[int]) -> None:
+    """Copy until the output of all ranks but these has ended."""
+    deadline = time.monotonic() + 60
+    while outputs.open_ranks != ranks and time.monotonic() < deadline:
+        outputs._selector.ready(time.monotonic() + 0.01)
+        outputs.copy()
+    assert outputs.open_ranks == ranks
 
 
 @pytest.mark.parametrize("shows_end", [False, True])
@@ -92,16 +103,13 @@ def test_the_streams_of_a_rank_and_of_mpirun_are_copied(
     for (each, _), text in zip(pairs, [b"a\n", b"b\n", b"c"], strict=True):
         each.sendall(text)
     ours[1].write(SAID)
-    deadline = time.monotonic() + 60
-    for number, (each, _) in enumerate(pairs[:2]):
+    pairs[0][0].close()
+    copy_until(outputs, [1])
+    for each, _ in pairs[1:]:
         each.close()
-        while number == 0 and outputs.open_ranks != [1] and time.monotonic() < deadline:
-            time.sleep(0.01)
-    pairs[2][0].close()
-    while outputs.open_ranks and time.monotonic() < deadline:
-        time.sleep(0.01)
+    copy_until(outputs, [])
     outputs.log("a sentence.", is_error=True)
-    assert outputs.finish(60)
+    outputs.finish()
     outputs.settle(is_said=True, log_dir=str(tmp_path))
     assert (tmp_path / "mpirun.log").exists() is not shows_end
     seen = capfd.readouterr()
@@ -117,13 +125,12 @@ def test_the_end_of_what_ranks_print_on_stderr_is_kept_for_the_verdict(
     outputs, _ = begun(shows_end=False)
     ours, theirs = socket.socketpair()
     outputs.add(2, 1, "host1", theirs)
-    for number in range(40_000):
-        ours.sendall(b"line %d\n" % number)
+    for first in range(0, 40_000, 1000):
+        ours.sendall(b"".join(b"line %d\n" % number for number in range(first, first + 1000)))
+        outputs.copy()
     ours.close()
-    deadline = time.monotonic() + 60
-    while outputs.open_ranks and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert outputs.finish(60)
+    copy_until(outputs, [])
+    outputs.finish()
     outputs.settle(is_said=True)
     kept = outputs.last_errors[1]
     assert 100 < len(kept) < 10_000
@@ -143,3 +150,27 @@ def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking() 
     thread.join(60)
     for file in (reader, writer):
         os.close(file)
+
+
+def test_no_write_waits_for_a_terminal_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have room for a part of a text, and say that it can be written."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setenv("TERM", "xterm")
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(30)
+    try:
+        for size in range(1, 900, 37):
+            ours, theirs = os.openpty()
+            screen = Screen(theirs, "stdout", is_shared=False)
+            while not screen.is_blocked:
+                screen.show(Source(0), b"x" * size + b"\n")
+                size += 1
+            os.close(ours)
+            os.close(theirs)
+            os.close(screen.file)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

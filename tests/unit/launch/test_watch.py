@@ -1,6 +1,6 @@
-"""When the launcher asks for the stacks of the ranks, when these hang, and who is a straggler.
+"""When the launcher asks for the stacks of the ranks, and when these hang.
 
-Tests mpiddp/launch/watch.py.
+Tests mpiddp/launch/{places,watch}.py.
 python -m pytest tests/unit/launch/test_watch.py
 """
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import mpiddp
-from mpiddp.launch.ranks import Ranks
-from mpiddp.launch.watch import Watch, place_of, places_sentence
-from mpiddp.protocol.server import Message
+from mpiddp.launch.events import Event, Record
+from mpiddp.launch.places import place_of
+from mpiddp.launch.watch import hang_sentences, next_look_at, places_sentence
 from tests.support.channels import progress, stacks
 
 SITE = "/venv/lib/python3.11/site-packages"
@@ -54,9 +54,9 @@ class Job:
     """Ranks on hosts a, b, c, …, a clock, and the looks of the watch at their stacks."""
 
     def __init__(self, ranks: int = 3, timeout_s: float | None = None) -> None:
-        self.ranks = Ranks([chr(ord("a") + rank) for rank in range(ranks)])
+        hosts = [chr(ord("a") + rank) for rank in range(ranks)]
         self.now = 1000.0
-        self.watch = Watch(self.ranks, self.now, timeout_s)
+        self.record = Record(hosts, at=self.now, hang_timeout_s=timeout_s)
         self.printed_at = self.now
         self.stacks: dict[int, Frames] = {}
         self.cpu_s = dict.fromkeys(range(ranks), 0.0)
@@ -65,11 +65,11 @@ class Job:
         self.looks = 0
 
     def note(self, rank: int, kind: str, **facts: object) -> None:
-        self.ranks.note(Message(rank, kind, dict(facts), self.now, kind == "stacks"))
+        self.record.add(Event(kind, rank, facts, self.now, kind == "stacks"))
 
     def steps(self, count: int, every_s: float) -> None:
         """All ranks make steps, at most two of which are reported in a second."""
-        first = self.ranks.newest_step[0]
+        first = self.record.newest_step[0]
         unreported_s = 0.0
         for step in range(first + 1, first + count + 1):
             unreported_s += every_s
@@ -88,14 +88,17 @@ class Job:
             self.now += passed
             for rank in self.busy:
                 self.cpu_s[rank] += self.cores * passed
-            if self.watch.wants_stacks(self.now, self.printed_at):
+            if self.printed_at != self.record.began_at:
+                self.record.add(Event("printed", at=self.printed_at))
+            if self.now >= next_look_at(self.record):
                 self.looks += 1
-                self.ranks.stacks.clear()
+                self.record.note("asked", ranks=[*self.cpu_s])
                 for rank, frames in self.stacks.items():
                     state = "R" if rank in self.busy else "S"
                     facts = stacks(stack(frames), cpu_s=self.cpu_s[rank], state=state)
                     self.note(rank, "stacks", **facts)
-                said += " ".join(self.watch.judge_stacks(self.now, self.printed_at))
+                self.record.add(Event("looked", at=self.now))
+                said += " ".join(hang_sentences(self.record))
         return said
 
 
@@ -278,23 +281,21 @@ def test_the_place_of_a_rank_in_words(frames: Frames, text: str) -> None:
 
 def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
     """A rank that answers late, in native code, has made a step since the question."""
-    ranks = Ranks(["a"])
-    watch = Watch(ranks, 0.0, timeout_s=60.0)
-    ranks.note(Message(0, "progress", progress(1), 0.0))
-    assert watch.wants_stacks(60.0, 0.0)
-    ranks.note(Message(0, "progress", progress(2), 61.0))
-    assert not watch.wants_stacks(61.5, 0.0)
-    assert watch.judge_stacks(65.0, 0.0) == []
+    record = Record(["a"], at=0.0, hang_timeout_s=60.0)
+    record.add(Event("progress", 0, progress(1), 0.0))
+    assert next_look_at(record) == 60.0
+    record.add(Event("progress", 0, progress(2), 61.0))
+    assert next_look_at(record) == 121.0
 
 
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
 def test_native_code_does_not_hold_a_script_that_answers_late(order: tuple[bool, bool]) -> None:
     """Its agent, which the launcher has asked meanwhile, answers for it as well."""
-    ranks = Ranks(["a"])
-    ranks.note(Message(0, "progress", progress(1), 0.0))
+    record = Record(["a"])
+    record.add(Event("progress", 0, progress(1)))
     for from_script in order:
-        ranks.note(Message(0, "stacks", stacks(stack(LOADS)), 5.0, from_script))
-    assert not ranks.stacks[0]["is_held"]
+        record.add(Event("stacks", 0, stacks(stack(LOADS)), 5.0, from_script))
+    assert not record.stacks[0]["is_held"]
 
 
 EVALUATES = [
@@ -313,7 +314,7 @@ def test_ranks_that_compute_in_torch_are_not_accused(waiting: tuple[int, ...], s
     job.stacks = dict.fromkeys(range(3), EVALUATES) | dict.fromkeys(waiting, ALL_REDUCE)
     job.busy = {0, 1, 2} - {*waiting}
     assert job.after(280) == ""
-    sentence = places_sentence(job.ranks)
+    sentence = places_sentence(job.record)
     assert "rank 0 on a" in sentence
     assert "rank 0 on a waits" not in sentence
 

@@ -1,6 +1,6 @@
 """The tables of `mpiddp ps` and `mpiddp top`, from the reports of ranks, and which job a name means.
 
-Tests mpiddp/watch, mpiddp/launch/ranks.py.
+Tests mpiddp/watch, mpiddp/launch/status.py.
 python -m pytest tests/unit/watch/test_tables_of_jobs.py
 """
 
@@ -12,8 +12,8 @@ import pytest
 
 import mpiddp
 from mpiddp.errors import UserError
-from mpiddp.launch.ranks import Ranks, job_facts
-from mpiddp.protocol.server import Message
+from mpiddp.launch.events import Event, Record
+from mpiddp.launch.status import job_facts
 from mpiddp.watch import jobs, stop_and_stacks
 from mpiddp.watch.jobs import Job
 from mpiddp.watch.table import head_lines, job_lines, rank_lines, sorted_ranks
@@ -24,18 +24,18 @@ from tests.support.errors import error
 @pytest.fixture(name="facts")
 def facts_of_a_job():
     """A job of four ranks on two hosts: two make steps, one saves, one has not started."""
-    ranks = Ranks(("a", "a", "b", "b"))
+    record = Record(("a", "a", "b", "b"))
     for rank in (0, 1, 2):
-        ranks.note(Message(rank, "started", {"host": "ab"[rank // 2], "pid": 10 + rank}, 0.0))
-        ranks.note(Message(rank, "joining", {"timeout_s": 60}, 0.0))
+        record.add(Event("started", rank, {"host": "ab"[rank // 2], "pid": 10 + rank}, 0.0))
+        record.add(Event("joining", rank, {"timeout_s": 60}, 0.0))
     for second in range(10):
         for rank, own in ((0, 0.1), (1, 0.9)):
             facts = progress(second * 2, own_s=second * own)
-            ranks.note(Message(rank, "progress", facts, 100.0 + second))
-    ranks.note(Message(2, "saving", {"active": True}, 101.0))
+            record.add(Event("progress", rank, facts, 100.0 + second))
+    record.add(Event("saving", 2, {"active": True}, 101.0))
     latest = {0: b"epoch 1\n 10%\r 20%\x1b[2J\n\n", 2: b"\xff\n"}
     job = {"pid": 7, "name": "train.py", "age_s": 720.0, "attempt": 2, "phase": "running"}
-    facts = job | job_facts(ranks, latest, 112.0)
+    facts = job_facts(record, latest, 112.0) | job
     decoded: dict[str, Any] = json.loads(json.dumps(facts))
     return decoded
 
@@ -54,10 +54,10 @@ def test_every_rank_has_a_line(facts):
 
 
 def test_the_state_of_a_rank_is_that_of_its_latest_report():
-    ranks = Ranks("abcde")
+    record = Record("abcde")
     for rank, kind in enumerate(("done", "exited", "lost", "started")):
-        ranks.note(Message(rank, kind, {"host": "a", "silent": False}, 0.0))
-    states = [facts["state"] for facts in job_facts(ranks, {}, 1.0)["ranks"]]
+        record.add(Event(kind, rank, {"host": "a", "silent": False}, 0.0))
+    states = [facts["state"] for facts in job_facts(record, {}, 1.0)["ranks"]]
     assert states == ["done", "done", "failed", "joining", "starting"]
 
 
@@ -97,12 +97,12 @@ def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
 
 
 def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls():
-    ranks = Ranks(("a",))
-    ranks.note(Message(0, "started", {"host": "a", "pid": 7}, 0.0))
-    ranks.note(Message(0, "joining", {"timeout_s": 60}, 0.0))
+    record = Record(("a",))
+    record.add(Event("started", 0, {"host": "a", "pid": 7}, 0.0))
+    record.add(Event("joining", 0, {"timeout_s": 60}, 0.0))
     for second in range(3):
-        ranks.note(Message(0, "progress", progress(second), float(second)))
-    running, quiet = (job_facts(ranks, {}, at)["ranks"][0] for at in (11.0, 42.0))
+        record.add(Event("progress", 0, progress(second), float(second)))
+    running, quiet = (job_facts(record, {}, at)["ranks"][0] for at in (11.0, 42.0))
     assert (running["state"], running["rate"]) == ("running", 1.0)
     assert (quiet["state"], quiet["rate"]) == ("quiet", 1 / 40)
 

@@ -1,0 +1,76 @@
+"""The pace of one rank: its present step, and the times of its latest steps.
+
+A rank's own time is that in which the thread that makes its steps ran, or could run and waited for a core.
+The rest of a step it waits: for other ranks, for data, for a disk or a GPU. Ranks that wait for a GPU or in
+NCCL use their core meanwhile, so all their own times are equal, and none is a straggler.
+
+`mpiddp train` tells the phases of its steps. There a rank's own time is that of all phases but "waiting".
+A sharded model, or synchronized BatchNorm, waits in every phase, so what these ranks tell does not count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
+_STEPS = 50  # whose median counts
+
+
+class StepTime(NamedTuple):
+    """The mean seconds of a rank's latest steps. `cpu_s` is that of all its threads."""
+
+    step_s: float
+    own_s: float
+    cpu_s: float
+
+
+class Pace:
+    """The latest steps of one rank."""
+
+    def __init__(self) -> None:
+        self.step, self.since = -1, 0.0  # the present step, and since when
+        self.memory = 0  # of the process, in bytes
+        # The time of a step, its number, and the totals of the rank's thread and of its process.
+        self._samples: deque[tuple[float, int, float, float]] = deque()
+        self._phases = (0.0, 0.0)  # steps and own time by the latest report of phases
+        self._own_s: float | None = None  # of a step, by the latest two reports of phases
+        self._step_s: deque[float] = deque(maxlen=_STEPS)
+
+    def add(self, at: float, facts: Mapping[str, Any]) -> None:
+        """The rank has reported a step, a message "progress"."""
+        self.memory = facts["memory"]
+        samples, step, own_s = self._samples, facts["step"], facts["own_s"]
+        if step != self.step:  # it may begin anew
+            if 0 < self.step < step:
+                self._step_s.append((at - self.since) / (step - self.step))
+            self.step, self.since = step, at
+        if samples and (step <= samples[-1][1] or own_s < samples[-1][2]):
+            samples.clear()  # the script has begun anew, or another thread makes the steps now
+        samples.append((at, step, own_s, facts["cpu_s"]))
+        while len(samples) > 2 and samples[1][0] <= at - WINDOW_S:
+            samples.popleft()
+        phases = facts.get("phases", {})
+        if phases.get("waiting"):
+            own_s = sum(phases[name] for name in phases.keys() - {"waiting", "steps"})
+            steps_before, own_before = self._phases
+            if (steps := phases["steps"] - steps_before) > 0:
+                self._own_s = (own_s - own_before) / steps
+            self._phases = phases["steps"], own_s
+
+    @property
+    def step_time(self) -> StepTime | None:
+        """None until there are two reports, and if the clock has stood still between them (Ctrl-Z)."""
+        began_at, *began = self._samples[0]
+        at, *now = self._samples[-1]
+        if at <= began_at:
+            return None
+        steps, own_s, cpu_s = (last - first for first, last in zip(began, now, strict=True))
+        own_s = own_s / steps if self._own_s is None else self._own_s
+        return StepTime((at - began_at) / steps, own_s, cpu_s / steps)
+
+    @property
+    def median_s(self) -> float:
+        """The usual time of a step; 0 before there are two."""
+        return sorted(self._step_s)[len(self._step_s) // 2] if self._step_s else 0.0

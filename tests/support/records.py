@@ -1,0 +1,185 @@
+"""Records of attempts (`mpiddp.launch.events`): judge one again, and record those of tests/data/records.
+
+    python -m tests.support.records replay attempt_1.jsonl    # what the launcher says of what it has recorded
+    python -m tests.support.records record hang exit_code      # run these real jobs again; all without a name
+
+`launch --log-dir` keeps a record of each attempt. Beside each of tests/data/records is what it must give.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mpiddp.launch.events import Event, Record
+from mpiddp.launch.verdict import verdict
+from mpiddp.launch.watch import (
+    find_stragglers,
+    hang_sentences,
+    missing_sentence,
+    straggler_sentence,
+)
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import ROOT, clean_env
+
+FOLDER = ROOT / "tests" / "data" / "records"
+
+
+def events(path: Path) -> Iterator[tuple[Record, Event]]:
+    """The record in a file, after each of its events."""
+    with path.open(encoding="utf-8") as lines:
+        began, *later = (Event(**json.loads(line)) for line in lines)
+    record = Record(**began.facts, at=began.at)
+    for event in later:
+        record.add(event)
+        yield record, event
+
+
+def replay(path: Path) -> str:
+    """What a launcher says of the events of a record: a line for each sentence, and its exit code."""
+    said: dict[str, None] = {}  # each once
+    for record, event in events(path):
+        if event.kind == "window":
+            assert find_stragglers(record, event.at) == event.facts
+            said[straggler_sentence(record, is_chronic=True)[1]] = None
+        if event.kind == "looked":
+            said |= dict.fromkeys(hang_sentences(record))
+        if event.kind == "end" and record.is_late and record.latest["started"]:
+            assert missing_sentence(record, record.fact("limit", "seconds")) == event.facts["why"]
+    outcome = verdict(record)
+    said |= dict.fromkeys([outcome.sentence, outcome.known_cause])
+    fault = f"host at fault: {outcome.host_at_fault}\n" if outcome.host_at_fault else ""
+    return "".join(f"{line}\n" for line in said if line) + f"{fault}exit code: {outcome.code}\n"
+
+
+# --- real jobs of two ranks: on this machine, or with -H on two hosts of a test cluster ---
+
+SCRIPT = """\
+import os, signal, subprocess, sys, time
+import mpiddp
+rank, agent = int(os.environ["RANK"]), os.getppid()
+from mpiddp.runtime.job.session import current
+def parent(pid):
+    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+def tell_launcher(number):
+    os.kill(parent(parent(agent)), number)
+def steps(count, own_s=0.0):
+    for step in range(count):
+        until = time.thread_time() + own_s
+        while time.thread_time() < until:
+            pass
+        mpiddp.should_stop()
+        current().coordinator.all_gather_json(step, timeout_s=600)
+        time.sleep(0.05)
+def until_stopped():
+    while not mpiddp.should_stop():
+        time.sleep(0.05)
+"""
+JOBS: dict[str, tuple[str, str]] = {  # by name: options, and what each rank runs after SCRIPT
+    "done": ("", "steps(3)"),
+    "exception": ("", "time.sleep(rank == 0 and 30)\nraise KeyError('x')"),
+    "exit_code": ("", "time.sleep(rank == 0 and 30)\nsys.exit(3)"),
+    "exit_2_amid_steps": ("", "steps(3)\ntime.sleep(rank == 0 and 30)\nsys.exit(2)"),
+    "refusal": ("", "import argparse\nargparse.ArgumentParser().parse_args(['--x'])"),
+    "user_error": ("", "from mpiddp.errors import UserError\nraise UserError('--x: bad.')"),
+    "killed": ("", "time.sleep(rank == 0 and 30)\nos.kill(os.getpid(), 9)"),
+    "agent_killed": ("", "time.sleep(rank == 0 and 30)\nos.kill(agent, 9)\ntime.sleep(30)"),
+    "segfault": ("", "time.sleep(rank == 0 and 30)\nimport ctypes\nctypes.string_at(0)"),
+    "mpirun_killed": ("", "rank or os.kill(parent(agent), 9)\ntime.sleep(30)"),
+    "mpirun_interrupted": ("", "rank or os.kill(parent(agent), 2)\ntime.sleep(30)"),
+    "os_exit_0": ("", "os._exit(0)"),
+    "out_of_memory": (
+        "",
+        "time.sleep(rank == 0 and 30)\n"
+        "raise RuntimeError('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.')",
+    ),
+    "stopped": ("", "steps(3)\nrank or tell_launcher(2)\nuntil_stopped()\nsys.exit(75)"),
+    "interrupted": ("", "time.sleep(1)\nrank or tell_launcher(2)\ntime.sleep(30)"),
+    "hung_up": ("", "time.sleep(1)\nrank or tell_launcher(1)\ntime.sleep(30)"),
+    "stop_after": ("--stop-after 2", "until_stopped()\nsys.exit(75)"),
+    "too_slow_to_stop": (
+        "--grace 1",
+        "steps(3)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nrank or tell_launcher(15)\ntime.sleep(30)",
+    ),
+    "second_signal": (
+        "",
+        "steps(3)\nrank or tell_launcher(15)\nuntil_stopped()\n"
+        "time.sleep(2)\nrank or tell_launcher(15)\ntime.sleep(30)",
+    ),
+    "failed_while_it_saved": (
+        "",
+        "steps(3)\nrank or tell_launcher(15)\nuntil_stopped()\n"
+        "time.sleep(rank == 0 and 30)\nraise OSError(28, 'No space left on device')",
+    ),
+    "command_exit_code": ("-- {python}", "time.sleep(rank == 0 and 30)\nsys.exit(5)"),
+    "hang_in_a_line": (
+        "--hang-timeout 2",
+        "steps(3)\nif rank:\n    os.mkfifo(f'{__file__}.1')\n    open(f'{__file__}.1')\nsteps(9)",
+    ),
+    "hang_of_a_stopped_rank": (
+        "--hang-timeout 2",
+        "steps(3)\nif rank:\n    [os.kill(pid, signal.SIGSTOP) for pid in (agent, os.getpid())]\n"
+        "steps(9)",
+    ),
+    "hang_in_native_code": (
+        "--hang-timeout 2",
+        "steps(3)\nimport ctypes\nlock = ctypes.create_string_buffer(64)\n"
+        "for _ in range(2 * rank):\n    ctypes.PyDLL(None).pthread_mutex_lock(lock)\nsteps(9)",
+    ),
+    "hang_by_guess": (
+        "",
+        "steps(3)\nif rank:\n    time.sleep(85)\n    raise KeyError('x')\nsteps(9)",
+    ),
+    "host_lost": (
+        "-H node0,node1",
+        "steps(3)\nimport glob, os.path\n"
+        "for each in glob.glob('/sys/class/net/*') if rank else ():\n"
+        "    subprocess.run(['ip', 'link', 'set', os.path.basename(each), 'down'])\ntime.sleep(60)",
+    ),
+    "daemon_of_another_host_killed": (
+        "-H node0,node1",
+        "time.sleep(1)\nrank and os.kill(parent(agent), 9)\ntime.sleep(30)",
+    ),
+    "straggler": ("", "steps(250, own_s=(0.02, 0.1)[rank])"),
+}
+
+
+def record(name: str) -> None:
+    """Run a job, and keep its record without the names of this machine, and what it gives."""
+    options, code = JOBS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(SCRIPT + code, encoding="utf-8")
+        python = [sys.executable, "-m"]
+        command = [*python, "mpiddp", "launch", "-n", "2", "--log-dir", folder]
+        if "-H" in options:
+            command = [*python, "tests.support.cluster", "2", "--", *command]
+        command += [*options.replace("{python}", sys.executable).split(), str(script)]
+        subprocess.run(command, env=clean_env(), cwd=ROOT, timeout=PATIENCE_S * 3, check=False)
+        text = Path(folder, "attempt_1.jsonl").read_text(encoding="utf-8")
+        for own, other in (
+            (folder, "/home/me"),
+            (str(ROOT), "/home/me/mpiddp"),
+            (sys.prefix, "/venv"),
+            (sys.base_prefix, "/usr"),
+        ):
+            text = text.replace(own, other)
+    text = re.sub(rf"\b{socket.gethostname()}\b", "node0", text)
+    path = FOLDER / f"{name}.jsonl"
+    path.write_text(text)
+    path.with_suffix(".txt").write_text(replay(path))
+    print(name, path.with_suffix(".txt").read_text(), sep="\n")
+
+
+if __name__ == "__main__":
+    verb, *names = sys.argv[1:]
+    for each in names or JOBS if verb == "record" else ():
+        record(each)
+    for path in names if verb == "replay" else ():
+        print(replay(Path(path)), end="")

@@ -1,0 +1,52 @@
+"""Failures from their records: what the launcher says of each, and its exit code, as in the file beside it.
+
+Most are of real jobs (`tests.support.records` runs them again); the others are of what is hard to provoke.
+Tests mpiddp/launch/{events,verdict,watch}.py. No process starts here.
+python -m pytest tests/unit/launch/test_records.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpiddp.launch.events import Event, Record
+from tests.support.channels import progress
+from tests.support.records import FOLDER, JOBS, events, replay
+
+RECORDS = sorted(FOLDER.glob("*.jsonl"))
+
+
+def test_there_is_a_record_of_each_job() -> None:
+    assert JOBS.keys() <= {path.stem for path in RECORDS}
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_what_is_said_of_a_record(path: Path) -> None:
+    assert replay(path) == path.with_suffix(".txt").read_text(encoding="utf-8")
+
+
+def test_a_record_is_written_as_it_grows_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "attempt_2.jsonl"
+    written = Record(["a", "b"], path, attempt=2, here=[0])
+    written.add(Event("progress", 1, progress(7), 2.5, from_script=True))
+    written.note("stop", by="BY_USER", reason="SIGINT", signal=2)
+    *_, (read, last) = events(path)
+    assert last == written.own("stop")
+    assert (read.hosts, read.began_at) == (written.hosts, written.began_at)
+    assert read.latest == written.latest
+    written.close()
+
+
+def test_a_record_of_which_no_more_can_be_written_says_so_and_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """/dev/full is a disk without room."""
+    path = tmp_path / "attempt_1.jsonl"
+    path.symlink_to("/dev/full")
+    record = Record(["a"], path)
+    record.add(Event("started", 0, {"host": "a", "pid": 1}))
+    assert record.host_of(0) == "a"
+    said = capfd.readouterr().err
+    assert said == f"mpiddp: --log-dir: {path} ends here: No space left on device.\n"
