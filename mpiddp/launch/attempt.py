@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from mpiddp.errors import DONE
 from mpiddp.hosts.processes import end_all, signal_all
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
 from mpiddp.launch.events import LAUNCHER, OF_RANKS, Announcement, Event, Phase, Record, Stop
@@ -22,7 +23,7 @@ from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.pace import WINDOW_S
 from mpiddp.launch.status import job_facts, status_lines
-from mpiddp.launch.verdict import HUNG_UP
+from mpiddp.launch.verdict import HUNG_UP, MpirunEnd
 from mpiddp.launch.watch import (
     find_stragglers,
     hang_sentences,
@@ -121,7 +122,11 @@ class Attempt:
         self._has_ended.set()
         for rank, lines in self.output.last_errors.items():
             self.record.add(Event("tail", rank, {"lines": lines}))
-        self.record.note("mpirun", **self.mpirun.end._asdict())
+        mpirun, starter = self.mpirun, self.mpirun.starter
+        end = MpirunEnd(
+            starter.program.name, mpirun.code or DONE, starter.proves_signals, mpirun.was_ended
+        )
+        self.record.note("mpirun", **end._asdict())
 
     def _wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until then, and handle what has happened."""

@@ -137,6 +137,7 @@ class Record:
         self.last_saved_at = 0.0  # when a rank last ended a save
         self.paces: dict[int, Pace] = {}  # of the latest steps
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
+        self.announcement = Announcement()
         self.stacks: dict[int, dict[str, Any]] = {}  # that were asked for last
         self.mute: set[int] = set()  # the ranks that have not sent these
         # The latest looks at the stacks, and the latest windows of steps.
@@ -182,6 +183,14 @@ class Record:
                 self.looks.append((event.at, places))
             case "window":
                 self.windows.append(event)
+            case "announce":
+                size = self.world_size if facts["global_batch_size"] else 0
+                known = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}
+                self.announcement = self.announcement._replace(**known)
+            case "run_dir":
+                self.announcement = self.announcement._replace(run_dir=facts["path"])
+            case "saved":
+                self.announcement = self.announcement._replace(checkpoint=facts["path"])
             case "failed" if facts["code"] == STOPPED and rank in self.latest["stopped"]:
                 self.done[rank] = event
             case "failed" | "lost" if rank not in self.done:
@@ -233,23 +242,6 @@ class Record:
         return bool(late and limit and late.at >= limit.at)
 
     # --- the ranks ---
-
-    def _newest(self, kind: str) -> Mapping[str, Any]:
-        """The facts of the latest event of this kind of any rank."""
-        newest = max(self.latest[kind].values(), key=lambda event: event.at, default=None)
-        return newest.facts if newest else {}
-
-    @property
-    def announcement(self) -> Announcement:
-        announced = dict(self._newest("announce"))
-        if announced:
-            announced["resume_args"] = tuple(announced["resume_args"])
-            announced["world_size"] = self.world_size if announced["global_batch_size"] else 0
-        paths = {"run_dir": "run_dir", "checkpoint": "saved"}
-        return Announcement(
-            **announced,
-            **{name: self._newest(kind).get("path", "") for name, kind in paths.items()},
-        )
 
     @property
     def missing(self) -> list[int]:

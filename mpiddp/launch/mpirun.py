@@ -25,7 +25,6 @@ from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log
 from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.handover import TRAVELLING
-from mpiddp.launch.verdict import MpirunEnd
 from mpiddp.protocol.channel import OUTPUT_PROCESS
 from mpiddp.protocol.variables import JOB
 
@@ -78,14 +77,6 @@ class MpirunProcess:
     def code(self) -> int | None:
         """Its exit code, -N if signal N killed it, None while it runs."""
         return self._process.poll()
-
-    @property
-    def end(self) -> MpirunEnd:
-        """How it has ended."""
-        starter = self.starter
-        return MpirunEnd(
-            starter.program.name, self.code or 0, starter.proves_signals, self.was_ended
-        )
 
     def stop(self) -> None:
         """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.
