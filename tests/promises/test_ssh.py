@@ -279,6 +279,16 @@ def test_hosts_that_share_ipv6_alone(hosts):
         assert [rank["host"] for rank in done.records] == ["node0", "node1"]
 
 
+@pytest.mark.parametrize("requested", ["fd77::/64", "fd77::1"])
+def test_an_interface_of_ipv6(hosts, requested):
+    """--interface takes an IPv6 network or address also where hosts have both families, and ssh IPv4."""
+    where = ("-H", "node0:1,node1:1", "--interface", requested)
+    with ipv6(hosts.cluster, alone=False):
+        done = hosts.run("launch", *where, program("reduces.py")).assert_ok()
+    assert {rank["master"] for rank in done.records} == {"fd77::1"}
+    assert [(rank["host"], rank["sum"]) for rank in done.records] == [("node0", 3), ("node1", 3)]
+
+
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)
 def test_every_mpi_over_ipv6(hosts, mpi):
     """Every MPI runs over IPv6 alone, also with --interface, but for MPICH, which is refused."""
