@@ -216,15 +216,14 @@ def _push(named: Hosts, folder: str, least: int) -> None:
     if not named.transport.is_ssh:
         reaches = f"{named.transport.name} reaches the hosts of this job"
         raise UserError(f"--push needs ssh, and {reaches}.")
-    pushed = push.push(
-        named.usable, push.default_folders(folder), min_hosts=least, transport=named.transport
-    )
-    for host, failure in pushed.failures.items():
-        log.error(f"not pushed to {host.name}: {failure}")
-    for note in pushed.notes:
-        log.info(note)
-    if any(pushed.sent.values()):
-        log.info("; ".join(push.summary(pushed, dry_run=False)))
+    since = time.monotonic()
+    folders, transport = push.default_folders(folder), named.transport
+    sent, failures = push.push(named.usable, folders, min_hosts=least, transport=transport)
+    for line in push.by_host(failures).splitlines():
+        log.error(f"not pushed to {line}")
+    if any(sent.values()):
+        said = push.summary(sent, f"sent in {time.monotonic() - since:.1f} s")
+        log.info(said.replace("\n", "; "))
 
 
 def run_preflight(

@@ -8,6 +8,7 @@ name may not resolve at first.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -94,7 +95,8 @@ def preflight(
             work_s=facts.LONGEST_S,
             python=needs.python,
             transport=transport,
-            fix="Install it at the same path on every host, or copy it there: mpiddp hosts push",
+            fix=f"Install it, and Python in {sys.base_prefix}, at the same path on every host, "
+            "or copy them there: mpiddp hosts push",
             logins=logins,
         )
         found, failures, answers = found | new, failures | failed, answers | newest

@@ -263,15 +263,15 @@ def test_push_names_the_host_that_cannot_take_it(hosts, file, project):
     there = hosts["node1"].path(project)
     write(there.parent, {there.name: "a file"})
     done = hosts.run("hosts", "push", file, project)
-    assert done.code != 0
-    assert re.search(r"^(mpiddp: )?node1: .*", done.stderr, re.MULTILINE), done.stderr
+    assert done.code == 2
+    assert re.search(r"^node1: .*", done.stderr, re.MULTILINE), done.stderr
     done = hosts.run("hosts", "push", "--min-hosts", "2", file, project)
     assert done.code == 0, done.stderr
     assert contents(hosts["node2"].path(project)) == contents(project)
 
 
-def test_push_names_another_python(hosts, file):
-    """A push names the hosts on which the environment's Python is another version, or does not run."""
+def test_a_launch_names_another_python(hosts):
+    """A launch names the hosts on which the environment's Python is another, or has no interpreter."""
     env, base = hosts.folder / "env", hosts.folder / "base"
     venv.create(env)
     base.symlink_to(Path(sys.executable).resolve())  # on node2 it is missing
@@ -281,15 +281,19 @@ def test_push_names_another_python(hosts, file):
     there = hosts["node1"].path(base)
     there.parent.mkdir(parents=True, exist_ok=True)
     there.write_text(
-        "#!/bin/sh\n(echo 'import sys; sys.version_info = (3, 99)'; cat) | exec python3 -\n"
+        "#!/bin/sh\nexec python3 -c \"import sys; sys.version = '3.99.1 (main)'; $2\"\n"
     )
     there.chmod(0o755)
-    push = [str(env / "bin/python"), "-m", "mpiddp", "hosts", "push", file, str(env)]
-    done = hosts["node0"].run(push, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    python = [str(env / "bin/python"), "-m", "mpiddp"]
+    file = hosts.folder / "three"
+    file.write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
+    node0 = hosts["node0"]
+    assert node0.run([*python, "hosts", "push", str(file), str(env)], cwd=ROOT).returncode == 0
+    launch = ["launch", "--hostfile", str(file), "--mpirun", find_mpirun(), "--", "true"]
+    done = node0.run([*python, *launch], cwd=ROOT)
     here = "{}.{}".format(*sys.version_info[:2])
     assert f"node1: {env}/bin/python is Python 3.99 there, {here} here." in done.stderr
-    assert f"node2: {env}/bin/python does not run there" in done.stderr
+    assert f"node2: {env}/bin/python is missing. Install it, and Python in " in done.stderr
 
 
 @pytest.mark.slow  # two gigabytes: torch, its interpreter and Open MPI

@@ -184,7 +184,7 @@ def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path):
     lacking = needs(tmp_path, python=str(tmp_path / "python"))
     infos, complaints, silent = preflight([a, b], lacking, shell)
     assert (infos, list(complaints), list(silent)) == ({}, [a, b], [b])
-    no_python = error("Install it at", f"a.invalid: {tmp_path}/python ", "mpiddp hosts push")
+    no_python = error("Install it, and", f"a.invalid: {tmp_path}/python ", "mpiddp hosts push")
     assert re.fullmatch(no_python, complaints[a])
     assert "Install the same Python there" not in complaints[a]
 

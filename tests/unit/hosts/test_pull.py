@@ -6,6 +6,8 @@ python -m pytest tests/unit/hosts/test_pull.py
 
 import json
 import os
+import random
+import re
 import resource
 from hashlib import sha256
 from pathlib import Path
@@ -54,7 +56,8 @@ def ssh(tmp_path, monkeypatch):
     write(path.parent, ssh=f"#!/bin/sh\n{skip}; {there}\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(push, "RSYNC", ("rsync", "-a"))  # the names are on ssh's command line
+    # The names are on ssh's command line.
+    monkeypatch.setattr(push, "RSYNC", tuple(each for each in push.RSYNC if each != "-s"))
     return path
 
 
@@ -96,16 +99,15 @@ def test_a_pull_brings_what_is_missing_and_overwrites_nothing(there, bring):
 
 
 def test_a_checkpoint_is_complete_when_all_of_it_is_here(there, bring, ssh):
-    checkpoint(there / "run" / "step_00000001", model="weights")
+    weights = "".join(map(chr, random.Random(1).choices(range(32, 127), k=1 << 20)))
+    checkpoint(there / "run" / "step_00000001", model=weights)
     checkpoint(there / "run" / "step_00000002", model="theirs")
     checkpoint(Path("run") / "step_00000002", model="mine")
     text = ssh.read_text()
-    # The connection of the first rsync is the last one that holds.
-    ssh.write_text(text.replace("echo noise;", "[ -e once ] && exit 255; touch once;"))
+    ssh.write_text(text.rstrip() + " | { dd bs=64k count=12; kill -9 $$; }\n")
     bring(code=1)
     folder = Path("run") / "step_00000001"
-    assert files_of(folder) == {"model": "weights"}
-    assert not directory.is_verified(folder)
+    assert not (folder / "COMPLETE").exists()
     ssh.write_text(text)
     bring()
     assert directory.is_verified(folder)
@@ -137,7 +139,7 @@ def no_folder(path, **options):
     raise PermissionError(13, "Permission denied", str(path))
 
 
-def test_bad_input_is_one_sentence(there, bring, ssh, monkeypatch):
+def test_bad_input_is_one_sentence(there, bring, ssh, monkeypatch, capsys):
     def verb(*arguments):
         return main.main(["pull", "hosts", *arguments])
 
@@ -148,15 +150,17 @@ def test_bad_input_is_one_sentence(there, bring, ssh, monkeypatch):
         here.setattr(Path, "mkdir", no_folder)
         with pytest.raises(UserError, match=error("Permission denied", "/none: ")):
             verb("none")
+    with monkeypatch.context() as here:
         here.setenv("PATH", "")
         with pytest.raises(UserError, match=error("apt-get install rsync", "rsync ")):
             verb("none")
+    assert not Path("none").exists()
     ssh.write_text("#!/bin/sh\necho 'u@n1: Permission denied (publickey).' >&2; exit 255\n")
-    with pytest.raises(UserError, match=error("ssh-copy-id n1", "n1: ssh n1: ")):
-        verb("run")
+    assert verb("run") == 1
+    assert re.match(error("ssh-copy-id n1", "n1: ssh n1: "), capsys.readouterr().err)
     ssh.write_text("#!/bin/sh\necho 'sh: 1: rsync: not found' >&2; exit 127\n")
-    with pytest.raises(UserError, match=error("apt-get install rsync", "n1: rsync ", " there")):
-        verb("run")
+    assert verb("run") == 1
+    assert re.match(error("install rsync", "n1: rsync ", " there"), capsys.readouterr().err)
 
 
 # --- what a push says and takes along ---
@@ -164,12 +168,8 @@ def test_bad_input_is_one_sentence(there, bring, ssh, monkeypatch):
 
 def test_what_a_push_says():
     sent = {Host("n0"): 0, Host("n1"): 12, Host("n2"): 12}
-    pushed = push.Pushed(sent, {}, [], 1.25, 0)
-    said = ["n0: nothing has changed", "n[1-2]: 12 B sent in 1.2 s"]
-    assert push.summary(pushed, dry_run=False) == said
-    assert push.summary(pushed, dry_run=True)[1] == "n[1-2]: 12 B would be sent"
-    nobody = push.Pushed({}, {}, [], 0.0, 0)
-    assert push.summary(nobody, dry_run=False) == ["there is no other host"]
+    said = "n0: nothing has changed\nn[1-2]: 12 B would be sent"
+    assert push.summary(sent, "would be sent") == said
 
 
 def test_a_push_keeps_what_it_replaces_and_what_is_there_alone(there, ssh, monkeypatch):
@@ -181,22 +181,24 @@ def test_a_push_keeps_what_it_replaces_and_what_is_there_alone(there, ssh, monke
     monkeypatch.setattr(push, "other_hosts", lambda hosts: [HOST])
     monkeypatch.setattr(push, "ask_hosts", lambda hosts, *_, **__: ({HOST: ""}, {}, {}))
     for size, how in ((7, {"dry_run": True}), (7, {}), (0, {})):
-        pushed = push.push([HERE, HOST], [str(run)], **how)
-        assert (pushed.sent, pushed.failures, pushed.exit_code) == ({HOST: size}, {}, 0)
-    kept = {".mpiddp-replaced/a": "old", "env/.mpiddp-replaced/lib/old": "3"}
+        assert push.push([HERE, HOST], [str(run)], **how) == ({HOST: size}, {})
+    kept = {".mpiddp-replaced/a": "old", ".mpiddp-replaced/env/lib/old": "3"}
     own = {"mine": "2", "src/mine": "1"}
     sent = {"a": "12345", "src/b": "b", "env/lib/new": "n"}
     assert files_of(there / "run") == {**sent, **own, **kept}
 
 
-def test_a_push_needs_rsync(there, ssh, monkeypatch):
+def test_a_push_needs_rsync(there, ssh, monkeypatch, capsys):
     write(Path("run"), a="1")
     Path("hosts").write_text("localhost\nn1\n", encoding="utf-8")
     monkeypatch.setattr(push, "other_hosts", lambda hosts: [HOST])
-    there = {HOST: "rsync is not installed there."}
-    monkeypatch.setattr(push, "ask_hosts", lambda *_, **__: (there, {}, {}))
+    without = {HOST: "rsync is not installed there."}
+    monkeypatch.setattr(push, "ask_hosts", lambda *_, **__: (without, {}, {}))
     with pytest.raises(UserError, match="n1: rsync is not installed there"):
         main.main(["push", "hosts", "run"])
+    assert main.main(["push", "hosts", "run", "--min-hosts", "1"]) == 0
+    assert capsys.readouterr().err == "n1: rsync is not installed there.\n"
+    monkeypatch.setattr(push, "ask_hosts", lambda *_, **__: ({HOST: ""}, {}, {}))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=error("apt-get install rsync", "here. Run: ")):
         main.main(["push", "hosts", "run"])
@@ -216,5 +218,5 @@ def test_a_folder_of_very_many_files_is_pushed(there, ssh, request):
     for name in names:
         (run / name).touch()
     (there / "run").mkdir()
-    assert push._rsync(HOST, str(run), names, [], dry_run=False) == 1
+    assert push._send(HOST, str(run), names, "/dev/null") == 1
     assert {*names} == {path.name for path in (there / "run").iterdir()}
