@@ -30,11 +30,11 @@ from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
 from mpiddp.doctor.job import HEAVY, LIGHT
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import files, interfaces, network
+from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
-from mpiddp.hosts.ssh import Answer
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.options import add_options, parse_options
 from mpiddp.launch.place import find_network
@@ -179,7 +179,7 @@ def _versions(
     """
     program = program_that_prints((small_job,), f"stack({packages!r}, {library!r})")
     found, failures, _ = ask_hosts(
-        asked, program, timeout_s=_STACK_S, python=str(plan.PYTHON), transport=hosts.transport
+        asked, program, work_s=_STACK_S, python=str(plan.PYTHON), transport=hosts.transport
     )
     lines = [Line("versions", UNKNOWN, *_split(why)) for why in failures.values()]
     return lines + _of_stacks({host.name: each for host, each in found.items()}, known)

@@ -23,10 +23,11 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, JobFailed, UserError, named_by
+from mpiddp.hosts.complaints import ssh_complaint
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.remote import ask_hosts
-from mpiddp.hosts.ssh import LOGIN, config_file, other_hosts, ssh_complaint
+from mpiddp.hosts.ssh import LOGIN, config_file, other_hosts
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, names_by_value, shown, size_text
 

@@ -1,7 +1,7 @@
 """A program of ours on another host, which has none of our modules: it brings their sources along.
 
 program = program_that_prints((interfaces, gpus, facts), "links()")
-found, failures, answers = ask_hosts(hosts, program, timeout_s=30)
+found, failures, answers = ask_hosts(hosts, program, work_s=30)
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mpiddp.hosts.complaints import INSTALL, Answer, no_answer
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.ssh import Answer, Logins, no_answer, run_on_hosts
+from mpiddp.hosts.ssh import Logins, run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 
-INSTALL = "Install it there."  # a Python
 # The first lines of each program.
 CHECK_PYTHON = """
 import sys
@@ -52,21 +52,25 @@ def ask_hosts(
     hosts: Sequence[Host],
     program: str,
     *,
-    timeout_s: float | None = None,  # that of a login
-    work_s: float = 0.0,
+    work_s: float = 0.0,  # beside the time of a login
     python: str = "python3",
     transport: Transport = SSH,
     fix: str = INSTALL,  # for a host without that Python
     logins: Logins | None = None,
 ) -> tuple[dict[Host, Any], dict[Host, str], dict[Host, Answer]]:
     """The JSON that `program` prints, a sentence for each other host, and all answers."""
-    more: dict[str, Any] = {"timeout_s": timeout_s, "work_s": work_s, "logins": logins}
-    answers = run_on_hosts(hosts, python, program, **more, transport=transport)
+    more: dict[str, Any] = {
+        "python": python,
+        "work_s": work_s,
+        "transport": transport,
+        "logins": logins,
+    }
+    answers = run_on_hosts(hosts, program, **more)
     found, failures = dict[Host, Any](), dict[Host, str]()
     for host, answer in answers.items():
         for line in answer.stdout.splitlines() if answer.exit_code == 0 else ():
             with suppress(ValueError):  # a shell of the host may print lines around it
                 found[host] = json.loads(line)
         if host not in found:
-            failures[host] = no_answer(host, python, answer, timeout_s, fix, transport)
+            failures[host] = no_answer(host, python, answer, transport, fix)
     return found, failures, answers

@@ -16,10 +16,10 @@ from typing import TextIO
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.hosts.complaints import NO_PROGRAM, Answer, no_answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
-from mpiddp.hosts.remote import INSTALL
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer, run_on_hosts
+from mpiddp.hosts.ssh import run_on_hosts
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
@@ -101,7 +101,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         failures.update(failed)
 
     limits = {"work_s": options.timeout or math.inf, "most_at_once": options.parallel}
-    run_on_hosts(hosts.hosts, "python3", program, **limits, transport=transport, show=show)
+    run_on_hosts(hosts.hosts, program, **limits, transport=transport, show=show)
     return FAILED if any(failures.values()) else DONE
 
 
@@ -124,6 +124,4 @@ def _failure(
         return f"exit code {code}" if code else ""
     if answer.has_begun and code != NO_PROGRAM:
         return "the connection was lost"
-    return no_answer(host, "python3", answer, None, INSTALL, transport).removeprefix(
-        f"{host.name}: "
-    )
+    return no_answer(host, "python3", answer, transport).removeprefix(f"{host.name}: ")

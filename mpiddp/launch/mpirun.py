@@ -148,9 +148,8 @@ def kill_orphans(
     if not transport.is_installed:
         return
     program = program_that_prints(TRAVELLING, f"sweep({f'{JOB}={job}'!r}, {private_name!r})")
-    killed, failures, _ = ask_hosts(
-        hosts, program, timeout_s=ORPHANS_S, python=python, transport=transport
-    )
+    quick = transport._replace(login_s=ORPHANS_S)
+    killed, failures, _ = ask_hosts(hosts, program, python=python, transport=quick)
     for host in failures:
         log.info(
             f"{host.name} cannot be reached, so no leftover process was killed there; "

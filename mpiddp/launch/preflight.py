@@ -17,11 +17,12 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpiddp.hosts import facts, files, gpus, interfaces, names
+from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, Logins
+from mpiddp.hosts.ssh import Logins
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.text import all_of, duration, listed

@@ -394,7 +394,7 @@ def test_a_host_that_is_lost_in_the_preflight(hosts):
     since = time.monotonic()
     hosts["node1"].link("down")
     try:
-        job.until("leaving out a host: ssh node1: it does not answer any more")
+        job.until("ssh node1: it does not answer any more (node0 → node1 tcp/22)")
         assert time.monotonic() - since < 60
         done = job.wait().assert_ok()
     finally:

@@ -219,7 +219,7 @@ def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path):
     }
     call = f"doctor_facts({wanted!r})"
     program = program_that_prints(TRAVELLING, call)
-    found, failures, _ = ask_hosts([Host("localhost")], program, timeout_s=PATIENCE_S)
+    found, failures, _ = ask_hosts([Host("localhost")], program, work_s=PATIENCE_S)
     assert failures == {}
     (facts,) = found.values()
     assert (facts["gpus"], facts["limits"].keys()) == ({}, hosts_facts.LIMITS.keys())

@@ -17,14 +17,13 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts import main, run, ssh
+from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.hosts.private import new_name
 from mpiddp.hosts.processes import descendants, end_all, signal_all, usage_of
 from mpiddp.hosts.remote import ask_hosts
 from mpiddp.hosts.ssh import (
-    NO_PROGRAM,
-    Answer,
     Logins,
     logins_at_once,
     run_on_hosts,
@@ -52,15 +51,15 @@ def python3(monkeypatch):
 # --- one program on all hosts ---
 
 
-def run_here(program, input, timeout_s=PATIENCE_S):
-    return run_on_hosts([HERE], program, input, timeout_s=timeout_s)[HERE]
+def run_here(program, python=sys.executable):
+    return run_on_hosts([HERE], program, python=python, work_s=PATIENCE_S)[HERE]
 
 
 def test_a_login_that_stays_open_takes_one_program_after_the_other():
     """Until one fails, or it is closed."""
 
     def ask(program):
-        limits = {"timeout_s": PATIENCE_S, "work_s": PATIENCE_S, "logins": logins}
+        limits = {"work_s": PATIENCE_S, "logins": logins}
         found, failures, _ = ask_hosts([HERE], program, python=sys.executable, **limits)
         return found.get(HERE) or failures[HERE]
 
@@ -79,7 +78,7 @@ def test_each_host_answers_for_itself():
     program = f"""import os, sys
 more = {"x" * 500_000!r}  # more than a pipe holds
 print(os.getcwd(), len(more)); print('err', file=sys.stderr); sys.exit(3)"""
-    answers = run_on_hosts(hosts, sys.executable, program, timeout_s=60, transport=SHELL)
+    answers = run_on_hosts(hosts, program, python=sys.executable, work_s=60, transport=SHELL)
     assert answers == dict.fromkeys(hosts, Answer(3, "/ 500000\n", "err\n"))
 
 
@@ -89,10 +88,18 @@ from mpiddp.hosts import ssh
 from mpiddp.hosts.hostfile import Host
 resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
 hosts = [Host(f"127.0.0.{number}") for number in range(1, 21)]
-program = f'''cd {sys.argv[1]}
-mkdir first 2>/dev/null || {{ echo here | tee -a others; exit; }}
-until [ -e others ] && [ $(wc -l <others) = 19 ]; do sleep 0.02; done'''
-answers = ssh.run_on_hosts(hosts, "sh", program, timeout_s=600.0)
+program = f'''
+import os, time
+os.chdir({sys.argv[1]!r})
+try:
+    os.mkdir("first")
+    while not os.path.exists("others") or os.path.getsize("others") < 19:
+        time.sleep(0.02)
+except FileExistsError:
+    with open("others", "a") as others:
+        others.write("x")
+    print("here")'''
+answers = ssh.run_on_hosts(hosts, program, work_s=600.0)
 print(sorted(answer.stdout for answer in answers.values()) == ["", *["here\\n"] * 19])
 """
 
@@ -112,37 +119,38 @@ def test_twenty_hosts_with_32_open_files(tmp_path):
 def test_only_another_host_needs_ssh(tmp_path, monkeypatch):
     (tmp_path / "sh").symlink_to("/bin/sh")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert run_here(sys.executable, "print(1)").stdout == "1\n"
+    assert run_here("print(1)").stdout == "1\n"
     with pytest.raises(UserError, match=error("Run: sudo", "ssh is not installed here.")):
-        run_on_hosts([HERE, Host("192.0.2.7")], "true", "", timeout_s=1.0)
+        run_on_hosts([HERE, Host("192.0.2.7")], "")
 
 
 def test_no_shell_interprets_the_program_or_its_input(tmp_path):
     for program in ("$(touch made)", "; touch made #", "`touch made`", "' ; touch made '"):
-        answer = run_here(program.replace("made", str(tmp_path / "made")), "touch made\n")
+        answer = run_here("1\n", program.replace("made", str(tmp_path / "made")))
         assert (answer.exit_code, answer.stdout) == (NO_PROGRAM, "")
     folder = tmp_path / "with blank; and $HOME"
     folder.mkdir()
     (folder / "python").symlink_to(sys.executable)
-    assert run_here(str(folder / "python"), "print('$HOME')\n").stdout == "$HOME\n"
+    assert run_here("print('$HOME')\n", str(folder / "python")).stdout == "$HOME\n"
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
 def test_background_processes_of_a_program_are_not_waited_for():
     """For example a connection that ssh keeps open for reuse, which keeps stderr open."""
     start = time.monotonic()
-    answer = run_here("sh", "sleep 1000 >/dev/null & echo $!\n", timeout_s=100.0)
+    answer = run_here("import os; os.system('sleep 1000 & echo $!')")
     Path("/proc", answer.stdout.strip(), "status").read_text(encoding="utf-8")  # it still runs
     assert time.monotonic() - start < 50
     assert answer.exit_code == 0
-    assert run_here("sh", f"kill {answer.stdout}").exit_code == 0
+    os.kill(int(answer.stdout), signal.SIGKILL)
 
 
 def test_a_program_that_does_not_end_is_killed(monkeypatch):
     monkeypatch.setattr(ssh, "_END_S", 0.1)
     program = "import time; print(1, flush=True); time.sleep(1000)"
     began = time.monotonic()
-    answer = run_on_hosts([HERE], sys.executable, program, timeout_s=0.1, work_s=0.2)[HERE]
+    quick = SSH._replace(login_s=0.1)
+    answer = run_on_hosts([HERE], program, python=sys.executable, work_s=0.2, transport=quick)[HERE]
     assert (answer.exit_code, answer.stdout) in ((None, "1\n"), (None, ""))
     assert 0.1 <= time.monotonic() - began < 60
 
@@ -195,7 +203,7 @@ def test_a_python_that_is_too_old_or_another_one_is_named_as_that(tmp_path):
     old.write_text("#!/bin/sh\necho 'it is Python 3.6, and 3.8 or newer is needed' >&2; exit 1\n")
     broken.write_text("#!/bin/sh\necho 'libpython3.so: cannot open' >&2; exit 127\n")
     lines = "import sys; sys.version = '3.99.1 (main)'"
-    other.write_text(f'#!/bin/sh\n(echo "{lines}"; cat) | {sys.executable} -\n')
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{lines}; $2"\n')
     a = Host("a.invalid")
     for python, said in (
         (old, "it is Python 3.6, and 3.8 or newer is needed. Install the same Python there"),
@@ -351,7 +359,7 @@ def test_answers_are_printed_as_they_come(tmp_path, monkeypatch):
         if came == [[quick]]:
             pipe.write_text("go")  # only now the other one ends
 
-    run_on_hosts([slow, quick], "true", "", timeout_s=PATIENCE_S, transport=shell, show=show)
+    run_on_hosts([slow, quick], "", transport=shell._replace(login_s=PATIENCE_S), show=show)
     assert came == [[quick], [slow]]
 
 
@@ -359,7 +367,7 @@ def test_a_large_output_costs_no_more_than_its_size():
     """32 MB took 3 s of processor time when each piece was added to a string."""
     program = "import sys; [sys.stdout.write('x' * 65536) for _ in range(512)]"
     began = time.process_time()
-    answer = run_on_hosts([HERE], sys.executable, program, timeout_s=PATIENCE_S)[HERE]
+    answer = run_here(program)
     assert len(answer.stdout) == 32 << 20
     assert time.process_time() - began < 1.5
 
@@ -378,7 +386,7 @@ def test_logins_are_bounded(tmp_path, has_jump, monkeypatch):
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     hosts = [Host(f"192.0.2.{number}") for number in range(40)]
-    answers = run_on_hosts(hosts, "true", "", timeout_s=PATIENCE_S)
+    answers = run_on_hosts(hosts, "", work_s=PATIENCE_S)
     assert [answer.exit_code for answer in answers.values()] == [0] * 40
     most = max(map(int, (tmp_path / "counts").read_text().split()))
     assert most <= (8 if has_jump else 32)

@@ -1,6 +1,6 @@
 """What the preflight says about a host that cannot be used, and about hosts that differ.
 
-Tests mpiddp/launch/preflight.py and no_answer of mpiddp/hosts/ssh.py. No host is contacted here.
+Tests mpiddp/launch/preflight.py and mpiddp/hosts/complaints.py. No host is contacted here.
 python -m pytest tests/unit/launch/test_preflight_sentences.py
 """
 
@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
+from mpiddp.hosts.complaints import NO_PROGRAM, Answer, no_answer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.ssh import NO_PROGRAM, Answer, no_answer
 from mpiddp.hosts.transport import QRSH, SSH
 from mpiddp.launch.preflight import (
     HostInfo,
@@ -29,7 +29,6 @@ ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")
 FINE = HostInfo(A, True, True, True, "mpirun 5.0", "2.6", "4.1", 0, (ETH0,))
 HERE = socket.gethostname()
 INSTEAD = ": --hostfile $PE_HOSTFILE "
-FIX = "Install it there."
 TRY = "Try: ssh -p 22022 u@a true "
 # The last lines of ssh where no jump host leads to the host.
 NO_WAY = (
@@ -65,7 +64,8 @@ def test_the_problem_of_one_host(has, needs, words, values):
 
 UNKNOWN = "Could not resolve hostname {}: Name or service not known"
 AT_22 = "ssh: connect to host a port 22: "
-REFUSED = ("connection refused", (": a port=N ",))
+WAY = f"({HERE} → a tcp/22022)"
+REFUSED = ("connection refused", (WAY, ": a port=N "))
 BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
 
 
@@ -80,9 +80,10 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
             *("Run: ssh-copy-id", ("(publickey,password)", "Run: ssh-copy-id -p 22022 u@a ")),
         ),
         (f"{AT_22}Connection refused", *REFUSED),
-        (f"{AT_22}No route to host", "no route", (HERE,)),
-        (f"{AT_22}Network is unreachable", "no route", (HERE,)),
-        (f"{AT_22}Connection timed out", "s. Check that the", (" 5 s",)),
+        (f"{AT_22}No route to host", "no route", (WAY,)),
+        (f"{AT_22}Network is unreachable", "no route", (WAY,)),
+        ("Timeout, server a not responding.", "any more", (WAY, "Check that")),
+        (f"{AT_22}Connection timed out", "Check that the", (" 5 s", WAY)),
         (
             f"ssh: {UNKNOWN.format('b')}\r\n{NO_WAY}",
             "way failed",
@@ -99,7 +100,7 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
         # A banner says what it likes: only ssh's own lines count.
         (
             f"Sessions end: Connection timed out. Permission denied (x).\n{AT_22}No route to host",
-            *("no route", (HERE,)),
+            *("no route", (WAY,)),
         ),
         (
             "Permissions 0644 for '/k' are too open.\r\nu@a: Permission denied (publickey).",
@@ -111,7 +112,7 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
 def test_what_mends_an_error_of_ssh(errors, words, values):
     host = replace(A, user="u", port=22022)
     answer = Answer(255, "", errors, has_begun=False)
-    said = no_answer(host, NEEDS.python, answer, 15.0, FIX)
+    said = no_answer(host, NEEDS.python, answer)
     assert re.fullmatch(error(words, *values), said)
 
 
@@ -142,13 +143,13 @@ def test_a_host_that_gives_no_answer(
     code: int | None, errors: str, transport: object, sentence: str
 ) -> None:
     answer = Answer(code, "", errors, has_begun=False)
-    said = no_answer(A, NEEDS.python, answer, 15.0, FIX, transport)  # type: ignore[arg-type]
+    said = no_answer(A, NEEDS.python, answer, transport)  # type: ignore[arg-type]
     assert re.fullmatch(sentence, said)
 
 
 def test_a_program_that_hangs_is_not_blamed_on_ssh() -> None:
     for transport in (SSH, QRSH):
-        said = no_answer(A, NEEDS.python, Answer(None, "", ""), 15.0, FIX, transport)
+        said = no_answer(A, NEEDS.python, Answer(None, "", ""), transport)
         assert re.fullmatch(error("file server", "a: /venv/bin/python "), said)
 
 

@@ -1,0 +1,153 @@
+"""Why a host has given no answer: a sentence with the command that fixes it, by what ssh itself says."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass, field
+from functools import cache
+
+from mpiddp.hosts.gpus import tool_output
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.transport import SSH, Transport
+from mpiddp.text import shown
+
+NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
+INSTALL = "Install it there."  # a Python
+_CONFIG_S = 5.0
+
+# What ssh prints where a jump host (ProxyJump) fails: the reason, then that the host said nothing. Where only
+# the host behind it is not reached, ssh says "stdio forwarding failed" before.
+_JUMP_FAILED = (
+    r"(?m)^(?!Warning: |stdio forwarding failed)(.+?)\.?\n"
+    r"kex_exchange_identification: .*\n.* UNKNOWN port 65535"
+)
+# What the sshd of a jump host answers where it cannot, or may not, reach the host behind it.
+_NOT_BEHIND = (
+    r"(?m)^channel \d+: open failed: (?!connect failed: Connection refused)(?:connect failed: )?"
+    r"(.+?)\.?$"
+)
+_WAY = "({here} → {name} tcp/{at})"
+_GONE = "Check that the host is on and the network is up."
+_DENIED = r"^\S+: Permission denied \(([^)]*)\)"
+# A pattern of ssh's own lines (the host's banner may say anything), and the sentence for it. The first row
+# that matches counts.
+_COMPLAINTS = {
+    _JUMP_FAILED: "ssh {name}: the jump host on the way failed ({0}). Try: {ssh} true",
+    _NOT_BEHIND: "ssh {name}: the jump host on the way does not reach it ({0}). Try: {ssh} true",
+    "^ssh: Could not resolve hostname": "{name}: cannot be resolved from {here}. "
+    "Add it to DNS or /etc/hosts.",
+    "IDENTIFICATION HAS CHANGED": "ssh {name}: its host key has changed. Check that it is the same host, "
+    "then run: ssh-keygen -R {known}",
+    "^Host key verification failed": "ssh {name}: its host key is unknown. Check it, then: "
+    "ssh-keyscan {port}{name} >> ~/.ssh/known_hosts",
+    r"^Permissions \d+ for '(.+)' are too open": "ssh {name}: ssh does not use the key {0}, because others "
+    "can read it. Run: chmod 600 {0}",
+    _DENIED: "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
+    "^(ssh: connect to host .*|channel .* failed): Connection refused": "ssh {name}: connection refused "
+    f"{_WAY}. Start sshd there, or give its port in the hostfile: {{name}} port=N",
+    "^ssh: connect to host .*: (No route to host|Network is unreachable)": "ssh {name}: no route "
+    f"{_WAY}. {_GONE}",
+    "^Timeout, server .* not responding": f"ssh {{name}}: it does not answer any more {_WAY}. {_GONE}",
+    r"^(ssh: connect to host .*: |)(Connection|Operation)( to \S+ port \d+)? timed out": "ssh {name}: no "
+    f"answer in {{connect}} s {_WAY}. {_GONE}",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The output of a program on a host."""
+
+    exit_code: int | None  # None: not in time; NO_PROGRAM: there is no such Python; 255: ssh failed
+    stdout: str
+    stderr: str
+    has_begun: bool = True  # the login succeeded
+    printed_before: str = ""  # by the start-up files of the shell there
+    at: float = field(default=0.0, compare=False)  # when the program had ended, since 1970
+
+    @property
+    def has_failed_there(self) -> bool:
+        """Whether the login succeeded and the program did not: it is missing, too old, or does not start."""
+        return self.has_begun and self.exit_code not in (None, 255)
+
+
+def no_answer(
+    host: Host, python: str, answer: Answer, transport: Transport = SSH, fix: str = INSTALL
+) -> str:
+    """The sentence for a program that has not answered. `fix` is that for a host without this Python."""
+    if answer.exit_code == NO_PROGRAM:
+        return f"{host.name}: {python} is missing. {fix}"
+    if answer.has_begun and answer.exit_code is None:
+        hint = f"The host is gone, or a file server does not answer. Try: {ssh_line(host)} df"
+        return f"{host.name}: {python} has started there, and does not end in time. {hint}"
+    errors, limit_s = answer.stderr.strip().splitlines(), transport.login_s
+    if answer.has_failed_there:
+        last = [f"exit code {answer.exit_code}", *errors][-1]
+        return f"{host.name}: {python} does not run there: {last.rstrip('.')}."
+    no_end = f"no answer in {limit_s:g} s"
+    if not transport.is_ssh:
+        reason = ["no output" if answer.exit_code else no_end, *errors][-1].rstrip(".")
+        return (
+            f"{transport.name} {host.name} failed: {reason}. "
+            f"Where ssh is allowed, it can be used instead: {transport.instead}"
+        )
+    if answer.exit_code is None:
+        slow = f"If its logins are slow: --login-timeout {2 * limit_s:.0f}s"
+        return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {slow}"
+    printed = answer.printed_before.strip().splitlines()
+    if answer.exit_code != 255 and (printed or answer.exit_code == 0):
+        why = f"the host runs another command, which prints: {shown([*printed, 'nothing'][0].rstrip('.'))}"
+        return (
+            f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, and its start-up files."
+        )
+    return ssh_complaint(host, answer.stderr, transport)
+
+
+def ssh_complaint(host: Host, errors: str, transport: Transport = SSH) -> str:
+    """The sentence for ssh's own error, with the command that fixes it."""
+    lines = errors.strip().splitlines()  # ssh ends them with \r\n
+    text = "\n".join(lines)
+    port, ssh = (f"-p {host.port} " if host.port else ""), ssh_line(host)
+    known = f"'[{host.name}]:{host.port}'" if host.port else host.name
+    said = re.search(r"(?m)^ssh: connect to host \S+ port (\d+)", text)
+    at = host.port or (said[1] if said else [*settings(host, "port"), "22"][0])
+    words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh, "known": known}
+    words |= {"here": socket.gethostname(), "connect": str(transport.connect_s), "at": str(at)}
+    for pattern, sentence in _COMPLAINTS.items():
+        if found := re.search(pattern, text, re.MULTILINE):
+            if pattern == _DENIED and (key := _locked_key(host)):
+                agent = "" if os.environ.get("SSH_AUTH_SOCK") else 'eval "$(ssh-agent)"; '
+                why = f"the key {key} has a passphrase, and no agent holds it"
+                return f"ssh {host.name}: {why}. Run: {agent}ssh-add {key}"
+            return sentence.format(*found.groups(), **words)
+    if not lines:  # a LogLevel of the user may hide them
+        return f"ssh {host.name} failed: no output. Try: {ssh.replace('ssh', 'ssh -v', 1)} true"
+    return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh} true"
+
+
+def _locked_key(host: Host) -> str:
+    """The first key for the host that needs a passphrase and that no agent holds, "" if there is none."""
+    keys = (os.path.expanduser(each) for each in settings(host, "identityfile"))  # noqa: PTH111
+    return next(filter(_is_locked, keys), "")
+
+
+@cache
+def _is_locked(key: str) -> bool:
+    def output(program: str, *arguments: str) -> str:
+        return tool_output(program, arguments, None, _CONFIG_S) or ""
+
+    known = output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]  # its fingerprint
+    is_open = output("ssh-keygen", "-y", "-P", "", "-f", key)
+    return bool(known) and not is_open and known[0] not in output("ssh-add", "-l")
+
+
+def settings(host: Host, name: str) -> list[str]:
+    """The values of ssh's own configuration for a host."""
+    config = tool_output("ssh", ("-G", "--", host.ssh_target), None, _CONFIG_S) or ""
+    return re.findall(f"(?m)^{name} (.+)$", config)
+
+
+def ssh_line(host: Host) -> str:
+    """The command that a person types to log in."""
+    return f"ssh {f'-p {host.port} ' if host.port else ''}{host.ssh_target}"
