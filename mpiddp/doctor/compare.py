@@ -124,28 +124,28 @@ def gpus(facts: Facts) -> Iterator[Found]:
             yield UNKNOWN, f"a GPU of {name} does not count errors of its memory (ECC)", ""
 
 
-def processes(facts: Facts, where: str) -> Iterator[Found]:
-    """Limits, cores and shared memory of a process on each host. `where` says what kind of process."""
+def processes(facts: Facts) -> Iterator[Found]:
+    """Limits, cores and shared memory of what ssh starts on each host, as mpirun does."""
     for kind in ("open files", "locked memory", "processes"):
         values = {name: found["limits"][kind] for name, found in facts.items()}
         if kind == "open files":
             few = {name: count for name, count in values.items() if 0 <= count < LEAST_FILES}
             for name in few:
                 fix = f"raise nofile to {LEAST_FILES} or more there, for sshd too"
-                yield FAIL, f"a process may open {values.pop(name)} files on {name} ({where})", fix
+                yield FAIL, f"a process may open {values.pop(name)} files on {name}", fix
         texts = {name: "unlimited" if n == -1 else str(n) for name, n in values.items()}
         if fact := differences(f"the limit of {kind}", texts):
-            yield WARN, f"{fact} ({where})", "set it alike in /etc/security/limits.conf"
+            yield WARN, fact, "set it alike in /etc/security/limits.conf"
     for name, found in facts.items():
         if found["infiniband"] and found["limits"]["locked memory"] != -1:
-            fact = f"locked memory is limited on {name}, which InfiniBand needs ({where})"
+            fact = f"locked memory is limited on {name}, which InfiniBand needs"
             yield FAIL, fact, "set memlock to unlimited there, for sshd too"
         if found["shm"] < LEAST_SHM:
             fact = f"/dev/shm holds {size_text(found['shm'])} on {name}"
             yield WARN, fact, "mount -o remount,size=8G /dev/shm there; in Docker: --shm-size 8g"
     for what in ("cores", "cores for a process"):
         if fact := differences(f"the number of {what}", {n: f[what] for n, f in facts.items()}):
-            yield WARN, f"{fact} ({where})", ""
+            yield WARN, fact, ""
 
 
 def folders(facts: Facts) -> Iterator[Found]:

@@ -3,8 +3,7 @@
     mpiddp launch -H node1:1,node2:1 -m mpiddp.doctor.job
 
 Each rank also says which libraries it has loaded and how fast its device multiplies two matrices. The doctor
-sends the source of this file to hosts whose ranks cannot start: it needs Python 3.8, and may lack all that it
-imports.
+sends the source of this file to the hosts, too: it needs Python 3.8, and may lack all that it imports.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from mpiddp.hosts.facts import process_facts
-
     device = "cpu"
     if torch.cuda.is_available():
         torch.cuda.set_device(0)  # one rank on each host
@@ -54,7 +51,6 @@ def main() -> None:
         "seconds": time.perf_counter() - began,
         "speed": _speed(device, rank, size),
         "stack": stack(HEAVY),
-        **process_facts(),
     }
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, own)

@@ -4,8 +4,8 @@
     mpiddp doctor -H node1,node2 --script train.py --data /data/imagenet --run-dir runs/a
     mpiddp doctor --hostfile hostfiles/two_nodes --quick --json
 
-preflight → facts of each host → all pairs over TCP → a small real job → lines. `--quick` is the preflight of
-`mpiddp launch` alone. The rest needs ssh and a python3 on each host.
+preflight → facts of each host → all pairs over TCP → a small real job → lines, over one login a host.
+`--quick` is the preflight of `mpiddp launch` alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
+from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.options import add_options, parse_options
 from mpiddp.launch.place import find_network
@@ -47,7 +50,9 @@ _PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel's own choice is amo
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
 _ORDER = (FAIL, WARN, UNKNOWN, OK)
 _NEEDED = ("preflight", "ssh", "versions", "network")  # by the job
-_COMPARED = ("torch", "mpi4py")  # by the preflight, which does not run in a job of Slurm
+_COMPARED = ("torch", "mpi4py")  # by the preflight
+
+Ask = Callable[..., tuple[dict[Host, Any], dict[Host, str], dict[Host, Answer]]]  # of `ask_hosts`
 
 
 def main(argv: list[str]) -> int:
@@ -60,36 +65,38 @@ def main(argv: list[str]) -> int:
     hosts = plan.read_hosts(launch, os.environ)
     starter = find_starter(hosts.starter, launch.mpirun, plan.PYTHON, os.environ)
     resolve_all([host.name for host in hosts.usable])
-    checked = plan.run_preflight(launch, hosts, starter, os.environ)
-    lines = _of_preflight(checked, starter.name)
-    if not options.quick:
-        program, transport = _facts_program(options, hosts), hosts.transport
-        by_host, failures, answers = ask_hosts(
-            hosts.usable, program, work_s=_FACTS_S, transport=transport
-        )
-        found = {host.name: each for host, each in by_host.items()}
-        library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
-        library = library or str(starter.libmpi or "")
-        known = _COMPARED if checked.infos else ()
-        infos = checked.infos.values()
-        networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
-        if found:
-            lines += _of_facts(found, {host.name: answers[host] for host in by_host})
-            lines += _versions(hosts, [*by_host], LIGHT, library, known)
-        if len(found) > 1:
-            lines += _pairs(hosts, found, networks)
-        lines += [
-            Line("ssh", FAIL, *_split(why))
-            for host, why in failures.items()
-            if host not in checked.complaints
-        ]
-        line, ranks = _run_job(lines, job)
-        if found:
-            lines += _of_ranks(found, ranks, known) or [
-                *_versions(hosts, [*by_host], HEAVY, library, known),
-                *_limits(found, "in a login over ssh"),
+    with closing(Logins()) as logins:
+        checked = plan.run_preflight(launch, hosts, starter, os.environ, logins)
+        lines = _of_preflight(checked, starter.name)
+        if not options.quick:
+            ask = partial(
+                ask_hosts, python=str(plan.PYTHON), transport=hosts.transport, logins=logins
+            )
+            asked = [host for host in hosts.usable if host not in checked.silent]
+            by_host, failures, answers = ask(asked, _facts_program(options, hosts), work_s=_FACTS_S)
+            found = {host.name: each for host, each in by_host.items()}
+            lines += [
+                Line("ssh", FAIL, *_split(why))
+                for host, why in failures.items()
+                if host not in checked.complaints
             ]
-        lines.append(line)
+            library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
+            load = partial(_load, ask, [*by_host], library or str(starter.libmpi or ""))
+            known = _COMPARED if checked.infos else ()
+            if found:
+                infos = checked.infos.values()
+                networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
+                lines += _of_facts(found, {host.name: answers[host] for host in by_host})
+                lines += _versions(load(LIGHT), known)
+                lines += _pairs(ask, [*by_host], found, networks)
+            line, ranks = _run_job(lines, job)
+            if ranks:
+                slow = compare.speeds({name: each["speed"] for name, each in ranks.items()})
+                lines += results("speed", slow, "no rank's device is slower than the others")
+            if found:
+                own = {name: each["stack"] for name, each in ranks.items()}  # torch is loaded
+                lines += _versions(own or load(HEAVY), known)
+            lines.append(line)
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
     print(as_json(lines, names, seconds) if options.json else text(lines, len(names), seconds))
@@ -163,65 +170,44 @@ def _of_facts(found: compare.Facts, answers: Mapping[str, Answer]) -> list[Line]
         *results("files", compare.files(found), "no file of a script differs"),
         *results("folders", compare.folders(found), "present, readable and with space"),
         *results("clock", clocks, f"all within {compare.MOST_SKEW_S:g} s"),
+        *results("limits", compare.processes(found), "cores, ulimit and /dev/shm suffice"),
     ]
 
 
-def _versions(
-    hosts: Hosts,
-    asked: Sequence[Host],
-    packages: tuple[str, ...],
-    library: str,
-    known: Sequence[str],
-) -> list[Line]:
-    """Whether the interpreter of the ranks loads the same of these packages on each host.
+def _load(
+    ask: Ask, hosts: Sequence[Host], library: str, packages: tuple[str, ...]
+) -> dict[str, dict[str, str]]:
+    """What the interpreter of the ranks loads of these packages on each host, see `small_job.stack`.
 
-    `library` is that of MPI, "" for the one that mpi4py finds. The preflight has compared those of `known`.
+    `library` is that of MPI, "" for the one that mpi4py finds.
     """
     program = program_that_prints((small_job,), f"stack({packages!r}, {library!r})")
-    found, failures, _ = ask_hosts(
-        asked, program, work_s=_STACK_S, python=str(plan.PYTHON), transport=hosts.transport
-    )
-    lines = [Line("versions", UNKNOWN, *_split(why)) for why in failures.values()]
-    return lines + _of_stacks({host.name: each for host, each in found.items()}, known)
+    found, failures, _ = ask(hosts, program, work_s=_STACK_S)
+    broken = {host: dict.fromkeys(packages, f"broken: {why}") for host, why in failures.items()}
+    return {host.name: each for host, each in (found | broken).items()}
 
 
-def _of_stacks(found: Mapping[str, Mapping[str, str]], known: Sequence[str]) -> list[Line]:
-    if not found:
-        return []
-    same = {f"{what} {value}" for each in found.values() for what, value in each.items()}
+def _versions(stacks: Mapping[str, Mapping[str, str]], known: Sequence[str]) -> list[Line]:
+    """Whether all hosts load the same. The preflight has compared those of `known`."""
+    same = {f"{what} {value}" for each in stacks.values() for what, value in each.items()}
     same = {each for each in same if each.startswith(("python ", "torch ", "mpi4py "))}
     ok_text = f"the same on every host: {', '.join(sorted(same))}"
-    return results("versions", compare.stacks(found, known), ok_text)
+    return results("versions", compare.stacks(stacks, known), ok_text)
 
 
-def _of_ranks(found: compare.Facts, ranks: Mapping[str, Any], known: Sequence[str]) -> list[Line]:
-    """What the ranks of the job say: they have loaded torch already. [] if one host has none."""
-    reports = {name: ranks.get(each["hostname"], {}) for name, each in found.items()}
-    if not all(reports.values()):
-        return []
-    speeds = compare.speeds({name: rank["speed"] for name, rank in reports.items()})
-    return [
-        *_of_stacks({name: rank["stack"] for name, rank in reports.items()}, known),
-        *results("speed", speeds, "no rank's device is slower than the others"),
-        *_limits(reports, "in a launched process"),
-    ]
-
-
-def _limits(reports: compare.Facts, where: str) -> list[Line]:
-    ok_text = f"cores, ulimit and /dev/shm suffice ({where})"
-    return results("limits", compare.processes(reports, where), ok_text)
-
-
-def _pairs(hosts: Hosts, found: compare.Facts, networks: Sequence[str]) -> list[Line]:
+def _pairs(
+    ask: Ask, hosts: Sequence[Host], found: compare.Facts, networks: Sequence[str]
+) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
+    if len(hosts) < 2:
+        return []
     addresses = {name: _address(name, found, networks) for name in found}
     known = {name: address for name, address in addresses.items() if address}
-    asked = [host for host in hosts.usable if host.name in known]
     reached: dict[str, Any] = {}
     for port in random.sample(_PORTS, _MOST_PORTS):
         program = program_that_prints((interfaces, network), f"meet({known!a}, {port})")
-        work_s = 2 * network.longest_s(len(asked))
-        answers, *_ = ask_hosts(asked, program, work_s=work_s, transport=hosts.transport)
+        work_s = 2 * network.longest_s(len(known))
+        answers, *_ = ask([each for each in hosts if each.name in known], program, work_s=work_s)
         if None not in answers.values():  # the port is free on all hosts
             reached = {host.name: each for host, each in answers.items()}
             break

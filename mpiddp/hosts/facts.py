@@ -65,12 +65,17 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
     names = {*wanted["names"], socket.gethostname()}
     with ThreadPoolExecutor(_RESOLVERS) as threads:
         resolved = dict(zip(names, threads.map(_resolve, names)))
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "hostname": socket.gethostname(),
         "addresses": list(own_addresses()),
         "links": links(),
         "names": resolved,
-        **process_facts(),
+        "limits": {name: resource.getrlimit(kind)[1] for name, kind in LIMITS.items()},  # -1: none
+        "cores": os.cpu_count(),
+        "cores for a process": len(os.sched_getaffinity(0)),
+        "shm": shared.f_blocks * shared.f_frsize if shared else 0,
+        "infiniband": os.path.isdir("/sys/class/infiniband"),
         "folders": {label: _folder(path, label) for label, path in wanted["folders"].items()},
         "files": dict(files_of(*wanted["program"])),
         "gpus": _gpus(wanted["path"]),
@@ -86,19 +91,6 @@ def machine() -> str:
         return ""
     boot = _text(Path("/proc/sys/kernel/random/boot_id"))
     return " ".join([boot, *namespaces]) if boot else ""
-
-
-def process_facts() -> dict[str, Any]:
-    """The limits of this process, its cores, and the shared memory that it sees."""
-    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    limits = {name: resource.getrlimit(kind)[1] for name, kind in LIMITS.items()}  # -1: none
-    return {
-        "limits": limits,
-        "cores": os.cpu_count(),
-        "cores for a process": len(os.sched_getaffinity(0)),
-        "shm": shared.f_blocks * shared.f_frsize if shared else 0,
-        "infiniband": os.path.isdir("/sys/class/infiniband"),
-    }
 
 
 def links(root: str = "/sys/class/net") -> list[dict[str, Any]]:

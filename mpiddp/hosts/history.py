@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mpiddp.errors import DONE, FAILED, named_by
 from mpiddp.hosts.hostfile import Host
@@ -42,7 +43,7 @@ class Event:
 
     at: float  # in seconds since 1970
     job: str  # equal in all lines of one launch, whose attempts count as one job
-    hosts: tuple[str, ...]  # that took part; a host that did not answer did not
+    hosts: tuple[str, ...]  # that took part
     failed: Mapping[str, str]  # a sentence for each host that ended it, or did not answer
 
     @property
@@ -51,40 +52,29 @@ class Event:
         return list(dict.fromkeys((*self.hosts, *self.failed)))
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The last jobs of a host."""
 
     jobs: int
-    ended: int  # of these, by a failure of its own
-    silent: int  # of these, in whose preflight it did not answer
-    reason: str  # of its latest failure, "" for none
+    failed: int  # of these
+    reason: str  # of the latest failure, "" for none
     failed_at: float
 
-    @property
-    def summary(self) -> str:
-        """ "ended 3 of its last 5 jobs, and did not answer in 1"."""
-        of = f"of its last {counted(self.jobs, 'job')}"
-        if self.silent and not self.ended:
-            return f"did not answer in {self.silent} {of}"
-        unanswered = f", and did not answer in {self.silent}" if self.silent else ""
-        return f"ended {self.ended or 'none'} {of}{unanswered}"
+    def __str__(self) -> str:
+        return f"failed in {self.failed or 'none'} of its last {counted(self.jobs, 'job')}"
 
 
 def record_of(host: str, events: Sequence[Event]) -> Record:
     """What the events say of a host, oldest first. A job counts as its worst attempt."""
-    jobs: dict[str, str] = {}
+    jobs: dict[str, bool] = {}
     reason, failed_at = "", 0.0
-    for event in events:
-        if host not in event.concerned:
-            continue
-        end = jobs.pop(event.job, "well")  # the latest job is the last
-        if host in event.failed:
+    for event in (each for each in events if host in each.concerned):
+        has_failed = host in event.failed
+        jobs[event.job] = jobs.pop(event.job, False) or has_failed  # the latest job is the last
+        if has_failed:
             reason, failed_at = event.failed[host], event.at
-            end = "ended" if host in event.hosts or end == "ended" else "silent"
-        jobs[event.job] = end
     ends = [*jobs.values()][-LAST_JOBS:]
-    return Record(len(ends), ends.count("ended"), ends.count("silent"), reason, failed_at)
+    return Record(len(ends), sum(ends), reason, failed_at)
 
 
 def file_of(hostfile: str | None) -> Path | None:
@@ -128,8 +118,7 @@ def doubts(path: Path | None, hosts: Sequence[Host]) -> dict[str, str]:
     events = read(path)
     failed = {key for event in events for key in event.failed}
     known = [(host, record_of(host.key, events)) for host in hosts if host.key in failed]
-    flaky = [(host, each) for host, each in known if each.ended + each.silent >= FLAKY]
-    return {host.key: f"{host.name} {each.summary}" for host, each in flaky}
+    return {host.key: f"{host.name} {each}" for host, each in known if each.failed >= FLAKY}
 
 
 def note(path: Path | None, used: Collection[str], failed: Mapping[str, str]) -> None:
@@ -176,7 +165,7 @@ def main(options: argparse.Namespace) -> int:
             record = record_of(each, events)
             at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.failed_at))
             latest = f"{at}  {record.reason}" if record.reason else ""
-            rows.append((escaped(each), record.summary, escaped(latest)))
+            rows.append((escaped(each), str(record), escaped(latest)))
         print(f"{align_columns(rows)}\nfrom {escaped(str(path))}")
         return DONE
     with named_by(""):

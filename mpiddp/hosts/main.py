@@ -67,7 +67,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         required=True,
         help="the syntax to print: mpich is also Intel MPI's, and slurm a file for SLURM_HOSTFILE",
     )
-    verb("diff", "Print the differences between two hostfiles (exit code 1, 0 for none)", "a", "b")
+    verb(
+        "diff", "Print the lines in which two hostfiles differ (exit code 1, 0 for none)", "a", "b"
+    )
     for name, (module, purpose) in OVER_SSH.items():
         with_file = verb(name, purpose)
         with_file.add_argument(

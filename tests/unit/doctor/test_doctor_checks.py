@@ -66,7 +66,7 @@ def everything(facts):
     found = [
         *compare.names(facts),
         *compare.gpus(facts),
-        *compare.processes(facts, "in a rank"),
+        *compare.processes(facts),
         *compare.folders(facts),
         *compare.files(facts),
         *compare.links(facts, ADDRESSES),
@@ -82,7 +82,7 @@ def everything(facts):
         (("gpus",), None, FAIL, "nvidia-smi does not answer on b"),
         (ECC, "2", FAIL, "uncorrected memory errors on b: GPU 0: 2"),
         (ECC, "[N/A]", UNKNOWN, "a GPU of b does not count errors of its memory (ECC)"),
-        (("limits", "open files"), 512, FAIL, "a process may open 512 files on b (in a rank)"),
+        (("limits", "open files"), 512, FAIL, "a process may open 512 files on b"),
         (("files", "train.py"), "9c2e", FAIL, "train.py is 9c2e on b, 1f3a on the other 2 hosts"),
         (("files", "model.py"), "1f3a", FAIL, "model.py is missing or unreadable on a and c"),
         (("files", "train.py"), "", FAIL, "train.py is missing or unreadable on b"),

@@ -137,7 +137,7 @@ def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(history, "_JOB", job)
         history.note(file, used, failed)
     (doubt,) = history.doubts(file, LISTED.usable).items()
-    assert doubt == ("b.invalid", "b.invalid ended 4 of its last 4 jobs")
+    assert doubt == ("b.invalid", "b.invalid failed in 4 of its last 4 jobs")
 
 
 @pytest.mark.parametrize(
