@@ -34,13 +34,12 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import files, interfaces, network
 from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.options import add_options, parse_options
-from mpiddp.launch.place import find_network
+from mpiddp.launch.place import addresses_in, find_network
 from mpiddp.launch.starters import find_starter
 from mpiddp.text import all_of, counted, escaped
 from mpiddp.world import leave_enclosing_job
@@ -84,11 +83,10 @@ def main(argv: list[str]) -> int:
             load = partial(_load, ask, [*by_host], library or str(starter.libmpi or ""))
             known = _COMPARED if checked.infos else ()
             if found:
-                infos = checked.infos.values()
-                networks = find_network(hosts, infos, launch.interface, dry_run=True).networks
+                addresses = _addresses(hosts, checked, launch.interface)
                 lines += _of_facts(found, {host.name: answers[host] for host in by_host})
                 lines += _versions(load(LIGHT), known)
-                lines += _pairs(ask, [*by_host], found, networks)
+                lines += _pairs(ask, [*by_host], found, addresses)
             line, ranks = _run_job(lines, job)
             if ranks:
                 slow = compare.speeds({name: each["speed"] for name, each in ranks.items()})
@@ -195,14 +193,20 @@ def _versions(stacks: Mapping[str, Mapping[str, str]], known: Sequence[str]) -> 
     return results("versions", compare.stacks(stacks, known), ok_text)
 
 
+def _addresses(hosts: Hosts, checked: preflight.Checked, requested: str | None) -> dict[str, str]:
+    """The address of each host on the job's network, or else that to which ssh connects."""
+    network = find_network(hosts, checked.infos.values(), requested, dry_run=True)
+    by_ssh = {host.name: info.address for host, info in checked.infos.items() if info.address}
+    return by_ssh | addresses_in(network, hosts, checked.infos)
+
+
 def _pairs(
-    ask: Ask, hosts: Sequence[Host], found: compare.Facts, networks: Sequence[str]
+    ask: Ask, hosts: Sequence[Host], found: compare.Facts, addresses: Mapping[str, str]
 ) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
     if len(hosts) < 2:
         return []
-    addresses = {name: _address(name, found, networks) for name in found}
-    known = {name: address for name, address in addresses.items() if address}
+    known = {host.name: addresses[host.name] for host in hosts if host.name in addresses}
     reached: dict[str, Any] = {}
     for port in random.sample(_PORTS, _MOST_PORTS):
         program = program_that_prints((interfaces, network), f"meet({known!a}, {port})")
@@ -212,29 +216,11 @@ def _pairs(
             reached = {host.name: each for host, each in answers.items()}
             break
     count = sum(map(len, reached.values()))
-    links, pairs = compare.links(found, addresses), compare.reach(reached, addresses, port)
+    links, pairs = compare.links(found, known), compare.reach(reached, known, port)
     return [
         *results("network", links, "the links have the same speed and MTU"),
         *results("network", pairs, f"all {count} directions open"),
     ]
-
-
-def _address(name: str, found: compare.Facts, networks: Sequence[str]) -> str:
-    """The host's address on the job's network, else that to which its name leads; "" without any."""
-    named = {address for each in found.values() for address in each["names"].get(name, [])}
-    known = [
-        Interface(each["name"], each["address"], each["network"]) for each in found[name]["links"]
-    ]
-    best = min(
-        (each for each in known if not each.is_loopback),
-        key=lambda each: (
-            not any(each.matches(network) for network in networks),
-            each.address not in named,
-            each.is_virtual,
-        ),
-        default=None,
-    )
-    return best.address if best else ""
 
 
 def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str, dict[str, Any]]]:
