@@ -277,6 +277,9 @@ def test_hosts_that_share_ipv6_alone(hosts):
         done = hosts.run("launch", "-H", "six0:1,six1:1", program("identity.py")).assert_ok()
         assert {rank["master"] for rank in done.records} == {"fd77::1"}
         assert [rank["host"] for rank in done.records] == ["node0", "node1"]
+        # Of an interface with both, gloo takes the IPv4 address, which no route leads to here.
+        failed = hosts.run("launch", "-H", "six0:1,six1:1", program("reduces.py"))
+        assert (failed.code, "gloo: No route leads to gloo's address" in failed.stderr) == (1, True)
 
 
 @pytest.mark.parametrize("requested", ["fd77::/64", "fd77::1"])

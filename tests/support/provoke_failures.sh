@@ -225,6 +225,12 @@ gloo-not-connected.loopback() { cat > "$SCRATCH/train.py" <<< "$IMPORTS; dist.in
   for rank in 0 1; do
     on node$rank "GLOO_SOCKET_IFNAME=lo MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=$rank timeout 50 $ROOT/.venv/bin/python $SCRATCH/train.py" &
   done; wait; }
+gloo-no-route() {  # rank 0 is at an address to which node1 has no route
+  on node0 'ip address add 10.66.0.1/24 dev eth0 label eth0:other'
+  for rank in 0 1; do
+    on node$rank "GLOO_SOCKET_IFNAME=$([[ $rank == 0 ]] && echo eth0:other || echo eth0) MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=$rank \
+      timeout 20 $ROOT/.venv/bin/python -c $(printf %q "$INIT")" &
+  done; wait; }
 system-rank-ended.slurm() { on node0 'srun -N 2 bash -c "exit 3"'; }
 system-killed.slurm() { on node0 'srun -N 1 bash -c "kill -9 \$\$"'; }
 system-rank-ended.slurm-cancelled() { on node0 'srun -N 1 -J stopped sleep 30 & sleep 3; scancel -n stopped; wait'; }
