@@ -40,12 +40,12 @@ _TOGETHER_S = 1.0  # answers that come within this time are shown together
 # through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's daemon starts in the
 # same kind of shell: not a login shell, not interactive, no activated environment. Python starts in the root
 # folder, because it imports modules from its working folder. It gets one program after the other, each behind
-# a line with its size, and prints a line behind each answer.
+# a line with its size, and with the line that it prints behind the answer.
 LOGIN = "mpiddp-login"  # the line that proves the login; start-up files may print before it
-_ANSWERED = f"mpiddp-answered {os.urandom(8).hex()}"
+_ANSWERED = f"mpiddp-answered-{os.urandom(8).hex()}"
 _READ_ON = (
     'import os; stdin = os.fdopen(0, "rb"); [(exec(stdin.read(int(size)), {}), '
-    f'print("{_ANSWERED}", flush=True)) for size in iter(stdin.readline, b"")]'
+    'print(end.decode(), flush=True)) for size, end in map(bytes.split, iter(stdin.readline, b""))]'
 )
 _SHELL_LINE = (
     f"echo {LOGIN}; IFS= read -r python; "
@@ -227,7 +227,7 @@ class Login:
         self.host, self._work_s = host, work_s  # another one of the same name
         self.deadline = time.monotonic() + (work_s if self.has_begun else login_s)
         text = program.encode()
-        self._to_send += b"%d\n" % len(text) + text
+        self._to_send += f"{len(text)} {_ANSWERED}\n".encode() + text
         self.output.clear()
         self._stdin.settimeout(login_s)
         with suppress(OSError):  # then no answer comes

@@ -82,6 +82,16 @@ print(os.getcwd(), len(more)); print('err', file=sys.stderr); sys.exit(3)"""
     assert answers == dict.fromkeys(hosts, Answer(3, "/ 500000\n", "err\n"))
 
 
+@pytest.mark.parametrize("shell", ["sh", "tcsh"])
+def test_a_login_shell_of_another_kind(shell):
+    """What a program prints at its end is no sign of its end."""
+    need(shell)
+    login = Transport("shell", ("sh", "-c", f'exec {shell} -c "$1"'), "rsh", instead="--hostfile F")
+    program = "import time; print('mpiddp-answered', flush=True); time.sleep(0.1); print('$HOME')"
+    (answer,) = run_on_hosts([Host("a.invalid")], program, transport=login).values()
+    assert (answer.exit_code, answer.stdout) == (0, "mpiddp-answered\n$HOME\n")
+
+
 FEW_FILES = """
 import resource, sys
 from mpiddp.hosts import ssh
