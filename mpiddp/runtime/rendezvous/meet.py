@@ -56,10 +56,13 @@ def meet(
         ranks = _by_address(world, timeout_s)
     with meeting, ranks.all_or_none():
         world, gather = ranks.world, partial(ranks.all_gather_json, timeout_s=timeout_s)
-        infos = result.gathered(gather(info))
+        infos = result.gathered(gather(info._replace(program=())))
         ranks.hostnames = names = tuple(each.hostname for each in infos)
         if any(each.problem for each in infos):
             raise UserError(info.problem)  # "" on a rank that could begin
+        # Long, and the same on most ranks: a gather sends what all have only once.
+        programs = gather(info.program)
+        infos = [each._replace(program=programs[each.rank]) for each in infos]
         _from_rank_0(world, gather, partial(result.check_alike, infos, env))
         address, port, listener = _place(world, infos, gather)
         world = result.joined(world, infos, address, port)
