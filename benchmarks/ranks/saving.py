@@ -15,10 +15,10 @@ from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from mpiddp.bench.figures import emit, turns
 from mpiddp.bench.ranks.training import build, open_source, synthetic_job, synthetic_order
 from mpiddp.runtime.job.session import current
-from mpiddp.train import train
-from mpiddp.train.datasets import batches
+from mpiddp.train.data import batches
 from mpiddp.train.measure import StepTimer
-from mpiddp.train.step import backward
+from mpiddp.train.run import open_checkpoints
+from mpiddp.train.train import backward, save
 from mpiddp.world import World
 
 
@@ -32,7 +32,7 @@ def main() -> None:
         folder = tempfile.mkdtemp(dir=options.folder)
         root = Path(coordinator.all_gather_json(folder, timeout_s=60)[0])
         state = build(job, data)
-        checkpoints = train.open_checkpoints(root, config, data.contents)
+        checkpoints = open_checkpoints(root, config, data.contents)
         checkpoints.resume()
 
         def wait_for_saves() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
                 state.optimizer.step()
                 state.optimizer.zero_grad(set_to_none=True)
                 if index == 0 and variant != NO_SAVE:
-                    train.save(checkpoints, state, first + 1, config)
+                    save(checkpoints, state, first + 1, config)
                     if variant == AT_ONCE:
                         wait_for_saves()
                 timer.tick()

@@ -77,7 +77,7 @@ def page(runs: Sequence[Run]) -> str:
             section("Curves", charts.curves and marks + charts.curves),
             section("Time lost", tables.time_lost(runs)),
             section("Settings", tables.compared("setting", [run.config for run in runs])),
-            # mpiddp/train/record.py writes it: command, hosts, packages, git commit.
+            # mpiddp/train/records.py writes it: command, hosts, packages, git commit.
             section("Environment", tables.compared("fact", [run.start_record for run in runs])),
             section("What could not be read", items(note for run in runs for note in run.notes)),
         ]

@@ -1,4 +1,4 @@
-"""The configuration of a run: the options, with the defaults that depend on the ranks and the device.
+"""The configuration of a training: each setting with its type, and the defaults that depend on the machines.
 
 config.json and every checkpoint contain it, and a run that resumes is compared with it.
 """
@@ -6,11 +6,11 @@ config.json and every checkpoint contain it, and a run that resumes is compared 
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import mpiddp
 from mpiddp.errors import UserError
@@ -27,43 +27,98 @@ _ON_GPU = {"arch": "resnet18", "stem": "cifar", "batch_size": 256,
            "epochs": 30, "low_res": 0.0, "max_shift": 4}
 # fmt: on
 
+# A resume may not change these: they decide what the steps of the checkpoint have done.
+FIXED = (
+    *("arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "steps_per_epoch"),
+    *("optimizer", "seed"),
+)
+# With another value of these, the steps after a resume differ from those of one run.
+NOTED = (
+    *("epochs", "low_res_epochs", "lr", "schedule", "clip_grad_norm", "amp", "sync_bn"),
+    "grad_compression",
+)
 
-def resolve(options: Namespace, world_size: int, device: torch.device) -> Namespace:
-    """The options with the defaults that depend on the machines. Raises UserError if they cannot be met."""
-    config = Namespace(**vars(options))
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of a training. `mpiddp train --help` tells what each of them means."""
+
+    arch: str
+    stem: str
+    weights: str | None
+    dataset: str
+    data_dir: str | None
+    use_syn: bool
+    image_size: int
+    max_shift: int  # pixels by which CIFAR-10's images are shifted
+    num_workers: int
+    batch_size: int  # images of a rank's largest backward pass
+    global_batch_size: int
+    grad_accum_steps: int
+    epochs: int
+    steps_per_epoch: int | None
+    low_res_epochs: int
+    lr: float
+    schedule: str
+    optimizer: str
+    clip_grad_norm: float | None
+    backend: str | None
+    amp: str
+    parallel: str
+    sync_bn: bool
+    compile: str
+    grad_compression: str
+    channels_last: bool
+    seed: int
+    deterministic: bool
+    out: str | None
+    resume: str
+    save_every: str | None
+    keep: int
+    log_every: int
+    log_to: str | None
+    per_rank_log: bool
+    stop_at_step: int | None
+    check_determinism: int | None
+    check_divergence: int | None
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """The layout of the images and of the model."""
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+
+def resolve(options: Namespace, world_size: int, device: torch.device) -> Config:
+    """The configuration that these options of `parse` have here. Raises UserError if they cannot be met."""
+    chosen = Namespace(**vars(options))
     defaults: dict[str, Any] = _ON_GPU if device.type != "cpu" else _ON_CPU
-    _keep_global_batch(config, mpiddp.announced(), world_size)
-    _split_batch(config, world_size, defaults["batch_size"])
-    config.arch = options.arch or defaults["arch"]
-    config.epochs = options.epochs or defaults["epochs"]
+    _keep_global_batch(chosen, mpiddp.announced(), world_size)
+    _split_batch(chosen, world_size, defaults["batch_size"])
+    chosen.arch = options.arch or defaults["arch"]
+    chosen.epochs = options.epochs or defaults["epochs"]
     if options.low_res_epochs is None:
-        config.low_res_epochs = round(defaults["low_res"] * config.epochs)
-    if config.low_res_epochs > config.epochs:
+        chosen.low_res_epochs = round(defaults["low_res"] * chosen.epochs)
+    if chosen.low_res_epochs > chosen.epochs:
         raise UserError(
-            f"--low-res-epochs {config.low_res_epochs} is more than --epochs {config.epochs}. Use "
-            f"{config.epochs} or less."
+            f"--low-res-epochs {chosen.low_res_epochs} is more than --epochs {chosen.epochs}. Use "
+            f"{chosen.epochs} or less."
         )
-    config.max_shift = defaults["max_shift"]  # pixels by which CIFAR-10's images are shifted
+    chosen.max_shift = defaults["max_shift"]
     is_folder = options.dataset == "image-folder"
-    config.image_size = (options.image_size or 224) if is_folder else 32
+    chosen.image_size = (options.image_size or 224) if is_folder else 32
     if options.stem == "auto":  # a model that the user names is torchvision's, or of its paper
         own_stem = ARCHITECTURES[options.arch].stem if options.arch else defaults["stem"]
-        config.stem = "imagenet" if config.image_size >= _SMALL_IMAGE else own_stem
+        chosen.stem = "imagenet" if chosen.image_size >= _SMALL_IMAGE else own_stem
     is_usual = device.type == "cpu" and options.parallel == "ddp" and options.amp != "fp16"
-    own = ARCHITECTURES[config.arch].optimizer if is_usual else "sgd"
-    config.optimizer = options.optimizer or own
+    own = ARCHITECTURES[chosen.arch].optimizer if is_usual else "sgd"
+    chosen.optimizer = options.optimizer or own
     if options.amp == "auto":
-        config.amp = "bf16" if _computes_in_bf16(device) else "off"
-    config.channels_last = options.parallel == "ddp"  # fully_shard accepts contiguous ones only
-    return config
+        chosen.amp = "bf16" if _computes_in_bf16(device) else "off"
+    chosen.channels_last = options.parallel == "ddp"  # fully_shard accepts contiguous ones only
+    return Config(**vars(chosen))
 
 
-def memory_format(config: Namespace) -> torch.memory_format:
-    """The layout of the images and of the model."""
-    return torch.channels_last if config.channels_last else torch.contiguous_format
-
-
-def _keep_global_batch(config: Namespace, before: mpiddp.Announced | None, ranks: int) -> None:
+def _keep_global_batch(chosen: Namespace, before: mpiddp.Announced | None, ranks: int) -> None:
     """Keep the global batch of an earlier attempt on other ranks.
 
     The number of backward passes grows until no pass is larger than before, because each rank has the
@@ -73,24 +128,24 @@ def _keep_global_batch(config: Namespace, before: mpiddp.Announced | None, ranks
     if before is None or before.world_size == ranks:
         return
     images = before.global_batch_size
-    per_pass = -(-images // (config.grad_accum_steps * before.world_size))
+    per_pass = -(-images // (chosen.grad_accum_steps * before.world_size))
     passes = -(-images // (per_pass * ranks))
-    config.grad_accum_steps = max(1, min(passes, images // (IMAGES_PER_PASS * ranks)))
-    config.batch_size, config.global_batch_size = None, images
+    chosen.grad_accum_steps = max(1, min(passes, images // (IMAGES_PER_PASS * ranks)))
+    chosen.batch_size, chosen.global_batch_size = None, images
 
 
-def _split_batch(config: Namespace, world_size: int, default: int) -> None:
+def _split_batch(chosen: Namespace, world_size: int, default: int) -> None:
     """The images of a step over all ranks, and of a rank's largest backward pass."""
-    passes = config.grad_accum_steps * world_size
-    if config.global_batch_size is None:
-        config.batch_size = config.batch_size or default
-        config.global_batch_size = config.batch_size * passes
-    elif config.global_batch_size < passes * (1 if config.global_batch_size % passes == 0 else 2):
+    passes = chosen.grad_accum_steps * world_size
+    if chosen.global_batch_size is None:
+        chosen.batch_size = chosen.batch_size or default
+        chosen.global_batch_size = chosen.batch_size * passes
+    elif chosen.global_batch_size < passes * (1 if chosen.global_batch_size % passes == 0 else 2):
         raise UserError(
-            f"--global-batch-size {config.global_batch_size} gives some of {world_size} ranks fewer than "
+            f"--global-batch-size {chosen.global_batch_size} gives some of {world_size} ranks fewer than "
             f"two images per pass; BatchNorm needs two. Use {IMAGES_PER_PASS * passes} or more."
         )
-    config.batch_size = -(-config.global_batch_size // passes)
+    chosen.batch_size = -(-chosen.global_batch_size // passes)
 
 
 def _computes_in_bf16(device: torch.device) -> bool:
@@ -103,28 +158,3 @@ def _computes_in_bf16(device: torch.device) -> bool:
     with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return not {"avx512_bf16", "bf16"}.isdisjoint(flags.split())
-
-
-def gathered(value: Any) -> list[Any]:
-    """The values of all ranks, by rank: [world_size]. A collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def require_equal(what: str, value: str, hint: str) -> None:
-    """Raise UserError unless the values of all ranks are equal. A collective."""
-    values = gathered(value)
-    if len(set(values)) > 1:
-        found = ", ".join(f"{each} (rank {values.index(each)})" for each in dict.fromkeys(values))
-        raise UserError(f"{what} differs: {found}. {hint}")
-
-
-def resume_args(config: Namespace, out: Path) -> list[str]:
-    """The options that the same command also needs to resume this run, which writes to `out`.
-
-    A --resume that names another run counts until this run has a checkpoint, so it stays.
-    """
-    args = [] if config.out else ["--out", str(out)]
-    goes_back = Path(config.resume).resolve().parent == (out / "checkpoints").resolve()
-    return [*args, "--resume", "auto"] if config.resume == "never" or goes_back else args

@@ -1,13 +1,11 @@
-"""The measurements of a run: step times on the device's own clock, and the final table."""
+"""The measurements of a run: step times on the device's own clock, and the figures of a run."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,37 +91,3 @@ def measured(timer: StepTimer, global_batch_size: int, device: torch.device) -> 
         "step_time_p95_s": high,
         "phases": dict(zip(SPENT, means, strict=True)),
     }
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 rank", "2 ranks"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def table(summary: Mapping[str, Any], out: Path) -> str:
-    """The table that a run prints at its end."""
-
-    def shown(name: str, form: str, factor: float = 1.0) -> str:
-        value = summary[name]
-        return "-" if value is None or not math.isfinite(value) else format(factor * value, form)
-
-    hosts = ", ".join(f"{name} {count}" for name, count in summary["hosts"].items())
-    spent = {name: value for name, value in summary["phases"].items() if value > 0}
-    shares = ", ".join(f"{name} {value / sum(spent.values()):.0%}" for name, value in spent.items())
-    rows = {
-        "data set": summary["dataset"],
-        "arch": f"{summary['arch']} ({summary['num_parameters']:,} parameters)",
-        "ranks": f"{summary['world_size']} on {counted(summary['num_nodes'], 'host')} ({hosts})",
-        "steps": f"{summary['steps']:,} of {summary['global_batch_size']} images",
-        "images/s": f"{shown('images_per_s', ',.0f')} over all ranks",
-        "step time": f"p50 {shown('step_time_p50_s', '.1f', 1000)} ms, "
-        f"p95 {shown('step_time_p95_s', '.1f', 1000)} ms",
-        "time": shares or "-",
-        "train loss": shown("train_loss", ".4f"),
-        "test accuracy": "no test set"
-        if summary["test_accuracy"] is None
-        else f"{summary['test_accuracy']:.2%} of {summary['test_images']:,} images",
-        "wall time": f"{summary['wall_s']:.0f} s",
-        "run folder": str(out),
-    }
-    return "\n".join(f"{name:<15}{value}" for name, value in rows.items())

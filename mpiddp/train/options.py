@@ -1,7 +1,8 @@
-"""The options of `mpiddp train`, one a line. `mpiddp train --help` prints them.
+"""`mpiddp train`: its options, one a line. `mpiddp train --help` prints them.
 
 This module does not import torch, so --help and option errors appear at once. `mpiddp.train.config` fills in
-the defaults that depend on the machines. Underscores work too: --use_syn is --use-syn.
+the defaults that depend on the machines, and `mpiddp.train.run` trains.
+Underscores work too: --use_syn is --use-syn.
 """
 
 from __future__ import annotations
@@ -23,16 +24,6 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile'
 SCHEDULES = ("one-cycle", "cosine", "step", "constant")
 SINKS = ("tensorboard", "wandb", "mlflow", "trackio")
 
-# A resume may not change these: they decide what the steps of the checkpoint have done.
-FIXED = (
-    *("arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "steps_per_epoch"),
-    *("optimizer", "seed"),
-)
-# With another value of these, the steps after a resume differ from those of one run.
-NOTED = (
-    *("epochs", "low_res_epochs", "lr", "schedule", "clip_grad_norm", "amp", "sync_bn"),
-    "grad_compression",
-)
 # The length of a run, its files and its checks, which a benchmark of single steps does not have.
 OF_RUN = (
     *("epochs", "steps_per_epoch", "resume", "save_every", "keep", "log_to", "per_rank_log"),
@@ -185,3 +176,17 @@ def _refuse_contradictions(options: Namespace) -> None:
             raise UserError(f"{one} and {other} are mutually exclusive. Leave one out.")
     if options.image_size and options.dataset != "image-folder":
         raise UserError("--image-size applies to image folders only. Leave it out.")
+
+
+def main(argv: list[str]) -> int:
+    """Train, and return the exit code. With bad input all ranks exit, and rank 0 prints the sentence."""
+    try:
+        options = parse(argv)
+    except UserError as error:
+        if mpiddp.World.from_env().world_size == 1:
+            raise
+        with mpiddp.process_group(backend="gloo"), mpiddp.together():
+            raise error from None
+    from mpiddp.train.run import run  # only now: it imports torch
+
+    return run(options)

@@ -1,280 +1,430 @@
-"""Train a ResNet on the ranks of a job: `mpiddp launch -n 2 -m mpiddp train`, or `mpiddp train` alone.
+"""Train a ResNet: the loop, its step, its evaluation, its saves. Read `fit` first, from top to bottom.
 
-Read it from top to bottom: join, data, model, DDP, resume, step, log, evaluate, save, summary. It uses public
-names of mpiddp only, and so does every file that it imports from here: copy any of them into your own
-project, and change it.
+    step = fit(config, data, order, state, checkpoints, step=0, hooks=[Records(…)])
+
+What only looks on is a `Hook`: records, logs, the comparison of ranks. `data` delivers the images, `order`
+says which, `sharded` is for --parallel fsdp and hsdp.
 """
 
-from __future__ import annotations
-
-import logging
+# No `from __future__ import annotations`: DDP checks its hook's annotations as types, not as strings.
+import contextlib
+import inspect
 import math
 import os
 import random
-import shlex
-import time
-from argparse import Namespace
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 import mpiddp
-from mpiddp.errors import DONE, STOPPED, UserError
-from mpiddp.train.config import IMAGES_PER_PASS, gathered, require_equal, resolve, resume_args
-from mpiddp.train.datasets import Data, batches, open_data, prepare
-from mpiddp.train.determinism import check_determinism
-from mpiddp.train.measure import PHASES, counted, measured, table
-from mpiddp.train.options import FIXED, NOTED
+from mpiddp.errors import UserError
+from mpiddp.train.config import Config
+from mpiddp.train.data import Batch, Data, Dataset, batches
+from mpiddp.train.measure import StepTimer
+from mpiddp.train.muon import Muon
 from mpiddp.train.order import Order
-from mpiddp.train.parallel import find_copies, ranks_with_same_shards
-from mpiddp.train.record import check_packages, following, rank_log, save_json, start_record
-from mpiddp.train.step import (
-    State,
-    averaged_buffers,
-    build_model,
-    build_state,
-    choose_kernels,
-    evaluate,
-    learning_rate,
-    restore_buffers,
-    train_step,
-)
+from mpiddp.train.resnet import ARCHS
+from mpiddp.train.sharded import DTYPES, is_sharded, shard
+from mpiddp.train.sync_bn import synchronized
 
-PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
-log = logging.getLogger("mpiddp")  # rank 0 prints it
+REFERENCE_BATCH = 256  # images: the global batch of --lr (Goyal et al. 2017, section 2.1)
+MAX_WARMUP_EPOCHS = 5
+MOMENTUM = 0.9  # Nesterov's
+WEIGHT_DECAY = 5e-4
+BATCH_PIXELS = 500 * 32 * 32  # of an evaluation batch, when the training batch is smaller
 
 
-def main(options: Namespace) -> int:
-    """Train with these options of `parse`, and return the exit code: DONE, or STOPPED on request."""
-    # torch's flight recorder writes NCCL's last operations if a collective times out. To read the files:
-    # python -m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ LOGS
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    with mpiddp.process_group(backend=options.backend) as world:
-        device = torch.device(str(world.device))
+@dataclass(frozen=True)
+class State:
+    """Everything that a step changes: the model, its optimizer, the gradient scaler of fp16, the clock."""
 
-        # Every check that may fail on some ranks: all ranks refuse, or none. Nothing is written before.
-        with mpiddp.together(timeout_s=PREPARE_TIMEOUT_S):
-            config = resolve(options, world.world_size, device)
-            if world.local_rank == 0:
-                prepare(config)  # downloads the data set
-        with mpiddp.together():
-            data = open_data(config, device)
-            order = Order(
-                num_samples=data.train.num_images,
-                global_batch_size=config.global_batch_size,
-                grad_accum_steps=config.grad_accum_steps,
-                rank=world.rank,
-                world_size=world.world_size,
-                seed=config.seed,
-                max_steps=config.steps_per_epoch,
-            )
-            if order.steps_per_epoch == 0:
-                raise UserError(
-                    f"the global batch of {config.global_batch_size} images is larger than the data set "
-                    f"({order.num_samples} images). Lower --batch-size or --global-batch-size."
-                )
-            choose_kernels(config)
-            model = build_model(config, data, device)
-        choice = f"{world.backend}, {config.arch}, amp {config.amp}, batch size {config.batch_size}"
-        hosts = gathered(world.hostname)
-        started = gathered(time.strftime("%Y%m%d-%H%M%S"))[0]
-        out = Path(config.out or Path("runs") / f"{started}-{config.arch}")
-        with mpiddp.together():
-            automatic = "the automatic choice of settings"
-            require_equal(automatic, choice, "Set --backend, --arch, --amp.")
-            require_equal("the data set", data.contents, "Use the same --data-dir on every host.")
-            copies = find_copies(config, world)
-            refuse_existing_run(out, config)
-            if world.rank == 0:
-                check_packages(config.log_to)
-        if world.rank == 0 and config.check_divergence and len(copies) == 1:
-            log.warning(
-                "warning: --check-divergence compares nothing: the ranks share one copy of the model."
-            )
+    model: nn.Module  # the bare one
+    ddp: nn.Module  # the one to call
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    timer: StepTimer
 
-        if config.check_determinism:
-            return check_determinism(config, data, order, world, copies)
 
-        state = build_state(model, config, copies)
-        mpiddp.announce(  # what the launcher needs to restart this run, on fewer hosts too
-            resume_args=resume_args(config, out),
-            global_batch_size=config.global_batch_size,
-            max_ranks=max(world.world_size, config.global_batch_size // IMAGES_PER_PASS),
-        )
-        checkpoints = open_checkpoints(out, config, data.contents)
-        with checkpoints:
-            with mpiddp.together():
-                step = resume(checkpoints, state, config)
-            logs = (out / "logs").absolute()
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl_rank_"))
-            logs.mkdir(exist_ok=True)
-            if checkpoints.is_writer:
-                save_json(out / "config.json", vars(config))
-            if world.rank == 0:
-                start_record(out, world, hosts, started)
-            tools = config.log_to if world.rank == 0 else None
-            with (
-                rank_log(logs / f"rank_{world.rank:05d}.log", world),
-                following(tools, out, vars(config), step=step) as record,
-            ):
-                log.info(
-                    f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} over "
-                    f"{world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) on "
-                    f"{data.name}, amp {config.amp}, global batch {config.global_batch_size}, "
-                    f"--lr {config.lr:g}"
-                )
-                try:
-                    summary = fit(
-                        config, world, data, order, state, checkpoints, step, record=record
-                    )
-                except torch.OutOfMemoryError as error:
-                    raise mpiddp.JobFailed(out_of_memory(error, options, config)) from error
-        if summary is None:
-            return STOPPED
-        summary["hosts"] = dict(Counter(hosts))
-        has_steps = summary["train_loss"] is not None
-        if world.rank == 0 and (has_steps or not (out / "summary.json").exists()):
-            save_json(out / "summary.json", summary)
-        log.info(f"\n{table(summary, out)}")
-    return DONE
+@dataclass(frozen=True)
+class Step:
+    """A step that was made."""
+
+    number: int  # from 1 on, over all epochs
+    epoch: int  # from 0 on
+    lr: float
+    loss_sum: Tensor  # of this rank's images: a scalar on the device
+    ends_epoch: bool
+    saves: bool  # a save follows
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of the model on all images for testing."""
+
+    accuracy: float  # the fraction of images that it classifies
+    loss: float  # the mean cross-entropy
+
+
+class Hook:
+    """What looks on at a training. All ranks call the same methods in the same order."""
+
+    def on_step(self, step: Step) -> None:
+        """Called after every step, before its evaluation and its save."""
+
+    def on_epoch(self, step: Step, score: Score | None) -> None:
+        """Called after the last step of an epoch, with the score if it was evaluated."""
+
+    def on_end(self, step: int, score: Score | None) -> None:
+        """Called once after the last step, when its save is complete; not if the run was stopped."""
 
 
 def fit(
-    config: Namespace,
-    world: mpiddp.World,
+    config: Config,
     data: Data,
     order: Order,
     state: State,
     checkpoints: mpiddp.Checkpoints,
     step: int,
-    *,
-    record: Callable[..., None] = mpiddp.log_metrics,
-) -> dict[str, Any] | None:
-    """Train to the end and return the summary. If a stop is requested, save a checkpoint and return None.
-
-    `step` is the number of steps that it has made. `record` takes a step, and values by name.
-    """
-    started_at = time.monotonic()
-    device = data.train.device
-    total_steps = order.steps_per_epoch * config.epochs
-    timer = state.timer
-    epochs_s: list[float] = []
-    train_loss: float | None = None
-    accuracy: float | None = None
-
+    hooks: Sequence[Hook] = (),
+) -> int:
+    """Train from `step` to the end, or until a stop is requested, and save the last step. Returns it."""
+    total, timer = order.steps_per_epoch * config.epochs, state.timer
+    score: Score | None = None
     for epoch in range(step // order.steps_per_epoch, config.epochs):
-        first = step
-        steps = order.steps(epoch, step % order.steps_per_epoch)
+        steps = order.steps(epoch, first=step % order.steps_per_epoch)
         images_of_epoch = batches(data.train, steps, config, epoch=epoch)
-        loss_sum, num_images = torch.zeros((), device=device), 0
-        say(config, f"Local Rank: {world.local_rank}, Epoch: {epoch}, Training ...")
         timer.resume()
 
         while step < (epoch + 1) * order.steps_per_epoch:
             lr = learning_rate(step, order.steps_per_epoch, config)
-            loss_sum += train_step(state, images_of_epoch, lr, config)
+            loss_sum = train_step(state, images_of_epoch, lr, config)
             timer.tick()
-            step, num_images = step + 1, num_images + config.global_batch_size
-            ends_epoch = step % order.steps_per_epoch == 0
-            shown: dict[str, Any] = {}
-
-            if step % config.log_every == 0 or ends_epoch:
-                dist.all_reduce(loss_sum)
-                was_finite = train_loss is None or math.isfinite(train_loss)
-                train_loss = loss_sum.item() / num_images
-                if was_finite and not math.isfinite(train_loss) and world.rank == 0:
-                    log.warning(
-                        f"warning: the loss is {train_loss} at step {step}. Stop the run, and start it "
-                        "again with a lower --lr or --clip-grad-norm: it resumes from its newest finite "
-                        "checkpoint."
-                    )
-                loss_sum, num_images = torch.zeros((), device=device), 0
-                recent = timer.read()[-config.log_every :]
-                images_per_s = config.global_batch_size / mean(recent)
-                spent = {phase: timer.spent[phase] for phase in PHASES}
-                shown["phases"] = {"steps": len(timer.read()), **spent}
-                speed = {"images_per_s": images_per_s, "step_time_s": mean(recent)}
-                record(step, epoch=epoch, lr=lr, train_loss=train_loss, **speed)
-                log.info(
-                    f"epoch {epoch + 1}/{config.epochs}  step {step}/{total_steps}  "
-                    f"loss {train_loss:.4f}  lr {lr:.4f}  {images_per_s:,.0f} images/s"
-                )
-            mpiddp.progress(step, total_steps, **shown)
-
-            if ends_epoch:
-                own = timer.read()[first - step :]
-                epochs_s.append(sum(own))
-                say(config, f"num_steps_per_gpu: {len(own)}, avg_step_time: {mean(own):.4f}")
-                # After an epoch on smaller images, the accuracy on whole ones tells little.
-                is_full_size = epoch >= config.low_res_epochs or epoch + 1 == config.epochs
-                if data.test is not None and is_full_size:
-                    accuracy, loss = evaluate(state.model, data.test, config)
-                    record(step, epoch=epoch, test_accuracy=accuracy, test_loss=loss)
-                    log.info(f"epoch {epoch + 1}/{config.epochs}  test accuracy {accuracy:.2%}")
-                    timer.resume("evaluation")
-
+            step += 1
+            ends_epoch, is_last = step % order.steps_per_epoch == 0, step == total
             # Before should_stop: due() is true at a stop too, and the stop is then one save, of this step.
             is_due = checkpoints.due(step) or (config.save_every is None and ends_epoch)
-            is_last = step == total_steps
             stops = not is_last and (mpiddp.should_stop() or step == config.stop_at_step)
             saves = is_due or stops or is_last
-            if config.check_divergence and (saves or step % config.check_divergence == 0):
-                # Before every save, so that a restart resumes from bits in which all ranks agreed.
-                with mpiddp.together():  # the ranks with other shards do not know
-                    same = ranks_with_same_shards(state.model)
-                    mpiddp.check_divergence(state.model, state.optimizer, step=step, group=same)
-                timer.resume()
+            made = Step(step, epoch, lr, loss_sum, ends_epoch, saves)
+            for hook in hooks:
+                hook.on_step(made)
+
+            if ends_epoch:
+                # After an epoch on smaller images, the accuracy on whole ones tells little.
+                if data.test is not None and (epoch >= config.low_res_epochs or is_last):
+                    timer.resume()
+                    score = evaluate(state.model, data.test, config)
+                    timer.resume("evaluation")
+                for hook in hooks:
+                    hook.on_epoch(made, score)
             if saves:
+                timer.resume()
                 save(checkpoints, state, step, config)
                 timer.resume("save")
             if stops:
-                extra = resume_args(config, mpiddp.run_dir())
-                command = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
                 checkpoints.close()  # waits for the save
-                log.info(f"stopped at step {step}. To resume, run {command}.")
-                return None
+                return step
 
     timer.resume()
     checkpoints.close()  # waits for the last save
     timer.resume("save")
-    if epochs_s:  # the run has not resumed after its last step
-        # As in the guides, the first epoch is left out, unless it is the only one.
-        say(config, f"Average epoch time: {mean(epochs_s[1:] or epochs_s):.4f}")
-    if accuracy is None and data.test is not None:  # resumed after the last step
-        accuracy, _ = evaluate(state.model, data.test, config)
-    return {
-        "dataset": data.name,
-        "arch": config.arch,
-        "num_parameters": sum(p.numel() for p in state.model.parameters()),
-        "world_size": world.world_size,
-        "num_nodes": world.num_nodes,
-        "global_batch_size": config.global_batch_size,
-        "epochs": config.epochs,
-        "steps": step,
-        "train_loss": train_loss,
-        "test_accuracy": accuracy,
-        "test_images": data.test.num_images if data.test is not None else None,
-        "parallel": config.parallel,
-        **measured(timer, config.global_batch_size, device),
-        "wall_s": time.monotonic() - started_at,
-    }
+    if score is None and data.test is not None:  # resumed after the last step
+        score = evaluate(state.model, data.test, config)
+    for hook in hooks:
+        hook.on_end(step, score)
+    return step
 
 
-def open_checkpoints(folder: Path, config: Namespace, data: str) -> mpiddp.Checkpoints:
-    """Those of the run in `folder`. They refuse a resume with other FIXED options or other data."""
-    fixed = {f"--{name.replace('_', '-')}": getattr(config, name) for name in FIXED}
-    settings = {"program": "mpiddp train", "data": data, **fixed}
-    return mpiddp.Checkpoints(folder, keep=config.keep, every=config.save_every, config=settings)
+# --- the model and its optimizer ---
 
 
-def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Namespace) -> None:
+def choose_kernels(config: Config) -> None:
+    """Select the fastest kernel that cuDNN finds for each shape, or with --deterministic reproducible ones.
+
+    Call this before the first operation on a GPU, because cuBLAS reads its variable once.
+    """
+    if not config.deterministic:
+        torch.backends.cudnn.benchmark = True
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # an operation without a reproducible kernel raises
+
+
+def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
+    """The bare model on the device, the same on every rank, in the memory layout of the images."""
+    torch.manual_seed(config.seed)
+    model: nn.Module = ARCHS[config.arch](num_classes=data.num_classes, stem=config.stem)
+    if config.weights is not None:
+        load_weights(model, config.weights)
+    if config.sync_bn:
+        model = synchronized(model, device)
+    model.to(device, memory_format=config.memory_format)  # type: ignore[call-overload]
+    return model
+
+
+def load_weights(model: nn.Module, path: str) -> None:
+    """Load a torchvision state_dict, but no last layer of another number of classes. Raises UserError."""
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"--weights {path}: {error.strerror} (looked in {Path.cwd()}).") from None
+    except Exception:  # a dozen types; torch's own sentence advises to run the file's code
+        raise UserError(
+            f"--weights {path}: it is not a file that torch.save wrote. Expected a state_dict."
+        ) from None
+    try:
+        own, weights, head = model.state_dict(), dict(weights), ("fc.weight", "fc.bias")
+        fresh = {key: own[key] for key in head if weights[key].shape != own[key].shape}
+        model.load_state_dict({**weights, **fresh})
+    except Exception as error:  # no dict, a value that is no tensor, a shape of another model
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise UserError(f"--weights {path}: expected a state_dict of --arch: {reason}.") from None
+
+
+def build_state(model: nn.Module, config: Config, copies: list[list[int]]) -> State:
+    """The state of a training with this model: sharded over `copies`, else under DDP. A collective."""
+    ddp = shard(model, config, copies) if copies else wrap_in_ddp(model, config)
+    torch.manual_seed(config.seed + 1 + dist.get_rank())
+    first = next(model.parameters())
+    timer = StepTimer(first.device)
+    if not copies:
+        # A backward pass ends with the gradient of the first parameter. Then DDP waits for the other ranks.
+        first.register_post_accumulate_grad_hook(lambda parameter: timer.phase_ends("backward"))
+    # Unless --amp is fp16, it passes gradients through unscaled.
+    scaler = torch.amp.GradScaler(first.device.type, enabled=config.amp == "fp16")
+    return State(model, ddp, build_optimizer(model, config), scaler, timer)
+
+
+def wrap_in_ddp(model: nn.Module, config: Config) -> nn.Module:
+    """The model under DistributedDataParallel, with its final buckets. A collective."""
+    # Each rank keeps its own BatchNorm statistics while it trains; `averaged_buffers` averages them for an
+    # evaluation or a save. torch 2.13 renamed the option.
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    keep_own: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **keep_own)
+    freeze_buckets(ddp, config)
+    if config.grad_compression == "bf16":
+        ddp.register_comm_hook(ddp.process_group, _in_bf16)
+    if config.compile != "off":
+        return torch.compile(ddp, mode=config.compile)  # type: ignore[return-value]
+    return ddp
+
+
+def freeze_buckets(ddp: DistributedDataParallel, config: Config) -> None:
+    """Run two discarded passes that change nothing but DDP's buckets, which are final afterwards.
+
+    DDP regroups its gradients after the first backward pass. Sums over three or more ranks depend on
+    the grouping, so without this a resumed run would sum differently from an uninterrupted one.
+    """
+    device = next(ddp.parameters()).device
+    images = torch.zeros(2, 3, config.image_size, config.image_size, device=device)
+    buffers = [buffer.clone() for buffer in ddp.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        for _ in range(2):
+            ddp(images).sum().backward()
+    clear_gradients(ddp, config)
+    for buffer, saved in zip(ddp.buffers(), buffers, strict=True):
+        buffer.copy_(saved)
+
+
+def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """torch's own hook, which DDP would refuse by its name without NCCL. gloo supports it too."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    return bf16_compress_hook(group, bucket)
+
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """That of --optimizer. Weight decay is on convolutions and the last layer's matrix only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]  # BatchNorm and biases
+    undecayed = {"params": vectors, "weight_decay": 0.0}
+    if config.optimizer == "muon":
+        # The first convolution, whose filters are few and small, and the last layer are left to SGD.
+        hidden = [p for p in matrices[1:] if p.ndim == 4]
+        ends = [matrices[0], *(p for p in matrices[1:] if p.ndim != 4)]
+        others = ({"params": ends, "weight_decay": WEIGHT_DECAY}, undecayed)
+        return Muon(hidden, others, lr=config.lr, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(
+        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, undecayed],
+        lr=config.lr,
+        momentum=MOMENTUM,
+        nesterov=True,
+        fused=not is_sharded(model),
+        foreach=is_sharded(model),  # torch has no fused SGD for shards
+    )
+    if config.amp == "fp16":
+        # If fp16 overflows at the very first step, torch 2.13's fused SGD skips the step but keeps the
+        # uninitialized momentum that it has allocated. Zeros give the same first step.
+        for parameter in (*matrices, *vectors):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def learning_rate(step: int, steps_per_epoch: int, config: Config) -> float:
+    """The learning rate of a step, a pure function: a checkpoint does not contain it.
+
+    It scales with the batch (Goyal et al. 2017). It rises linearly in a quarter of the epochs, at most 5.
+    Then "one-cycle" falls linearly to zero (Smith & Topin 2017, without the short last phase), "cosine" falls
+    to zero along half a cosine (Loshchilov & Hutter 2016), "step" divides by 10 at 1/2, 3/4 and 7/8 of the
+    remaining steps, and "constant" stays.
+    """
+    peak = config.lr * config.global_batch_size / REFERENCE_BATCH
+    warmup = round(steps_per_epoch * min(MAX_WARMUP_EPOCHS, config.epochs / 4))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps_per_epoch * config.epochs - warmup)
+    if config.schedule == "one-cycle":
+        return peak * (1 - progress)
+    if config.schedule == "cosine":
+        return peak * (1 + math.cos(math.pi * progress)) / 2
+    if config.schedule == "step":
+        return float(peak * 0.1 ** sum(progress >= mark for mark in (1 / 2, 3 / 4, 7 / 8)))
+    return peak
+
+
+# --- a step ---
+
+
+def train_step(state: State, images_of_epoch: Iterator[Batch], lr: float, config: Config) -> Tensor:
+    """One step of the optimizer over this rank's next batches, see `backward`. It leaves its gradients."""
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    loss_sum = backward(state, images_of_epoch, config)
+    if config.clip_grad_norm is not None:  # the norm of all parameters, over all shards
+        state.scaler.unscale_(state.optimizer)
+        clip_grad_norm_(state.model.parameters(), config.clip_grad_norm)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    return loss_sum
+
+
+def backward(state: State, images_of_epoch: Iterator[Batch], config: Config) -> Tensor:
+    """Compute the gradients of the mean loss over the step's global batch, equal on every rank.
+
+    The timer's phases are "data", "forward", "backward", and "waiting" for the sum over all ranks. Shards
+    and --sync-bn wait within the passes, and have no such phase. Returns the sum of the losses of this rank's
+    images: a scalar on the device.
+    """
+    clear_gradients(state.ddp, config)
+    loss_sum = torch.zeros((), device=next(state.model.parameters()).device)
+    waits_last = not (is_sharded(state.ddp) or config.sync_bn)
+    # The ranks take the mean of their gradients; this makes it the mean over all images.
+    weight = dist.get_world_size() / config.global_batch_size
+    for left in reversed(range(config.grad_accum_steps)):
+        images, labels = next(images_of_epoch)
+        state.timer.phase_ends("data")
+        with _reducing(state.ddp, left == 0):
+            with autocast(config, images.device):
+                loss = F.cross_entropy(state.ddp(images), labels, reduction="sum")
+            state.timer.phase_ends("forward")
+            state.scaler.scale(loss * weight).backward()
+            state.timer.phase_ends("waiting" if waits_last and left == 0 else "backward")
+        loss_sum += loss.detach()
+    return loss_sum
+
+
+def clear_gradients(ddp: nn.Module, config: Config) -> None:
+    """Clear the gradients of the last step."""
+    # Otherwise the first micro-batch's gradients would be where a CUDA graph writes the second's.
+    keeps = config.compile not in ("off", "default") and config.grad_accum_steps > 1
+    ddp.zero_grad(set_to_none=not keeps)
+
+
+def _reducing(model: nn.Module, reduces: bool) -> Any:
+    """The context of a forward and a backward pass, which reduces the gradients over the ranks or not."""
+    if is_sharded(model):
+        model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
+        model.set_is_last_backward(reduces)  # type: ignore[operator]
+    elif not reduces:
+        return model.no_sync()  # type: ignore[operator]
+    return contextlib.nullcontext()
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """The autocast of --amp. A sharded model has its own policy instead, see `sharded`."""
+    enabled = config.amp != "off" and config.parallel == "ddp"
+    return torch.autocast(device.type, dtype=DTYPES.get(config.amp), enabled=enabled)
+
+
+# --- evaluation ---
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, dataset: Dataset, config: Config) -> Score:
+    """Score the bare model on all images of the data set. A collective: every rank must call it.
+
+    Each image is on exactly one rank, and the ranks add sums, not means. The batch size does not change the
+    result, because BatchNorm uses its running statistics.
+    """
+    batch_size = max(config.batch_size, 1, BATCH_PIXELS // config.image_size**2)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    first, end = (dataset.num_images * each // world_size for each in (rank, rank + 1))
+    indices = list(torch.arange(first, end).split(batch_size)) if end > first else []
+    num_counted = len(indices)
+    if is_sharded(model):  # each pass needs all ranks, the one with the largest share too
+        most = math.ceil(math.ceil(dataset.num_images / world_size) / batch_size)
+        indices += [torch.tensor([0])] * (most - num_counted)
+    totals = torch.zeros(2, dtype=torch.float64, device=dataset.device)  # correct, loss
+    model.eval()
+    with averaged_buffers(model), autocast(config, dataset.device):
+        for index, (images, labels) in enumerate(dataset.batches(indices, epoch=0)):
+            logits = model(images)
+            if index < num_counted:
+                totals[0] += (logits.argmax(1) == labels).sum()
+                totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
+    model.train()
+    for module in model.modules():
+        if is_sharded(module):  # free what a forward pass without a backward pass has gathered
+            module.reshard()  # type: ignore[operator]
+    dist.all_reduce(totals)
+    return Score(*(totals / dataset.num_images).tolist())
+
+
+@contextlib.contextmanager
+def averaged_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Average BatchNorm's running statistics over the ranks while the body runs. A collective.
+
+    So all ranks evaluate and save the same model, and the training that follows does not change. Gives the
+    body this rank's own statistics, for `restore_buffers`.
+    """
+    own = torch.cat([buffer.reshape(-1) for buffer in _statistics(model)])
+    total = own.clone()
+    dist.all_reduce(total)
+    restore_buffers(model, total / dist.get_world_size())
+    try:
+        yield own
+    finally:
+        restore_buffers(model, own)
+
+
+def restore_buffers(model: nn.Module, own: Tensor) -> None:
+    """Give the model the statistics that `averaged_buffers` has given: one after another, [elements]."""
+    buffers = _statistics(model)
+    parts = own.split([buffer.numel() for buffer in buffers])
+    for buffer, values in zip(buffers, parts, strict=True):
+        buffer.copy_(values.view_as(buffer))
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """The buffers that matter and differ from rank to rank: BatchNorm does not use its count of batches."""
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+# --- checkpoints ---
+
+
+def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Config) -> None:
     """Start to save the checkpoint of this step. A collective: every rank must call it.
 
     The model can be loaded by any program: it is the bare one, with averaged BatchNorm statistics. The
@@ -293,19 +443,12 @@ def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Names
         )
 
 
-def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> int:
-    """Open the run's folder, and restore the newest checkpoint, or that of --resume. A collective.
+def resume(saved: mpiddp.Resumed | None, state: State, config: Config) -> int:
+    """Restore this checkpoint, and return the number of steps that it has made; 0 without one.
 
-    A job with another number of ranks keeps the averaged statistics and freshly seeded generators. Returns
-    the number of steps that it has made; 0 without a checkpoint.
+    A job with another number of ranks keeps the averaged statistics and freshly seeded generators.
     """
-    saved = checkpoints.resume(None if config.resume in ("auto", "never") else config.resume)
     if saved is not None:
-        if changes := noted_changes(saved.state["training"]["options"], config):
-            log.info(
-                f"resuming with other options: {'; '.join(changes)}. The learning rate of each step is now "
-                "that of a run that has had them from its start."
-            )
         load(saved, state)
         if saved.world_size == dist.get_world_size():
             restore_buffers(state.model, saved.per_rank["buffers"])
@@ -315,15 +458,6 @@ def resume(checkpoints: mpiddp.Checkpoints, state: State, config: Namespace) -> 
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # numpy's largest
     return saved.step if saved else 0
-
-
-def noted_changes(saved: Mapping[str, Any], config: Namespace) -> list[str]:
-    """The options with other values than in `saved`, a config.json, that a resume may change."""
-    return [
-        f"--{name.replace('_', '-')} {saved.get(name)}, now {getattr(config, name)}"
-        for name in NOTED
-        if saved.get(name) != getattr(config, name)
-    ]
 
 
 def load(saved: mpiddp.Resumed, state: State) -> None:
@@ -340,28 +474,3 @@ def load(saved: mpiddp.Resumed, state: State) -> None:
             held["momentum_buffer"] = torch.empty_like(parameter).copy_(held["momentum_buffer"])
     if saved.state["scaler"]:  # empty unless the saved run had --amp fp16
         state.scaler.load_state_dict(saved.state["scaler"])
-
-
-def say(config: Namespace, line: str) -> None:
-    """With --per-rank-log, print a line of the multi-node guides' script on every rank."""
-    if config.per_rank_log:
-        print(f"{line}\n", end="", flush=True)  # in one write, as other ranks print too
-
-
-def out_of_memory(error: BaseException, options: Namespace, config: Namespace) -> str:
-    """The sentence for a GPU whose memory is full. It says how to keep the global batch."""
-    cause = "".join(str(error).partition("is free.")[:2])  # then torch lists who has the rest
-    place = " in the place of --batch-size" if options.batch_size else ""
-    batch = f"--global-batch-size {config.global_batch_size}"
-    passes = f"{batch} --grad-accum-steps {2 * config.grad_accum_steps}{place}"
-    return f"{cause} The same global batch in half of the memory: {passes}."
-
-
-def refuse_existing_run(out: Path, config: Namespace) -> None:
-    """Raise UserError if --resume never names the folder of a run. A restart resumes its own run."""
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # mpiddp sets it too
-    if config.resume == "never" and not is_restart and (out / "checkpoints").exists():
-        raise UserError(
-            f"--resume never, but --out {out} already holds a run (checkpoints). Name another --out, or omit "
-            "--resume to resume the run."
-        )

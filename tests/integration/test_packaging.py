@@ -125,7 +125,7 @@ def test_a_script_needs_no_torch(bare, tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "package", "extra"),
-    [(["train"], "numpy", "train"), (["report", "."], "bokeh", "report")],
+    [(["train"], "torch", "train"), (["report", "."], "bokeh", "report")],
 )
 def test_a_verb_names_the_extra_that_it_lacks(bare, tmp_path, command, package, extra):
     (tmp_path / "metrics.jsonl").touch()
@@ -161,7 +161,7 @@ EVERY_NAME = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
     [
         ("from mpiddp import UserError, World", set()),
         ("import mpiddp.cli, mpiddp.launch.main, mpiddp.hosts.main", set()),
-        ("import mpiddp.train.main, mpiddp.checkpoints.main, mpiddp.report.main", set()),
+        ("import mpiddp.train.options, mpiddp.checkpoints.main, mpiddp.report.main", set()),
         ("import mpiddp.runtime.agent, mpiddp.spawning.spawn", set()),
         (EVERY_NAME, {"torch", "numpy"}),  # only ranks that mpirun started need mpi4py
     ],

@@ -19,7 +19,7 @@ import torch
 
 from mpiddp.errors import JobFailed
 from mpiddp.train import cifar10
-from mpiddp.train.datasets import DeviceImages, batches, default_data_dir
+from mpiddp.train.data import DeviceImages, batches, default_data_dir
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
 from tests.support.cluster import lacking

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpiddp.train.config import resolve
+from mpiddp.train.config import Config, resolve
 from mpiddp.train.options import parse
 
 
-def configured(*options: str, ranks: int = 1) -> Namespace:
+def configured(*options: str, ranks: int = 1) -> Config:
     """The configuration of `mpiddp train OPTIONS…` on the CPUs of so many ranks."""
     return resolve(parse(list(options)), ranks, torch.device("cpu"))
 

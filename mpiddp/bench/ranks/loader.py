@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from mpiddp.bench.ranks.training import (
     started,
 )
 from mpiddp.text import counted
-from mpiddp.train.datasets import Data, prefetched
+from mpiddp.train.data import Data, prefetched
 from mpiddp.train.measure import StepTimer, slowest
 from mpiddp.world import World
 
@@ -40,9 +41,10 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
     is_named = any(each.replace("_", "-").startswith(sources) for each in training)
     source = [] if is_named else ["--dataset=image-folder"]
     with started(world, [*training, *source]) as job, contextlib.ExitStack() as stack:
-        config = job.config
         if not is_named:
-            config.data_dir = str(stack.enter_context(_generated(job, options.images)))
+            generated = stack.enter_context(_generated(job, options.images))
+            job = replace(job, config=replace(job.config, data_dir=str(generated)))
+        config = job.config
         if config.dataset == "image-folder" and not config.use_syn:
             opened = {
                 f"image folder, {counted(count, 'worker')}": open_source(job, num_workers=count)

@@ -11,9 +11,9 @@ from mpiddp.bench.ranks.training import (
     synthetic_order,
 )
 from mpiddp.bench.scaling import Options
-from mpiddp.train.datasets import batches
+from mpiddp.train.data import batches
 from mpiddp.train.measure import slowest
-from mpiddp.train.step import backward
+from mpiddp.train.train import backward
 from mpiddp.world import World
 
 

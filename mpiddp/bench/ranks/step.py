@@ -6,9 +6,9 @@ Other work of the machines affects both equally. The loops start each block with
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
@@ -26,11 +26,12 @@ from mpiddp.bench.ranks.training import (
     synthetic_order,
 )
 from mpiddp.bench.step import BARE, BARE_AGAIN, RUNNER, Options
-from mpiddp.train.datasets import Batch, Data, batches
+from mpiddp.train.data import Batch, Data, batches
 from mpiddp.train.measure import PHASES, STARTUP_STEPS, StepTimer, slowest
 from mpiddp.train.order import Order
-from mpiddp.train.step import learning_rate
-from mpiddp.train.train import fit, open_checkpoints
+from mpiddp.train.records import Records
+from mpiddp.train.run import open_checkpoints
+from mpiddp.train.train import fit, learning_rate
 from mpiddp.world import World
 
 
@@ -61,13 +62,14 @@ def _time_runner(
     job: Job, data: Data, order: Order, out: Path, summaries: list[dict[str, Any]]
 ) -> float:
     """The seconds of a step as `mpiddp train` itself measures them."""
-    config = Namespace(**{**vars(job.config), "epochs": 1, "out": str(out)})
+    config = dataclasses.replace(job.config, epochs=1, out=str(out))
     state = build(job, data)
     with open_checkpoints(out, config, data.contents) as checkpoints:
         checkpoints.resume()
         world = job.coordinator.world
-        summary = fit(config, world, data, order, state, checkpoints, step=0)
-    assert summary is not None
+        records = Records(config, world, data, state, order.steps_per_epoch)
+        fit(config, data, order, state, checkpoints, step=0, hooks=[records])
+    summary = records.summary
     summaries.append(summary)
     return float(summary["global_batch_size"] / summary["images_per_s"])
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,12 @@ from mpiddp.bench.machine import machine
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.join import join
 from mpiddp.runtime.torch.process_group import process_group
-from mpiddp.train.config import resolve
-from mpiddp.train.datasets import Data, open_data
+from mpiddp.train.config import Config, resolve
+from mpiddp.train.data import Data, open_data
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.options import parse
 from mpiddp.train.order import Order
-from mpiddp.train.step import (
+from mpiddp.train.train import (
     State,
     autocast,
     build_model,
@@ -39,7 +39,7 @@ class Job:
     """The ranks in their process group, with their common settings. `hosts` has one entry per host."""
 
     coordinator: Coordinator
-    config: Namespace
+    config: Config
     backend: str
     device: torch.device
     hosts: list[Result]
@@ -76,9 +76,9 @@ def hosts_of(coordinator: Coordinator) -> list[Result]:
     return [{**host, "ranks": coordinator.hostnames.count(host["host"])} for host in found if host]
 
 
-def open_source(job: Job, **changed: object) -> Data:
+def open_source(job: Job, **changed: Any) -> Data:
     """Open the data of the configuration, with these changes. All ranks must call this."""
-    config = Namespace(**{**vars(job.config), **changed})
+    config = replace(job.config, **changed)
     with job.coordinator.all_or_none():
         return open_data(config, job.device)
 
@@ -99,7 +99,7 @@ def build_bare(job: Job, data: Data) -> State:
     return State(model, model, build_optimizer(model, job.config), scaler, StepTimer(job.device))
 
 
-def bare_step(state: State, config: Namespace, images: Tensor, labels: Tensor) -> None:
+def bare_step(state: State, config: Config, images: Tensor, labels: Tensor) -> None:
     """Run a step as in a hand-written loop: images [N, C, H, W], labels [N]."""
     with autocast(config, images.device):
         loss = F.cross_entropy(state.ddp(images), labels)

@@ -16,7 +16,7 @@ import pytest
 from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.errors import UserError, read_limited
-from mpiddp.train.datasets import default_data_dir
+from mpiddp.train.data import default_data_dir
 from tests.support.errors import error
 
 CONTENT = {"model.pt": random.Random(0).randbytes(5000), "state.json": b'{"step": 1}\n'}

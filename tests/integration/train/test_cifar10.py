@@ -1,6 +1,6 @@
 """CIFAR-10: found, verified, read from both layouts, and downloaded from whichever source works.
 
-Tests mpiddp/train/cifar10.py, datasets.py.
+Tests mpiddp/train/cifar10.py, data.py.
 python -m pytest tests/integration/train/test_cifar10.py
 """
 

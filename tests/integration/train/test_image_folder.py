@@ -1,6 +1,6 @@
 """A folder in ImageNet's layout: its classes, order, crops and errors.
 
-Tests mpiddp/train/image_folder.py.
+Tests mpiddp/train/data.py.
 python -m pytest tests/integration/train/test_image_folder.py
 """
 
@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.train.image_folder import MEAN, STD, ImageFolder, center_crop, random_resized_crop
+from mpiddp.train.data import MEAN, STD, ImageFolder, center_crop, random_resized_crop
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env, script
@@ -104,7 +104,7 @@ def test_workers_persist_between_epochs(folder):
 SIGTERM_TO_THE_GROUP = """
 import os, signal, subprocess, sys, torch
 from pathlib import Path
-from mpiddp.train.image_folder import ImageFolder
+from mpiddp.train.data import ImageFolder
 from tests.support.training import configured
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"received\\n"))

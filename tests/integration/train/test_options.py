@@ -1,6 +1,6 @@
 """The options of `mpiddp train`, the defaults that follow from the machines, and what a resume may change.
 
-Tests mpiddp/train/options.py, config.py.
+Tests mpiddp/train/options.py, config.py, run.py, sharded.py.
 python -m pytest tests/integration/train/test_options.py
 """
 
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from mpiddp import Announced
 from mpiddp.errors import UserError
-from mpiddp.train import parallel
-from mpiddp.train.config import _keep_global_batch, resolve, resume_args
-from mpiddp.train.options import FIXED, NOTED, OF_RUN, parse
-from mpiddp.train.parallel import find_copies
-from mpiddp.train.train import noted_changes, out_of_memory
-from mpiddp.world import World
+from mpiddp.train.config import FIXED, NOTED, _keep_global_batch, resolve
+from mpiddp.train.options import OF_RUN, parse
+from mpiddp.train.run import noted_changes, out_of_memory, resume_args
+from mpiddp.train.sharded import find_copies
 from tests.support.ranks import ROOT
 from tests.support.training import configured
 
@@ -96,11 +96,11 @@ def test_a_restart_keeps_the_global_batch(options, ranks_before, ranks, passes):
     assert kept.seed == 1
 
 
-def test_hsdp_needs_hosts_with_equally_many_ranks(monkeypatch):
-    hosts = ["a (node 0)", "a (node 0)", "b (node 1)"]
-    monkeypatch.setattr(parallel, "gathered", lambda own: hosts)
+def test_hsdp_needs_hosts_with_equally_many_ranks():
+    hosts = ["a (node 0)", "b (node 1)", "a (node 0)", "b (node 1)"]
+    assert find_copies("hsdp", hosts) == [[0, 2], [1, 3]]
     with pytest.raises(UserError, match=r"^--parallel hsdp .* 2 on a .* --parallel fsdp\."):
-        find_copies(configured("--parallel=hsdp"), World(0, 3, 0, 2))
+        find_copies("hsdp", hosts[:3])
 
 
 def test_changes_that_a_resume_says():
@@ -113,8 +113,8 @@ def test_changes_that_a_resume_says():
 def test_the_arguments_that_resume_a_run(tmp_path):
     out = tmp_path / "run"
 
-    def args(**options: object) -> list[str]:
-        return resume_args(Namespace(**{"out": None, "resume": "auto", **options}), out)
+    def args(**options: Any) -> list[str]:
+        return resume_args(replace(configured(), **options), out)
 
     assert args() == ["--out", str(out)]
     assert args(out=str(out)) == []

@@ -1,6 +1,6 @@
 """What a run leaves beside its checkpoints, and the tools that follow its records.
 
-Tests mpiddp/train/record.py, measure.py.
+Tests mpiddp/train/records.py, tools.py.
 python -m pytest tests/integration/train/test_records.py
 """
 
@@ -17,10 +17,9 @@ import pytest
 import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.session import current
-from mpiddp.train import record
-from mpiddp.train.measure import table
+from mpiddp.train import tools
 from mpiddp.train.options import SINKS
-from mpiddp.train.record import commit_of
+from mpiddp.train.records import commit_of, table
 
 
 @pytest.fixture
@@ -35,13 +34,13 @@ def run(tmp_path: Path) -> Iterator[Path]:
 def test_records_reach_a_tool_that_a_resume_continues(run, monkeypatch):
     got: list[Any] = []
 
-    def open_run(folder: Path, config: record.Config, run_id: str, first_step: int) -> record.Sink:
+    def open_run(folder: Path, config: tools.Config, run_id: str, first_step: int) -> tools.Sink:
         got.append((run_id, first_step))
         return "an-id", lambda *each: got.append(each), lambda: got.append("end")
 
-    monkeypatch.setitem(record.SINKS, "mlflow", open_run)  # type: ignore[misc]
+    monkeypatch.setitem(tools.SINKS, "mlflow", open_run)  # type: ignore[misc]
     for step in (0, 2):
-        with record.following("mlflow", run, {}, step=step) as log:
+        with tools.following("mlflow", run, {}, step=step) as log:
             log(step + 1, loss=0.5, note="x", best=None)
     assert got == [("", 1), (1, {"loss": 0.5}), "end", ("an-id", 3), (3, {"loss": 0.5}), "end"]
     lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -50,20 +49,20 @@ def test_records_reach_a_tool_that_a_resume_continues(run, monkeypatch):
 
 
 def test_a_tool_that_fails_is_a_warning(run, monkeypatch, caplog):
-    def fail(*_: Any) -> record.Sink:
+    def fail(*_: Any) -> tools.Sink:
         raise ConnectionError("no server\nat all")
 
-    monkeypatch.setitem(record.SINKS, "mlflow", fail)  # type: ignore[misc]
-    with record.following("mlflow", run, {}, step=0) as log:
+    monkeypatch.setitem(tools.SINKS, "mlflow", fail)  # type: ignore[misc]
+    with tools.following("mlflow", run, {}, step=0) as log:
         log(1, loss=0.5)
     (warning,) = [each.getMessage() for each in caplog.records]
     assert warning.startswith("warning: --log-to mlflow: ConnectionError: 'no server'. ")
 
 
 def test_the_tools_of_the_options_are_those_of_the_table():
-    assert tuple(record.SINKS) == SINKS
+    assert tuple(tools.SINKS) == SINKS
     with pytest.raises(UserError, match=r"--log-to json\.missing needs json\.missing"):
-        record.check_packages("json,json.missing")
+        tools.check_packages("json,json.missing")
 
 
 def test_the_commit_of_a_start(tmp_path):

@@ -2,7 +2,7 @@
 
 tests/promises/test_checkpoints.py has Muon on three ranks, and test_training.py the shifts and flips.
 
-Tests mpiddp/train/step.py, parallel.py, muon.py and datasets.py.
+Tests mpiddp/train/train.py, muon.py and data.py.
 python -m pytest tests/integration/train/test_step.py
 """
 
@@ -22,19 +22,19 @@ from torch import Tensor, nn
 
 from mpiddp.checkpoints.contents import Resumed
 from mpiddp.train.cifar10 import MEAN, STD
-from mpiddp.train.datasets import DeviceImages
+from mpiddp.train.data import DeviceImages
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import orthogonal
-from mpiddp.train.parallel import clear_gradients
 from mpiddp.train.resnet import ARCHS
-from mpiddp.train.step import (
+from mpiddp.train.train import (
     State,
     build_optimizer,
     build_state,
+    clear_gradients,
     learning_rate,
+    load,
     train_step,
 )
-from mpiddp.train.train import load
 from tests.support.training import configured
 
 

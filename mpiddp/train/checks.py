@@ -1,28 +1,38 @@
-"""`mpiddp train --check-determinism`: run the first steps twice from the same start, and compare every bit.
+"""Comparisons of bits: of the ranks among themselves, and of two runs from the same start.
 
-The two runs are those of the training loop: its data, its augmentation, its random numbers, DDP with its
-final buckets, or the shards of --parallel fsdp. A run leaves a digest of 8 bytes for each tensor of a step,
-in the order in which the step computes them. So the first one that differs is nearest to the cause.
+--check-determinism runs the first steps twice: with the data, the augmentation and the random numbers of the
+training, with DDP's final buckets, or with shards. A run leaves a digest of 8 bytes for each tensor of a
+step, in the order in which the step computes them. So the first one that differs is nearest to the cause.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from argparse import Namespace
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import mpiddp
-from mpiddp.errors import DONE, STOPPED, JobFailed
-from mpiddp.train.config import gathered
-from mpiddp.train.datasets import Batch, Data, batches
-from mpiddp.train.measure import counted
+from mpiddp.errors import DONE, STOPPED, JobFailed, UserError
+from mpiddp.train.config import Config
+from mpiddp.train.data import Batch, Data, batches
 from mpiddp.train.order import Order
-from mpiddp.train.step import State, build_model, build_state, learning_rate, train_step
+from mpiddp.train.records import counted
+from mpiddp.train.sharded import ranks_with_same_shards
+from mpiddp.train.train import (
+    Hook,
+    State,
+    Step,
+    build_model,
+    build_state,
+    learning_rate,
+    train_step,
+)
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 log = logging.getLogger("mpiddp")
@@ -30,8 +40,41 @@ log = logging.getLogger("mpiddp")
 Trace = list[tuple[int, str, int]]  # the step, name and digest of each tensor, in their order
 
 
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, by rank: [world_size]. A collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def require_equal(what: str, value: str, hint: str) -> None:
+    """Raise UserError unless the values of all ranks are equal. A collective."""
+    values = gathered(value)
+    if len(set(values)) > 1:
+        found = ", ".join(f"{each} (rank {values.index(each)})" for each in dict.fromkeys(values))
+        raise UserError(f"{what} differs: {found}. {hint}")
+
+
+class Divergence(Hook):
+    """Ends the job if the ranks differ, every so many steps and before every save.
+
+    So a restart resumes from bits in which all ranks agreed.
+    """
+
+    def __init__(self, every: int, state: State) -> None:
+        self._every, self._state = every, state
+
+    def on_step(self, step: Step) -> None:
+        if step.saves or step.number % self._every == 0:
+            state = self._state
+            with mpiddp.together():  # the ranks with other shards do not know
+                same = ranks_with_same_shards(state.model)
+                mpiddp.check_divergence(state.model, state.optimizer, step=step.number, group=same)
+            state.timer.resume()
+
+
 def check_determinism(
-    config: Namespace, data: Data, order: Order, world: mpiddp.World, copies: list[list[int]]
+    config: Config, data: Data, order: Order, world: mpiddp.World, copies: list[list[int]]
 ) -> int:
     """Train the first steps twice, each time with a fresh model. A collective. Writes no file.
 
@@ -64,10 +107,10 @@ def check_determinism(
     return DONE
 
 
-def _train(config: Namespace, data: Data, order: Order, copies: list[list[int]]) -> Trace | None:
+def _train(config: Config, data: Data, order: Order, copies: list[list[int]]) -> Trace | None:
     """Train the first steps, and return their digests; None if the job was requested to stop."""
     state = build_state(build_model(config, data, data.train.device), config, copies)
-    num_steps = min(config.check_determinism, order.steps_per_epoch * config.epochs)
+    num_steps = min(config.check_determinism or 0, order.steps_per_epoch * config.epochs)
     trace: list[tuple[int, str, Tensor]] = []
     step = 0
 

@@ -1,10 +1,11 @@
-"""What a run leaves beside its checkpoints: settings, logs of its ranks, its starts, its records in tools.
+"""--log-to: the tools in which people look at runs, each through its own package.
 
-RUN/starts/start_0001.json is that of the first start, start_0002.json that of the first restart or resume.
-Neither the environment nor a diff is stored, so that no secret can leak from there.
-
-    with following("tensorboard,wandb", run, config, step=0) as record:      # --log-to
+    with following("tensorboard,wandb", run, vars(config), step=0) as record:
         record(1, train_loss=0.5)      # in metrics.jsonl, and in both tools
+
+A thread of rank 0 sends the records to each tool. An error of a package, which may be anything, becomes one
+warning, and the training goes on. RUN/log_to/tensorboard.json holds the id that the tool has given the run,
+which a resume continues.
 """
 
 from __future__ import annotations
@@ -12,119 +13,29 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
-import platform
-import shlex
-import subprocess
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
 import mpiddp
 from mpiddp.errors import UserError
 
 FINISH_S = 20.0  # for the tools to take the last records; `--grace` is longer
-_GIT_S = 10.0
 _PROJECT = "mpiddp"  # unless the tool's own variable names another
 log = logging.getLogger("mpiddp")
-
-
-def save_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace the file, or on an error leave the existing one. NaN and infinities become null."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(finite, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
-
-
-@contextlib.contextmanager
-def rank_log(path: Path, world: mpiddp.World) -> Iterator[None]:
-    """Write logs/rank_00003.log: the rank's identity, and the traceback if the body fails."""
-
-    def write(text: str) -> None:
-        with (
-            contextlib.suppress(OSError),
-            path.open("a", errors="backslashreplace", encoding="utf-8") as file,
-        ):
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {text}\n")
-
-    who = f"rank {world.rank} of {world.world_size}, local rank {world.local_rank}"
-    where = f"node {world.node_rank}, host {world.hostname}, pid {os.getpid()}"
-    versions = f"python {platform.python_version()}, torch {torch.__version__}"
-    write(f"started: {who}, {where}, {versions}, by {world.launcher.name}")
-    try:
-        yield
-    except BaseException:
-        write(f"failed\n{traceback.format_exc()}")
-        raise
-    write("done")
-
-
-def start_record(run: Path, world: mpiddp.World, hosts: list[str], started: str) -> None:
-    """Begin to write the record of this start, beside the training: git may be slow. For rank 0 alone."""
-
-    def write() -> None:
-        facts = {
-            "started": started,  # local time, 20261122-070847
-            "command": shlex.join([sys.executable, *sys.argv]),
-            "folder": str(Path.cwd()),
-            "python": platform.python_version(),
-            "system": platform.platform(),
-            "started_by": world.launcher.name,
-            "hosts_of_ranks": hosts,
-            "packages": {str(each.metadata["Name"]): each.version for each in distributions()},
-            "git_commit": commit_of(Path.cwd()) or None,
-        }
-        with contextlib.suppress(OSError):  # the training matters more than its record
-            (run / "starts").mkdir(exist_ok=True)
-            number = 1 + len(list((run / "starts").glob("start_*.json")))
-            save_json(run / "starts" / f"start_{number:04d}.json", facts)
-
-    threading.Thread(target=write).start()
-
-
-def commit_of(folder: Path) -> str:
-    """The commit of a folder, with "-dirty" if files differ from it; "" outside of a repository."""
-    options = ("--always", "--abbrev=40", "--exclude=*", "--dirty")
-    command = ["git", "--no-optional-locks", "describe", *options]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_GIT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
-
-
-# --log-to: the tools in which people look at runs, each through its own package. A thread of rank 0 sends the
-# records to each tool. An error of a package, which may be anything, becomes one warning, and the training
-# goes on. RUN/log_to/tensorboard.json holds the id that the tool has given the run, which a resume continues.
-#
-# Each tool gets the folder of the run, its configuration, the id that the tool gave it at its first start
-# ("" then), and the first step: it gets no record of earlier steps, and later ones anew.
 
 Config = Mapping[str, Any]  # config.json
 Records = SimpleQueue[tuple[int, dict[str, float]] | None]  # step, numbers by name; None at the end
 # A run that is open in a tool: its id there, what logs the numbers of a step, and what finishes.
 Sink = tuple[str, Callable[[int, dict[str, float]], object], Callable[[], object]]
+
+# Each tool gets the folder of the run, its configuration, the id that the tool gave it at its first start
+# ("" then), and the first step: it gets no record of earlier steps, and later ones anew.
 
 
 def _tensorboard(folder: Path, config: Config, run_id: str, first_step: int) -> Sink:
@@ -243,7 +154,7 @@ def _send(tool: str, run: Path, config: Config, first_step: int, records: Record
         file.parent.mkdir(exist_ok=True)
         known = str(json.loads(file.read_bytes())["id"]) if file.exists() else ""
         run_id, log_numbers, finish = SINKS[tool](run.absolute(), config, known, first_step)
-        save_json(file, {"id": run_id})
+        file.write_text(json.dumps({"id": run_id}), encoding="utf-8")
         for step, numbers in iter(records.get, None):
             log_numbers(step, numbers)
         finish()

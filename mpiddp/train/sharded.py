@@ -1,0 +1,81 @@
+"""--parallel fsdp and hsdp: the model sharded by torch's fully_shard.
+
+fsdp    one copy, over all ranks
+hsdp    a copy on every host, over the ranks of the host
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpiddp.errors import UserError
+from mpiddp.train.config import Config
+from mpiddp.train.resnet import BasicBlock, Bottleneck
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def find_copies(parallel: str, hosts: Sequence[str]) -> list[list[int]]:
+    """The ranks that share each copy of the model, [copies][ranks]; [] under DDP. `hosts` is by rank."""
+    if parallel == "ddp":
+        return []
+    if parallel == "fsdp":
+        return [list(range(len(hosts)))]
+    counts = Counter(hosts)
+    if len(set(counts.values())) > 1:
+        raise UserError(
+            "--parallel hsdp shards the model within a host, so every host needs the same number of ranks; "
+            f"found {', '.join(f'{count} on {name}' for name, count in counts.items())}. Give the hosts "
+            "equal slots, or use --parallel fsdp."
+        )
+    return [[rank for rank, each in enumerate(hosts) if each == host] for host in counts]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether every forward pass of the model is a collective."""
+    return hasattr(model, "set_requires_gradient_sync")  # of torch's FSDPModule
+
+
+def shard(model: nn.Module, config: Config, copies: list[list[int]]) -> nn.Module:
+    """Shard the parameters in place over the ranks of each copy. A collective.
+
+    A block gathers its own parameters before it computes, and frees them afterwards. With --amp, the gathered
+    parameters and the activations have its dtype, and gradients are averaged in fp32. BatchNorm computes in
+    fp32, as under autocast.
+    """
+    # Few trainings need torch's DTensor, which takes a while to import.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    device = next(model.parameters()).device
+    ranks = torch.tensor(copies).squeeze(0)  # [ranks] of one copy, else [copies, ranks]
+    names = ("replicate", "shard")[-ranks.ndim :]
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy()
+    if config.amp != "off":
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.amp], reduce_dtype=torch.float32)
+        norms: list[nn.Module] = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+        # Few bytes in many layers: one group gathers all of them at once.
+        own = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(norms, mesh=mesh, mp_policy=own, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, (BasicBlock, Bottleneck)):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    of_logits = replace(policy, output_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=of_logits)
+    return model
+
+
+def ranks_with_same_shards(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks of all copies that hold the shards of this rank; None for those of DDP, or of one copy."""
+    mesh: Any = getattr(next(model.parameters()), "device_mesh", None)
+    has_copies = mesh is not None and "replicate" in mesh.mesh_dim_names
+    return mesh.get_group("replicate") if has_copies else None
