@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -14,6 +15,9 @@ os.environ["XDG_STATE_HOME"] = "/dev/null"
 # Several test processes share the cores. Threads of torch that wait for each other after every operation
 # would make it take 40 times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell's background process ignores Ctrl-C, and its children would as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The files that take longest, longest first: if one started last, one process would still run it after the
 # others have finished.
