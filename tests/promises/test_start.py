@@ -654,7 +654,7 @@ def test_hosts_that_differ(hosts, fault):
     here = importlib.metadata.version("torch")
     words, *values = {
         "folder": ("missing", "node1: ", "/run/only-here ", "mpiddp hosts push"),
-        "python": ("Install it at", "node1: ", "/run/env/bin/python ", "mpiddp hosts push"),
+        "python": ("Install it, and", "node1: ", "/run/env/bin/python ", "mpiddp hosts push"),
         "torch": ("same version", "torch ", f"{here} on node0", "2.12.1 on node1"),
         "program": ("Install it on", "node1: ", "./only "),
     }[fault]
