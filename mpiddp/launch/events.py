@@ -59,10 +59,10 @@ KINDS = OF_RANKS | OF_LAUNCHER.keys()
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank has said, or the launcher has done, at a time of time.monotonic(), in seconds.
+    """What a rank has said, or the launcher has done. In a file, it is a line of JSON with these fields.
 
-    A line of JSON in a file has these fields.
-    `from_script`: the script of the rank has said it, whose agent has a connection of its own.
+    `at` is time.monotonic()'s, in seconds. `from_script`: the script of the rank has said it, whose agent has
+    a connection of its own.
     """
 
     kind: str

@@ -1,6 +1,6 @@
-"""Ranks that hang, and stragglers: when the launcher asks for the stacks of all ranks, and what they show.
+"""Ranks that hang, and stragglers, by the record of an attempt; and when to look at the stacks of all ranks.
 
-A job that is quiet for long may evaluate, save, or make a slow first step. So there are two samples of its
+A job that is quiet for long may evaluate, save, or make a slow first step. So there are two looks at its
 stacks, which cost a rank a few milliseconds. A straggler shows in the times of its steps.
 """
 
