@@ -196,7 +196,10 @@ class Job:
                 "attempt": self.attempts,
                 "hang_timeout_s": options.hang_timeout_s,
             }
-            record = stack.enter_context(closing(Record(hosts, self._record_path, **facts)))
+            kept_at = None
+            if options.log_dir is not None:
+                kept_at = Path(options.log_dir, f"attempt_{self.attempts}.jsonl")
+            record = stack.enter_context(closing(Record(hosts, kept_at, **facts)))
             output = JobOutput(len(hosts), selector, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)
             grows = partial(search_once, options, self.plan, [*self.doubts])
@@ -209,12 +212,6 @@ class Job:
             left = [host for host in others if host.name not in record.silent_hosts]
             kill_orphans(left, job, name, request.job[0], request.hosts.transport)
         return outcome
-
-    @property
-    def _record_path(self) -> Path | None:
-        """Where the record of the latest attempt is kept."""
-        folder = self.options.log_dir
-        return None if folder is None else Path(folder, f"attempt_{self.attempts}.jsonl")
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""

@@ -36,8 +36,7 @@ def status_lines(record: Record, now: float) -> list[str]:
     if (attempt := record.fact("began", "attempt")) > 1:
         machines.append(f"attempt {attempt}")
     machines.append(f"{size_text(max(pace.memory for pace in record.paces.values()))} a rank")
-    _, straggler = straggler_sentence(record)
-    if straggler:
+    if straggler := straggler_sentence(record)[1]:
         machines.append(straggler.partition(":")[0])
     if record.saving:
         machines.append("saving")
