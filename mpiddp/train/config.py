@@ -5,6 +5,7 @@ config.json and every checkpoint contain it, and a run that resumes is compared 
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,8 @@ class Config:
     use_syn: bool
     image_size: int
     max_shift: int  # pixels by which CIFAR-10's images are shifted
-    num_workers: int
+    skip_bad_images: bool
+    num_workers: int  # processes that decode, of each rank
     batch_size: int  # images of a rank's largest backward pass
     global_batch_size: int
     grad_accum_steps: int
@@ -104,6 +106,9 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Config
             f"{chosen.epochs} or less."
         )
     chosen.max_shift = defaults["max_shift"]
+    if options.num_workers is None:
+        on_host = mpiddp.World.from_env().local_world_size or 1
+        chosen.num_workers = max(1, len(os.sched_getaffinity(0)) // on_host)
     is_folder = options.dataset == "image-folder"
     chosen.image_size = (options.image_size or 224) if is_folder else 32
     if options.stem == "auto":  # a model that the user names is torchvision's, or of its paper

@@ -11,10 +11,13 @@ decides their order.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import multiprocessing
 import os
 import random
+import select
 import signal
 import threading
 import warnings
@@ -25,6 +28,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -47,7 +51,10 @@ RESIZE = 256 / 224  # the shorter side before the center crop, the usual evaluat
 FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
 # Pillow refuses images of more than 179 million pixels, and would warn of each with more than half of that.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+log = logging.getLogger("mpiddp")
 
+IGNORED = -100  # the label of an image that was skipped: cross_entropy leaves it out
+_LOOK_S = 1.0  # between two looks whether the rank lives
 _MISSING = (FileNotFoundError, PermissionError, IsADirectoryError)
 
 
@@ -312,19 +319,29 @@ class ImageFolder:
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment)
         self._order: list[list[Key]] = []  # of the epoch
+        self._skipped: set[str] = set()  # a sentence for each image
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield images, float [N, C, H, W], and labels, int64 [N], decoded by the workers."""
         if not indices:
             return
         self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
-        for images, labels, problem in self._loader:
-            if problem is not None:
-                raise problem
+        for images, labels, problems in self._loader:
+            self._report(problems)
             images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
             images = images * self._scale + self._shift
             images = images.contiguous(memory_format=self._config.memory_format)
             yield images, labels.to(self.device, non_blocking=True)
+
+    def _report(self, problems: list[Exception]) -> None:
+        """Raise the first of these, unless --skip-bad-images allows them."""
+        for problem in problems:
+            if not self._config.skip_bad_images or isinstance(problem, JobFailed):
+                raise problem
+            self._skipped.add(str(problem))
+            log.warning(
+                f"warning: {problem} It is skipped; {len(self._skipped)} on this rank so far."
+            )
 
     @cached_property
     def _loader(self) -> DataLoader[Any]:
@@ -358,69 +375,88 @@ def _leave_stops_to(rank: int, _: int) -> None:
 
 def _end_with(rank: int) -> None:
     """End this worker at its rank's own SIGTERM, which `terminate()` sends, or once the rank is gone."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank and Path(f"/proc/{rank}").exists():
-        pass
+    # A forkserver lives as long as its workers, so the end of their parent would never tell them.
+    with contextlib.suppress(ProcessLookupError):  # it has ended already
+        ended = os.pidfd_open(rank)
+        while not select.select([ended], [], [], 0)[0]:
+            received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_S)
+            if received is not None and received.si_pid == rank:
+                break
     os._exit(0)
 
 
 class _Decoder(torch.utils.data.Dataset[Any]):
     """Maps the keys of a batch to its images, uint8 [N, size, size, 3], and labels [N].
 
-    The third part of a batch is the error of its first image that cannot be read: raised in a worker, it
-    would lose its type.
+    The third part of a batch are the errors of its images that cannot be read: raised in a worker, they
+    would lose their type. Such an image is black, and its label is IGNORED.
     """
 
     def __init__(self, samples: tuple[tuple[str, int], ...], size: int, seed: int, augment: bool):
         self.samples, self.size, self.seed, self.augment = samples, size, seed, augment
 
-    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor, Exception | None]:
-        images = torch.empty(len(keys), self.size, self.size, 3, dtype=torch.uint8)
+    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor, list[Exception]]:
+        images = torch.zeros(len(keys), self.size, self.size, 3, dtype=torch.uint8)
         labels = torch.empty(len(keys), dtype=torch.int64)
-        pixels = images.numpy()
+        pixels, problems = images.numpy(), list[Exception]()
         for position, (number, epoch) in enumerate(keys):
             path, labels[position] = self.samples[number]
+            # The image's number seeds the draw, so it does not depend on workers, ranks or a resume.
+            draw = random.Random(f"{self.seed}/{epoch}/{number}") if self.augment else None
             try:
-                with Image.open(path, formats=tuple(FORMATS.values())) as file:
-                    image = file.convert("RGB")
+                pixels[position] = read_image(path, self.size, draw)
             except Exception as error:  # Pillow raises a dozen types for damaged files
+                labels[position] = IGNORED
                 errno = getattr(error, "errno", None)  # Pillow's own errors have none
                 reason = os.strerror(errno) if errno else str(error)
                 sentence = f"{path}: the image cannot be read ({reason})."
                 if errno and not isinstance(error, _MISSING):
-                    return images, labels, JobFailed(sentence)
-                return images, labels, UserError(f"{sentence} Replace or remove it.")
-            # The image's number seeds the draw, so it does not depend on workers, ranks or a resume.
-            draw = random.Random(f"{self.seed}/{epoch}/{number}")
-            crop = partial(random_resized_crop, draw=draw) if self.augment else center_crop
-            pixels[position] = crop(image, self.size)
-        return images, labels, None
+                    problems.append(JobFailed(sentence))
+                else:
+                    problems.append(UserError(f"{sentence} Replace it, or use --skip-bad-images."))
+        return images, labels, problems
 
 
-def random_resized_crop(image: Image.Image, size: int, draw: random.Random) -> Image.Image:
-    """Crop a random 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3, and mirror half of the images.
+def read_image(path: str, size: int, draw: random.Random | None) -> Image.Image:
+    """The image at size × size: a part that is drawn, mirrored or not; without `draw` its middle."""
+    with Image.open(path, formats=tuple(FORMATS.values())) as file:
+        width, height = file.size
+        left, top, right, bottom = (
+            draw_box(width, height, draw) if draw else middle_box(width, height)
+        )
+        # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, in less time. The crop stays large enough.
+        file.draft(
+            "RGB",
+            (math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))),
+        )
+        x, y = file.size[0] / width, file.size[1] / height
+        if file.mode.startswith("I"):  # 16 bits of grey, of which Pillow would keep the lowest 8
+            image = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")
+        else:
+            image = file.convert("RGB")
+    box = (left * x, top * y, right * x, bottom * y)
+    image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    mirrors = draw is not None and draw.random() < 0.5
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrors else image
+
+
+def draw_box(width: int, height: int, draw: random.Random) -> tuple[float, float, float, float]:
+    """A random 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3: left, top, right, bottom.
 
     This follows Szegedy et al. 2014 ("Going Deeper with Convolutions", section 6).
     """
-    width, height = image.size
-    box = (0, 0, width, height)
     for _ in range(10):
         area = width * height * draw.uniform(0.08, 1.0)
         aspect = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             left, top = draw.randint(0, width - w), draw.randint(0, height - h)
-            box = (left, top, left + w, top + h)
-            break
-    image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
-    if draw.random() < 0.5:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return image
+            return left, top, left + w, top + h
+    return 0, 0, width, height
 
 
-def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """Crop the middle of the image after its shorter side is scaled to size · 256/224."""
-    width, height = image.size
+def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
+    """The middle of an image whose shorter side would be scaled to size · 256/224."""
     side = min(width, height) / RESIZE
     left, top = (width - side) / 2, (height - side) / 2
-    box = (left, top, left + side, top + side)
-    return image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    return left, top, left + side, top + side

@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_
 import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.train.config import Config
-from mpiddp.train.data import Batch, Data, Dataset, batches
+from mpiddp.train.data import IGNORED, Batch, Data, Dataset, batches
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import Muon
 from mpiddp.train.order import Order
@@ -375,7 +375,7 @@ def evaluate(model: nn.Module, dataset: Dataset, config: Config) -> Score:
     if is_sharded(model):  # each pass needs all ranks, the one with the largest share too
         most = math.ceil(math.ceil(dataset.num_images / world_size) / batch_size)
         indices += [torch.tensor([0])] * (most - num_counted)
-    totals = torch.zeros(2, dtype=torch.float64, device=dataset.device)  # correct, loss
+    totals = torch.zeros(3, dtype=torch.float64, device=dataset.device)  # correct, loss, images
     model.eval()
     with averaged_buffers(model), autocast(config, dataset.device):
         for index, (images, labels) in enumerate(dataset.batches(indices, epoch=0)):
@@ -383,12 +383,13 @@ def evaluate(model: nn.Module, dataset: Dataset, config: Config) -> Score:
             if index < num_counted:
                 totals[0] += (logits.argmax(1) == labels).sum()
                 totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
+                totals[2] += (labels != IGNORED).sum()
     model.train()
     for module in model.modules():
         if is_sharded(module):  # free what a forward pass without a backward pass has gathered
             module.reshard()  # type: ignore[operator]
     dist.all_reduce(totals)
-    return Score(*(totals / dataset.num_images).tolist())
+    return Score(*(totals[:2] / totals[2]).tolist())
 
 
 @contextlib.contextmanager

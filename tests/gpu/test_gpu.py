@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from mpiddp.train.data import DeviceImages, ImageFolder, prefetched
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command
 from tests.support.tiny_data import image_folder
-from tests.support.training import contents, records, unequal
+from tests.support.training import configured, contents, records, unequal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 ON_GPU = torch.cuda.is_available()
@@ -200,7 +200,8 @@ def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path):
     device = torch.device("cuda" if ON_GPU else "cpu")
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
-    config = Namespace(seed=0, max_shift=4, image_size=64, num_workers=2, channels_last=False)
+    options = ("--dataset=image-folder", "--image-size=64", "--num-workers=2")
+    config = replace(configured(*options), max_shift=4, channels_last=False)
     folder = image_folder(tmp_path, 80, 1) / "train"
     sources = (
         DeviceImages(pixels, draw.integers(0, 10, len(pixels)), config, device, augment=True),

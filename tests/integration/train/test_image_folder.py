@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.train.data import MEAN, STD, ImageFolder, center_crop, random_resized_crop
+from mpiddp.train.data import IGNORED, MEAN, STD, ImageFolder, read_image
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env, script
@@ -45,8 +45,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def source(folder: Path, *, augment: bool = False, num_workers: int = 0) -> ImageFolder:
-    config = configured("--dataset=image-folder", f"--num-workers={num_workers}", "--image-size=16")
+def source(
+    folder: Path, *, augment: bool = False, num_workers: int = 0, more: tuple[str, ...] = ()
+) -> ImageFolder:
+    options = (f"--num-workers={num_workers}", "--image-size=16", *more)
+    config = configured("--dataset=image-folder", *options)
     return ImageFolder(folder, config, CPU, augment=augment)
 
 
@@ -146,7 +149,7 @@ def test_a_broken_image_is_named_in_one_sentence(folder, num_workers, content):
     broken.write_bytes(broken.read_bytes()[:200] if isinstance(content, str) else content)
     with pytest.raises(UserError) as caught:
         everything(source(folder, num_workers=num_workers))
-    assert re.fullmatch(error("Replace or", f"{broken}: ", "("), str(caught.value))
+    assert re.fullmatch(error("--skip-bad-images", f"{broken}: ", "("), str(caught.value))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -159,16 +162,85 @@ def test_an_image_on_a_disk_that_fails_is_not_broken(folder, num_workers):
         everything(source(folder, num_workers=num_workers))
 
 
-def test_crops():
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_bad_image_is_skipped_counted_and_named(folder, num_workers, caplog):
+    """Its label is IGNORED, so neither the loss nor the score counts it."""
+    for broken in ("dog/1.jpg", "eel/0.png"):
+        (folder / broken).write_bytes(b"")
+    images = source(folder, num_workers=num_workers, more=("--skip-bad-images",))
+    for _ in range(2):  # the second time they are known
+        _, labels = everything(images)
+        assert labels.tolist() == [0, 0, 0, 0, 1, IGNORED, 1, 1, IGNORED, 2, 2, 2]
+    said = [each.getMessage() for each in caplog.records]
+    assert [re.findall(r"(\w+/\d\.\w+): .* (\d) on this rank", each) for each in said][:2] == [
+        [("dog/1.jpg", "1")],
+        [("eel/0.png", "2")],
+    ]
+
+
+def test_a_grey_image_of_16_bits(tmp_path):
+    """Pillow would cut it off at 255 of 65,535: white."""
+    values = np.full((20, 20), 100 << 8, dtype=np.uint16)
+    Image.fromarray(values).save(tmp_path / "grey.png")
+    pixels = np.asarray(read_image(str(tmp_path / "grey.png"), 16, None))
+    assert (pixels == 100).all()
+
+
+ENDS = """
+import os, sys, torch
+from functools import partial
+from pathlib import Path
+from torch.utils.data import DataLoader
+from mpiddp.train.data import ImageFolder, _leave_stops_to
+from tests.support.training import configured
+if __name__ == "__main__":
+    config = configured("--image-size=16", "--dataset=image-folder")
+    images = ImageFolder(Path(sys.argv[1]), config, torch.device("cpu"), augment=True)
+    loader = DataLoader(images._decoder, batch_sampler=[[(0, 0)]] * 9, collate_fn=tuple, num_workers=2,
+        multiprocessing_context="forkserver", persistent_workers=True,
+        worker_init_fn=partial(_leave_stops_to, os.getpid()))
+    next(iter(loader))
+    os._exit(2)
+"""
+
+
+def test_no_worker_of_a_forkserver_outlives_its_rank(folder, tmp_path_factory):
+    """They hold the rank's stdout, so its end is the end of them all."""
+    path = script(tmp_path_factory.mktemp("job"), ENDS)
+    command = [sys.executable, path, str(folder)]
+    done = subprocess.run(command, env=clean_env(), capture_output=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+def gradient(width: int, height: int) -> Image.Image:
+    rows, columns = np.mgrid[0:height, 0:width]  # red is the column, green the row
+    return Image.fromarray(np.stack([columns, rows, rows * 0], 2).astype(np.uint8))
+
+
+def test_a_large_jpeg_is_decoded_at_a_part_of_its_size(tmp_path):
+    smooth = gradient(250, 200).resize((2500, 2000))
+    found = []
+    for name in ("a.jpg", "a.png"):
+        smooth.save(tmp_path / name, **({"quality": 98} if name == "a.jpg" else {}))
+        found.append(np.asarray(read_image(str(tmp_path / name), 64, None)).astype(float))
+    assert np.abs(found[0] - found[1]).max() < 6
+    whole = Image.open(tmp_path / "a.jpg").convert("RGB")
+    side = 2000 * 224 / 256
+    box = (1250 - side / 2, 1000 - side / 2, 1250 + side / 2, 1000 + side / 2)
+    slow = np.asarray(whole.resize((64, 64), Image.Resampling.BILINEAR, box=box))
+    assert (slow != found[0]).any()  # the pixels are not those of a whole decoding
+
+
+def test_crops(tmp_path):
     """The middle of an image; or 8 to 100 % of it, at 3/4 to 4/3 of its shape, half of them mirrored."""
-    rows, columns = np.mgrid[0:90, 0:120]  # red is the column, green the row
-    image = Image.fromarray(np.stack([columns, rows, rows * 0], 2).astype(np.uint8))
-    middle = np.asarray(center_crop(image, 224)).astype(float)
+    path = str(tmp_path / "image.png")
+    gradient(120, 90).save(path)
+    middle = np.asarray(read_image(path, 224, None)).astype(float)
     assert middle[:, :, :2].mean((0, 1)).tolist() == pytest.approx([59.5, 44.5], abs=0.6)
     assert np.ptp(middle[:, :, 0]) == pytest.approx(90 * 224 / 256, abs=1.5)
     areas, flips = [], 0
     for number in range(400):
-        pixels = np.asarray(random_resized_crop(image, 64, random.Random(number))).astype(float)
+        pixels = np.asarray(read_image(path, 64, random.Random(number))).astype(float)
         width, height = np.ptp(pixels[:, :, 0]) + 1, np.ptp(pixels[:, :, 1]) + 1
         flips += pixels[0, 0, 0] > pixels[0, -1, 0]
         areas.append(width * height / (120 * 90))
