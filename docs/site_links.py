@@ -1,4 +1,4 @@
-"""A hook of mkdocs: a link of a page to a file outside of docs/ becomes the file's path in the repository.
+"""A hook of mkdocs: README opens the site, and a link to a file outside of docs/ becomes the file's path.
 
 The site has the pages alone. In the repository the same links lead to the files.
 """
@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
+README = Path(__file__).parent.parent / "README.md"
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)#]*)(#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
     """Called by mkdocs with the text of each page."""
+    if page.file.src_uri == "index.md":
+        markdown = f"{readme()}\n#{markdown}"
     return without_links_out(markdown, page.file.src_uri)
+
+
+def readme() -> str:
+    """README's text, with its links as those of a page in docs/."""
+    text = re.sub(r"\]\((?!https?:|#)", "](../", README.read_text(encoding="utf-8"))
+    return text.replace("](../docs/", "](")
 
 
 def without_links_out(markdown: str, page: str) -> str:
@@ -25,6 +35,9 @@ def without_links_out(markdown: str, page: str) -> str:
         path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
         if path.startswith("docs/"):
             return link[0]
+        if path == README.name:
+            index = posixpath.relpath("index.md", posixpath.dirname(page) or ".")
+            return f"[{text}]({index}{link[3] or ''})"
         is_path = text.strip("`") in (path, posixpath.basename(path))
         return f"`{path}`" if is_path else f"{text} (`{path}`)"
 

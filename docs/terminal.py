@@ -1,8 +1,18 @@
 """A picture of a real terminal: types commands into a pane of tmux, and writes what it shows as SVG.
 
-    python -m docs.terminal docs/pictures/launch.svg [--shell PROGRAM] [--setup 'COMMAND; '] 'a command' …
+    python -m docs.terminal PICTURE.svg [--shell PROGRAM] [--setup 'COMMAND; '] 'a command' …
 
-It needs tmux. docs/pictures/README.md has the command of each picture. Text stays text, so a search finds it.
+It needs tmux. Text stays text, so a search finds it. README's picture, as root:
+
+    mkdir -p /tmp/demo
+    sed -e 's/STEPS = 2000/STEPS = 1500/; s/step % 100 == 0/step % 250 == 0/' \\
+        examples/ddp_with_checkpoints.py > /tmp/demo/train.py
+    python -m docs.terminal docs/pictures/launch.svg --interrupt-at 'step 750' \\
+        --shell "$PWD/.venv/bin/python -m tests.support.cluster --cwd /tmp/demo 2" \\
+        --setup "export TERM=xterm PATH=$PWD/.venv/bin:\\$PATH; unset MPIDDP_LOG_RANKS MPIDDP_PREFIX; " \\
+        'mpiddp launch -H node0:2,gpu7:2 train.py' \\
+        'mpiddp launch -H node0:2,node1:2 train.py' \\
+        'mpiddp launch -H node0:2,node1:1 train.py'
 """
 
 from __future__ import annotations
