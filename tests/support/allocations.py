@@ -86,7 +86,7 @@ def enter_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-# Environment in docs/clusters.md: MPI, variables.
+# Environment in tests/data/dry_runs.tsv: MPI, variables.
 DRY_RUNS: dict[str, tuple[str, Env]] = {
     "Slurm": ("openmpi5", SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}),
     "Grid Engine": ("openmpi5", GRID_ENGINE),
@@ -100,14 +100,7 @@ DRY_RUNS: dict[str, tuple[str, Env]] = {
 }
 
 
-def documented_dry_runs() -> dict[str, str]:
-    page = (ROOT / "docs/clusters.md").read_text()
-    section = page.partition("\n## Dry runs\n")[2].partition("\n## ")[0]
-    shown: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        if line.startswith("    "):
-            found, _, flags = line.removeprefix("    ").partition("  ")
-            name = found or name  # a further line of the same one
-            shown[name] = f"{shown.get(name, '')} {flags.strip()}".strip()
-    return shown
+def expected_dry_runs() -> dict[str, str]:
+    """The flags about hosts of the command for each environment of DRY_RUNS."""
+    rows = (ROOT / "tests/data/dry_runs.tsv").read_text().splitlines()
+    return dict(row.split("\t") for row in rows)

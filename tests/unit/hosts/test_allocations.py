@@ -31,8 +31,8 @@ from tests.support.allocations import (
     PBS,
     SKYPILOT,
     SLURM,
-    documented_dry_runs,
     enter_folder,
+    expected_dry_runs,
 )
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -205,8 +205,8 @@ def test_the_inner_of_two_allocations_counts(in_folder):
 # The command
 
 
-def test_the_page_has_the_dry_run_of_each_environment():
-    assert documented_dry_runs().keys() == DRY_RUNS.keys()
+def test_each_environment_has_its_dry_run():
+    assert expected_dry_runs().keys() == DRY_RUNS.keys()
 
 
 UNEVEN = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS": "6"}
