@@ -95,6 +95,11 @@ def test_the_pages_that_are_written_by_a_program_are_current(page):
     assert page.PAGE.read_text() == page.text()
 
 
+def test_the_example_of_a_test_is_one():
+    (example,) = [each.text for each in blocks(ROOT / "CONTRIBUTING.md") if each.kind == "python"]
+    assert example in (ROOT / "tests/promises/test_output.py").read_text()
+
+
 def test_every_variable_in_use_has_a_row():
     page = (ROOT / "docs/reference.md").read_text()
     table = re.findall(r"^\| `(MPIDDP_[A-Z_]+)` \|(?: [^|]+ \|){3}$", page, re.MULTILINE)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import faults
+from tests.support.control_groups import memory_limited
 from tests.support.machine import reserved
 from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
 from tests.support.ranks import mpirun_command
@@ -210,20 +211,11 @@ def test_a_missing_main_guard(here, joins, method):
 
 def test_a_kill_for_lack_of_memory(here):
     """If the kernel kills a rank for lack of memory, the error says so, with the memory limit."""
-    memory = Path("/sys/fs/cgroup/memory")
-    if os.geteuid() != 0 or not (memory / "memory.limit_in_bytes").exists():
-        pytest.skip("needs root and the memory controller of cgroup v1")
-    group = memory / f"mpiddp-test-{os.getpid()}"
-    group.mkdir()
     script = here.script("import os\nif os.environ['RANK'] == '1': bytearray(3 << 30)\n")
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(3 << 29))
-        enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+    with memory_limited(3 << 29) as enter:
         launch = [sys.executable, "-m", "mpiddp", "launch", *here.where(2), script]
         done = here.run(*enter, *launch)
         eventually(lambda: not here.processes())
-    finally:
-        group.rmdir()
     assert done.code == 1
     limit = "its control group's limit of 1.6 GB was reached (oom_kill)"
     assert any(limit in line for line in done.said), done.stderr

@@ -305,10 +305,12 @@ def test_every_launcher_trains_the_same_bits(launcher, hosts, weights):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "way"), [("openmpi5", ()), ("srun", RUN)], indirect=["launcher"]
+    ("launcher", "way"),
+    [("openmpi5", ()), ("torchrun", ()), ("srun", RUN), ("sbatch", ())],
+    indirect=["launcher"],
 )
 def test_message_passing(launcher, way):
-    """A script for torchrun runs unchanged under every kind of launcher."""
+    """A script for torchrun runs unchanged under torchrun, `mpiddp launch`, srun and sbatch."""
     stdout = launcher(*way, EXAMPLE, "--backend", "gloo")
     # Not compared by line: with PYTHONUNBUFFERED, messages of two ranks can share a line.
     assert [stdout.count(message) for message in MESSAGES] == [1] * len(MESSAGES), stdout
@@ -511,34 +513,36 @@ def test_children_of_a_rank(here):
 # --- nothing starts silently wrong ---
 
 
-@pytest.mark.parametrize("how", ["script", "module", "PYTHONPATH"])
+@pytest.mark.parametrize("how", ["script", "import", "module", "PYTHONPATH"])
 def test_all_hosts_run_the_same_code(hosts, how):
-    """A file of a script or of `-m MODULE` that differs on a host is named, and the job does not start.
+    """A script, or a file of its folder or of `-m MODULE`, that differs on a host stops the start.
 
-    The doctor compares the same files.
+    The error line names the file. The doctor compares the same files.
     """
     code = Path("/root", how)
+    changed = "train.py" if how == "script" else "pkg/net.py"
     for name in hosts.hosts_of(2):
         folder = hosts[name].path(str(code))
         (folder / "pkg").mkdir(parents=True)
-        (folder / "pkg/__init__.py").touch()
-        (folder / "pkg/net.py").write_text(f"# {name}\n")
-        (folder / "pkg/train.py").write_text("print('ran')\n")
-        (folder / "train.py").write_text("from pkg import net\nprint('ran')\n")
+        for file in ("pkg/__init__.py", "pkg/net.py", "pkg/train.py"):
+            (folder / file).touch()
+        (folder / "train.py").write_text("from pkg import net\n")
+        with (folder / changed).open("a") as text:
+            text.write(f"print('ran')  # {name}\n")
     job, where, env = {
         "script": ((code / "train.py",), hosts.folder, {}),
+        "import": ((code / "train.py",), hosts.folder, {}),
         "module": (("-m", "pkg.train"), code, {}),
         "PYTHONPATH": (("-m", "pkg.train"), hosts.folder, {"PYTHONPATH": f"{ROOT}:{code}"}),
     }[how]
     done = hosts.run("launch", *hosts.where(2), *job, cwd=where, env=env)
     assert (done.code, done.stdout) == (2, ""), done.stderr
-    assert re.search(r"pkg/net\.py differs on node1 .*: mpiddp hosts push", done.stderr), (
-        done.stderr
-    )
-    if how == "script":
+    named = rf"{changed} differs on node1 .*: mpiddp hosts push"
+    assert re.search(named, done.stderr), done.stderr
+    if how in ("script", "import"):
         done = hosts.run("doctor", *hosts.where(2), "--script", *job)
         (line,) = re.findall("^fail +files +(.*)$", done.stdout, re.MULTILINE)
-        assert line.startswith("pkg/net.py differs: ")
+        assert f"{changed} differs: " in line
 
 
 FAULTS = ("script", "port", "address", "library", "launcher")
