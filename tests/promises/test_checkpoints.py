@@ -627,6 +627,17 @@ def test_script_on_hosts_apart(apart, undisturbed):
     assert unequal(weights(apart.folder), weights(undisturbed)) == []
 
 
+def test_a_fresh_start_on_hosts_apart(apart):
+    """A run folder removed on one host comes back from another. `mpiddp hosts run` removes it on all."""
+    where = apart.where(2)
+    launch = ("launch", *where, str(example(apart.folder / "job", run=str(PRIVATE))))
+    apart.run(*launch, env=ENV).assert_ok()
+    shutil.rmtree(private(apart, "node0"))
+    assert resumed_step(apart.run(*launch, env=ENV).assert_ok()) == 40
+    apart.run("hosts", "run", where[1], "--", "rm", "-rf", PRIVATE).assert_ok()
+    assert resumed_step(apart.run(*launch, env=ENV).assert_ok()) == 0
+
+
 def test_hsdp_resumes_bit_for_bit(hosts):
     """On a shared disk, hsdp saves each shard once, resumes bit for bit, and can continue as ddp."""
     train = ("node0:2,node1:2", "train", *MODEL, "--use-syn", "--global-batch-size=24")
