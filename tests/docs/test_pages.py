@@ -83,6 +83,15 @@ def test_files_name_only_pages_that_exist():
     assert [each for each in sorted(found) if not (ROOT / each).exists()] == []
 
 
+@pytest.mark.parametrize(
+    "page", [each for each in PAGES if each.parent.name != "evidence"], ids=named
+)
+def test_pages_name_only_files_that_exist(page):
+    """Except evidence, which names files of its commits."""
+    paths = re.findall(r"`((?:mpiddp|tests|benchmarks|examples)/[\w./-]+)`", prose(page))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def test_the_command_that_runs_a_test_alone_names_its_file():
     for file in (ROOT / "tests").rglob("test_*.py"):
         head = ast.get_docstring(ast.parse(file.read_text())) or ""
