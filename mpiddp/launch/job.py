@@ -123,7 +123,7 @@ class Job:
         if at_fault and at_fault == self.at_fault:
             self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
-        if outcome.first and not self.has_hinted:
+        if outcome.first and outcome.first.rank and not self.has_hinted:
             self.has_hinted = True
             outcome = outcome._replace(hint=_not_shown(self.options, plan))
         self.report.add(
