@@ -36,7 +36,7 @@ FIXED = (
 # With another value of these, the steps after a resume differ from those of one run.
 NOTED = (
     *("epochs", "low_res_epochs", "lr", "schedule", "clip_grad_norm", "amp", "sync_bn"),
-    "grad_compression",
+    *("grad_compression", "momentum", "weight_decay", "label_smoothing"),
 )
 
 
@@ -63,6 +63,10 @@ class Config:
     lr: float
     schedule: str
     optimizer: str
+    momentum: float  # Nesterov's
+    weight_decay: float  # of convolutions and the last layer's matrix
+    label_smoothing: float
+    zero_init: bool
     clip_grad_norm: float | None
     backend: str | None
     amp: str
@@ -119,6 +123,11 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Config
     chosen.optimizer = options.optimizer or own
     if options.amp == "auto":
         chosen.amp = "bf16" if _computes_in_bf16(device) else "off"
+    if options.weight_decay is None:  # torchvision's for ImageNet, and the usual one for CIFAR-10
+        chosen.weight_decay = 1e-4 if is_folder else 5e-4
+    if options.compile == "auto":  # worth its minute for large images on a GPU
+        is_large = chosen.image_size >= _SMALL_IMAGE and options.parallel == "ddp"
+        chosen.compile = "default" if device.type == "cuda" and is_large else "off"
     chosen.channels_last = options.parallel == "ddp"  # fully_shard accepts contiguous ones only
     return Config(**vars(chosen))
 

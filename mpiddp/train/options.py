@@ -67,6 +67,17 @@ def positive(text: str) -> float:
     return value
 
 
+def fraction(text: str) -> float:
+    """A number from 0 to below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 <= value < 1:
+        raise ArgumentTypeError(f"expected a number from 0 to below 1, not {text[:80]!r}")
+    return value
+
+
 def interval(text: str) -> str:
     """20 (steps), 30s, 10m or 1.5h: `mpiddp.Checkpoints` takes the text."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}|(?=[0.]*[1-9])\d{1,6}(\.\d+)?[smh]", text, re.ASCII):
@@ -123,13 +134,18 @@ def option_parser() -> argparse.ArgumentParser:
     add("--lr", type=positive, default=0.4, help="peak for 256 images; scales with the batch")
     add("--schedule", choices=SCHEDULES, default="one-cycle", help="learning rate (default: one-cycle)")
     add("--optimizer", choices=("sgd", "muon"), help="(default: muon for wide_resnet14_2 on CPUs, else sgd)")
+    add("--momentum", type=fraction, default=0.9, help="Nesterov's (default: 0.9)")
+    add("--weight-decay", type=fraction, help="(default: 5e-4 for cifar10, 1e-4 for image folders)")
+    add("--label-smoothing", type=fraction, default=0.0, help="of the training loss (default: 0)")
+    add("--zero-init", action="store_true", help="each block of the model begins as its shortcut")
     add("--clip-grad-norm", type=positive, metavar="NORM", help="limit of the gradients' norm")
     add = parser.add_argument_group("engine").add_argument
     add("--backend", choices=("nccl", "gloo"), help="(default: nccl with a GPU, else gloo)")
     add("--amp", choices=("auto", "bf16", "fp16", "off"), default="auto", help="dtype")
     add("--parallel", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="copies or shards")
     add("--sync-bn", action="store_true", help="BatchNorm statistics over all ranks")
-    add("--compile", nargs="?", const="default", default="off", choices=COMPILE_MODES)
+    modes = ("auto", "off", *COMPILE_MODES)
+    add("--compile", nargs="?", const="default", default="auto", choices=modes, help="(default: auto)")
     add("--grad-compression", choices=("off", "bf16"), default="off", help="of the all-reduce")
     add("--seed", **count(0), default=0, help="of weights, order and augmentation (default: 0)")
     add("--deterministic", action="store_true", help="deterministic kernels, on GPUs too")
@@ -167,7 +183,7 @@ def _refuse_contradictions(options: Namespace) -> None:
     for one, other, are_given in (
         ("--batch-size", "--global-batch-size", options.batch_size and options.global_batch_size),
         ("--check-determinism", "--resume PATH", options.check_determinism and goes_back),
-        ("--compile", sharded, is_sharded and options.compile != "off"),
+        ("--compile", sharded, is_sharded and options.compile not in ("auto", "off")),
         ("--grad-compression", sharded, is_sharded and options.grad_compression != "off"),
         ("--optimizer muon", sharded, is_sharded and options.optimizer == "muon"),
         ("--sync-bn", sharded, is_sharded and options.sync_bn),

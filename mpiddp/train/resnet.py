@@ -176,5 +176,13 @@ class ResNet(nn.Module):
         return logits
 
 
+def zero_init(model: nn.Module) -> None:
+    """Let each block begin as its shortcut: its last BatchNorm scales by 0 (Goyal et al. 2017)."""
+    for module in model.modules():
+        if isinstance(module, (BasicBlock, Bottleneck)):
+            last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
+            nn.init.zeros_(last.weight)
+
+
 # By the names of --arch: functions that build a ResNet, images [N, 3, H, W] to logits [N, num_classes].
 ARCHS = {name: partial(ResNet, each) for name, each in ARCHITECTURES.items()}

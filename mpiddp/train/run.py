@@ -99,6 +99,10 @@ def run(options: Namespace) -> int:
                     f"{data.name}, amp {config.amp}, global batch {config.global_batch_size}, "
                     f"--lr {config.lr:g}"
                 )
+                if config.compile != "off":
+                    log.info(
+                        "compiling the model takes up to a minute; --compile off trains at once"
+                    )
                 total = order.steps_per_epoch * config.epochs
                 records = Records(config, world, data, state, total, record)
                 hooks: list[Hook] = [records]
@@ -178,9 +182,9 @@ def open_run(checkpoints: mpiddp.Checkpoints, state: State, config: Config) -> i
 def noted_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
     """The options with other values than in `saved`, a config.json, that a resume may change."""
     return [
-        f"--{name.replace('_', '-')} {saved.get(name)}, now {getattr(config, name)}"
+        f"--{name.replace('_', '-')} {saved[name]}, now {getattr(config, name)}"
         for name in NOTED
-        if saved.get(name) != getattr(config, name)
+        if name in saved and saved[name] != getattr(config, name)
     ]
 
 

@@ -33,14 +33,12 @@ from mpiddp.train.data import IGNORED, Batch, Data, Dataset, batches
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import Muon
 from mpiddp.train.order import Order
-from mpiddp.train.resnet import ARCHS
+from mpiddp.train.resnet import ARCHS, zero_init
 from mpiddp.train.sharded import DTYPES, is_sharded, shard
 from mpiddp.train.sync_bn import synchronized
 
 REFERENCE_BATCH = 256  # images: the global batch of --lr (Goyal et al. 2017, section 2.1)
 MAX_WARMUP_EPOCHS = 5
-MOMENTUM = 0.9  # Nesterov's
-WEIGHT_DECAY = 5e-4
 BATCH_PIXELS = 500 * 32 * 32  # of an evaluation batch, when the training batch is smaller
 
 
@@ -164,6 +162,8 @@ def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
     """The bare model on the device, the same on every rank, in the memory layout of the images."""
     torch.manual_seed(config.seed)
     model: nn.Module = ARCHS[config.arch](num_classes=data.num_classes, stem=config.stem)
+    if config.zero_init:
+        zero_init(model)
     if config.weights is not None:
         load_weights(model, config.weights)
     if config.sync_bn:
@@ -194,6 +194,8 @@ def load_weights(model: nn.Module, path: str) -> None:
 def build_state(model: nn.Module, config: Config, copies: list[list[int]]) -> State:
     """The state of a training with this model: sharded over `copies`, else under DDP. A collective."""
     ddp = shard(model, config, copies) if copies else wrap_in_ddp(model, config)
+    if config.compile != "off":
+        ddp = torch.compile(ddp, mode=config.compile)  # type: ignore[assignment]
     torch.manual_seed(config.seed + 1 + dist.get_rank())
     first = next(model.parameters())
     timer = StepTimer(first.device)
@@ -206,7 +208,9 @@ def build_state(model: nn.Module, config: Config, copies: list[list[int]]) -> St
 
 
 def wrap_in_ddp(model: nn.Module, config: Config) -> nn.Module:
-    """The model under DistributedDataParallel, with its final buckets. A collective."""
+    """The model under DistributedDataParallel, with its final buckets; one rank needs none. A collective."""
+    if dist.get_world_size() == 1:
+        return model
     # Each rank keeps its own BatchNorm statistics while it trains; `averaged_buffers` averages them for an
     # evaluation or a save. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -215,8 +219,6 @@ def wrap_in_ddp(model: nn.Module, config: Config) -> nn.Module:
     freeze_buckets(ddp, config)
     if config.grad_compression == "bf16":
         ddp.register_comm_hook(ddp.process_group, _in_bf16)
-    if config.compile != "off":
-        return torch.compile(ddp, mode=config.compile)  # type: ignore[return-value]
     return ddp
 
 
@@ -253,12 +255,12 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         # The first convolution, whose filters are few and small, and the last layer are left to SGD.
         hidden = [p for p in matrices[1:] if p.ndim == 4]
         ends = [matrices[0], *(p for p in matrices[1:] if p.ndim != 4)]
-        others = ({"params": ends, "weight_decay": WEIGHT_DECAY}, undecayed)
-        return Muon(hidden, others, lr=config.lr, momentum=MOMENTUM)
+        others = ({"params": ends, "weight_decay": config.weight_decay}, undecayed)
+        return Muon(hidden, others, lr=config.lr, momentum=config.momentum)
     optimizer = torch.optim.SGD(
-        [{"params": matrices, "weight_decay": WEIGHT_DECAY}, undecayed],
+        [{"params": matrices, "weight_decay": config.weight_decay}, undecayed],
         lr=config.lr,
-        momentum=MOMENTUM,
+        momentum=config.momentum,
         nesterov=True,
         fused=not is_sharded(model),
         foreach=is_sharded(model),  # torch has no fused SGD for shards
@@ -326,7 +328,9 @@ def backward(state: State, images_of_epoch: Iterator[Batch], config: Config) -> 
         state.timer.phase_ends("data")
         with _reducing(state.ddp, left == 0):
             with autocast(config, images.device):
-                loss = F.cross_entropy(state.ddp(images), labels, reduction="sum")
+                smoothing = config.label_smoothing
+                logits = state.ddp(images)
+                loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
             state.timer.phase_ends("forward")
             state.scaler.scale(loss * weight).backward()
             state.timer.phase_ends("waiting" if waits_last and left == 0 else "backward")
@@ -346,7 +350,7 @@ def _reducing(model: nn.Module, reduces: bool) -> Any:
     if is_sharded(model):
         model.set_requires_gradient_sync(reduces)  # type: ignore[operator]
         model.set_is_last_backward(reduces)  # type: ignore[operator]
-    elif not reduces:
+    elif not reduces and dist.get_world_size() > 1:
         return model.no_sync()  # type: ignore[operator]
     return contextlib.nullcontext()
 

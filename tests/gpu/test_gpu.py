@@ -91,7 +91,7 @@ def images(folder: Path) -> list[str]:
     """Options for real images, which workers decode and the side stream prepares."""
     data = image_folder(folder / "images", size(170, 40), 8)
     options = ["--dataset=image-folder", f"--data-dir={data}", f"--image-size={size(64, 32)}"]
-    return [*options, "--num-workers=2", f"--batch-size={size(32, 8)}"]
+    return [*options, "--num-workers=2", f"--batch-size={size(32, 8)}", "--compile=off"]
 
 
 # ---- the device and the process group
@@ -286,4 +286,23 @@ def test_cuda_graphs_compute_the_losses_without_them(tmp_path, passes):
     found = result(run([sys.executable, RANKS, *job]))
     assert found["graph_replays"] >= size(steps, 0)
     for one, other in zip(losses(compiled), losses(plain), strict=True):
+        assert one == pytest.approx(other, rel=0.03)
+
+
+@needs_gpu
+def test_large_images_are_compiled_by_default_and_the_losses_stay(tmp_path):
+    options = ["--use-syn", "--dataset=image-folder", "--image-size=64", "--arch=resnet18"]
+    options += [
+        "--batch-size=16",
+        "--epochs=1",
+        "--steps-per-epoch=6",
+        "--lr=0.02",
+        "--log-every=1",
+    ]
+    output = train(1, tmp_path / "compiled", *options)
+    assert "compiling the model" in output
+    assert "Profiler record function" not in output
+    assert "compiling" not in train(1, tmp_path / "plain", *options, "--compile=off")
+    pairs = zip(losses(tmp_path / "compiled"), losses(tmp_path / "plain"), strict=True)
+    for one, other in pairs:
         assert one == pytest.approx(other, rel=0.03)

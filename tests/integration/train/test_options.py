@@ -48,6 +48,18 @@ def test_a_model_that_the_user_names_has_its_own_stem():
     assert (on_gpu.arch, on_gpu.stem) == ("resnet18", "cifar")
 
 
+def test_large_images_on_a_gpu_are_compiled():
+    folder = ("--dataset=image-folder", "--amp=off")
+    for device, options, mode in (
+        ("cuda", (), "default"),
+        ("cpu", (), "off"),
+        ("cuda", ("--compile=off",), "off"),
+        ("cuda", ("--parallel=fsdp",), "off"),
+        ("cuda", ("--image-size=32",), "off"),
+    ):
+        assert resolve(parse([*folder, *options]), 1, torch.device(device)).compile == mode
+
+
 def test_a_full_gpu_says_which_options_keep_the_global_batch():
     torch_says = (ROOT / "tests/data/failures/cuda-out-of-memory.txt").read_text()
     error = torch.OutOfMemoryError(torch_says.partition("Error: ")[2])

@@ -25,7 +25,7 @@ from mpiddp.train.cifar10 import MEAN, STD
 from mpiddp.train.data import DeviceImages
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import orthogonal
-from mpiddp.train.resnet import ARCHS
+from mpiddp.train.resnet import ARCHS, zero_init
 from mpiddp.train.train import (
     State,
     build_optimizer,
@@ -77,6 +77,40 @@ def test_weight_decay_excludes_batch_norm_and_biases():
         assert re.search(r"conv\d\.weight$|^fc\.weight$", names[id(parameter)])
     for parameter in excluded["params"]:
         assert re.search(r"bn\d\.(weight|bias)$|^fc\.bias$", names[id(parameter)])
+
+
+def test_the_options_of_the_recipe():
+    options = ("--optimizer=sgd", "--weight-decay=0.01", "--momentum=0.5")
+    decayed, excluded = build_optimizer(ARCHS["resnet20"](), configured(*options)).param_groups
+    assert (decayed["weight_decay"], excluded["weight_decay"]) == (0.01, 0.0)
+    assert (decayed["momentum"], excluded["momentum"]) == (0.5, 0.5)
+    assert configured("--dataset=image-folder").weight_decay == 1e-4
+    for arch, last in (("resnet18", "bn2"), ("resnet50", "bn3")):
+        model = ARCHS[arch](num_classes=2)
+        zero_init(model)
+        zeros = [name for name, each in model.named_parameters() if not each.any()]
+        expected = [f"layer1.0.{last}.weight", f"layer4.1.{last}.weight"]
+        assert {*expected} <= {*zeros}
+        assert "bn1.weight" not in zeros
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank_trains_the_bare_model_and_smooths_its_labels():
+    losses = []
+    for smoothing in (0.0, 0.5):
+        config = configured("--use-syn", "--amp=off", f"--label-smoothing={smoothing}")
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
+        batch = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
+        state = build_state(model, config, [])
+        assert state.ddp is model
+        losses.append(train_step(state, iter([batch]), 0.1, config).item())
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
+        kwargs = {"reduction": "sum", "label_smoothing": smoothing}
+        expected = torch.nn.functional.cross_entropy(model(batch[0]), batch[1], **kwargs)
+        assert losses[-1] == pytest.approx(expected.item(), rel=1e-5)
+    assert losses[0] != losses[1]
 
 
 def test_momentum_is_restored_in_the_layout_of_the_parameters():
