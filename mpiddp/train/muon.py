@@ -8,6 +8,7 @@ them, so a ResNet learns in fewer epochs: docs/evidence/accuracy.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -69,14 +70,20 @@ class Muon(torch.optim.Optimizer):
             work[least] += parameter.numel()
         for parameter in convolutions:
             self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
-        for parameter in shares[rank]:
-            assert parameter.grad is not None
-            buffer = self.state[parameter]["momentum_buffer"]
-            direction = orthogonal(parameter.grad + _MOMENTUM * buffer)
-            scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
-            parameter.copy_(scaled - lr * direction)
+        # Those of one shape together: a GPU takes as long to start a small product as to compute it.
+        for _, group in groupby(sorted(shares[rank], key=_shape), key=_shape):
+            same = list(group)
+            directions = orthogonal(torch.stack([self._nesterov(each) for each in same]))
+            for parameter, direction in zip(same, directions, strict=True):
+                scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
+                parameter.copy_(scaled - lr * direction)
         if world_size > 1:
             _gather(shares, rank)
+
+    def _nesterov(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        momentum: Tensor = self.state[parameter]["momentum_buffer"]
+        return parameter.grad + _MOMENTUM * momentum
 
     def _add_to_momentum(self, weights: Tensor, gradient: Tensor | None, momentum: float) -> Tensor:
         """The momentum of these weights, after this gradient."""
@@ -86,6 +93,10 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(weights)
         buffer: Tensor = state["momentum_buffer"]
         return buffer.mul_(momentum).add_(gradient)
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    return tuple(parameter.shape)
 
 
 def _gather(shares: list[list[nn.Parameter]], rank: int) -> None:
@@ -104,30 +115,30 @@ def _gather(shares: list[list[nn.Parameter]], rank: int) -> None:
 
 
 def orthogonal(weights: Tensor) -> Tensor:
-    """Nearly the closest matrix with orthogonal rows, or columns, whichever are fewer.
+    """Nearly the closest matrices with orthogonal rows, or columns, whichever are fewer.
 
     Newton and Schulz's iteration brings the singular values of [C_out, C_in · height · width] to between 0.7
     and 1.2, in bfloat16: this exact the update need not be. Each round multiplies the matrix by a polynomial
     of its product with its transpose. That product is smaller, so the rounds work on it, and the matrix is
-    multiplied once. The weights and the result are [C_out, C_in, height, width], of one type.
+    multiplied once. The weights and the result are [matrices, C_out, C_in, height, width], of one type.
     """
-    matrix = weights.reshape(len(weights), -1).bfloat16()
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    matrix = matrix.T if is_tall else matrix
-    matrix = matrix / (matrix.norm() + 1e-7)
-    product = matrix @ matrix.T
+    matrix = weights.flatten(2).bfloat16()
+    is_tall = matrix.shape[1] > matrix.shape[2]
+    matrix = matrix.mT if is_tall else matrix
+    matrix = matrix / (matrix.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    product = matrix @ matrix.mT
     polynomial = factor = _polynomial(product)
     for _ in range(_ROUNDS - 1):
         product = polynomial @ product @ polynomial
         polynomial = _polynomial(product)
         factor = polynomial @ factor
     matrix = factor @ matrix
-    matrix = matrix.T if is_tall else matrix
+    matrix = matrix.mT if is_tall else matrix
     result: Tensor = matrix.reshape(weights.shape).to(weights.dtype)
     return result
 
 
 def _polynomial(product: Tensor) -> Tensor:
-    """The factor of a round, from the product [n, n] of the matrix with its transpose."""
-    unit = torch.eye(len(product), dtype=product.dtype, device=product.device)
+    """The factor of a round, from the products [matrices, n, n] of the matrix with its transpose."""
+    unit = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
     return _FIRST * unit + _THIRD * product + _FIFTH * product @ product

@@ -174,8 +174,9 @@ def test_the_learning_rate_of_each_schedule():
 def test_an_update_moves_the_weights_about_as_far_in_every_direction(shape):
     torch.manual_seed(0)
     gradient = torch.randn(shape) * torch.logspace(-1, 1, shape[0]).view(-1, 1, 1, 1)
-    update = orthogonal(gradient)
+    update, other = orthogonal(torch.stack([gradient, 9 * gradient.flip(1)]))
     assert update.shape == shape
+    torch.testing.assert_close(other, orthogonal(gradient.flip(1)[None])[0], rtol=0, atol=0.02)
     before, after = (
         torch.linalg.svdvals(each.reshape(shape[0], -1)) for each in (gradient, update)
     )
