@@ -53,6 +53,7 @@ FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bm
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 log = logging.getLogger("mpiddp")
 
+_HINT = " Replace it, or use --skip-bad-images."
 IGNORED = -100  # the label of an image that was skipped: cross_entropy leaves it out
 _LOOK_S = 1.0  # between two looks whether the rank lives
 _MISSING = (FileNotFoundError, PermissionError, IsADirectoryError)
@@ -338,10 +339,9 @@ class ImageFolder:
         for problem in problems:
             if not self._config.skip_bad_images or isinstance(problem, JobFailed):
                 raise problem
-            self._skipped.add(str(problem))
-            log.warning(
-                f"warning: {problem} It is skipped; {len(self._skipped)} on this rank so far."
-            )
+            sentence = str(problem).removesuffix(_HINT)
+            self._skipped.add(sentence)
+            log.warning(f"warning: {sentence} Skipped: {len(self._skipped)} on this rank so far.")
 
     @cached_property
     def _loader(self) -> DataLoader[Any]:
@@ -413,7 +413,7 @@ class _Decoder(torch.utils.data.Dataset[Any]):
                 if errno and not isinstance(error, _MISSING):
                     problems.append(JobFailed(sentence))
                 else:
-                    problems.append(UserError(f"{sentence} Replace it, or use --skip-bad-images."))
+                    problems.append(UserError(f"{sentence}{_HINT}"))
         return images, labels, problems
 
 
