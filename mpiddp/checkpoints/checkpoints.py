@@ -20,11 +20,13 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.contents import Resumed, read
-from mpiddp.checkpoints.folder import Retention, name_of_step, step_of
+from mpiddp.checkpoints.folder import name_of_step, step_of
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Found, bring, find
+from mpiddp.checkpoints.retention import Retention, set_aside
 from mpiddp.checkpoints.run import Run, RunDir
-from mpiddp.checkpoints.save import Saver, SaveSchedule
+from mpiddp.checkpoints.save import Saver
+from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import Outline
 from mpiddp.errors import UserError, named_by
 from mpiddp.protocol.variables import AGENT_STORE
@@ -168,7 +170,7 @@ class Checkpoints:
                 return None
             files = bring(run, found)
             with run.together():
-                resumed, _ = read(files, run.rank, local_rank=run.local_rank)
+                resumed = read(files, run.rank, local_rank=run.local_rank)
                 self._refuse_another(found, resumed)
             first = found.hosts[0].rank
             where = f" on {self._coordinator.hostnames[first]}" if first else ""
@@ -176,7 +178,7 @@ class Checkpoints:
             if found.leaves_newer:  # a restart would resume from the newest of them
                 root = self._dir.checkpoints
                 with run.together(), named_by("cannot rename"):
-                    for each in folders.set_aside(root, resumed.step) if run.is_writer else ():
+                    for each in set_aside(root, resumed.step) if run.is_writer else ():
                         why = "its step is later than that of the resume"
                         log.info(f"renamed to {each.name}: {why}")
             self._step = resumed.step
@@ -231,10 +233,10 @@ class Checkpoints:
         Args:
             step: the step that has just ended, the same on all ranks. It grows from save to save.
             state: what the ranks have, by name: tensors, numbers, strings, None, lists and dicts of
-                these. Each entry becomes a file, NAME.pt. A key of all ranks has the same value on all;
-                BatchNorm's running statistics are those of the lowest rank. A key that only some ranks have,
-                such as a tensor of a pipeline stage, is saved by the lowest of them. Of a DTensor, each
-                rank saves its part.
+                these. The tensors of an entry are in NAME.safetensors. A key of all ranks has the same value
+                on all; BatchNorm's running statistics are those of the lowest rank. A key that only some
+                ranks have, such as a tensor of a pipeline stage, is saved by the lowest of them. Of a
+                DTensor, each rank saves its part.
             per_rank: the same of this rank alone, such as its position in its data. Random number
                 generators are saved anyway.
 

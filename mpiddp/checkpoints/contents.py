@@ -1,11 +1,8 @@
-"""The contents of a checkpoint: written into files, read from those of this host, loaded, exported.
+"""The contents of a checkpoint: read from the files of this host, loaded, exported.
 
-model.pt      the entry "model" of the state; each entry has a file of its own
-ranks.pt      each rank's random number generators, and what it has saved for itself
+tree.pt       the state without its tensors; each rank's random number generators, and its own state
+*.safetensors its tensors, see boxes.py
 state.json    the step, the number of ranks, the entries of the state, and the program's configuration
-
-What not every writer has whole has None in its place. It is in the files of shards, which shards.json names.
-Every other checkpoint is whole.
 """
 
 from __future__ import annotations
@@ -23,13 +20,17 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints import folder
+from mpiddp.checkpoints.boxes import read_boxes, write_whole
+from mpiddp.checkpoints.files import SUFFIX, read_saved, unpacked
 from mpiddp.checkpoints.fit import Fit, placed
-from mpiddp.checkpoints.folder import FACTS, INDEX, BrokenCheckpoint
-from mpiddp.checkpoints.formats import read_foreign, write_foreign
-from mpiddp.checkpoints.shards import with_sharded
-from mpiddp.checkpoints.state import RANKS, Pickled, read_tensors, stem_of, unpacked
+from mpiddp.checkpoints.folder import FACTS, BrokenCheckpoint
+from mpiddp.checkpoints.formats import read_foreign, write_dcp
+from mpiddp.checkpoints.old import read_old
+from mpiddp.checkpoints.retention import hold
+from mpiddp.checkpoints.state import stem_of
 from mpiddp.errors import JobFailed, UserError, cause_of
 
+TREE = "tree.pt"
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 _NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
 _MAX_RELISTS = 1000  # of a run that removes checkpoints faster than they are opened
@@ -58,6 +59,9 @@ class Resumed:
     config: Mapping[str, Any] = field(default_factory=dict)
     # Some ranks had tensors that others did not.
     _is_partial: bool = field(default=False, repr=False)
+    _ranks: list[Any] = field(
+        default_factory=list, repr=False
+    )  # what each rank has saved for itself
 
     def load_into(self, **objects: Any) -> None:
         """Call `load_state_dict` of each object with the entry of the same name.
@@ -132,11 +136,11 @@ def load(path: str | os.PathLike[str]) -> Resumed:
         problems = []
         for each in folder.best_first(folder.checkpoints_at(given)):
             try:
-                held = folder.hold(each)
+                held = hold(each)
                 listed = folder.verify(each)
                 if listed.lacking:
                     raise BrokenCheckpoint(each, f"{listed.lacking[0]} is on another host")
-                saved, _ = read({name: each / name for name in listed.here}, None)
+                saved = read({name: each / name for name in listed.here})
             except (BrokenCheckpoint, UserError) as error:
                 problems.append(error)
                 continue
@@ -151,43 +155,36 @@ def load(path: str | os.PathLike[str]) -> Resumed:
     raise JobFailed(f"{given}: its run removes each checkpoint before it can be opened.")
 
 
-# Its files
+def write_facts(
+    new: Path, step: int, config: Mapping[str, Any], *, is_partial: bool, not_finite: str = ""
+) -> None:
+    """Write state.json. `not_finite`: why the state is not finite."""
+    facts = {"step": step, "config": config, "is_partial": is_partial, "not_finite": not_finite}
+    text = json.dumps({"written_by": "mpiddp.Checkpoints", **facts}, indent=1)
+    (new / FACTS).write_text(text, encoding="utf-8")
 
 
-def files_of(state: Mapping[str, Any], ranks: list[Any]) -> dict[str, Any]:
-    """The contents of the files, by name. `ranks`: uint8 [bytes] of each rank."""
-    return {**{f"{stem_of(key)}.pt": entry for key, entry in state.items()}, f"{RANKS}.pt": ranks}
-
-
-def write_facts(new: Path, **facts: Any) -> None:
-    """Write state.json: step, world_size, keys, config, and maybe not_finite and is_partial."""
-    (new / FACTS).write_text(json.dumps({"written_by": "mpiddp.Checkpoints", **facts}, indent=1))
-
-
-def read(
-    files: Mapping[str, Path], rank: int | None, *, local_rank: int = 0
-) -> tuple[Resumed, list[Any]]:
-    """Read the files of a checkpoint, given by their names, and restore the generators of `rank`.
-
-    Returns the checkpoint for this rank, and what each rank has saved for itself.
-    """
+def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> Resumed:
+    """Read the files of a checkpoint, given by their names, and restore the generators of `rank`, if any."""
     place = next(iter(files.values())).parent
     try:
         facts = json.loads(files[FACTS].read_bytes())
-        keys = [str(key) for key in facts["keys"]]
-        state = {key: read_tensors(files[f"{stem_of(key)}.pt"]) for key in keys}
-        if INDEX in files:
-            names = json.loads(files[INDEX].read_bytes())["files"]
-            state = with_sharded(state, [files[name] for name in names])
-        ranks = read_tensors(files[f"{RANKS}.pt"])
-        own = unpacked(ranks[rank]) if rank is not None and rank < len(ranks) else {}
+        if TREE in files:
+            saved = read_saved(files[TREE])
+            tensors = [path for name, path in files.items() if name.endswith(SUFFIX)]
+            saved["state"] = read_boxes(saved["state"], tensors)
+        else:
+            saved = read_old(files, [str(key) for key in facts["keys"]])
+        ranks = saved["ranks"]
+        own = unpacked(ranks[rank].numpy().tobytes()) if 0 <= rank < len(ranks) else {}
         resumed = Resumed(
             int(facts["step"]),
-            state,
+            saved["state"],
             own.get("state", {}),
             len(ranks),
             dict(facts["config"]),
             bool(facts.get("is_partial")),
+            ranks,
         )
         if own:
             restore_rng_states(own["rng"], local_rank)
@@ -202,7 +199,7 @@ def read(
     except Exception as error:  # files that fit their hashes, of another program
         what = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
         raise UserError(f"{place} was not written by mpiddp: {what}.") from None
-    return resumed, ranks
+    return resumed
 
 
 # Random number generators
@@ -247,42 +244,29 @@ def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
 # Exported
 
 
-def export(checkpoint: Path, out: Path, to: str = "whole") -> list[str]:
-    """Write the checkpoint to the new folder `out`, and return the names of its entries.
+def export(given: Path, out: Path, to: str = "torch") -> Resumed:
+    """Write what `load` reads, with every tensor in one piece, to the new folder `out`. Returns it.
 
-        runs/a/checkpoints/step_00001000/          whole/
-            shard_00000.pt, shard_00001.pt, …          model.pt, optimizer.pt, …
-            model.pt, optimizer.pt, shards.json   ─►   ranks.pt, state.json
-            ranks.pt, state.json
-
-    Both are complete checkpoints with a manifest, and a run resumes from either.
-    `torch.load("whole/model.pt")` is a plain state_dict. `to` may name another program's format instead:
-    "dcp" or "safetensors". Raises UserError or JobFailed.
+    "torch" writes a file of torch.save for each entry: `torch.load("out/model.pt")` is a plain state_dict.
+    "dcp" is for torch.distributed.checkpoint. "safetensors" is a checkpoint from which a run resumes, with a
+    file for each entry. Raises UserError or JobFailed.
     """
     if out.exists():
         raise UserError(f"{out} exists already. Name a new folder.")
-    try:
-        found = folder.verify(checkpoint)
-    except BrokenCheckpoint as error:
-        kind = JobFailed if error.is_failure else UserError
-        raise kind(f"{checkpoint}: {error}.") from None
-    if found.lacking:
-        raise UserError(
-            f"{checkpoint} lacks {found.lacking[0]}: each host keeps the shards of two hosts. Copy the "
-            "shards of the others here, or resume the run on its hosts."
-        )
-    saved, ranks = read({name: checkpoint / name for name in found.here}, None)
+    saved = load(given)
     state = placed(saved.state, {})
     try:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with folder.appearing(out.absolute()) as new:
-            if to == "whole":
-                files = files_of(state, ranks).items()
-                hashes = {name: Pickled(each).write_hashed(new / name) for name, each in files}
-                (new / FACTS).write_bytes((checkpoint / FACTS).read_bytes())
-                folder.seal(new, hashes)
+            if to == "dcp":
+                write_dcp(state, new)
+            elif to == "torch":
+                for key, entry in state.items():
+                    torch.save(entry, new / f"{stem_of(key)}.pt")
             else:
-                write_foreign(to, state, new)
+                torch.save({"state": write_whole(state, new), "ranks": saved._ranks}, new / TREE)
+                write_facts(new, saved.step, saved.config, is_partial=saved._is_partial)
+                folder.seal(new, {})
     except OSError as error:
         raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
-    return list(state)
+    return saved

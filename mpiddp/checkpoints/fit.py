@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mpiddp.checkpoints.shards import ShardedValue
+from mpiddp.checkpoints.boxes import ShardedValue
 from mpiddp.checkpoints.state import Keys, is_sharded, mapped, shown_path
 from mpiddp.errors import UserError
 from mpiddp.text import listed
@@ -168,17 +168,14 @@ def placed(entry: Any, likes: Mapping[Keys, Any], *, owns: bool = False) -> Any:
 
     def tensor(path: Keys, value: Any) -> Any:
         like: Any = like_of(path, likes)
+        if isinstance(value, Tensor) and is_sharded(like) and like.shape == value.shape:
+            value = ShardedValue(value.shape, [(value, [0] * value.ndim)])
         if type(value) is ShardedValue:
             return value.read_like(like) if isinstance(like, Tensor) else value.full_tensor()
-        if not isinstance(value, Tensor):
+        if not owns or not isinstance(value, Tensor):
             return value
-        if not is_sharded(like) or like.shape != value.shape:
-            stays = not isinstance(like, Tensor) or like.device.type == "cpu" or not value.ndim
-            return value.clone() if owns and stays else value
-        from torch.distributed.tensor import distribute_tensor
-
-        whole = value.to(like.device)
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        stays = not isinstance(like, Tensor) or like.device.type == "cpu" or not value.ndim
+        return value.clone() if stays else value
 
     return mapped(entry, tensor)
 

@@ -16,17 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
-import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from mpiddp.errors import JobFailed, UserError, cause_of, read_limited
 from mpiddp.text import shown
@@ -37,7 +34,6 @@ INDEX = "shards.json"
 FACTS = "state.json"
 PINNED = "PINNED"  # a file of the user, who keeps the checkpoint by it
 _MAX_INDEX_BYTES = 1 << 30
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a mount without a lock manager
 _NAME = re.compile(r"step_([0-9]{8,18})")
 _HIDDEN = ".unfinished-"
 
@@ -145,7 +141,7 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
     """Make the hidden folder `new` the checkpoint `final`, in the place of one of that name."""
     seal(new, hashes)
     if final.exists():
-        _remove(final)
+        remove(final)
     new.rename(final)
     flush(final.parent)
 
@@ -179,100 +175,6 @@ def flush(path: Path) -> None:
             raise
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay, besides pinned ones and the newest finite one."""
-
-    newest: int = 2  # verified ones
-    every: int | None = None  # the first one at or after each so many steps
-    lowest: Mapping[int, float] | None = None  # by step; the checkpoint of the lowest one stays
-
-    def spared(self, folders: list[Path]) -> set[Path]:
-        """Those that stay although they are old. `folders`: the oldest first."""
-        spared, before = {each for each in folders if (each / PINNED).exists()}, 0
-        for folder in folders if self.every else ():
-            if self.every and step_of(folder) // self.every > before // self.every:
-                spared.add(folder)
-            before = step_of(folder)
-        values = [
-            (self.lowest[max(at)], step_of(folder), folder)
-            for folder in folders
-            if self.lowest and (at := [step for step in self.lowest if step <= step_of(folder)])
-        ]
-        return spared | {folder for *_, folder in sorted(values)[:1]}
-
-
-def prune(root: Path, keep: Retention, *, is_good: Callable[[Path], bool]) -> list[Path]:
-    """Remove the checkpoints that are older than the newest good ones, and return the removed ones.
-
-    The newest good one that is finite stays, however old it is, and so does one that a reader holds.
-    """
-    kept, has_finite = 0, False
-    removed = []
-    folders = list_steps(root)
-    spared = keep.spared(folders)
-    for folder in reversed(folders):
-        stays = folder in spared
-        if kept < keep.newest or (not stays and not has_finite and not not_finite(folder)):
-            good = is_good(folder)
-            stays |= kept < keep.newest or good
-            kept += good
-            has_finite |= good and not not_finite(folder)
-        if not stays and _remove_unless_held(folder):
-            removed.append(folder)
-    return removed
-
-
-def hold(folder: Path) -> BinaryIO:
-    """Keep runs from removing the checkpoint until the file is closed.
-
-    Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
-    """
-    try:
-        file = (folder / COMPLETE).open("rb")
-    except OSError as error:
-        folder.stat()
-        raise _unreadable(folder, COMPLETE, error) from None
-    try:
-        _lock(file, fcntl.LOCK_SH)
-        if (folder / COMPLETE).stat().st_ino != os.fstat(file.fileno()).st_ino:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _remove_unless_held(folder: Path) -> bool:
-    with contextlib.ExitStack() as opened:
-        with contextlib.suppress(OSError):  # a broken checkpoint
-            file = opened.enter_context((folder / COMPLETE).open("r+b"))
-            try:
-                _lock(file, fcntl.LOCK_EX)
-            except BlockingIOError:
-                return False
-        _remove(folder)
-    return True
-
-
-def _lock(file: BinaryIO, kind: int) -> None:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-
-
-def set_aside(root: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of steps after `step`, so that they no longer count. Returns the new paths."""
-    moved = []
-    for folder in list_steps(root):
-        if step_of(folder) > step:
-            names = (folder.with_name(f"{folder.name}.old-{n}") for n in itertools.count(1))
-            moved.append(folder.rename(next(name for name in names if not name.exists())))
-    return moved
-
-
 # Read
 
 
@@ -296,7 +198,7 @@ def verify(folder: Path, *, with_hashes: bool = True, share: tuple[int, int] = (
             if with_hashes and name in own and _sha256(path) != entry.sha256:
                 raise BrokenCheckpoint(folder, f"{name} does not match its SHA-256")
         except OSError as error:
-            raise _unreadable(folder, name, error) from None
+            raise unreadable(folder, name, error) from None
     return listed
 
 
@@ -330,7 +232,7 @@ def identity(folder: Path) -> str:
     try:
         found = (folder / COMPLETE).stat()
     except OSError as error:
-        raise _unreadable(folder, COMPLETE, error) from None
+        raise unreadable(folder, COMPLETE, error) from None
     return f"{found.st_ino} {found.st_ctime_ns}"
 
 
@@ -370,7 +272,7 @@ def listing(folder: Path) -> Listing:
     return Listing(here, shards, here[INDEX].sha256)
 
 
-def _unreadable(folder: Path, name: str, error: OSError) -> BrokenCheckpoint:
+def unreadable(folder: Path, name: str, error: OSError) -> BrokenCheckpoint:
     """The damage of a file on a bad sector, or on a file server that is gone."""
     damage = f"{name} cannot be read: {error.strerror}"
     return BrokenCheckpoint(folder, damage, is_failure=cause_of(error) is JobFailed)
@@ -384,7 +286,7 @@ def _read(folder: Path, name: str) -> bytes:
         damage = f"{INDEX} is missing" if name == INDEX else "the save was never completed"
         raise BrokenCheckpoint(folder, damage) from None
     except OSError as error:
-        raise _unreadable(folder, name, error) from None
+        raise unreadable(folder, name, error) from None
 
 
 def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str, Entry]:
@@ -405,7 +307,7 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
     return entries
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Remove a checkpoint. Rename it first, so that a half-removed folder never looks like a checkpoint."""
     _remove_hidden(folder.rename(_new_hidden(folder)))
 

@@ -5,59 +5,77 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors as parts_of  # as DDP has its buckets
+from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its buckets
 
-from mpiddp.checkpoints.state import PLAIN_TYPES
-
-_SMALL = 1 << 14  # elements of a tensor that shares its storage with others in the files
-_ROW = 1 << 12  # tensors of such a storage
+_SMALL = 1 << 14  # elements of a tensor that is copied in one block with others
+_NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
+_JOINED = {getattr(torch, name) for name in _NAMES.split()}  # types of which torch joins tensors
 _PART = 1 << 15  # elements that torch examines in one thread, beside those of the training
 
 
-def to_host(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor], Callable[[], None]]:
-    """Copies of the tensors on the CPU, the memory that they share, and a function that waits for it.
+@dataclass
+class Copies:
+    """Copies of tensors on the CPU, in blocks of memory.
 
-    Tied tensors have one copy, an expanded one has a copy of what it repeats, and small ones share a few rows
-    of memory, because a storage costs more time than a tensor. With a GPU, torch pins the memory of the
-    copies and keeps it for the next ones. The copies run on the current stream: later steps change the
-    originals only afterwards, and only the reader of the copies waits.
+    A copy is a range of a block's elements. Lists of numbers, because gc would count a tuple for each tensor.
+    """
+
+    blocks: list[Tensor] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)  # of the blocks
+    block_of: list[int] = field(default_factory=list)  # for each tensor
+    start_of: list[int] = field(default_factory=list)  # its first element there
+    wait: Callable[[], None] = lambda: None  # until the copies are done
+
+    def add(self, block: Tensor, group: str) -> int:
+        """Returns its number."""
+        self.blocks.append(block)
+        self.groups.append(group)
+        return len(self.blocks) - 1
+
+
+def to_host(tensors: Sequence[Tensor], groups: Sequence[str]) -> Copies:
+    """Copies of the tensors on the CPU, each in a block of its own, or small ones together with their group.
+
+    Tied tensors have one copy, an expanded one has a copy of what it repeats. With a GPU, torch pins the
+    memory of the copies and keeps it for the next ones. The copies run on the current stream: later steps
+    change the originals only afterwards, and only the reader of the copies waits.
     """
     events: dict[torch.device, torch.Event] = {}
-    rows: dict[Any, list[int]] = defaultdict(list)  # the numbers of small ones
+    joined: dict[Any, list[int]] = defaultdict(list)  # the numbers of small ones
     tied: dict[int, int] = {}
-    # The number of the first tensor at an address. No tuples, which gc counts.
-    first: dict[int, int] = {}
-    copies: list[Any] = [None] * len(tensors)
-    blocks: list[Tensor] = []
+    first: dict[int, int] = {}  # the number of the first tensor at an address
+    copies = Copies(block_of=[0] * len(tensors), start_of=[0] * len(tensors))
     with torch.inference_mode(False), torch.no_grad():
         for number, value in enumerate(tensors):
             before = first.setdefault(value.data_ptr(), number)
-            if before < number and _is_same(value, tensors[before]):
+            is_known = before < number and groups[before] == groups[number]
+            if is_known and _is_same(value, tensors[before]):
                 tied[number] = before
                 continue
             device, size = value.device, value.numel()
             if device.type != "cpu" and device not in events:
                 events[device] = torch.Event(device)
-            if 0 < size <= _SMALL and value.dtype in PLAIN_TYPES and value.is_contiguous():
-                rows[device, value.dtype].append(number)
+            if 0 < size <= _SMALL and value.dtype in _JOINED and value.is_contiguous():
+                joined[device, value.dtype, groups[number]].append(number)
             else:
                 copy = _unexpanded(value.detach()).to("cpu", non_blocking=True, copy=True)
-                blocks.append(copy)
-                copies[number] = copy if copy.shape == value.shape else copy.expand(value.shape)
-        for row in rows.values():
-            for start in range(0, len(row), _ROW):
-                numbers = row[start : start + _ROW]
-                parts = [tensors[number] for number in numbers]
-                block = torch.cat([part.reshape(-1) for part in parts]).to("cpu", non_blocking=True)
-                blocks.append(block)
-                for number, copy in zip(numbers, parts_of(block, parts), strict=True):
-                    copies[number] = copy
+                copies.block_of[number] = copies.add(copy, groups[number])
+        for (*_, group), numbers in joined.items():
+            block = flattened([tensors[number] for number in numbers])
+            # One tensor alone is not copied by torch.
+            copy = block.to("cpu", non_blocking=True, copy=len(numbers) == 1)
+            start, place = 0, copies.add(copy, group)
+            for number in numbers:
+                copies.block_of[number], copies.start_of[number] = place, start
+                start += tensors[number].numel()
     for number, before in tied.items():
-        copies[number] = copies[before]
+        copies.block_of[number] = copies.block_of[before]
+        copies.start_of[number] = copies.start_of[before]
     for device, event in events.items():
         event.record(torch.accelerator.current_stream(device))
 
@@ -65,7 +83,8 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Tensor], Callabl
         for event in events.values():
             event.synchronize()
 
-    return copies, blocks, wait_for_copies
+    copies.wait = wait_for_copies
+    return copies
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
@@ -82,26 +101,24 @@ def _unexpanded(value: Tensor) -> Tensor:
     return value
 
 
-def worst(tensors: Sequence[Tensor]) -> float:
-    """NaN if a tensor has one, else an infinity that one has, else 0."""
+def worst(value: Tensor) -> float:
+    """NaN if a tensor has one, else an infinity that it has, else 0."""
     worst = 0.0
-    for value in tensors:
-        if value.is_complex():
-            value = torch.view_as_real(value.resolve_conj())
-        if not value.is_floating_point() or value.element_size() == 1 or value.is_quantized:
-            continue  # fp8 and fp4 have scales beside them
-        for part in _dense(value).split(_PART):
-            for found in torch.aminmax(part) if part.numel() else ():
-                number = found.item()
-                if math.isnan(number):
-                    return number
-                worst = worst if math.isfinite(number) else number
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if not value.is_floating_point() or value.element_size() == 1:
+        return worst  # fp8 and fp4 have scales beside them
+    for part in _in_a_row(value).split(_PART):
+        for found in torch.aminmax(part) if part.numel() else ():
+            number = found.item()
+            if math.isnan(number):
+                return number
+            worst = worst if math.isfinite(number) else number
     return worst
 
 
-def _dense(value: Tensor) -> Tensor:
-    """Its elements in a row, in the order of its memory. Copies only what has gaps."""
-    value = _unexpanded(value)
+def _in_a_row(value: Tensor) -> Tensor:
+    """The elements of a copy, in the order of its memory. Copies only what has gaps."""
     if value.untyped_storage().nbytes() == value.numel() * value.element_size():
         return value.as_strided((value.numel(),), (1,), 0)
     return value.reshape(-1)

@@ -19,6 +19,7 @@ from pathlib import Path
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.folder import BrokenCheckpoint, find_checkpoints
+from mpiddp.checkpoints.retention import Retention, prune
 from mpiddp.errors import UserError, named_by
 from mpiddp.text import listed
 
@@ -69,7 +70,7 @@ def _prune(given: Path, keep: int) -> int:
         is_one = folders.is_checkpoint(given)
         found = "is a single checkpoint" if is_one else "contains no checkpoints"
         raise UserError(f"{given} {found}. Expected a run's folder or a folder of checkpoints.")
-    for folder in folders.prune(root, folders.Retention(keep), is_good=folders.is_verified):
+    for folder in prune(root, Retention(keep), is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
@@ -90,16 +91,11 @@ def _pin(given: Path, step: int) -> int:
 
 
 def _export(given: Path, out: Path, to: str) -> int:
-    """Export a checkpoint, or the newest verified one of a run."""
     from mpiddp.checkpoints.contents import export  # needs torch
 
-    found = folders.checkpoints_at(given)
-    usable = found if len(found) == 1 else filter(folders.is_verified, folders.best_first(found))
-    best = next(iter(usable), None)  # a single one that is broken is named by `export`
-    if best is None:
-        raise UserError(f"{given} contains no verified checkpoint.")
-    entries = listed(export(best, out, to))
-    print(f"checkpoint {best.name}: written to {out} as {to}, with {entries}")
+    saved = export(given, out, to)
+    name = folders.name_of_step(saved.step)
+    print(f"checkpoint {name}: written to {out} as {to}, with {listed(list(saved.state))}")
     return 0
 
 
@@ -116,7 +112,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         ("verify", "verify every file against its SHA-256; exit code 1 if one is broken"),
         ("pin", "keep a checkpoint from being removed"),
         ("prune", "remove checkpoints older than the newest verified ones"),
-        ("export", "write a checkpoint with every tensor in one piece, for mpiddp or others"),
+        ("export", "write a checkpoint with every tensor in one piece, for other programs"),
     ):
         added[name] = verbs.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
         added[name].add_argument("dir", metavar="DIR")
@@ -124,7 +120,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     added["prune"].add_argument("--keep", type=whole(1), default=2, metavar="N", help=keep)
     added["pin"].add_argument("step", type=whole(0), metavar="STEP", help="its step")
     added["export"].add_argument("out", metavar="OUT", help="a new folder for the checkpoint")
-    formats = "whole (of mpiddp, the default), dcp (torch.distributed.checkpoint) or safetensors"
-    choices = ("whole", "dcp", "safetensors")
-    added["export"].add_argument("--to", choices=choices, default="whole", help=formats)
+    formats = "torch (files for torch.load, the default), dcp (torch.distributed.checkpoint) or safetensors"
+    choices = ("torch", "dcp", "safetensors")
+    added["export"].add_argument("--to", choices=choices, default="torch", help=formats)
     return parser.parse_args(argv)

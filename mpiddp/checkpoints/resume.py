@@ -84,7 +84,7 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         path = root / path.resolve().name  # it may be a link, whose name says nothing
     with run.together(), named_by(""):
         own = _on_this_host(run, path) if run.local_rank == 0 else []
-    found = _gathered(run, own)
+    found = [Candidate(*row) for rows in run.gather(own) for row in rows]
     while usable := [each for each in found if not each.damage]:
         best = max(usable, key=lambda each: (each.order, -each.rank))
         chosen = best.save_id, best.order
@@ -113,11 +113,6 @@ def find(run: Run, path: Path | None = None) -> Found | None:
     later = [each for each in (*broken, *passed) if each.of_this_run == best.of_this_run]
     has_newer = any((each.lacking or each.not_finite) and each.step > best.step for each in later)
     return Found(same, files, leaves_newer=best.is_named or has_newer)
-
-
-def _gathered(run: Run, own: Sequence[Candidate]) -> list[Candidate]:
-    """Those of all hosts. All ranks must call this."""
-    return [Candidate(*row) for rows in run.gather(own) for row in rows]
 
 
 def _checked(run: Run, same: Sequence[Candidate]) -> list[Candidate]:

@@ -21,6 +21,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
+from mpiddp.checkpoints.retention import NO_LOCKS
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
@@ -69,7 +70,7 @@ class RunLock:
                 # The run before is just ending, and has removed this file, whose lock would exclude nobody.
                 raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         except OSError as error:
-            if error.errno not in folder.NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 holder = _holder(self._file)
                 self._file.close()
                 if error.errno not in (errno.EACCES, errno.EAGAIN):

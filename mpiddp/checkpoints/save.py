@@ -16,8 +16,7 @@ import os
 import shutil
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,30 +29,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.contents import files_of, rng_states, write_facts
-from mpiddp.checkpoints.folder import INDEX, Entry, Retention, flush, name_of_step
-from mpiddp.checkpoints.host import to_host, worst
+from mpiddp.checkpoints.boxes import Boxes, BoxWriter, boxes_of, shard_of
+from mpiddp.checkpoints.contents import TREE, rng_states, write_facts
+from mpiddp.checkpoints.files import Turns, packed
+from mpiddp.checkpoints.folder import INDEX, Entry, flush, name_of_step
+from mpiddp.checkpoints.host import Copies, to_host, worst
 from mpiddp.checkpoints.records import RunRecords
+from mpiddp.checkpoints.retention import Retention, prune
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
-from mpiddp.checkpoints.shards import box_of, digest_of, file_of, union_of
-from mpiddp.checkpoints.state import (
-    Keys,
-    Outline,
-    Pickled,
-    is_sharded,
-    mapped,
-    packed,
-    shown_path,
-)
+from mpiddp.checkpoints.state import Keys, Outline, is_sharded, shown_path
+from mpiddp.checkpoints.union import Union, digest_of, union_of
 from mpiddp.errors import JobFailed, NoAnswer
-from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
+from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
 from mpiddp.text import from_here
 
-_CLOCK_CHECKS_PER_INTERVAL = 4
 _NICENESS = 10  # of the thread that writes
 _LATE_S = 30.0  # after which a rank that waits in save() says so
 
@@ -64,15 +57,16 @@ class _Abandoned(Exception):
 
 @dataclass(frozen=True)
 class _Copied:
-    """The state of one step, in host memory."""
+    """What this rank saves of one step, in host memory."""
 
     step: int
-    files: Future[dict[str, Pickled]]  # that this rank writes, by name
-    has_boxes: bool  # False if every writer has the whole state
-    facts: Mapping[str, Any]  # of state.json, with "not_finite" of the latest loss
-    copies: Mapping[Keys, Any]  # the tensors of state and boxes
-    blocks: list[Tensor]  # the memory of these
-    wait: Callable[[], None]  # until the copies are done
+    config: Mapping[str, Any]
+    union: Union
+    boxes: Boxes
+    copies: Copies
+    ranks: Sequence[Tensor]  # what each rank saves for itself, on the writers
+    has_shards: bool  # False if every writer has the whole state
+    not_finite: str  # why the latest loss is not finite
 
 
 class Saver:
@@ -95,58 +89,32 @@ class Saver:
         self._num_saves = 0
         self.pending: Future[str] | None = None  # the save in flight
         self._hurry = threading.Event()  # somebody waits for it
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority)
-        # Of normal priority: what holds the interpreter must not wait for a processor.
-        self._pickling = ThreadPoolExecutor(1, "checkpoint-pickle")
+        self._writer = BoxWriter()
         self._prefix = run.coordinator.unique_prefix("saves")
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
 
     def save(
         self, step: int, outline: Outline, per_rank: Outline, config: Mapping[str, Any]
     ) -> None:
-        """Copy the state, and write it in the thread. A collective, after `meet`. Raises ValueError."""
+        """Copy the state, and write it in a thread. A collective, after `meet`. Raises ValueError."""
         run = self._run
         union = union_of(run, outline, self._digests)
         self._num_saves += 1
-        # Queue these small copies first: they are sent while a GPU makes the others.
-        own_copies, _, wait_for_own = to_host(per_rank.tensors)
-        entries: dict[Keys, Any] = {}  # what this rank saves, by path: whole, and in boxes
-        boxes: dict[Keys, dict[str, Any]] = {}
-        for path, value in zip(outline.paths, outline.tensors, strict=True):
-            if not union.is_boxed(path, value):
-                if run.is_writer:
-                    entries[path] = value
-            elif union.saves(path, value, run.rank) and (box := box_of(path, value)):
-                boxes[path] = box
-        has_boxes = bool(union.boxed) or any(map(is_sharded, outline.tensors))
-        wanted = [*entries.values(), *(each["box"] for each in boxes.values())]
-        copied, blocks, wait_for_copies = to_host(wanted)
-        copies = dict(zip((*entries, *boxes), copied, strict=True))
-        wait_for_own()
-        ranks = self._gather(per_rank.filled(own_copies))
-        if has_boxes and self._ring is None and len(run.writers) > 1:
+        own = per_rank.filled([each.detach().to("cpu", copy=True) for each in per_rank.tensors])
+        boxes, tensors = boxes_of(outline, union, run.rank, is_writer=run.is_writer)
+        copies = to_host(tensors, boxes.files)
+        ranks = self._gather(own)
+        has_shards = bool(union.boxed) or any(map(is_sharded, outline.tensors))
+        if has_shards and self._ring is None and len(run.writers) > 1:
             timeout = timedelta(seconds=run.timeout_s)
             self._ring = dist.new_group(backend="gloo", timeout=timeout)
-        if has_boxes or run.is_writer:
-            tree = (outline.tree if union.tree is None else union.tree) if run.is_writer else {}
-            whole = {path: copies[path] for path in entries}
-            state = mapped(tree, lambda path, value: whole.get(path) if value is ... else value)
-            contents = files_of(state, ranks) if run.is_writer else {}
-            if has_boxes:
-                contents[file_of(run.rank)] = {
-                    json.dumps(path): {**box, "box": copies[path]} for path, box in boxes.items()
-                }
-            facts = {
-                "step": step,
-                "world_size": run.world_size,
-                "keys": list(state),
-                "config": config,
-            }
-            facts |= {"is_partial": union.is_partial, "not_finite": self._not_finite}
+        if has_shards or run.is_writer:
             self._hurry.clear()
-            files = self._pickling.submit(_pickled, contents, self._hurry)
-            job = _Copied(step, files, has_boxes, facts, copies, blocks, wait_for_copies)
-            self.pending = self._thread.submit(self._write, job)
+            job = _Copied(step, config, union, boxes, copies, ranks, has_shards, self._not_finite)
+            # A thread of its own, because its priority is lowered in the middle.
+            thread = ThreadPoolExecutor(1, "checkpoint")
+            self.pending = thread.submit(self._write, job)
+            thread.shutdown(wait=False)
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Tensor]:
         """What each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
@@ -183,9 +151,10 @@ class Saver:
         problem = self.pending.result() if self.pending else ""
         self.pending = None
         run = self._run
-        met = threading.Event()
+        late = threading.Timer(_LATE_S, _warn_of_waiting, (next_step, *_line_of_script()))
         if next_step is not None and run.rank == 0 and run.world_size > 1:
-            self._thread.submit(_warn_if_late, met, next_step, *_line_of_script())
+            late.daemon = True
+            late.start()
         try:
             news = self._records.news() if run.rank == 0 else {}
             # The values are compared in the first save, where they differ if the ranks are no replicas.
@@ -194,7 +163,7 @@ class Saver:
                 digest = digest_of(outline, samples=self._num_saves == 0)
             answers = run.gather((next_step, problem, digest, news))
         finally:
-            met.set()
+            late.cancel()
         self._digests = [each[2] for each in answers]
         news = answers[0][3]  # rank 0 always records
         self._not_finite = news["not_finite"]
@@ -218,7 +187,6 @@ class Saver:
     def _write(self, job: _Copied) -> str:
         """Write this rank's part of the checkpoint and remove old ones. Returns the error, or ""."""
         with saving():
-            job.wait()
             try:
                 self._write_checkpoint(job)
             except NoAnswer:
@@ -237,12 +205,15 @@ class Saver:
         hashes: dict[str, str] = {}
         try:
             reports = self._settle(job, "written", lambda: self._write_files(new, job, hashes))
-            files = {file_of(rank): Entry(*each) for rank, (each, _) in enumerate(reports) if each}
-            reasons = [job.facts["not_finite"], *(text for _, text in reports)]
-            facts = {**job.facts, "not_finite": next(filter(None, reasons), "")}
-            if self._ring is not None and job.has_boxes:
-                self._settle(job, "copied", lambda: self._send_copies(new, files))
-            done = partial(self._complete, new, final, facts, hashes, files)
+            files = {shard_of(rank): Entry(*each) for rank, (each, _) in enumerate(reports) if each}
+            reasons = filter(None, (job.not_finite, *(text for _, text in reports)))
+            reason = next(reasons, "")
+            if self._ring is not None and job.has_shards:
+                sent = self._copies_of(new, files)
+                self._settle(
+                    job, "copied", lambda: send_files(sent, self._run.rank, self._ring, new)
+                )
+            done = partial(self._complete, job, new, final, reason, hashes, files)
             self._settle(job, "complete", done)
         except BaseException:
             if run.is_writer:
@@ -254,11 +225,10 @@ class Saver:
             self._is_good[final] = True
             try:
                 keep = replace(self._keep, lowest=self._values)
-                folder.prune(self._root, keep, is_good=self._is_verified)
+                prune(self._root, keep, is_good=self._is_verified)
             except OSError as error:  # the new checkpoint is complete anyway
                 why = f"cannot remove old checkpoints: {error.strerror}"
                 log.warning(f"warning: {self._root}: {why}.")
-            reason = facts["not_finite"]
             if reason and run.rank == 0 and not self._is_warned:
                 self._warn_of(final, reason)
             self._is_warned = bool(reason)
@@ -277,7 +247,7 @@ class Saver:
         A save of nothing sharded needs no other rank: each writer settles it alone. Returns the results of
         all ranks, [world_size]. If the part of any rank fails, all ranks raise an error.
         """
-        if not job.has_boxes:
+        if not job.has_shards:
             return [work()]
         result, problem = None, None
         try:
@@ -306,20 +276,32 @@ class Saver:
 
         Returns the size and the hash of its shards, or None, and why its tensors are not finite, or "".
         """
+        turns = Turns(self._hurry)
+        self._writer.prepare(job.boxes, job.copies, turns)
+        # Only now: what holds the interpreter must not wait for a processor.
+        _lower_priority()
+        job.copies.wait()
         new.mkdir(parents=True, exist_ok=True)
-        hashes |= {name: file.write_hashed(new / name) for name, file in job.files.result().items()}
-        shard, name = None, file_of(self._run.rank)
-        if job.has_boxes:
-            flush(new / name)
-            shard = [(new / name).stat().st_size, hashes[name]]
+        hashes |= self._writer.write(job.copies, new)
+        if self._run.is_writer:
+            torch.save({"state": job.union.tree, "ranks": job.ranks}, new / TREE)
+        turns.rest()
+        shard, own = None, shard_of(self._run.rank)
+        if own in hashes:
+            flush(new / own)
+            shard = [(new / own).stat().st_size, hashes[own]]
         return [shard, self._not_finite_in(job)]
 
     def _not_finite_in(self, job: _Copied) -> str:
         """Name a tensor that is not finite. One that holds infinities from the first save on may do so."""
-        bad = {}
-        if not math.isfinite(worst(job.blocks)):
-            every = {path: worst([each]) for path, each in job.copies.items()}
-            bad = {path: value for path, value in every.items() if not math.isfinite(value)}
+        bad: dict[Keys, float] = {}
+        copies = job.copies
+        is_bad = [not math.isfinite(worst(each)) for each in copies.blocks]
+        for number in [at for at, index in enumerate(copies.block_of) if is_bad[index]]:
+            block, start = copies.blocks[copies.block_of[number]], copies.start_of[number]
+            value = worst(block.reshape(-1)[start : start + math.prod(job.boxes.shapes[number])])
+            if not math.isfinite(value):
+                bad[job.boxes.paths[number]] = value
         if self._infinite is None:
             self._infinite = {path for path, value in bad.items() if math.isinf(value)}
         for path, value in bad.items():
@@ -327,18 +309,20 @@ class Saver:
                 return f"{shown_path(path)} has {value}"
         return ""
 
-    def _send_copies(self, new: Path, files: Mapping[str, Entry]) -> None:
-        transfers = [
-            Transfer(rank, new / file_of(rank), files[file_of(rank)], (receiver,))
+    def _copies_of(self, new: Path, files: Mapping[str, Entry]) -> list[Transfer]:
+        """The shards, each sent to another host."""
+        return [
+            Transfer(rank, new / name, files[name], (receiver,))
             for rank, receiver in enumerate(receivers_of(self._run.writer_of))
+            if (name := shard_of(rank)) in files
         ]
-        send_files(transfers, self._run.rank, self._ring, new)
 
     def _complete(
         self,
+        job: _Copied,
         new: Path,
         final: Path,
-        facts: Mapping[str, Any],
+        not_finite: str,
         hashes: dict[str, str],
         files: Mapping[str, Entry],
     ) -> None:
@@ -346,14 +330,13 @@ class Saver:
         run = self._run
         if not run.is_writer:
             return
-        write_facts(new, **facts)
-        for rank, receiver in enumerate(receivers_of(run.writer_of)) if files else ():
-            if run.rank not in (run.writer_of[rank], run.writer_of[receiver]):
-                continue
-            name = file_of(rank)
-            hashes[name] = files[name].sha256
-            if (new / name).stat().st_size != files[name].bytes:
-                raise RuntimeError(f"{name} is incomplete")  # a file server has not shown it yet
+        is_partial = job.union.is_partial
+        write_facts(new, job.step, job.config, is_partial=is_partial, not_finite=not_finite)
+        for each in self._copies_of(new, files):
+            if run.rank in (run.writer_of[rank] for rank in (each.source, *each.receivers)):
+                hashes[each.path.name] = each.entry.sha256
+                if each.path.stat().st_size != each.entry.bytes:  # not yet shown by a file server
+                    raise RuntimeError(f"{each.path.name} is incomplete")
         if files:
             (new / INDEX).write_text(json.dumps({"files": files}, default=vars), encoding="utf-8")
         folder.complete(new, final, hashes)
@@ -393,55 +376,9 @@ def _line_of_script() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-def _warn_if_late(met: threading.Event, step: int, file: str, line: int) -> None:
+def _warn_of_waiting(step: int, file: str, line: int) -> None:
     """Name the script's line if the other ranks do not come, as after `if rank == 0: save()`."""
-    if not met.wait(_LATE_S):
-        log.warning(
-            f"warning: save() of step {step} in {from_here(file)}:{line} has waited {_LATE_S:g} s for the "
-            "other ranks. Every rank must call it."
-        )
-
-
-def _pickled(contents: Mapping[str, Any], hurry: threading.Event) -> dict[str, Pickled]:
-    return {name: Pickled(each, hurry=hurry) for name, each in contents.items()}
-
-
-class SaveSchedule:
-    """Decides after each step whether a save is due, equally on all ranks, which must all call `is_due`.
-
-    An int counts steps. For a float, seconds, rank 0 reads its clock at a few steps that all ranks know, and
-    broadcasts whether a save is due, and when it reads it next. `step` is the latest one.
-    """
-
-    def __init__(
-        self, interval: int | float | None, coordinator: Coordinator, step: int, *, timeout_s: float
-    ) -> None:
-        self._interval, self._coordinator, self._timeout_s = interval, coordinator, timeout_s
-        self._start = self._previous = step
-        self._next_check = step + 1
-        self._saved_at = time.monotonic()
-        self._checked = (step, self._saved_at)
-
-    def is_due(self, step: int) -> bool:
-        interval = self._interval
-        if isinstance(interval, int):
-            previous, self._previous = self._previous, step
-            # A script may count samples as steps.
-            return step // interval > previous // interval
-        if interval is None or step < self._next_check:
-            return False
-        now = time.monotonic()
-        checked_step, checked_at = self._checked
-        step_s = max(now - checked_at, 1e-9) / max(step - checked_step, 1)
-        self._checked = (step, now)
-        left_s = interval - (now - self._saved_at)
-        is_due = left_s < step_s / 2
-        if is_due:
-            self._saved_at, left_s = now, interval
-        pause = int(min(left_s, interval / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
-        # The times of the first steps are too short: the GPU has only queued them.
-        pause = max(1, min(pause, 2 * (step - self._start)))
-        by_rank = self._coordinator.all_gather_json((is_due, pause), timeout_s=self._timeout_s)
-        is_due, pause = by_rank[0]
-        self._next_check = step + pause
-        return is_due
+    log.warning(
+        f"warning: save() of step {step} in {from_here(file)}:{line} has waited {_LATE_S:g} s for the "
+        "other ranks. Every rank must call it."
+    )

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from mpiddp.checkpoints.files import HashedFile
 from mpiddp.checkpoints.folder import Entry, flush
-from mpiddp.checkpoints.state import HashedFile
 
 CHUNK_BYTES = 4 << 20  # of each file that is under way
 
@@ -77,7 +77,7 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
             work.wait()
         for file, data in parts:
             if file is not None:
-                file.write(data)
+                attempt(file.write, data)
     for _, each, file in files:
         sha256 = None if file is None else attempt(file.close)
         if each.source == rank or file is None:

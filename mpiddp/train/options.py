@@ -116,7 +116,7 @@ def option_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("model").add_argument
     add("--arch", choices=ARCHS, metavar="ARCH", help=f"{', '.join(ARCHS)} (default: by the device)")
     add("--stem", choices=("auto", "imagenet", "cifar", "half"), default="auto", help="of the model")
-    add("--weights", type=path, metavar="FILE", help="start from a torchvision state_dict")
+    add("--weights", type=path, metavar="PATH", help="a torchvision state_dict, or a run, to start from")
     add = parser.add_argument_group("data").add_argument
     add("--dataset", choices=("cifar10", "image-folder"), default="cifar10", help="(default: cifar10)")
     add("--data-dir", type=path, metavar="DIR", help="(default: $MPIDDP_DATA, else ~/.cache/mpiddp)")

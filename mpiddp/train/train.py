@@ -173,9 +173,17 @@ def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Load a torchvision state_dict, but no last layer of another number of classes. Raises UserError."""
+    """Load a torchvision state_dict, but no last layer of another number of classes. Raises UserError.
+
+    `path`: a file of torch.save, or a folder of checkpoints.
+    """
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
+        if Path(path).is_dir():
+            weights = mpiddp.load(path).state["model"]
+        else:
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (UserError, KeyError) as error:
+        raise UserError(f"--weights {error}") from None
     except OSError as error:
         raise UserError(f"--weights {path}: {error.strerror} (looked in {Path.cwd()}).") from None
     except Exception:  # a dozen types; torch's own sentence advises to run the file's code

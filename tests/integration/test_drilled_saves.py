@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from mpiddp.checkpoints.state import packed
+from mpiddp.checkpoints.files import packed
 from mpiddp.drill import faults
 from mpiddp.drill.faults import Plan
 from mpiddp.drill.observer import _Observer, _watch_batches, _watch_saves

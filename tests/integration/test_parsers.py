@@ -27,8 +27,8 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
 
 from mpiddp.checkpoints import folder as checkpoint_folder
+from mpiddp.checkpoints.files import DAMAGE, read_saved, read_tensors
 from mpiddp.checkpoints.folder import BrokenCheckpoint
-from mpiddp.checkpoints.state import read_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, find_allocation
@@ -199,6 +199,8 @@ def saved_tensors() -> bytes:
     return buffer.getvalue()
 
 
+HEADER = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+SAFETENSORS = len(HEADER).to_bytes(8, "little") + HEADER + bytes(8)
 HOSTS = ("node1", "a.x", "10.0.0.1", "[fd00::1]", "joe@", " ", "\t", "\n", ":", ",", "#", "\r\n")
 KEYS = ("slots=", "gpus=", "0,2", "max_slots=", "port=", "user=", " = ", "all.q@n1", "UNDEFINED")
 GRANTED = ("10.0.0.4", "node-1", "-oProxyCommand=x", " ", "\n", ",", "4", "n[1-2]", "/dev/null")
@@ -234,7 +236,8 @@ PARSERS: dict[str, Parser] = {
     "message to the launcher": Parser(use_message, json_like(MESSAGE), NO_MESSAGE),
     "manifest.json": Parser(verify, json_like({"a.pt": A_FILE}), (BrokenCheckpoint,)),
     "shards.json": Parser(list_shards, json_like(SHARDS), (BrokenCheckpoint,)),
-    "tensors": Parser(in_a_file(read_tensors), damaged(saved_tensors()), (UserError,)),
+    "tree.pt": Parser(in_a_file(read_saved), damaged(saved_tensors()), (UserError,)),
+    "tensors": Parser(in_a_file(read_tensors), damaged(SAFETENSORS), DAMAGE),
 }
 
 

@@ -137,9 +137,9 @@ def test_a_run_shorter_than_the_interval_keeps_its_last_step(here):
     here.run("launch", *here.where(2), script).assert_ok()
     (last,) = (here.folder / "runs/ddp/checkpoints").glob("step_*")
     assert last.name == f"step_{STEPS:08d}"
-    model = (last / "model.pt").read_bytes()
+    model = (last / "model.safetensors").read_bytes()
     here.run("launch", *here.where(2), script).assert_ok()
-    assert (last / "model.pt").read_bytes() == model
+    assert (last / "model.safetensors").read_bytes() == model
 
 
 def test_killed_script_restarts(here, undisturbed):
@@ -214,13 +214,15 @@ def test_shards_at_any_number_of_ranks(here, sharded):
 
 
 def test_ddp_fsdp_and_exports_continue_each_other(here):
-    """A training resumes under ddp, under fsdp, or from an export, which is a plain state_dict."""
+    """A training resumes under ddp, fsdp or from an export, and one for torch.load is a plain state_dict."""
     train = (*two_epochs(here), "--amp=off", "--lr=0.01", *SAVE_ALL, "--global-batch-size=8")
     fsdp, whole = here.folder / "fsdp", here.folder / "whole"
     here.train(*train, "--parallel=fsdp", f"--out={fsdp}", ranks=2).assert_ok()
-    here.fork("checkpoints", "export", step_folder(fsdp, 3), whole).assert_ok()
+    export = ("checkpoints", "export", step_folder(fsdp, 3))
+    here.fork(*export, whole, "--to=safetensors").assert_ok()
     verified(whole)
-    names = torch.load(whole / "model.pt").keys()
+    here.fork(*export, here.folder / "plain").assert_ok()
+    names = torch.load(here.folder / "plain/model.pt").keys()
     found = {}
     for name, parallel, checkpoint in (
         ("ddp", "ddp", step_folder(fsdp, 3)),
@@ -235,7 +237,7 @@ def test_ddp_fsdp_and_exports_continue_each_other(here):
     assert list(found["ddp"]) == [4, 5, 6]
     assert list(found["from ddp"]) == [5, 6]
     assert unequal(contents(here.folder / "ddp", 6), contents(here.folder / "exported", 6)) == []
-    assert torch.load(step_folder(here.folder / "ddp", 6) / "model.pt").keys() == names
+    assert mpiddp.load(step_folder(here.folder / "ddp", 6)).state["model"].keys() == names
 
 
 def test_each_image_once_an_epoch(here):
@@ -293,11 +295,11 @@ def test_keep_counts_verified_checkpoints(here):
     run = here.folder / "run"
     assert steps_kept(run) == [1, 2]
     step_folder(run, 2).rename(step_folder(run, 3))
-    model = step_folder(run, 3) / "model.pt"
+    model = step_folder(run, 3) / "model.safetensors"
     model.write_bytes(bytes(model.stat().st_size))  # comparing sizes would count it
     done = here.train(*train, "--stop-at-step=2")
     assert (done.code, resumed_step(done)) == (75, 1)
-    assert "step_00000003: model.pt does not match its SHA-256" in done.stdout
+    assert "step_00000003: model.safetensors does not match its SHA-256" in done.stdout
     verified(step_folder(run, 1))
     verified(step_folder(run, 2))
 
@@ -447,7 +449,7 @@ def cut(file: Path) -> None:
 
 @pytest.mark.parametrize(
     ("parallel", "name", "damage"),
-    [("ddp", "model.pt", cut), ("fsdp", "shard_00001.pt", Path.unlink)],
+    [("ddp", "model.safetensors", cut), ("fsdp", "shard_00001.safetensors", Path.unlink)],
 )
 def test_damaged_checkpoint_gives_way(here, parallel, name, damage):
     """If the newest checkpoint is damaged, the run names the file and resumes the checkpoint before it."""
@@ -469,10 +471,10 @@ def test_foreign_checkpoint_is_refused(here):
     shutil.copytree(saved, renamed)  # it would stay the newest one, and a run would repeat steps
     step_folder(renamed, 2).rename(step_folder(renamed, 9))
     folder = step_folder(shutil.copytree(saved, forged), 2)
-    torch.save([Touch()], folder / "ranks.pt")
+    torch.save([Touch()], folder / "tree.pt")
     entries = json.loads((folder / "manifest.json").read_text())
-    content = (folder / "ranks.pt").read_bytes()
-    entries["ranks.pt"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    content = (folder / "tree.pt").read_bytes()
+    entries["tree.pt"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(entries))
     proof = sha256((folder / "manifest.json").read_bytes()).hexdigest()
     (folder / "COMPLETE").write_text(proof)
@@ -508,13 +510,13 @@ def test_checkpoint_commands(here, sharded):
     """`mpiddp checkpoints` lists, verifies, prunes and exports checkpoints."""
     run = shutil.copytree(sharded, here.folder / "run")
     shutil.copytree(step_folder(run, 2), step_folder(run, 3))
-    flip_a_bit(step_folder(run, 3) / "shard_00000.pt")
-    cut(step_folder(run, 1) / "model.pt")
+    flip_a_bit(step_folder(run, 3) / "shard_00000.safetensors")
+    cut(step_folder(run, 1) / "tree.pt")
     verify = here.run("checkpoints", "verify", "run")
     assert verify.code == 1
     assert "step_00000002: verified" in verify.stdout
     assert "step_00000001" in verify.stderr
-    assert "step_00000003: shard_00000.pt does not match its SHA-256" in verify.stderr
+    assert "step_00000003: shard_00000.safetensors does not match its SHA-256" in verify.stderr
     listed = here.run("checkpoints", "list", "run").assert_ok().lines
     assert [line.split()[0] for line in listed] == [f"step_0000000{step}" for step in (1, 2, 3)]
     assert [line.split()[-1] for line in listed] == ["broken", "intact", "intact"]
@@ -549,10 +551,12 @@ def test_lost_host_of_rank_0(apart):
     node0, node1, node2 = (private(apart, name) for name in apart.hosts)
     assert steps_kept(node0) == steps_kept(node1) == [2, 3]
 
-    flip_a_bit(step_folder(node0, 3) / "model.pt")
+    flip_a_bit(step_folder(node0, 3) / "model.safetensors")
     done = apart.fork("node0:1,node1:1", *train, "--stop-at-step=5")
     assert (done.code, resumed_step(done)) == (75, 3), done.stderr
-    assert "step_00000003: model.pt does not match its SHA-256; another host" in done.stdout
+    assert (
+        "step_00000003: model.safetensors does not match its SHA-256; another host" in done.stdout
+    )
     assert steps_kept(node0) == steps_kept(node1) == [4, 5]
     kept = contents(node0, 5)
 
@@ -563,7 +567,7 @@ def test_lost_host_of_rank_0(apart):
     assert unequal(contents(node2, 5), kept) == []
 
     # node0 comes back with older checkpoints, the newest of them damaged.
-    cut(step_folder(node0, 5) / "model.pt")
+    cut(step_folder(node0, 5) / "model.safetensors")
     done = apart.fork("node0:1,node1:1", *train).assert_ok()
     assert resumed_step(done) == 6
     assert steps_kept(node0) == steps_kept(node1) == [6, 8]
@@ -581,13 +585,13 @@ def test_lost_host_of_shards(apart):
 
     assert apart.fork("node0:1,node1:1,node2:1", *train, "--stop-at-step=4").code == 75
     for node, kept in zip(nodes, ("02", "01", "12"), strict=True):
-        assert shards(node, 4) == [f"shard_0000{rank}.pt" for rank in kept]
+        assert shards(node, 4) == [f"shard_0000{rank}.safetensors" for rank in kept]
 
     shutil.rmtree(nodes[2])
     done = apart.fork("node1:1,node0:1", *train, "--stop-at-step=6")
     assert (done.code, resumed_step(done)) == (75, 4), done.stderr
     for node in nodes[:2]:
-        assert shards(node, 6) == ["shard_00000.pt", "shard_00001.pt"]
+        assert shards(node, 6) == ["shard_00000.safetensors", "shard_00001.safetensors"]
 
     done = apart.fork("node0:1,node1:1,node2:1", *train).assert_ok()
     assert resumed_step(done) == 6
@@ -597,7 +601,7 @@ def test_lost_host_of_shards(apart):
     shutil.rmtree(nodes[2])  # of step 8, node0 has the shards of two of three ranks; of step 6, all
     done = apart.fork("node0:1", *train).assert_ok()
     assert resumed_step(done) == 6
-    assert "step_00000008: shard_00001.pt" in done.stdout
+    assert "step_00000008: shard_00001.safetensors" in done.stdout
 
 
 def test_lost_host_of_a_stage(apart):
@@ -650,7 +654,7 @@ def test_hsdp_resumes_bit_for_bit(hosts):
     expected = contents(whole, 6)
     assert unequal(contents(resumed, 6), expected) == []
     parts = [expected[f"shard_{rank:05d}"] for rank in range(4)]
-    saved = sum(each["box"].numel() for part in parts for each in part.values())
+    saved = sum(each.numel() for part in parts for each in part.values())
     assert saved == 2 * summary(whole)["num_parameters"]  # and the momentum
 
     options = ("--parallel=ddp", f"--resume={step_folder(whole, 4)}", "--out=ddp")

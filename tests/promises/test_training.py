@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import mpiddp
 from mpiddp.errors import JobFailed
 from mpiddp.train import cifar10
 from mpiddp.train.data import DeviceImages, batches, default_data_dir
@@ -371,7 +372,7 @@ def test_cifar10_is_learned(here):
 
 
 def test_weights_of_torchvision(here):
-    """--weights starts a training from weights with torchvision's names. Incomplete weights are refused."""
+    """--weights starts from weights with torchvision's names, or from a run. Incomplete ones are refused."""
     weights = ARCHS["resnet20"]().state_dict() | {"bn1.bias": torch.full((16,), 7.0)}
     torch.save(weights, here.folder / "weights.pt")
     options = ("--weights=weights.pt", "--steps-per-epoch=1", "--lr=1e-9")
@@ -382,6 +383,9 @@ def test_weights_of_torchvision(here):
     done = here.train(*SYNTHETIC, *options, "--out=other")
     assert done.code == 2, done.stdout
     assert "weights.pt" in done.stderr
+    here.train(*SYNTHETIC, "--weights=run", *options[1:], "--out=again").assert_ok()
+    model = contents(here.folder / "again", 1)["model"]
+    torch.testing.assert_close(model["bn1.bias"], weights["bn1.bias"])
 
 
 def test_reduced_precision(here):
@@ -483,7 +487,7 @@ def test_copied_example(here):
         start = here.fork(*job, ranks=1) if ranks == 1 else here.run(*mpirun_command(2, *job))
         done = start.assert_ok()
         assert "epoch 2: step 30, loss " in done.stdout
-        found.append(torch.load(step_folder(run, 30) / "model.pt"))
+        found.append(mpiddp.load(run).state["model"])
     torch.testing.assert_close(found[0], found[1])
 
 

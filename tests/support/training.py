@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpiddp.checkpoints.files import read_tensors
 from mpiddp.train.config import Config, resolve
 from mpiddp.train.options import parse
 
@@ -42,9 +43,14 @@ def steps_kept(run: Path) -> list[int]:
 
 
 def contents(run: Path, step: int) -> dict[str, Any]:
-    """All tensors of a checkpoint, by the names of its files; training.pt names the run's folder."""
-    files = verified(step_folder(run, step)).glob("*.pt")
-    return {file.stem: torch.load(file) for file in files if file.name != "training.pt"}
+    """All that a checkpoint has, by the names of its files; the entry "training" names the run's folder."""
+    folder = verified(step_folder(run, step))
+    tree = torch.load(folder / "tree.pt")
+    tree["state"].pop("training", None)
+    return {
+        "tree": tree,
+        **{path.stem: read_tensors(path)[0] for path in folder.glob("*.safetensors")},
+    }
 
 
 def unequal(a: Any, b: Any, where: str = "") -> list[str]:

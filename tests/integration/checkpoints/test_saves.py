@@ -1,6 +1,6 @@
 """One save and one resume: what they hold in memory, read, send, remove, and refuse.
 
-Tests mpiddp/checkpoints/save.py, resume.py, run.py, send.py, shards.py.
+Tests mpiddp/checkpoints/save.py, resume.py, run.py, send.py, boxes.py.
 python -m pytest tests/integration/checkpoints/test_saves.py
 """
 
@@ -22,10 +22,9 @@ import torch
 import torch.distributed.checkpoint  # noqa: F401 - torch does not import it by itself
 
 import mpiddp
-from mpiddp.checkpoints.contents import Resumed
+from mpiddp.checkpoints.host import to_host
 from mpiddp.checkpoints.run import RunDir, RunLock, is_locked
-from mpiddp.checkpoints.save import SaveSchedule
-from mpiddp.checkpoints.shards import with_sharded
+from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
@@ -64,6 +63,16 @@ def test_a_state_that_grows_leaves_no_copies_behind(tmp_path):
         assert (
             num_large_tensors() - before <= 4
         )  # the state, the copy that is being written, the next one
+
+
+@pytest.mark.parametrize("size", [3, 20_000])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_after_the_copy_does_not_change_it(size, count):
+    tensors = [torch.zeros(size) for _ in range(count)]
+    copies = to_host(tensors, ["file"] * count)
+    for each in tensors:
+        each.fill_(1)
+    assert [each.sum() for each in copies.blocks] == [0] * len(copies.blocks)
 
 
 def test_a_refused_resume_leaves_the_users_folder(tmp_path):
@@ -224,10 +233,10 @@ def test_shards_are_read_as_they_are_used(tmp_path):
     folder = tmp_path / "run/checkpoints/step_00000002"
     files = list(folder.glob("shard_*"))
     size = sum(path.stat().st_size for path in files)
-    state = with_sharded({"a": {"w": None}, "b": {"w": None}}, files)
+    resumed = mpiddp.load(folder)
     targets = {name: torch.nn.ParameterDict({"w": torch.empty(2_000_000)}) for name in "ab"}
     before = bytes_read()
-    Resumed(2, state).load_into(**targets)
+    resumed.load_into(**targets)
     assert bytes_read() - before < size / 2
     for target in targets.values():
         assert torch.equal(target["w"], torch.arange(2_000_000.0))

@@ -111,7 +111,7 @@ def test_mixed_precision_learns_and_resumes(tmp_path):
     job += ("--precision=float16", "--steps=100", "--save-every=60")
     Here(tmp_path).fork(*job).assert_ok()
     end = contents(tmp_path / "run", 100)
-    assert end["scaler"]
+    assert end["tree"]["state"]["scaler"]
     assert all(each.dtype == torch.float32 for each in end["model"].values())
     shutil.rmtree(tmp_path / "run/checkpoints/step_00000100")
     Here(tmp_path).fork(*job).assert_ok()

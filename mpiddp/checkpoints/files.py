@@ -1,0 +1,192 @@
+"""The files of tensors: those of safetensors, written beside the training and mapped when read; torch.load.
+
+A file of safetensors is the length of a header, the header as JSON, and the bytes of the tensors. It needs no
+package, any program reads it, and reading it runs no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from json.encoder import encode_basestring_ascii
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpiddp.errors import JobFailed, UserError, cause_of
+
+SUFFIX = ".safetensors"
+# What a damaged file raises.
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)
+_MAX_HEADER = 1 << 30
+_NAMES = (
+    "F64:float64 F32:float32 F16:float16 BF16:bfloat16 I64:int64 I32:int32 I16:int16 I8:int8 BOOL:bool "
+    "U64:uint64 U32:uint32 U16:uint16 U8:uint8 F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2 C64:complex64"
+)
+_TYPES = {code: getattr(torch, name) for code, name in (each.split(":") for each in _NAMES.split())}
+CODES = {dtype: code for code, dtype in _TYPES.items()}
+# A thread that writes holds the interpreter for a turn, then leaves it to the training for so many turns. A
+# turn is below the 5 ms of sys.getswitchinterval, and long, because each one makes the training wait once.
+_TURN_S, _REST_TURNS = 0.004, 12
+
+
+class Turns:
+    """Leaves the interpreter to the training most of the time, until somebody waits for the thread."""
+
+    def __init__(self, hurry: threading.Event) -> None:
+        self._hurry, self._start = hurry, time.monotonic()
+
+    def rest(self) -> None:
+        """Wait, once this turn is over. Called after each small piece of work."""
+        took = time.monotonic() - self._start
+        if took > _TURN_S:
+            self._hurry.wait(_REST_TURNS * took)
+            self._start = time.monotonic()
+
+
+class HashedFile:
+    """A new file, and the SHA-256 of the bytes written to it, computed in the same pass."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._digest = path.open("wb", buffering=0), hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        self._digest.update(rest)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def close(self) -> str:
+        """The SHA-256 of the file."""
+        self._file.close()
+        return self._digest.hexdigest()
+
+
+def bytes_of(value: Tensor) -> memoryview:
+    """The elements of a tensor on the CPU, row by row. Copies only what has gaps."""
+    plain = value.resolve_conj().resolve_neg().contiguous()
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def row_of(name: str, code: str, shape: Iterable[int], start: int, end: int) -> str:
+    """The row of a tensor in the header. `start`, `end`: in the bytes of all tensors."""
+    about = f'{{"dtype":"{code}","shape":{list(shape)},"data_offsets":[{start},{end}]}}'
+    return f"{encode_basestring_ascii(name)}:{about}"
+
+
+def header_of(rows: Iterable[str], beside: Mapping[str, Any]) -> bytes:
+    """The beginning of a file with these rows, and with what is told beside them as JSON."""
+    metadata = {"format": "pt", "mpiddp": json.dumps(beside)}
+    text = ",".join((f'{{"__metadata__":{json.dumps(metadata)}', *rows)).encode() + b"}"
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_tensors(path: Path, header: bytes, blocks: Iterable[Tensor]) -> str:
+    """Write a file whose tensors lie in the blocks, one after another. Returns its SHA-256."""
+    file = HashedFile(path)
+    file.write(header)
+    for block in blocks:
+        file.write(bytes_of(block))
+    return file.close()
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a file, mapped: each is read when it is used; and what was written beside them.
+
+    Raises OSError; one of DAMAGE for a file that is no such file; JobFailed if memory is short.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > min(_MAX_HEADER, size):
+            raise ValueError("its header is longer than the file")
+        header = json.loads(file.read(length))
+    content, tensors = _mapped(path, size), {}
+    beside = json.loads(header.pop("__metadata__", {}).get("mpiddp", "{}"))
+    for name, about in header.items():
+        start, end = (8 + length + each for each in about["data_offsets"])
+        dtype, shape = _TYPES[about["dtype"]], about["shape"]
+        if not 8 + length <= start <= end <= size:
+            raise ValueError(f"{name} lies outside of the file")
+        count = math.prod(shape)
+        if min(shape, default=0) < 0 or end - start != count * dtype.itemsize:
+            raise ValueError(f"{name} has another size than its shape")
+        part = content if start % dtype.itemsize == 0 else bytearray(content[start:end])
+        at = start if part is content else 0
+        # Each has a storage of its own, because torch.save writes whole storages.
+        tensors[name] = (
+            torch.frombuffer(part, dtype=dtype, count=count, offset=at).view(shape)
+            if count
+            else torch.empty(shape, dtype=dtype, device="cpu")
+        )
+    return tensors, beside
+
+
+def _mapped(path: Path, size: int) -> Any:
+    """The bytes of a file. Changes of them stay in this process."""
+    try:  # mmap of Python would keep the file open
+        whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
+        return whole.numpy()
+    except RuntimeError as error:
+        _raise_if_memory_is_short(error)
+        return bytearray(path.read_bytes())  # some file systems map no file
+
+
+def _raise_if_memory_is_short(error: Exception) -> None:
+    if isinstance(error, MemoryError) or "annot allocate memory" in str(error):
+        raise JobFailed("out of memory while a checkpoint is read.") from None
+
+
+# torch.save
+
+
+def packed(nested: Any) -> bytes:
+    """The bytes of a file of torch.save with these contents."""
+    file = io.BytesIO()
+    torch.save(nested, file)
+    return file.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """The contents of a file with these bytes, with tensors on the CPU. Raises ValueError, JobFailed."""
+    return load(io.BytesIO(data))
+
+
+def read_saved(path: Path) -> Any:
+    """The contents of a file of torch.save, with tensors on the CPU, mapped.
+
+    Raises UserError if it is missing, must not be read, or is no such file: it contains code, for example;
+    JobFailed if a disk has failed, or memory is short.
+    """
+    try:
+        with path.open("rb"):  # torch words the errors of a path in its own way
+            return load(str(path), mmap=True)
+    except OSError as error:
+        raise cause_of(error)(f"{path} cannot be read ({error.strerror}).") from None
+    except ValueError as error:
+        raise UserError(f"{path} was not written by mpiddp: {error}.") from None
+
+
+def load(file: Any, *, mmap: bool = False) -> Any:
+    """What torch.load reads without code. Raises ValueError for another file, OSError, JobFailed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of code that it then refuses
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        except Exception as error:  # a dozen types, for files with changed, missing or random bytes
+            _raise_if_memory_is_short(error)
+            if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
+                raise  # not of the bytes, which make torch seek to no position at most
+            if mmap:  # some file systems map no file
+                return load(file)
+            raise ValueError("torch.load(weights_only=True) refuses it") from None
