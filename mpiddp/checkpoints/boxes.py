@@ -10,6 +10,7 @@ agree on. Beside its tensors, a file tells in JSON what the header of safetensor
 
     "boxes": {"model/fc.weight": [[10, 64], [5, 0], [5, 64]]}     shape, offsets and the box's own shape
     "tied": {"lm_head.weight": "embedding.weight"}                written once
+    "layouts": {"conv1.weight": "channels_last"}                  of memory; a file has all row by row
 """
 
 from __future__ import annotations
@@ -85,12 +86,14 @@ class Boxes:
     Attributes:
         paths, files, shapes: of each box.
         places: of boxes of DTensors, by number: the shape of the whole tensor, and the offsets there.
+        layouts: of whole tensors that lie in memory otherwise than row by row, by number.
     """
 
     paths: list[Keys] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     shapes: list[Sequence[int]] = field(default_factory=list)
     places: dict[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
+    layouts: dict[int, str] = field(default_factory=dict)
 
 
 def boxes_of(
@@ -114,11 +117,21 @@ def boxes_of(
             file = file_of[path[0]]
         else:
             continue
+        if layout := _layout_of(tensor):
+            boxes.layouts[len(tensors)] = layout
         boxes.paths.append(path)
         boxes.files.append(file)
         boxes.shapes.append(tensor.shape)
         tensors.append(tensor)
     return boxes, tensors
+
+
+def _layout_of(tensor: Tensor) -> str:
+    """The name of its memory format, "" for row by row. A fused optimizer needs that of its parameters."""
+    name = {4: "channels_last", 5: "channels_last_3d"}.get(tensor.dim(), "")
+    if not name or tensor.is_contiguous():
+        return ""
+    return name if tensor.is_contiguous(memory_format=getattr(torch, name)) else ""
 
 
 def _saves(path: Keys, tensor: Any) -> bool:
@@ -180,6 +193,7 @@ class _Header:
     rows: list[str] = field(default_factory=list)
     boxes: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    layouts: dict[str, str] = field(default_factory=dict)
     size: int = 0  # bytes of the blocks
 
 
@@ -206,6 +220,8 @@ def _headers_of(boxes: Boxes, copies: Copies, turns: Turns) -> dict[str, bytes]:
         if number in boxes.places or code is None or part is not shape:
             whole, offsets = boxes.places.get(number, (shape, None))
             header.boxes[name] = [list(whole), offsets, list(part)]
+        if number in boxes.layouts:
+            header.layouts[name] = boxes.layouts[number]
         if (same := written.setdefault((index, start), name)) != name:
             header.tied[name] = same
             continue
@@ -213,7 +229,9 @@ def _headers_of(boxes: Boxes, copies: Copies, turns: Turns) -> dict[str, bytes]:
         end = begin + size * width
         header.rows.append(row_of(name, code or "U8", part if code else [end - begin], begin, end))
     return {
-        file: header_of(each.rows, {"boxes": each.boxes, "tied": each.tied})
+        file: header_of(
+            each.rows, {"boxes": each.boxes, "tied": each.tied, "layouts": each.layouts}
+        )
         for file, each in headers.items()
     }
 
@@ -268,10 +286,12 @@ def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
     Raises UserError if a box is missing; what `read_tensors` raises.
     """
     found: dict[str, list[tuple[Tensor, Any]]] = defaultdict(list)
+    layouts: dict[str, str] = {}
     for path in files:
         tensors, beside = read_tensors(path)
         tensors |= {name: tensors[first] for name, first in beside["tied"].items()}
         stem = "" if path.name.startswith(SHARDS) else f"{path.name.removesuffix(SUFFIX)}/"
+        layouts |= {stem + name: layout for name, layout in beside["layouts"].items()}
         for name, tensor in tensors.items():
             found[stem + name].append((tensor, beside["boxes"].get(name)))
 
@@ -281,7 +301,10 @@ def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
         parts = found.get(_key_of(path))
         if not parts:
             raise UserError(f"{shown_path(path)} is in none of its files.")
-        return joined(path, leaf, parts)
+        value = joined(path, leaf, parts)
+        if layout := layouts.get(_key_of(path)):
+            return value.contiguous(memory_format=getattr(torch, layout))
+        return value
 
     return mapped(tree, value_of)
 
