@@ -25,7 +25,7 @@ from mpiddp.text import escaped
 
 LAUNCHER = -1  # the rank of an event of the launcher itself
 MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, until all have joined, and then
-_LARGEST = 64 << 20  # bytes of a file, which then has no more steps
+_LARGEST = 16 << 20  # bytes of a file, which then has no more steps
 _NAMED = 4  # ranks in one sentence
 CHRONIC = 3  # windows of steps in a row that name the same straggler
 

@@ -196,9 +196,9 @@ class Job:
                 "attempt": self.attempts,
                 "hang_timeout_s": options.hang_timeout_s,
             }
-            kept_at = None
-            if options.log_dir is not None:
-                kept_at = Path(options.log_dir, f"attempt_{self.attempts}.jsonl")
+            kept_in, kept_at = options.log_dir or self.report.folder, None
+            if kept_in is not None:
+                kept_at = Path(kept_in, f"attempt_{self.attempts}.jsonl")
             record = stack.enter_context(closing(Record(hosts, kept_at, **facts)))
             output = JobOutput(len(hosts), selector, *mpirun.streams, **shown)
             of_job = (self.signals, self.console, self.stop_at, self.exchange)

@@ -88,7 +88,7 @@ def _launch(argv: list[str]) -> int:
         _say_left_out(hidden)
         return DONE
     job = Path(options.command[0]).name
-    reports = [Path(options.report)] if options.report else []
+    reports, folder = [Path(options.report)] if options.report else [], None
     if options.detach:
         from mpiddp.launch.detach import detach
 
@@ -101,9 +101,10 @@ def _launch(argv: list[str]) -> int:
             )
             return DONE
         reports.append(detached.report_path)
+        folder = detached.folder
     own = without_values(argv[: -len(options.command)], options.exports)
     again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *own, *options.command]
-    with Report(job, again, reports, options.on_end or ()) as report:
+    with Report(job, again, reports, options.on_end or (), folder) as report:
         return _run_and_report(options, started_at, report)
 
 

@@ -38,6 +38,8 @@ _RUNNING = {"cause": "running", **dict.fromkeys(_UNKNOWN.split())}
 class Report:
     """The report of one job, in these files. The command of `on_end` runs once, with the path of the first.
 
+    `folder`: that of a detached job, for all else that is kept of it.
+
     Raises UserError or JobFailed on entry if a file cannot be written, or the command is no program.
     """
 
@@ -47,8 +49,9 @@ class Report:
         command: Sequence[str] = (),
         paths: Sequence[Path] = (),
         on_end: Sequence[str] = (),
+        folder: Path | None = None,
     ) -> None:
-        self.name, self.command = name, command
+        self.name, self.command, self.folder = name, command, folder
         self._paths, self._on_end = list(paths), on_end
         self._opened = ExitStack()
         self._attempts: list[dict[str, Any]] = []
