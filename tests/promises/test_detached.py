@@ -91,7 +91,9 @@ def test_a_job_outlives_its_terminal_and_its_shell(here, env):
     ended = here.run("wait", name, env=env).assert_ok()
     assert ended.lines == [f"job {name} has ended with code 0."]
     assert here.run("logs", name, env=env).assert_ok().stdout == done.stdout
-    assert report(here, name).with_name("attempt_1.jsonl").read_text().startswith('{"kind": "began"')
+    assert (
+        report(here, name).with_name("attempt_1.jsonl").read_text().startswith('{"kind": "began"')
+    )
     eventually(lambda: not here.processes())
 
 
