@@ -151,7 +151,7 @@ def push(
     min_hosts: int | None = None,  # that must get it, with this one; None: all
     transport: Transport = SSH,
 ) -> tuple[dict[Host, int], dict[Host, str]]:
-    """Make the folders of all other hosts as they are here, but for what they alone have.
+    """Make the folders of all other hosts as they are here, except what only they have.
 
     The environment becomes the same, also where it is within another folder. Returns the bytes that each host
     lacked (0: nothing has changed), and why others have not got everything. Raises UserError if too few can

@@ -169,7 +169,7 @@ class Attempt:
         return self.record.stop is Stop.NONE or time.monotonic() <= began_at + limit_s
 
     def _late_output(self) -> str:
-        """The ranks whose output has not ended, but for those on silent hosts or that do not end."""
+        """The ranks whose output has not ended, except those on silent hosts or that do not end."""
         connected, silent = self.server.connected, self.record.silent_hosts
         late = [rank for rank in self.output.open_ranks if rank not in connected]
         if late := [rank for rank in late if self.record.hosts[rank] not in silent]:

@@ -29,7 +29,7 @@ from mpiddp.launch.command import LEFT_OUT
 from mpiddp.launch.control import Exchange
 from mpiddp.launch.options import LaunchOptions, parse_options
 from mpiddp.launch.output import open_closed_streams
-from mpiddp.launch.report import Report
+from mpiddp.launch.report import Report, check
 from mpiddp.launch.variables import parse_exports, without_values
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import encode, messages_over
@@ -87,6 +87,7 @@ def _launch(argv: list[str]) -> int:
         print(command.explained(hidden))
         _say_left_out(hidden)
         return DONE
+    check(options.report, options.on_end)
     job = Path(options.command[0]).name
     reports, folder = [Path(options.report)] if options.report else [], None
     if options.detach:

@@ -96,7 +96,7 @@ class MpirunProcess:
         signal_all(self.left, signal.SIGKILL)
 
     def left(self, *, agents: bool = False) -> list[int]:
-        """The job's processes here but for the ranks' agents; or these, which may still send output."""
+        """The job's processes here without the ranks' agents; or these, which may still send output."""
         found = descendants(os.getpid(), but=self._strangers)
         return [pid for pid, name in found.items() if (name == OUTPUT_PROCESS) is agents]
 

@@ -55,7 +55,7 @@ def wanted_hosts(options: LaunchOptions, past: Past) -> tuple[int, int]:
 
 
 def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) -> Hosts:
-    """The hosts that the job takes, but for its spares, which are the last.
+    """The hosts that the job takes, without its spares, which are the last.
 
     A spare takes the place of each host with a complaint; without enough of them, such hosts are left out, as
     long as `least` remain. So is a host that this job doubts.

@@ -301,7 +301,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
 
 
 def search_once(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> list[str]:
-    """Search once for hosts that `plan` could use, but for those `avoided`: ["node1 can join"], or [].
+    """Search once for hosts that `plan` could use, except those `avoided`: ["node1 can join"], or [].
 
     It contacts hosts that could add ranks, and the first of the job, whose versions they must have. A list of
     hosts in error, as while it is edited, and a machine that fails, are for the next search.

@@ -35,12 +35,26 @@ _UNKNOWN = "exit_code error known_cause rank host run_dir checkpoint resume ende
 _RUNNING = {"cause": "running", **dict.fromkeys(_UNKNOWN.split())}
 
 
+def check(path: str | None, on_end: Sequence[str] | None) -> None:
+    """Raise UserError or JobFailed if the report cannot be written, or the command is no program.
+
+    Before a detached job leaves the terminal, where nobody would read it.
+    """
+    if on_end and not shutil.which(on_end[0]):
+        raise UserError(f"--on-end: {shown(on_end[0])} is not a program.")
+    if path is not None:
+        try:
+            _part_of(Path(path)).touch()
+        except OSError as error:
+            raise cause_of(error)(_unwritten(error)) from None
+
+
 class Report:
     """The report of one job, in these files. The command of `on_end` runs once, with the path of the first.
 
     `folder`: that of a detached job, for all else that is kept of it.
 
-    Raises UserError or JobFailed on entry if a file cannot be written, or the command is no program.
+    Raises UserError or JobFailed on entry if a file cannot be written.
     """
 
     def __init__(
@@ -65,8 +79,6 @@ class Report:
         }
 
     def __enter__(self) -> Report:
-        if self._on_end and not shutil.which(self._on_end[0]):
-            raise UserError(f"--on-end: {shown(self._on_end[0])} is not a program.")
         if self._on_end and not self._paths:
             from tempfile import TemporaryDirectory  # takes 10 ms
 
@@ -109,7 +121,7 @@ class Report:
         facts = {**self._facts, **ending, "hosts": hosts, "attempts": self._attempts}
         content = json.dumps(facts, indent=2) + "\n"
         for path in self._paths:
-            part = path.with_name(f".{path.name}.part")
+            part = _part_of(path)
             part.write_text(content, encoding="utf-8")
             part.replace(path)
 
@@ -131,6 +143,11 @@ def _ending(outcome: Outcome) -> dict[str, Any]:
         "rank": rank,
         "host": host,
     }
+
+
+def _part_of(path: Path) -> Path:
+    """The file that is renamed to this one once it is whole."""
+    return path.with_name(f".{path.name}.part")
 
 
 def _unwritten(error: OSError) -> str:

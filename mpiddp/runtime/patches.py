@@ -43,7 +43,7 @@ class Script(NamedTuple):
 
 
 def apply(patches: Iterable[Callable[[Script], None]], script: Script) -> None:
-    """Make these changes, but for those that the user leaves out."""
+    """Make these changes, except those that the user leaves out."""
     for patch in patches:
         if is_on(patch.__name__):
             patch(script)

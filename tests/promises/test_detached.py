@@ -185,11 +185,13 @@ def report(here: Here, name: str) -> Path:
         (["--on-end", "'"], "--on-end: ': no closing quotation."),
     ],
 )
-def test_a_report_that_cannot_be_written_starts_nothing(here, options, text):
+def test_a_report_that_cannot_be_written_starts_nothing(here, env, options, text):
     """A report that cannot be written, or a command that is no program, is refused before the start."""
-    done = here.run("launch", *options, *here.where(1), here.script("print('ran')"))
-    assert (done.code, done.stdout) == (2, "")
-    assert text in done.stderr
+    for detach in ([], ["--detach"]):
+        job = (*here.where(1), here.script("print('ran')"))
+        done = here.run("launch", *detach, *options, *job, env=env)
+        assert (done.code, done.stdout) == (2, "")
+        assert text in done.stderr
 
 
 def test_the_report_of_a_job_that_failed(here):
