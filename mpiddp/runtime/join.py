@@ -8,14 +8,16 @@ after neither once MPI is finalized. A rank inside an NCCL collective notices no
 that ends without leaving ends the others: the thread of every rank's channel waits for the news.
 
 Python keeps an uncaught error in `sys.last_value` for the handlers of atexit, but not the SystemExit that
-ends a script (CPython 3.10 to 3.13). So a rank by hand that ends without an error waits for no other: its
-exit code may be a failure, which its parent sees.
+ends a script (CPython 3.10 to 3.13). The script's outermost frame shows that there was one: otherwise the
+frame's last instruction is a return. Its code is the process's own, which the parent sees.
+tests/integration/runtime/test_still_needed.py fails once Python keeps it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dis
 import os
 import signal
 import sys
@@ -41,6 +43,8 @@ from mpiddp.runtime.rendezvous.result import RankInfo
 from mpiddp.world import World
 
 Value = TypeVar("Value")
+
+_EXIT_UNKNOWN = SystemExit(FAILED)  # that has ended a script: nobody but its parent knows the code
 
 
 @contextlib.contextmanager
@@ -143,10 +147,11 @@ def _end(session: Session, error: BaseException | None = None) -> None:
     if session is not current():  # a forked child
         return
     ending = ending_of(error, has_stopped=session.stop.has_stopped)
-    if not ending.is_failure:
+    is_unknown = error is _EXIT_UNKNOWN
+    if is_unknown or not ending.is_failure:  # many scripts end with sys.exit(main())
         try:
             session.finish()
-            session.leave()
+            session.leave(waits=False if is_unknown else None)
             return
         except (JobFailed, OSError) as failure:
             error = JobFailed(str(failure))
@@ -182,11 +187,16 @@ def _leave_at_exit(session: Session) -> None:
 def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
     """Enter the context, and leave it when the interpreter exits, with the error that ended the script."""
     value = context.__enter__()
+    outermost = sys._getframe()
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
 
     def leave() -> None:
         session = current()
-        session.is_ending = True
         error: BaseException | None = session.error or getattr(sys, "last_value", None)
+        if session.control is None and error is None and not session.stop.has_stopped:
+            last_instruction = dis.opname[outermost.f_code.co_code[outermost.f_lasti]]
+            error = None if last_instruction.startswith("RETURN") else _EXIT_UNKNOWN
         context.__exit__(type(error) if error else None, error, None)
 
     at_exit(leave)

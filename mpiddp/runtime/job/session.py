@@ -52,7 +52,6 @@ class Session:
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1), None)
         self.is_member = False  # of the process group of its job, which this process leaves later
-        self.is_ending = False  # the interpreter exits
         self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
         self.torch_store: object = None  # rank 0 serves it as long as its process lives
         self.error: BaseException | None = None  # that has ended the script, or by hand its group
@@ -150,13 +149,12 @@ class Session:
         while self.before_leaving:
             self.before_leaving.pop()()
 
-    def leave(self) -> None:
+    def leave(self, *, waits: bool | None = None) -> None:
         """Leave the job after a success, see `Coordinator.leave`. All ranks must call this."""
         if self.stop.has_stopped:
             self.count_saves(0)
         # The first rank that exits with a code other than 0 ends the others, which may still save.
-        code_is_unknown = self.is_ending and self.control is None
-        self.coordinator.leave(waits=self.stop.has_stopped or (False if code_is_unknown else None))
+        self.coordinator.leave(waits=self.stop.has_stopped or waits)
 
     def fail(self, error: BaseException, *, is_printed: bool = False) -> None:
         """Say why this script fails: record it for the agent, and print what only a rank can print.

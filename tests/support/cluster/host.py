@@ -135,6 +135,8 @@ class Host:
     def link(self, state: Literal["up", "down"]) -> None:
         """Set this host's link up or down. Its peers get no notice, only silence."""
         configure(self.hub_pid, [f"link set {self.port} {state}"])
+        if state == "up":  # an address that it looked up while down would fail up to 3 s later
+            configure(self.pid, ["neigh flush all"])
 
     def processes(self) -> list[Process]:
         """All processes of this host except its pid 1 and the listening sshd."""
