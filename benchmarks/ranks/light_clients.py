@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
+from mpiddp.launch.agents import Launcher
 from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.job import Job
 from mpiddp.launch.options import parse_options
@@ -57,7 +58,8 @@ def launcher(ranks: int) -> None:
     plan = Plan(starter, request, Past(named, {}), named, None, Checked({}, {}, {}))
     since = time.monotonic()
     with closing(SignalQueue()) as signals, Report("true") as written:
-        outcome = Job(parse_options(["--", "true"]), plan, signals, Console(), written).attempt()
+        own = Launcher(parse_options(["--", "true"]), signals, Console())
+        outcome = Job(own, plan, written).attempt()
     assert outcome.code == 0, outcome
     report(since)
 

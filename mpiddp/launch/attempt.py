@@ -17,7 +17,7 @@ from functools import partial
 from mpiddp.errors import DONE
 from mpiddp.hosts.processes import end_all, signal_all
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
-from mpiddp.launch.events import LAUNCHER, OF_RANKS, Announcement, Event, Phase, Record, Stop
+from mpiddp.launch.events import ENDS, LAUNCHER, OF_RANKS, Announcement, Event, Phase, Record, Stop
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
@@ -45,6 +45,8 @@ STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an 
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S, FAILED_END_S = 2.0, 1.0  # ranks to end after an "end" message; after the failure of one
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
+GRACE_S = 1.0  # the others to end by themselves, if their agents stay for the next attempt
+HOLD_S, AGAIN_S = 10.0, 5.0  # all agents to end their scripts; and to begin again
 EXIT_S = 10.0  # mpirun to end once no rank is left
 SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them saves
 ORPHANS_S = 2.0  # mpirun's orphans to end by themselves
@@ -69,6 +71,7 @@ class Attempt:
     exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
     search: Callable[[], list[str]] | None = None  # for hosts that can join, with --grow
     probe: Callable[[set[str]], list[str]] | None = None  # which of these hosts are gone, and why
+    holds: bool = False  # the agents stay after a failure, for the next attempt
 
     def __post_init__(self) -> None:
         self._timers = self.server.selector
@@ -99,12 +102,56 @@ class Attempt:
     # --- the loop ---
 
     def run(self) -> None:
-        """Wait and react until no process of the job is left here."""
-        self._timers.register(self.signals, selectors.EVENT_READ, self.signals)
-        if (viewers := self.console.listener) is not None:
-            self._timers.register(viewers, selectors.EVENT_READ, viewers)
+        """Wait and react until no process of the job is left here, or until all agents wait."""
+        self._listen(True)
+        while self.mpirun.code is None and not self.is_held:
+            self._wait()
+        if self.is_held:
+            self._has_ended.set()
+            self._timers.timers.clear()
+            self._keep_last_errors()
+        else:
+            self._finish()
+        self._listen(False)
+
+    def begin_again(self, **facts: object) -> ControlServer | None:
+        """Let the agents that wait begin the next attempt. Returns its server; None if some do not come."""
+        self._listen(True)
+        self.server.stop_listening()
+        for rank in self.server.connected:
+            self.server.send(rank, encode("again", b"", **facts))
+        deadline = time.monotonic() + AGAIN_S
+        while self.server.has_members and self.mpirun.code is None and time.monotonic() < deadline:
+            self._wait(deadline)
+        self._listen(False)
+        has_all = not self.server.has_members and self.mpirun.code is None
+        return self.server.successor() if has_all else None
+
+    def end(self) -> None:
+        """End the agents that wait."""
+        self._listen(True)
+        self._end_after(0.0, END_S)
         while self.mpirun.code is None:
             self._wait()
+        self._finish()
+        self._listen(False)
+
+    def _listen(self, is_on: bool) -> None:
+        """Listen to signals and to viewers, or no longer."""
+        for each, file in ((self.signals, self.signals), (self.console.listener,) * 2):
+            if is_on and file is not None:
+                self._timers.register(file, selectors.EVENT_READ, each)
+            elif file is not None:
+                self._timers.unregister(file)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all agents wait, and all that the ranks have printed is there."""
+        is_held = len(self.record.latest["held"]) == self.record.world_size
+        return is_held and self.mpirun.code is None and not self.output.open_ranks
+
+    def _finish(self) -> None:
+        """mpirun has ended. End what it has left, and copy the last output."""
         has_failed_early = self.mpirun.code and self.record.phase is Phase.STARTING
         if has_failed_early and (gone := self._probe_late()):  # as its ssh may have found
             self.record.note("end", failed=False, why="\n".join(gone))
@@ -120,13 +167,16 @@ class Attempt:
             self.output.log(f"processes {left} {blocked}", is_error=True)
         self._copy_last_output()
         self._has_ended.set()
-        for rank, lines in self.output.last_errors.items():
-            self.record.add(Event("tail", rank, {"lines": lines}))
+        self._keep_last_errors()
         mpirun, starter = self.mpirun, self.mpirun.starter
         end = MpirunEnd(
             starter.program.name, mpirun.code or DONE, starter.proves_signals, mpirun.was_ended
         )
         self.record.note("mpirun", **end._asdict())
+
+    def _keep_last_errors(self) -> None:
+        for rank, lines in self.output.last_errors.items():
+            self.record.add(Event("tail", rank, {"lines": lines}))
 
     def _wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until then, and handle what has happened."""
@@ -244,6 +294,9 @@ class Attempt:
                 self.output.follow(Manners(facts["echo"], facts["lines"]))
             case "stopped" if record.stop is Stop.TO_GROW and record.phase is Phase.RUNNING:
                 self._begin_grace()
+            case "failed" if self._may_hold and record.phase < Phase.ENDING:
+                self._begin_end(has_failed=True)
+                self._timers.after(GRACE_S, self._hold)
             case "failed" | "lost" if rank in record.failures and record.phase < Phase.ENDING:
                 # Most starters end the other ranks, and the ranks' own watch always does. Only this process
                 # notices a host that has stopped answering.
@@ -251,6 +304,11 @@ class Attempt:
                 self._end_after(spread_s, FAILED_END_S, has_failed=True)
         if not record.mute and self._see_stacks in self._timers.timers:
             self._see_stacks()
+        if self._hold in self._timers.timers and not {*record.left} - record.failures.keys():
+            self._hold()  # every rank has failed
+        is_end = message.kind in ENDS - {"failed"} and not message.from_script
+        if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait
+            self._end_after(0.0, FAILED_END_S, has_failed=True)
         if record.done and not self.server.connected and record.phase < Phase.ENDING:
             self._timers.after(EXIT_S, self._end_mpirun)
 
@@ -432,6 +490,25 @@ class Attempt:
         if self.record.phase < Phase.ENDING:
             self.record.note("end", failed=has_failed, why=why)
         self.output.hold_mpirun()
+
+    @property
+    def _may_hold(self) -> bool:
+        """Whether the same agents can make the next attempt."""
+        record = self.record
+        is_whole = len(self.server.connected) == record.world_size and not record.done
+        return self.holds and is_whole and record.stop is Stop.NONE
+
+    def _hold(self) -> None:
+        """Let all agents end their scripts, and wait for the next attempt."""
+        self._timers.cancel(self._hold)
+        if not self._may_hold:
+            self._end_after(0.0, FAILED_END_S, has_failed=True)
+            return
+        self.record.note("hold")
+        for rank in self.server.connected:
+            self.server.send(rank, encode("hold"))
+        self._timers.after(HOLD_S, self._end_ranks)
+        self._timers.after(HOLD_S + FAILED_END_S, self._end_mpirun)
 
     def _end_ranks(self) -> None:
         self.server.send_all("end", code=1)

@@ -105,30 +105,41 @@ class SignalQueue:
         return True
 
 
-class ControlServer(ChannelServer):
-    """The server for `world_size` ranks, at a free port of an address of this machine.
+def listen(where: str | Path) -> socket.socket:
+    """Listen at a free port of an address of this machine.
 
     For ranks on this host only, `where` is the path of a Unix socket in a folder that only this user enters.
     """
+    of, hint = " of this machine", " Name another interface: --interface NAME"
+    at: tuple[str, int] | str = (str(where), 0)
+    family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
+    if isinstance(where, Path):
+        of = hint = ""
+        at, family = str(where), socket.AF_UNIX
+    try:
+        return socket.create_server(at, family=family, backlog=1024)
+    except OSError as error:
+        sentence = f"cannot listen on {where}{of} ({error.strerror}).{hint}"
+        raise cause_of(error)(sentence) from None
 
-    def __init__(self, where: str | Path, world_size: int, selector: TimedSelector) -> None:
+
+class ControlServer(ChannelServer):
+    """The server for the `world_size` ranks of one attempt."""
+
+    def __init__(
+        self, listener: socket.socket, world_size: int, selector: TimedSelector, key: str = ""
+    ) -> None:
         allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
-        of, hint = " of this machine", " Name another interface: --interface NAME"
-        at: tuple[str, int] | str = (str(where), 0)
-        family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
-        if isinstance(where, Path):
-            of = hint = ""
-            at, family = str(where), socket.AF_UNIX
-        try:
-            listener = socket.create_server(at, family=family, backlog=1024)
-        except OSError as error:
-            sentence = f"cannot listen on {where}{of} ({error.strerror}).{hint}"
-            raise cause_of(error)(sentence) from None
         own = listener.getsockname()
         address = channel.UNIX + own if isinstance(own, str) else "{}:{}".format(*own[:2])
-        secret = os.urandom(16).hex()
-        super().__init__(listener, secret, world_size, selector)
-        self.settings = {ADDRESS: address, SECRET: secret}  # the variables that the ranks need
+        super().__init__(listener, key or os.urandom(16).hex(), world_size, selector)
+        self.settings = {ADDRESS: address, SECRET: self.key}  # the variables that the ranks need
+
+    def successor(self) -> ControlServer:
+        """The server of the next attempt of the same agents, at the same address. It knows nobody."""
+        return ControlServer(
+            self._listener, self.world_size, self.selector, channel.next_key(self.key)
+        )
 
     def request_stacks(self) -> KeysView[int]:
         """Request the stacks of every connected rank: of its script, if that talks to this server itself."""

@@ -33,7 +33,7 @@ ENDS = frozenset(["done", "exited", "failed", "lost"])
 # The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and what the server sees of their connections.
 OF_RANKS = ENDS | {
     *("started", "joining", "log", "announce", "run_dir", "saved", "supports_stop"),
-    *("progress", "saving", "stopped", "stacks", "claim"),
+    *("progress", "saving", "stopped", "stacks", "claim", "held"),
 }
 # What the launcher does, and its facts.
 OF_LAUNCHER: dict[str, tuple[str, ...]] = {
@@ -51,6 +51,7 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     "overdue": ("clause",),  # that time is over, for the ranks that the clause names
     # The launcher ends the ranks: because one has failed, or for the reason `why`.
     "end": ("failed", "why"),
+    "hold": (),  # it ends the scripts, whose agents wait for the next attempt
     "mpirun": ("name", "code", "proves_signals", "was_ended"),  # has ended, see `MpirunEnd`
     "tail": ("lines",),  # the last of stderr, of MPIRUN, MPIRUN_AT_END or a rank
 }

@@ -7,36 +7,27 @@ and restarts. A restart receives the job's announcement (see `mpiddp.runtime.rep
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
-from mpiddp.hosts import history, private
-from mpiddp.hosts.names import forget_addresses, is_this_host
+from mpiddp.hosts import history
+from mpiddp.hosts.hostfile import Hosts
+from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log
-from mpiddp.launch.attempt import Attempt
-from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
-from mpiddp.launch.events import Announcement, Record, Stop
-from mpiddp.launch.handover import CutOff, gone, hand_over
-from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
+from mpiddp.launch.agents import Agents, Launcher, Turn
+from mpiddp.launch.control import Console, Exchange, SignalQueue
+from mpiddp.launch.events import Announcement, Stop
+from mpiddp.launch.handover import CutOff
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.output import JobOutput
 from mpiddp.launch.place import Past, key_of
-from mpiddp.launch.plan import Plan, make_plan, plan_without, read_hosts, search_once
+from mpiddp.launch.plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.report import Report
-from mpiddp.launch.variables import left_out, of_mpirun, take_private
-from mpiddp.launch.verdict import Outcome, verdict
-from mpiddp.protocol import variables as names
+from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import DEFAULT_RANKS
-from mpiddp.protocol.server import TimedSelector
 from mpiddp.text import all_of, counted
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -58,7 +49,11 @@ def run(
             plan = make_plan(options, os.environ, logins=logins)
         # A restart finds what was pushed, and has pauses of its own.
         options = replace(options, push=False, wait_s=None)
-        job = Job(options, plan, signals, console, report, stop_at, exchange, logins=logins)
+        log_dir = options.log_dir or report.folder
+        job = Job(
+            Launcher(options, signals, console, stop_at, exchange, log_dir, logins), plan, report
+        )
+        stack.enter_context(closing(job))
         planned: Plan | Outcome | None = plan
         while planned is not None:
             outcome = planned if isinstance(planned, Outcome) else job.attempt()
@@ -74,27 +69,27 @@ class Job:
     host, and its daemons on other hosts then end too.
     """
 
-    options: LaunchOptions
+    launcher: Launcher
     plan: Plan  # of the latest attempt
-    signals: SignalQueue
-    console: Console
     report: Report
-    stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
-    exchange: Exchange | None = None
+    agents: Agents | None = None  # of the latest attempt
+    latest: Outcome | None = None
     attempts: int = 0  # that have begun
     failures: int = 0  # restarts that count
     in_a_row: int = 0  # failures without a step between them: the pause grows only for these
     at_fault: str = ""  # the host that ended the latest attempt, by its key
     has_hinted: bool = False  # at the output that was not shown
     grown_from: Plan | None = None  # until a job on more hosts makes a step
-    logins: Logins = field(default_factory=Logins)  # of the preflight, until mpirun starts
 
     def __post_init__(self) -> None:
+        self.options, self.signals = self.launcher.options, self.launcher.signals
         self.known = Announcement()  # by the attempts so far
         self.doubts: dict[str, str] = {}  # see Past
         self.enough = len(self.plan.hosts.usable)
-        self.run_id = os.urandom(8).hex()
         self.may_grow = self.options.grow_s is not None
+
+    def close(self) -> None:
+        self._end_agents()
 
     def attempt(self) -> Outcome:
         """Run the latest plan, and learn from it. A host that ended two in a row is avoided from now on."""
@@ -108,6 +103,7 @@ class Job:
             if self.attempts == 1:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
+        self.latest = outcome
         self.known = self.known.after(outcome.announcement)
         if outcome.made_steps:
             self.grown_from = None
@@ -132,86 +128,46 @@ class Job:
         return outcome
 
     def _run_without_cut_off(self) -> Outcome:
-        """Run the latest plan, without hosts that the others do not reach if enough are left. Else CutOff."""
+        """Run the latest plan, in the agents that wait if it is theirs.
+
+        Hosts that the others do not reach are left out if enough are left. Else CutOff is raised.
+        """
+        avoided = tuple(self.doubts)
+        turn = Turn(self.attempts, self.known, self._may_hold, self.may_grow, avoided)
+        agents = self.agents
+        outcome = None
+        if agents is not None and agents.are_waiting and agents.plan is self.plan:
+            outcome = agents.attempt(turn)
+        if outcome is not None:
+            return outcome
+        self._end_agents()
         while True:
             try:
-                return self._run_mpirun()
+                self.agents = Agents(self.launcher, self.plan, turn)
             except CutOff as cut_off:
                 try:
                     self.plan = plan_without(self.options, self.plan, cut_off.failures)
                 except UserError:  # too few are left
                     raise cut_off from None
+            else:
+                outcome = self.agents.attempt(turn)
+                assert outcome is not None  # the first one always begins
+                return outcome
 
-    def _run_mpirun(self) -> Outcome:
-        """Run the latest plan to its end, and leave no process of it on any host that can be reached."""
-        (starter, request, *_), options, known = self.plan, self.options, self.known
-        others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
-        has_scheduler, job = starter.has_scheduler, os.urandom(8).hex()
-        hosts = request.names_of_ranks
-        has_prefix = {"auto": len(hosts) > 1, "always": True}.get(options.prefix, False)
-        announced = {"global_batch_size": known.global_batch_size, "world_size": known.world_size}
-        own = {
-            names.JOB: job,
-            names.OUTPUT: options.log_ranks,
-            names.TERMINAL: str(options.terminal._replace(has_prefix=has_prefix)),
-            names.RUN_ID: self.run_id,
-            names.RESTART_COUNT: str(self.attempts - 1),
-            names.MAX_RESTARTS: str(options.max_restarts),
-            names.ANNOUNCED: json.dumps(announced) if known.global_batch_size else "",
-            names.RUN_DIR: known.run_dir,
-        }
-        with ExitStack() as stack:
-            folder = stack.enter_context(private_folder(os.environ))
-            selector = stack.enter_context(TimedSelector())
-            # A container may have a /tmp of its own, without this launcher's socket.
-            has_path = not (others or has_scheduler or options.job[0] == "--")
-            where = folder / "control" if has_path else request.network.control_address
-            server = ControlServer(where, len(hosts), selector)
-            stack.enter_context(closing(server))
-            if self.exchange is not None:
-                self.exchange.begin(server)
-            given = {name: value for name, value in own.items() if value} | server.settings
-            resumed, variables = (*request.job, *known.resume_args), {**request.variables, **given}
-            kept: dict[str, str] = {}
-            if name := private.new_name() if others and not has_scheduler else "":
-                stack.callback(private.remove, name)
-                kept = take_private(variables, options.variables)
-                kept[names.LEFT_OUT] = ",".join([socket.gethostname(), *left_out(request)])
-                variables[names.PRIVATE] = name
-                with self.signals.interrupting():
-                    hand_over(request, server, name, kept, self.logins)
-            self.logins.close()
-            request = request._replace(job=resumed, variables=variables)
-            command = starter.compose(request, str(folder))
-            env = of_mpirun(os.environ, kept) if kept else os.environ
-            mpirun = MpirunProcess(starter, command, env)
-            shown = {
-                "has_prefix": has_prefix,
-                "has_stamps": options.timestamps,
-                "shows_end": options.verbose,
-            }
-            there = {host.name for host in others}
-            facts: dict[str, Any] = {
-                "here": [rank for rank, host in enumerate(hosts) if host not in there],
-                "attempt": self.attempts,
-                "hang_timeout_s": options.hang_timeout_s,
-            }
-            kept_in, kept_at = options.log_dir or self.report.folder, None
-            if kept_in is not None:
-                kept_at = Path(kept_in, f"attempt_{self.attempts}.jsonl")
-            record = stack.enter_context(closing(Record(hosts, kept_at, **facts)))
-            output = JobOutput(len(hosts), selector, *mpirun.streams, **shown)
-            of_job = (self.signals, self.console, self.stop_at, self.exchange)
-            grows = partial(search_once, options, self.plan, [*self.doubts])
-            search = grows if self.may_grow else None
-            probe = partial(gone, request) if others and not has_scheduler else None
-            Attempt(options, record, server, mpirun, output, *of_job, search, probe).run()
-            outcome = verdict(record)
-            output.settle(is_said=outcome.is_complete, log_dir=options.log_dir)
-        if others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and not has_scheduler:
-            left = [host for host in others if host.name not in record.silent_hosts]
-            kill_orphans(left, job, name, request.job[0], request.hosts.transport)
-        return outcome
+    @property
+    def _may_hold(self) -> bool:
+        """Whether a failure of the next attempt may be followed by a restart in the same agents.
+
+        A host that was left out may join at a restart, which then needs new agents.
+        """
+        has_all = len(self.plan.hosts.hosts) == len(self.plan.named.hosts)
+        return has_all and self.failures < self.options.max_restarts
+
+    def _end_agents(self) -> None:
+        """End the agents that wait for an attempt."""
+        if self.agents is not None:
+            self.agents.end(self.latest or Outcome(FAILED))
+            self.agents = None
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""
@@ -273,13 +229,33 @@ class Job:
                     named = read_hosts(self.options, os.environ, is_first=False)
                 except (UserError, JobFailed) as error:
                     log.error(f"{error} The hosts of before are used until the list is right.")
+                if self._fits(named):
+                    return self.plan
+                self._end_agents()
                 past = Past(named, self.doubts, self.enough, self.known.max_ranks)
-                planned = make_plan(self.options, os.environ, past, self.logins)
+                planned = make_plan(self.options, os.environ, past, self.launcher.logins)
         except KeyboardInterrupt:
             return interrupted
         except (UserError, JobFailed) as error:
             planned = Outcome(FAILED, str(error))
         return interrupted if self._must_stop() else planned
+
+    def _fits(self, named: Hosts) -> bool:
+        """Whether the agents that wait can make the next attempt, on these hosts."""
+        plan, agents, most = self.plan, self.agents, self.known.max_ranks
+        if (
+            agents is None
+            or not agents.are_waiting
+            or named != plan.named
+            or plan is not agents.plan
+        ):
+            return False
+        if agents.complaints:
+            log.error(agents.complaints)
+        used = {key_of(host.name, named) for host in plan.request.hosts.hosts}
+        is_doubted = len(used) > 1 and bool(used & self.doubts.keys())
+        size = plan.request.hosts.world_size
+        return not (agents.complaints or is_doubted or size > (most or size))
 
     def _begin_again(self, plan: Plan, count: str = "") -> Plan:
         """Let the next attempt run this plan, and say so."""
@@ -293,7 +269,7 @@ class Job:
 
     def _must_stop(self, within_s: float = 0.0) -> bool:
         """Whether the user requests a stop, by a signal or by --stop-after, now or within so many seconds."""
-        left_s = self.stop_at - time.monotonic()
+        left_s = self.launcher.stop_at - time.monotonic()
         return self.signals.has_stop(max(0.0, min(within_s, left_s))) or left_s <= within_s
 
 

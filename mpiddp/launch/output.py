@@ -147,6 +147,13 @@ class JobOutput:
             stream.rank = MPIRUN_AT_END
         self.show_status([])
 
+    def begin_again(self) -> None:
+        """Another attempt begins. What was said in earlier ones is said again, and explains nothing."""
+        self._said.clear()
+        self.latest.clear()
+        self._tail.clear()
+        self._tail_size = 0
+
     @property
     def last_errors(self) -> dict[int, list[str]]:
         """The last lines on stderr of each rank, MPIRUN and MPIRUN_AT_END."""

@@ -16,7 +16,6 @@ from typing import NamedTuple, TypeAlias
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import log
 from mpiddp.launch.events import (
-    LAUNCHER,
     MPIRUN,
     MPIRUN_AT_END,
     Announcement,
@@ -100,7 +99,8 @@ class Outcome(NamedTuple):
 
 def verdict(record: Record) -> Outcome:
     """The verdict, with the known cause of a failure."""
-    mpirun = MpirunEnd(**record.latest["mpirun"][LAUNCHER].facts)
+    end = record.own("mpirun")  # None: its agents wait for the next attempt
+    mpirun = MpirunEnd(**end.facts) if end else MpirunEnd("mpirun", DONE, was_ended=True)
     first = min(record.failures.values(), key=lambda each: _began(record, each), default=None)
     found = _judge(record, mpirun, first)._replace(
         stop=record.stop, announcement=record.announcement, made_steps=bool(record.paces)

@@ -8,7 +8,7 @@ news, so nobody polls.
 
     server -> member   challenge, received, taken, called, gathered, no_answer, claimed, failed
     member -> server   hello, gather, claim, fail, leave
-    launcher -> rank   stop, stopping, stacks, size, end, function, answer
+    launcher -> rank   stop, stopping, stacks, size, end, hold, again, function, answer
     rank -> launcher   those of MESSAGES
 
 Both ends prove that they have the member's key, which is never sent: the member by the server's challenge,
@@ -23,6 +23,9 @@ launcher's stdin.
 A rank's script is a process of its own, with a second connection. "stop" has the signal that the launcher has
 got, and "stopping" tells the rank that its script has got a "stop". The script of `mpiddp.spawn` asks for its
 "function", and sends its "answer", see `mpiddp.launch.control.Exchange`.
+
+After a failure the launcher may "hold" the ranks: each ends its script, says that it is "held", and waits.
+"again" begins the next attempt, in which it connects anew, with a key derived from the last one.
 """
 
 from __future__ import annotations
@@ -95,6 +98,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "failed": {"code": int, "error": str, "traceback": str, "is_verdict": bool},
     "function": {},  # it asks for that of `mpiddp.spawn`
     "answer": {"is_result": bool, "mac": str},  # and its pickle as the value
+    "held": {"error": str},  # its script has ended, and what is wrong with its host
     "exited": {},  # with code 0, but without leaving the job
     "done": {},
 }
@@ -131,6 +135,11 @@ def introduction(
 def member_key(key: str, role: str, rank: int) -> str:
     """The key of one member, from the job's."""
     return mac(key, f"{role} {rank}")
+
+
+def next_key(key: str) -> str:
+    """The job's key in the next attempt of the same agents."""
+    return mac(key, "the next attempt")
 
 
 def mac(key: str, purpose: str, value: bytes = b"") -> str:

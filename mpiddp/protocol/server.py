@@ -12,6 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -207,8 +208,13 @@ class ChannelServer:
         members = [peer for group in self._groups for peer in group.members.values()]
         for peer in (*self._strangers, *members):
             self._forget(peer).close()
-        self.selector.unregister(self._listener)
+        self.stop_listening()
         self._listener.close()
+
+    def stop_listening(self) -> None:
+        """Accept no more connections. The kernel lets new ones wait."""
+        with suppress(KeyError):  # it has stopped
+            self.selector.unregister(self._listener)
 
     @property
     def has_members(self) -> bool:

@@ -21,19 +21,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import FAILED, STOPPED, JobFailed, UserError, named_by, print_error
+from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts import private
-from mpiddp.hosts.processes import adopt_orphans, signal_at_parents_end, usage_of
+from mpiddp.hosts.processes import adopt_orphans, descendants, signal_at_parents_end, usage_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, reserve
 from mpiddp.protocol import variables
-from mpiddp.protocol.channel import OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, is_shown
+from mpiddp.protocol.channel import OUTPUT_PROCESS, STREAMS, TEXT_LIMIT, next_key
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.terminal import Terminal, give_size, prefix_of
-from mpiddp.runtime.child import MODULE, PASSED, SCRIPT, Child, Program, parse
+from mpiddp.runtime.child import MODULE, PASSED, SCRIPT, Program, parse, reap
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator, Server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
-from mpiddp.runtime.output import Input, Stream
+from mpiddp.runtime.process import RankProcess, Shown
 from mpiddp.world import World, is_joined
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
@@ -57,51 +57,130 @@ def main(argv: list[str]) -> int:
 
 
 class Agent:
-    """One rank."""
+    """One rank, over the attempts that its launcher lets it make. Without a launcher there is one."""
 
     def __init__(self, program: Program, world: World) -> None:
-        self.world, self.child = world, Child(program)
-        self.name = f"rank {world.rank} on {world.hostname}"
-        if kept := os.environ.pop(variables.PRIVATE, ""):
+        self.world, self.program = world, program
+        self.kept = os.environ.pop(variables.PRIVATE, "")
+        if self.kept:
             with named_by(""):
-                given = private.take(kept)
+                given = private.take(self.kept)
             host, *names = given.pop(variables.LEFT_OUT).split(",")
-            for each in (
-                names if host == world.hostname else ()
-            ):  # it has them from the launcher's shell
-                os.environ.pop(each, None)
+            for each in names if host == world.hostname else ():
+                os.environ.pop(each, None)  # it has them from the launcher's shell
             os.environ.update(given)
-        self._kept = kept
         address, key = os.environ.pop(variables.ADDRESS, ""), os.environ.pop(variables.SECRET, "")
-        self._launcher = Server(address, key) if address and key else None
-        self._selection = os.environ.pop(variables.OUTPUT, "") if self._launcher else ""
-        if self._launcher is None:
+        self.launcher = Server(address, key) if address and key else None
+        selection = os.environ.pop(variables.OUTPUT, "") if self.launcher else ""
+        if self.launcher is None:
             os.environ.pop(variables.JOB, None)
-        self.coordinator = Coordinator(world, None)  # until it is connected
         terminal = Terminal.parse(os.environ.pop(variables.TERMINAL, ""))
-        self._prefix = prefix_of(world.rank, world.hostname) if terminal.has_prefix else ""
-        self._terminal = terminal.behind(self._prefix)
-        self._input: Input | None = None  # of rank 0
-        streams = STREAMS if self._selection else ()
-        self._streams = [Stream(each, self.name, self._terminal) for each in streams]
-        # Those of the child, by its file descriptors. Without a launcher, it has those of the MPI.
-        self._files = {stream.number: stream.theirs for stream in self._streams}
-        # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
-        name = f"mpiddp-{os.urandom(16).hex()}-{world.rank}-error.json"
-        self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
+        self.prefix = prefix_of(world.rank, world.hostname) if terminal.has_prefix else ""
+        self.shown = Shown(selection, terminal.behind(self.prefix))
+        # Whether it waits for the launcher after a failure, which may begin the next attempt.
+        self.holds = bool(os.environ.pop(variables.HOLDS, "")) and self.launcher is not None
+        # Children of the shell that this process may have replaced by exec.
+        self.others = frozenset(descendants(os.getpid()))
+        self.spare: RankProcess | None = None  # that has imported torch, for the next attempt
         # This process's parent. Without it, nothing would end this rank.
         has_daemon = world.launcher.mpis or world.launcher.name == "slurm"
-        self._daemon = os.getppid() if has_daemon else None
+        self.daemon = os.getppid() if has_daemon else None
+        self.wakeup: int | None = None  # readable when a signal has arrived
+        self._variables = dict(os.environ)  # of every attempt
+        self.own: Mapping[str, str] = {}  # the variables of this attempt
+
+    def run(self) -> int:
+        """Make one attempt after another. Returns the exit code of the last."""
+        if self.daemon is not None:
+            signal_at_parents_end(signal.SIGTERM)
+        # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # A SIGKILL of the launcher leaves the last output to this process.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/comm").write_text(OUTPUT_PROCESS, encoding="utf-8")
+        allow_open(_SOCKETS_PER_RANK * self.world.world_size + OPEN_BESIDES)
+        if self.launcher is None:
+            give_size(1)
+        program = self.program
+        try:
+            while True:
+                attempt = Attempt(self)
+                code = attempt.run()
+                if attempt.again is None or self.launcher is None:
+                    return code
+                match attempt.again:
+                    case {"variables": dict(own), "args": list(args), "holds": bool(holds)}:
+                        self.program = program._replace(args=(*program.args, *args))
+                        self.own, self.holds = own, holds
+                        os.environ.clear()
+                        os.environ.update(self._variables, **own)
+                        self.launcher = self.launcher._replace(key=next_key(self.launcher.key))
+        finally:
+            if self.spare is not None:
+                self.spare.discard()
+
+    def process(self) -> RankProcess:
+        """The process of the next attempt: the spare one, unless the script has changed meanwhile."""
+        spare, self.spare = self.spare, None
+        if spare is not None:
+            if spare.can_begin and self.program.imports_torch:
+                return spare
+            spare.discard()
+        return RankProcess(self.program, self.world, self.shown, self.others)
+
+    def offer_spare(self) -> list[tuple[int, int]]:
+        """The files of a spare process, which the script makes before its first line: a copy of itself."""
+        self.spare = RankProcess(self.program, self.world, self.shown, self.others)
+        return self.spare.offer()
+
+    def catch_signals(self) -> None:
+        """From now on, a file is readable when a signal has arrived, and contains its number.
+
+        Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
+        """
+        if self.wakeup is not None:
+            return
+        self.wakeup, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in (*PASSED, signal.SIGCHLD):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: None)
+
+
+class Held(Exception):
+    """The launcher holds this rank, which has not met the others yet."""
+
+
+class Attempt:
+    """One attempt of a rank, from the start of its program to its end."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent, self.world, self._launcher = agent, agent.world, agent.launcher
+        self.process = agent.process()
+        self.child = self.process.child
+        self.name = f"rank {self.world.rank} on {self.world.hostname}"
+        self.coordinator = Coordinator(self.world, None)  # until it is connected
+        # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
+        name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
+        self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
+        self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
+        self._has_met = False  # the other ranks
+        self._is_held = False  # by the launcher, because some rank has failed
         self._stop_signal = 0  # with which the launcher has requested a stop
         self._ends_on_request = False
-        self._wakeup: int | None = None  # readable when a signal has arrived
         self._code: int | None = None  # with which this rank ends because of another
         self._ends_at: float | None = None  # when another rank's failure ends this one
 
     def run(self) -> int:
+        """Make the attempt. Returns the exit code of this rank, unless it is to begin `again`."""
+        code = FAILED
         try:
             self._begin()
             ending = self._serve()
+            code = ending.code
+            self._is_held |= ending.is_failure and self._holds
+        except Held:
+            pass
         except BaseException as error:
             ending = ending_of(error)
             if self._launcher is not None or not isinstance(error, Refused):
@@ -114,37 +193,40 @@ class Agent:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
+        if self._is_held:
+            return self._wait_for_launcher(code)
         if self._code is not None:
             return self._code
-        if self._ends_on_request or not ending.is_failure:
+        if self._ends_on_request or code == DONE:
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=self._ends_on_request)
-        return ending.code
+        return code
+
+    @property
+    def _holds(self) -> bool:
+        """Whether this rank waits after its failure, instead of ending the others."""
+        is_asked = self._stop_signal or self._ends_on_request or self._code is not None
+        return self.agent.holds and not is_asked
+
+    def _wait_for_launcher(self, code: int) -> int:
+        """The script has ended. Wait until the launcher begins the next attempt, or ends this rank."""
+        self.process.close()
+        self.coordinator.send("held", error="")
+        while self.again is None and self._code is None:
+            self._wait()
+        if self.again is not None and self.coordinator.connection is not None:
+            self.coordinator.connection.close()
+        return self._code or code
 
     def _begin(self) -> None:
         """Start the script, and meet the other ranks meanwhile."""
-        if self._daemon is not None:
-            signal_at_parents_end(signal.SIGTERM)
-        # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        # A SIGKILL of the launcher leaves the last output to this process.
-        with contextlib.suppress(OSError):
-            Path("/proc/self/comm").write_text(OUTPUT_PROCESS, encoding="utf-8")
-        child, world, launcher = self.child, self.world, self._launcher
-        allow_open(_SOCKETS_PER_RANK * world.world_size + OPEN_BESIDES)
-        if launcher is None:
-            give_size(1)
-        elif world.rank == 0:
-            self._input = Input(launcher, world, self._terminal)
-            self._files[0] = self._input.theirs
-        else:
-            self._files[0] = os.open(os.devnull, os.O_RDONLY)
+        child, world, launcher, agent = self.child, self.world, self._launcher, self.agent
         problem: UserError | JobFailed | None = None
         try:
             prepare(world)
-            child.program.check()
-            if not child.is_command:
-                child.start(self._files)
+            agent.program.check()
+            if not (child.is_command or child.runs):
+                self.process.start(os.environ)
         except (UserError, JobFailed) as error:
             problem = error
         if launcher is not None:
@@ -155,17 +237,19 @@ class Agent:
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
         from mpiddp.runtime.rendezvous.result import RankInfo
 
-        files = [] if world.local_world_size == world.world_size else child.program.files
+        files = [] if world.local_world_size == world.world_size else agent.program.files
         info = RankInfo.of_this_process(world, str(problem or ""), files)
         try:
             self.coordinator, env, store = meet(self.coordinator, info)
         finally:
-            if self._kept:  # all ranks have taken it
-                private.remove(self._kept)
+            if agent.kept:  # all ranks have taken it
+                private.remove(agent.kept)
+                agent.kept = ""
         # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
-        # of the script's.
+        # of the script's. Not later: the spare process is one.
         adopt_orphans()
-        self._catch_signals()
+        agent.catch_signals()
+        self._has_met = True
         ranks = self.coordinator
         if ranks.connection is not None:
             key = ranks.server.member_key(world.rank, CHANNEL_SCRIPT)
@@ -181,9 +265,11 @@ class Agent:
             store = None
         if child.is_command:
             with ranks.all_or_none():
-                child.start(self._files)
+                self.process.start(os.environ)
         else:
-            child.go(env, store)
+            has_spare = agent.holds and child.said.get("ready", {}).get("has_torch")
+            spare = agent.offer_spare() if has_spare else []
+            child.go(agent.program, {**agent.own, **env}, store, spare)
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, and the streams that it shows."""
@@ -192,9 +278,7 @@ class Agent:
         self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
         self.coordinator.send("started", host=world.hostname, pid=os.getpid())
-        for stream in self._streams:
-            if is_shown(self._selection, world.rank, stream.number):
-                stream.connect(launcher, world)
+        self.process.connect(launcher)
         if folder := os.environ.get(variables.LOG_DIR):
             self._log_to(Path(folder).absolute(), "--log-dir")
 
@@ -204,7 +288,7 @@ class Agent:
         paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}
         with named_by(option):
             folder.mkdir(parents=True, exist_ok=True)
-            for stream in self._streams:
+            for stream in self.process.streams:
                 stream.write_to(paths[stream.number])
         self.coordinator.send("log", path=str(paths[2]))
 
@@ -227,55 +311,43 @@ class Agent:
             self._wait()
         ending = child.ending()
         is_success = not (ending.is_failure or self._stop_signal or self._code)
-        left = child.left_behind() if is_success and self._streams else {}
+        streams = self.process.streams
+        left = child.left_behind() if is_success and streams else {}
         if left:
             named = ", ".join(f"pid {pid} ({command})" for pid, command in left.items())
-            self._streams[-1].say(f"ended what the script has left behind: {named}.")
+            streams[-1].say(f"ended what the script has left behind: {named}.")
         self._report(ending)
         if child.end(_END_S):  # what is left cannot be killed
-            for stream in self._streams:
+            for stream in streams:
                 stream.source.close()
-        while not all(stream.is_done for stream in self._streams):
+        while not self.process.is_done:
             self._wait()
         return ending
 
-    def _catch_signals(self) -> None:
-        """From now on, a file is readable when a signal has arrived, and contains its number.
-
-        Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
-        """
-        self._wakeup, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in (*PASSED, signal.SIGCHLD):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda number, frame: None)
-
     def _wait(self) -> None:
         """Act on what happens next."""
-        child, channel = self.child, self.coordinator
+        child, channel, process, agent = self.child, self.coordinator, self.process, self.agent
         connection = None if channel.is_lost else channel.connection
         poll = select.poll()
-        for stream in self._streams:
-            stream.register(poll)
-        if self._input is not None:
-            self._input.register(poll)
-        for file in (child.control, self._wakeup, connection):
+        process.register(poll)
+        for file in (child.control, agent.wakeup, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
         ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS))
-        for stream in self._streams:
-            stream.act(ready)
-        if self._input is not None and (manners := self._input.act(ready)):
+        if manners := process.act(ready):
             channel.send("terminal", **manners._asdict())
-        child.reap()  # then, what an ended script has said last is there
+        reap()  # then, what an ended script has said last is there
         child.hear()
         if log := child.said.pop("log_to", None):
             self._log_to(Path(log["folder"]))
+        if agent.spare is not None:
+            agent.spare.child.hear()
+            child.others.add(agent.spare.child.pid)
         if connection is not None and connection.fileno() in ready:
             channel.receive()
         self._see_failure()
-        if self._wakeup is not None and self._wakeup in ready:
-            for number in os.read(self._wakeup, 4096):
+        if agent.wakeup is not None and agent.wakeup in ready:
+            for number in os.read(agent.wakeup, 4096):
                 if number != signal.SIGCHLD:
                     child.pass_on(number)
 
@@ -290,27 +362,40 @@ class Agent:
                     self.child.pass_on(number)
                 self._stop_signal = number
             case {"type": "size", "columns": int(columns), "rows": int(rows)}:
-                self._resize(Terminal(columns=columns, rows=rows).behind(self._prefix))
+                self._resize(columns, rows)
+            case {"type": "hold"}:
+                self._hold()
+            case {"type": "again"}:
+                self.again = facts
             case {"type": "stacks"}:
                 if (text := self.child.stack()) is not None:  # else the script answers
                     usage = usage_of(self.child.pid or os.getpid())
                     self.coordinator.send("stacks", text=text[-TEXT_LIMIT:], step=0, **usage)
 
-    def _resize(self, terminal: Terminal) -> None:
+    def _resize(self, columns: int, rows: int) -> None:
         """Give the script's terminals the launcher's new size, and tell the script as a terminal does."""
-        for stream in self._streams:
-            if not stream.source.closed:
-                terminal.resize(stream.source.fileno())
-        if self._input is not None and self._input.sink is not None:
-            terminal.resize(self._input.sink)
+        agent = self.agent
+        terminal = agent.shown.terminal._replace(columns=columns, rows=rows).behind(agent.prefix)
+        agent.shown = agent.shown._replace(terminal=terminal)
+        for process in (self.process, agent.spare):
+            if process is not None:
+                process.resize(terminal)
         self.child.pass_on(signal.SIGWINCH)
+
+    def _hold(self) -> None:
+        """End the script, because another rank has failed, and wait for the launcher."""
+        if self.child.status is None or not self._has_met:
+            self._is_held = True
+        if not self._has_met:
+            raise Held
+        self.child.end(_END_S if self.child.is_command else 0.0)
 
     def _see_failure(self) -> None:
         """End with the daemon of the MPI, another rank that has failed, or the server of the job."""
         ranks = self.coordinator
         if self._code is not None:
             return
-        if self._daemon not in (None, os.getppid()):
+        if self.agent.daemon not in (None, os.getppid()):
             self._end(FAILED)
         elif ranks.code_of_failure or ranks.is_lost:
             self._ends_at = self._ends_at or time.monotonic() + GRACE_S
@@ -320,13 +405,13 @@ class Agent:
     def _end(self, code: int) -> None:
         """End the script and all that it has started, because of another rank."""
         self._code = self._code or code
-        if not self.child.pid or self._wakeup is None:  # the ranks have not met
+        if not self.child.pid or not self._has_met:
             raise SystemExit(self._code)
         self.child.end(_END_S if self.child.is_command else 0.0)
 
     def _report(self, ending: Ending) -> None:
         """Tell the launcher, or else the other ranks, how this rank ends."""
-        if self._code is not None:
+        if self._code is not None or self._is_held:
             return
         child = self.child
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
@@ -351,4 +436,5 @@ class Agent:
             line = ending.line(self.name)
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
-        self.coordinator.send("fail", code=ending.code)
+        if not self._holds:
+            self.coordinator.send("fail", code=ending.code)

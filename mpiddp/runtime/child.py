@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from mpiddp.errors import UserError, cause_of, check_program, named_by
 from mpiddp.hosts.files import files_of, import_folders, imported_by, texts_of
 from mpiddp.hosts.processes import (
+    OomKills,
     command_of,
     descendants,
     end_all,
@@ -150,35 +151,39 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class Child:
-    """The process of a rank's script, which waits for `go` once it has imported torch, or of its command."""
+    """The process of a rank's script, which waits for `go` once it has imported torch, or of its command.
 
-    def __init__(self, program: Program) -> None:
+    `others` are processes below the agent that are not the child's.
+    """
+
+    def __init__(self, program: Program, others: Iterable[int]) -> None:
         self.program, self.is_command = program, program.kind == COMMAND
+        self.others = {*others}
         self.pid = 0  # until it has started
         self.status: int | None = None  # its exit code, -N for signal N, once it has ended
         self.said: dict[str, dict[str, Any]] = {}  # by the script, by type
         self.passed: set[int] = set()  # the signals
         self.control: socket.socket | None = None  # to the script, until that has closed it
+        self._process: subprocess.Popen[bytes] | None = None
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
-        self._kills_before = kills_in(group_of())
+        self._kills_before: OomKills | None = None  # before it, in this control group
 
     @property
     def runs(self) -> bool:
         return self.pid > 0 and self.status is None
 
-    def start(self, files: Mapping[int, int]) -> None:
+    def start(self, files: Mapping[int, int], variables: Mapping[str, str]) -> None:
         """Start it with these open files, by its own file descriptors. They are closed here."""
         program = self.program
-        # Children of the shell that the agent may have replaced by exec.
-        self._others = frozenset(descendants(os.getpid()))
+        self._kills_before = kills_in(group_of())
         ours, theirs = socket.socketpair()
-        argv, env, passed = [program.name, *program.args], dict(os.environ), [theirs.fileno()]
+        argv, env, passed = [program.name, *program.args], dict(variables), [theirs.fileno()]
         if self.is_command:
             env, passed = command_environment(env), []
         else:
-            start = [sys.executable, "-c", _START % program.imports_torch, str(theirs.fileno())]
-            argv = [*start, program.kind, *argv]
+            code = _START % program.imports_torch
+            argv = [sys.executable, "-c", code, str(theirs.fileno()), program.kind, *argv]
             passed += (
                 [int(env["PMI_FD"])] if "PMI_FD" in env else []
             )  # Hydra's, for an MPI of its own
@@ -201,15 +206,37 @@ class Child:
             for file in (*files.values(), theirs.detach()):
                 os.close(file)
         self.pid, self.control = self._process.pid, ours
+        _running[self.pid] = self
         for number in tuple(self.passed):  # before there was a command
             self.pass_on(number)
 
-    def go(self, env: Mapping[str, str], store: socket.socket | None) -> None:
-        """Let the script begin, with these variables. `store`: where rank 0 serves torch's store."""
-        line, listeners = json.dumps(env).encode() + b"\n", [store.fileno()] if store else []
+    def offer(self) -> int:
+        """Let another child make this one, a copy of itself, with this end of its socket, see `go`."""
+        self.control, theirs = socket.socketpair()
+        return theirs.detach()
+
+    def go(
+        self,
+        program: Program,
+        variables: Mapping[str, str],
+        store: socket.socket | None,
+        spare: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Let the script begin, with these variables. `store`: where rank 0 serves torch's store.
+
+        `spare` are the files of a copy that waits for a restart: its socket, and then its streams, each after
+        its number. A copy was made before the last arguments of its program were known.
+        """
+        self._kills_before = kills_in(group_of())
+        args = program.args[len(self.program.args) :]
+        facts = {"variables": variables, "args": args, "spare": [number for number, _ in spare]}
+        line = json.dumps(facts).encode() + b"\n"
+        files = [*(file for _, file in spare), *([store.fileno()] if store else [])]
         with contextlib.suppress(ConnectionError):  # the script has ended
             if self.control is not None:
-                socket.send_fds(self.control, [line], listeners)
+                socket.send_fds(self.control, [line], files)
+        for _, file in spare:
+            os.close(file)
         if store is not None:
             store.close()
 
@@ -226,6 +253,9 @@ class Child:
                 if line.startswith(b"{"):
                     facts = json.loads(line)
                     self.said[facts["type"]] = facts
+                    if facts["type"] == "ready" and not self.pid:  # a copy
+                        self.pid = facts["pid"]
+                        _running[self.pid] = self
                 else:
                     self._frames.append(line.decode(errors="replace"))
 
@@ -260,12 +290,11 @@ class Child:
             if self.runs:
                 (os.killpg if self.is_command else os.kill)(self.pid, number)
 
-    def reap(self) -> None:
-        """Collect the child and the adopted orphans that have ended."""
-        with contextlib.suppress(ChildProcessError):
-            for pid, status in iter(partial(os.waitpid, -1, os.WNOHANG), (0, 0)):
-                if pid == self.pid:
-                    self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
+    def collected(self, status: int) -> None:
+        """It has ended, as waitpid() says."""
+        self.status = os.waitstatus_to_exitcode(status)
+        if self._process is not None:
+            self._process.returncode = self.status
 
     def ending(self) -> Ending:
         """What wait() says, with the script's own reason."""
@@ -283,15 +312,26 @@ class Child:
     def left_behind(self) -> dict[int, str]:
         """The processes that outlive the program, once helpers have had time to end: pids and commands."""
         deadline = time.monotonic() + _HELPERS_S
-        while (left := descendants(os.getpid(), but=self._others)) and time.monotonic() < deadline:
+        while (left := descendants(os.getpid(), but=self.others)) and time.monotonic() < deadline:
             time.sleep(_WRITTEN_S)
         return {pid: command_of(pid) or name for pid, name in left.items()}
 
     def end(self, grace_s: float) -> Collection[int]:
         """End all that is left, see `end_all`. Returns the processes that cannot be killed."""
-        left = end_all(lambda: descendants(os.getpid(), but=self._others), grace_s=grace_s)
-        self.reap()
+        left = end_all(lambda: descendants(os.getpid(), but=self.others), grace_s=grace_s)
+        reap()
         return left
+
+
+_running: dict[int, Child] = {}  # by pid
+
+
+def reap() -> None:
+    """Collect the children and the adopted orphans of this process that have ended."""
+    with contextlib.suppress(ChildProcessError):
+        for pid, status in iter(partial(os.waitpid, -1, os.WNOHANG), (0, 0)):
+            if (child := _running.pop(pid, None)) is not None:
+                child.collected(status)
 
 
 def _begin(agent: int) -> None:

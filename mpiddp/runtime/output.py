@@ -100,6 +100,14 @@ class Stream:
         """Add a line of mpiddp's own, for the launcher to show."""
         self._unsent += f"mpiddp: {self._rank}: {sentence}\n".encode(errors="backslashreplace")
 
+    def close(self) -> None:
+        """Read no more of it, and tell the launcher that it has ended."""
+        self.source.close()
+        for each in (self.connection, self._file):
+            if each is not None:
+                each.close()
+        self.connection = self._file = None
+
     def _save(self, chunk: bytes | bytearray) -> None:
         if self._file is None:
             self._unfiled += chunk[: _MOST_UNFILED - len(self._unfiled)]
@@ -121,20 +129,24 @@ class Input:
     line, that terminal follows what the script sets here.
     """
 
-    def __init__(self, launcher: Server, world: World, terminal: Terminal) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         pair = terminal.open(0)
         self.is_terminal = pair is not None
         self.theirs, sink = pair[::-1] if pair else os.pipe()
         self.sink: int | None = sink  # until the script, or the launcher, has ended it
         os.set_blocking(sink, False)
-        self._connection, _ = connect_to_server(launcher, world, INPUT)
-        self._connection.setblocking(False)
+        self._connection: socket.socket | None = None
         self._unwritten = b""
         self._manners = Manners()
 
+    def connect(self, launcher: Server, world: World) -> None:
+        """Read the launcher's stdin."""
+        self._connection, _ = connect_to_server(launcher, world, INPUT)
+        self._connection.setblocking(False)
+
     def register(self, poll: select.poll) -> None:
         """Let `poll` report what `act` needs."""
-        if self.sink is None:
+        if self.sink is None or self._connection is None:
             return
         if not self._unwritten:
             poll.register(self._connection, select.POLLIN)
@@ -144,7 +156,7 @@ class Input:
 
     def act(self, ready: Mapping[int, int]) -> Manners | None:
         """Pass on what the events of poll(2) allow. Returns what the script has set, if it is new."""
-        if self.sink is None:
+        if self.sink is None or self._connection is None:
             return None
         try:
             if self.is_terminal and ready.get(self.sink, 0) & select.POLLIN:
@@ -171,5 +183,7 @@ class Input:
     def close(self) -> None:
         if self.sink is not None:
             os.close(self.sink)
-            self._connection.close()
             self.sink = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None

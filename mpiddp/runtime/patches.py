@@ -20,16 +20,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from mpiddp.hosts.processes import signal_at_parents_end
+from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol.variables import NO_PATCHES
-from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, stop_on
+from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, current, stop_on
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
+_SPARE, _ADOPTED_S = "mpiddp-spare", 0.001  # its name, and how often it looks for its new parent
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 
 
@@ -40,6 +43,7 @@ class Script(NamedTuple):
     control: socket.socket  # to the agent
     imports_torch: bool  # before its first line
     mpi_ended: bool  # the agent has ended MPI
+    name: str  # of its process, as ps and top show it
 
 
 def apply(patches: Iterable[Callable[[Script], None]], script: Script) -> None:
@@ -124,6 +128,46 @@ def await_gloo() -> None:
 # --- when they have met ---
 
 
+def spare(script: Script, files: Mapping[int, int]) -> Script | None:
+    """With --max-restarts, a copy of this process is made, which waits for a restart.
+
+    It has imported torch, and shares this process's memory. The agent adopts it: a script has no child that
+    it does not know. `files` are its streams by their numbers, and by -1 its socket to the agent. Returns
+    None in this process, and in the copy what it is.
+    """
+    agent, between = os.getppid(), os.fork()
+    if between:
+        os.waitpid(between, 0)
+        return None
+    between = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(_ADOPTED_S)
+    signal_at_parents_end(signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(1)
+    os.setpgid(0, 0)
+    script.control.close()
+    for number, file in files.items():
+        if number >= 0:
+            os.dup2(file, number)
+    session = current()  # a copy has a new one
+    session.has_agent = True
+    session.control = out_of_the_way(socket.socket(fileno=os.dup(files[-1])))
+    script = script._replace(session=session, control=session.control)
+    if is_on(stack.__name__):
+        stack(script)
+    name_process(_SPARE)
+    return script
+
+
+def name_process(name: str) -> None:
+    """Name this process, as ps and top show it."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name, encoding="utf-8")
+
+
 def finalized_mpi(script: Script) -> None:
     """Under a raw mpirun `mpi4py.MPI` is refused: the agent has ended MPI, a second start may abort."""
     if script.mpi_ended:
@@ -204,4 +248,4 @@ def no_dns() -> Iterator[None]:
 
 BEFORE_RANKS_MEET = (crash_stack, stack, lines, gloo_end, torch_ahead)
 ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal, optimizer_steps)
-IN_A_CALL = (no_dns,)
+IN_A_CALL = (spare, no_dns)

@@ -19,13 +19,14 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 from mpiddp.errors import STOPPED
 from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import Session, current, script_session, stop_on
+from mpiddp.runtime.job.session import current, script_session, stop_on
 from mpiddp.world import World
 
 # glibc's malloc.h
@@ -33,6 +34,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
+_MOST_FILES = 5  # of a spare process: its socket and its streams; and where the store listens
 _OURS = str(Path(__file__).parent)  # the folder whose frames lead to a script
 
 
@@ -46,12 +48,13 @@ def main(*, imports_torch: bool) -> None:
         # What python puts there.
         sys.path.insert(0, str(Path(name).resolve().parent if kind == "script" else Path.cwd()))
     mpi_ended = bool(World.from_env().launcher.mpis) and JOB not in os.environ
-    script = patches.Script(session, control, imports_torch, mpi_ended)
+    comm = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
+    script = patches.Script(session, control, imports_torch, mpi_ended, comm)
     patches.apply(patches.BEFORE_RANKS_MEET, script)
-    session.tell_agent("ready", has_torch="torch" in sys.modules)
     sys.argv = sys.argv[3:]
     try:
-        _begin(session, control)
+        script = _begin(script)
+        session = script.session
         patches.apply(patches.ONCE_THEY_HAVE_MET, script)
         if observer := os.environ.get(OBSERVER):
             import_module(observer).observe()
@@ -76,27 +79,49 @@ def main(*, imports_torch: bool) -> None:
     sys.exit(ending.code)
 
 
-def _begin(session: Session, control: socket.socket) -> None:
+def _begin(script: patches.Script) -> patches.Script:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    The agent sends a line: the variables that a script finds under torchrun, and where the server of the job
-    is. The file on rank 0 where it serves torch's store comes with the first byte.
+    The agent sends a line: the variables that a script finds under torchrun, where the server of the job is,
+    and the last arguments, if the process is older than these. With its first byte come the files of a
+    spare process, and on rank 0 that where it serves torch's store.
     """
-    first, listeners, _, _ = socket.recv_fds(control, 1, 1)
-    line = first + control.makefile("rb").readline()
-    if not line.endswith(b"\n"):
-        os._exit(1)
-    env = json.loads(line)
+    facts, files = _told_by_agent(script)
+    while numbers := facts["spare"]:
+        of_spare, others = dict(zip(numbers, files, strict=False)), files[len(numbers) :]
+        spare = patches.spare(script, of_spare) if patches.is_on("spare") else None
+        for file in (*of_spare.values(), *(others if spare else ())):
+            os.close(file)
+        if spare is None:
+            files = others
+            break
+        script = spare
+        facts, files = _told_by_agent(script)
+        patches.name_process(script.name)
+    env = facts["variables"]
     os.environ.update(env)
+    sys.argv += facts["args"]
     script_session()  # which connects it
     if torch := sys.modules.get("torch"):
         if threads := env.get("OMP_NUM_THREADS"):  # only now known
             torch.set_num_threads(int(threads))
-        for listener in listeners:
+        for listener in files:
             from mpiddp.runtime.rendezvous.store import serve_store
 
             os.set_inheritable(listener, False)  # recv_fds ignores its flags
-            session.torch_store = serve_store(env, listener)
+            script.session.torch_store = serve_store(env, listener)
+    return script
+
+
+def _told_by_agent(script: patches.Script) -> tuple[dict[str, Any], list[int]]:
+    """What the agent says once the ranks have met, and the files that come with it."""
+    has_torch = "torch" in sys.modules
+    script.session.tell_agent("ready", has_torch=has_torch, pid=os.getpid())
+    first, files, _, _ = socket.recv_fds(script.control, 1, _MOST_FILES)
+    line = first + script.control.makefile("rb").readline()
+    if not line.endswith(b"\n"):
+        os._exit(1)
+    return json.loads(line), files
 
 
 def _run(kind: str, name: str) -> None:

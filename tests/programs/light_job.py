@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mpiddp.launch.control import ControlServer
+from mpiddp.launch.control import ControlServer, listen
 from mpiddp.launch.output import JobOutput
 from mpiddp.protocol.channel import INPUT, STREAMS
 from mpiddp.protocol.server import TimedSelector
@@ -22,20 +22,23 @@ from tests.support.patience import PATIENCE_S
 
 # A rank's agent, whose script does without the other ranks.
 RANK = """
-import sys, tempfile
+import os, sys, tempfile
 from pathlib import Path
 from mpiddp.hosts.processes import adopt_orphans
-from mpiddp.runtime.agent import Agent
+from mpiddp.runtime import agent
 from mpiddp.runtime.child import SCRIPT, Program
 from mpiddp.world import TORCH, World
 
-class Alone(Agent):
+class Alone(agent.Attempt):
     def _begin(self):
         adopt_orphans()
-        self._catch_signals()
+        self.agent.catch_signals()
+        self._has_met = True
         self._connect(self._launcher)
-        self.child.start(self._files)
-        self.child.go(dict(zip(TORCH, sys.argv[1:3] * 2)), None)
+        self.process.start(os.environ)
+        self.child.go(self.agent.program, dict(zip(TORCH, sys.argv[1:3] * 2)), None)
+
+agent.Attempt = Alone
 
 FIRST = '''
 import os, signal, subprocess, sys, time
@@ -49,13 +52,13 @@ world = World(rank, world_size, rank, world_size, hostname="node1")
 with tempfile.TemporaryDirectory() as folder:
     script = Path(folder, "script.py")
     script.write_text(FIRST + sys.argv[3])
-    sys.exit(Alone(Program(SCRIPT, str(script)), world).run())
+    sys.exit(agent.Agent(Program(SCRIPT, str(script)), world).run())
 """
 
 
 def main(codes: list[str]) -> None:
     with TimedSelector() as selector, tempfile.TemporaryDirectory() as folder:
-        server = ControlServer(Path(folder, "control"), len(codes), selector)
+        server = ControlServer(listen(Path(folder, "control")), len(codes), selector)
         env = {**os.environ, **server.settings, OUTPUT: "all"}
         ranks, inputs = [], []
         pipes = {number: os.pipe() for number in STREAMS}

@@ -80,6 +80,102 @@ def test_a_stop_before_a_restart(here):
     assert (done.code, done.said[-1]) == (130, "interrupted before a restart.")
 
 
+# --- in the same agents ---
+
+
+KILLED_TWICE = """
+import os, signal, sys
+import torch.distributed as dist
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+if attempt == 1 and rank == 1:
+    sys.exit(7)  # while the others restart
+dist.init_process_group("gloo")
+print(f"attempt {attempt} of rank {rank} in {os.getppid()} is {os.getpid()}", *sys.argv[1:], flush=True)
+if attempt == 0:
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
+def test_a_restart_in_the_same_agents(place):
+    """A restart on the same hosts keeps mpirun and the ranks' agents, also after two failures in a row."""
+    script = place.script(KILLED_TWICE)
+    options = (*place.where(3), "--max-restarts", "2", "--log-ranks", "all")
+    done = place.run("launch", *options, script, "an argument").assert_ok()
+    lines = re.findall(r"attempt (\d) of rank (\d) in (\d+) is (\d+) an argument", done.stdout)
+    started = {(int(attempt), int(rank)): (agent, pid) for attempt, rank, agent, pid in lines}
+    assert started.keys() == {(attempt, rank) for attempt in (0, 2) for rank in range(3)}
+    for rank in range(3):
+        (before, first), (after, last) = started[0, rank], started[2, rank]
+        assert before == after
+        assert first != last
+    assert done.stderr.count("restarting on ") == 2
+    assert not place.processes()
+
+
+WAITS_FOR_A_FILE = """
+import os, sys, time
+{first}
+import torch
+print("ready", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "spares"),
+    [("", 2), ("os.environ['OMP_NUM_THREADS'] = '1'", 0)],
+    ids=["torch", "none"],
+)
+def test_a_spare_python(here, first, spares):
+    """With --max-restarts, a Python with torch waits for each rank, and takes less than 130 MB."""
+    script = here.script(WAITS_FOR_A_FILE.format(first=first))
+    end = here.folder / "end"
+    options = (*here.where(2), "--max-restarts", "1", "--log-ranks", "all")
+    job = here.start("launch", *options, script, str(end))
+    job.until("ready", times=2)
+    scripts = [each for each in here.processes(script) if " -c import sys" in each.command]
+    waiting = [each for each in scripts if comm_of(each.pid) == "mpiddp-spare"]
+    sizes = [pss_of(each.pid) for each in waiting]
+    end.touch()
+    job.wait().assert_ok()
+    assert (len(scripts) - len(waiting), len(waiting)) == (2, spares)
+    assert all(size < 130e6 for size in sizes), sizes
+    assert not here.processes()
+
+
+def comm_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+
+
+def pss_of(pid: int) -> int:
+    """The memory of a process, in which shared pages count in part, in bytes."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
+    return int(re.findall(r"^Pss: +(\d+) kB", text, re.M)[0]) * 1024
+
+
+@pytest.mark.parametrize("killed", ["agent", "launcher"])
+def test_what_is_killed_between_two_attempts(here, killed):
+    """A job restarts without an agent that was killed between two attempts. None outlives its launcher."""
+    script = here.script("1 / 0", "fails.py")
+    job = here.start("launch", *here.where(2), "--max-restarts", "4", script)
+    job.until("failed first: ZeroDivisionError", times=3)  # the pause is 2 s now
+    agents = [each for each in here.processes(script) if " run " in each.command]
+    if killed == "launcher":
+        job.signal(signal.SIGKILL)
+    else:
+        here.kill(agents[-1])
+        done = job.wait()
+        assert done.code == 1
+        assert done.stderr.count("failed first: ZeroDivisionError") == 5
+    eventually(lambda: not here.processes())
+
+
 # --- hosts left out, spares ---
 
 

@@ -22,7 +22,7 @@ import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.launch.command import Command
-from mpiddp.launch.control import ControlServer
+from mpiddp.launch.control import ControlServer, listen
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.starters import STARTERS
 from mpiddp.protocol.server import Message, TimedSelector
@@ -37,20 +37,22 @@ from tests.support.ranks import ROOT, clean_env
 RANK = """
 import os, sys
 from mpiddp.errors import JobFailed, print_error
-from mpiddp.runtime.agent import Agent
+from mpiddp.runtime import agent
 from mpiddp.runtime.child import COMMAND, Program
 from mpiddp.world import World
 
-class Alone(Agent):
+class Alone(agent.Attempt):
     def _begin(self):
+        self._has_met = True
         self._connect(self._launcher)
         os.environ["TORCHELASTIC_RUN_ID"] = "1"
         code = "import os, sys, time\\n" + sys.argv[1]
         self.child.program = Program(COMMAND, sys.executable, ("-c", code))
-        self.child.start({})
+        self.child.start({}, os.environ)
 
+agent.Attempt = Alone
 try:
-    sys.exit(Alone(Program(COMMAND, "python"), World(1, 2, 1, 2)).run())
+    sys.exit(agent.Agent(Program(COMMAND, "python"), World(1, 2, 1, 2)).run())
 except JobFailed as error:
     print_error(error)
 """
@@ -61,7 +63,7 @@ class Launcher:
 
     def __init__(self, address: str | None = "127.0.0.1") -> None:
         self.selector = TimedSelector()
-        self.server = ControlServer(place_to_listen(address), 2, self.selector)
+        self.server = ControlServer(listen(place_to_listen(address)), 2, self.selector)
         self.messages: list[Message] = []
 
     @property
@@ -129,7 +131,7 @@ def test_a_rank_exits_when_it_loses_its_launcher(launcher):
             "lost the connection to the launcher; exiting."
             in rank.communicate(timeout=PATIENCE_S)[1]
         )
-    launcher.server = ControlServer("127.0.0.1", 2, launcher.selector)
+    launcher.server = ControlServer(listen("127.0.0.1"), 2, launcher.selector)
 
 
 def test_a_process_that_a_rank_starts_does_not_inherit_the_secret(launcher):

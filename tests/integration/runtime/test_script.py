@@ -18,7 +18,7 @@ import pytest
 from mpiddp import errors
 from mpiddp.errors import print_from_one_rank
 from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
-from mpiddp.runtime.child import COMMAND, Child, Program
+from mpiddp.runtime.child import COMMAND, Child, Program, reap
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, run_command, script
 
@@ -184,11 +184,11 @@ def test_a_script_that_closes_its_files_and_opens_others_ends(tmp_path):
 
 def test_a_signal_that_comes_before_a_command_reaches_it(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a rank that has joined")
-    child = Child(Program(COMMAND, "sleep", ("600",)))
+    child = Child(Program(COMMAND, "sleep", ("600",)), others=())
     child.pass_on(signal.SIGTERM)
-    child.start({})
+    child.start({}, os.environ)
     while child.status is None:
-        child.reap()
+        reap()
     assert child.status == -signal.SIGTERM
 
 

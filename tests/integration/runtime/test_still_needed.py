@@ -70,6 +70,7 @@ OF_PYTHON = {
     patches.lines: ("import sys; print(sys.stdout.line_buffering)", "False"),
     patches.stack: ("import os, signal; os.kill(os.getpid(), signal.SIGURG)", ""),
     patches.torch_ahead: ("import gc, torch; print(len(gc.get_objects()) > 100_000)", "True"),
+    patches.spare: ("import sys, torch; print(len(sys.modules) > 500)", "True"),
     patches.gloo_end: (THREADS, "True"),
     patches.optimizer_steps: (STEPS, "[]"),
 }

@@ -23,7 +23,7 @@ from mpiddp.errors import FAILED
 from mpiddp.launch import attempt
 from mpiddp.launch.attempt import Attempt
 from mpiddp.launch.command import Command, Starter
-from mpiddp.launch.control import ControlServer, SignalQueue
+from mpiddp.launch.control import ControlServer, SignalQueue, listen
 from mpiddp.launch.events import Record, Stop
 from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.options import LaunchOptions
@@ -46,7 +46,7 @@ class Job:
     def __init__(self, options: LaunchOptions = NO_LIMITS, starter: Starter = OPEN_MPI) -> None:
         self.selector = TimedSelector()
         self.folder = Path(tempfile.mkdtemp())
-        self.server = ControlServer(self.folder / "control", 2, self.selector)
+        self.server = ControlServer(listen(self.folder / "control"), 2, self.selector)
         self.mpirun = MpirunProcess(starter, Command("sleep", (), ("1000",)))
         self.outputs = JobOutput(2, self.selector, *self.mpirun.streams)
         self.signals = SignalQueue()

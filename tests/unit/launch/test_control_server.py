@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.control import Console, ControlServer
+from mpiddp.launch.control import Console, ControlServer, listen
 from mpiddp.protocol.channel import RANK, SCRIPT, VIEWED_AT, encode
 from mpiddp.protocol.server import Message, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
@@ -39,7 +39,7 @@ class Job:
 
     def __init__(self, address: str | None) -> None:
         self.selector = TimedSelector()
-        self.server = ControlServer(place_to_listen(address), 3, self.selector)
+        self.server = ControlServer(listen(place_to_listen(address)), 3, self.selector)
         self.messages: list[Message] = []
         self.heard: dict[Coordinator, list[dict[str, Any]]] = {}
         self._is_over = threading.Event()

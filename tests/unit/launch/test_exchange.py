@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed
-from mpiddp.launch.control import ControlServer, Exchange
+from mpiddp.launch.control import ControlServer, Exchange, listen
 from mpiddp.launch.main import _final
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, mac, member_key
@@ -41,7 +41,7 @@ def script_of(exchange: Exchange, address: str | None = "127.0.0.1") -> Iterator
     """The channel of a rank's script, whose launcher a thread runs."""
     pytest.importorskip("cloudpickle")
     with TimedSelector() as selector:
-        server = ControlServer(place_to_listen(address), 2, selector)
+        server = ControlServer(listen(place_to_listen(address)), 2, selector)
         is_over = threading.Event()
 
         def serve() -> None:

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import job as jobs_of
+from mpiddp.launch.agents import Launcher
 from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.events import Announcement, Event, Record, Stop
 from mpiddp.launch.options import parse_options
@@ -52,7 +54,8 @@ def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
             parsed = parse_options([*where, *options, "--", "./program"])
             stop_at = time.monotonic() + left_s
             plan = make_plan(parsed, os.environ)
-            return jobs_of.Job(parsed, plan, signals, Console(), Report("a"), stop_at)
+            of_job = (signals, Console(), stop_at, None, None, Logins())
+            return jobs_of.Job(Launcher(parsed, *of_job), plan, Report("a"))
 
         yield make
 
