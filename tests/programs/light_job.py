@@ -27,16 +27,17 @@ from pathlib import Path
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.runtime import agent
 from mpiddp.runtime.child import SCRIPT, Program
+from mpiddp.runtime.rank import Rank
 from mpiddp.world import TORCH, World
 
 class Alone(agent.Attempt):
     def _begin(self):
         adopt_orphans()
-        self.agent.catch_signals()
+        self.rank.catch_signals()
         self._has_met = True
         self._connect(self._launcher)
         self.process.start(os.environ)
-        self.child.go(self.agent.program, dict(zip(TORCH, sys.argv[1:3] * 2)), None)
+        self.child.go(self.rank.program, dict(zip(TORCH, sys.argv[1:3] * 2)), None)
 
 agent.Attempt = Alone
 
@@ -52,7 +53,7 @@ world = World(rank, world_size, rank, world_size, hostname="node1")
 with tempfile.TemporaryDirectory() as folder:
     script = Path(folder, "script.py")
     script.write_text(FIRST + sys.argv[3])
-    sys.exit(agent.Agent(Program(SCRIPT, str(script)), world).run())
+    sys.exit(agent.run(Rank(Program(SCRIPT, str(script)), world)))
 """
 
 

@@ -39,6 +39,7 @@ import os, sys
 from mpiddp.errors import JobFailed, print_error
 from mpiddp.runtime import agent
 from mpiddp.runtime.child import COMMAND, Program
+from mpiddp.runtime.rank import Rank
 from mpiddp.world import World
 
 class Alone(agent.Attempt):
@@ -52,7 +53,7 @@ class Alone(agent.Attempt):
 
 agent.Attempt = Alone
 try:
-    sys.exit(agent.Agent(Program(COMMAND, "python"), World(1, 2, 1, 2)).run())
+    sys.exit(agent.run(Rank(Program(COMMAND, "python"), World(1, 2, 1, 2))))
 except JobFailed as error:
     print_error(error)
 """
