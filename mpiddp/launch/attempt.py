@@ -294,10 +294,14 @@ class Attempt:
                 self.output.follow(Manners(facts["echo"], facts["lines"]))
             case "stopped" if record.stop is Stop.TO_GROW and record.phase is Phase.RUNNING:
                 self._begin_grace()
+            case "claim" if record.phase < Phase.ENDING:
+                self._ask_for_stacks()  # the other ranks may be gone soon
             case "failed" if self._may_hold and record.phase < Phase.ENDING:
                 self._begin_end(has_failed=True)
                 self._timers.after(GRACE_S, self._hold)
             case "failed" | "lost" if rank in record.failures and record.phase < Phase.ENDING:
+                if not record.latest["claim"]:
+                    self._ask_for_stacks()
                 # Most starters end the other ranks, and the ranks' own watch always does. Only this process
                 # notices a host that has stopped answering.
                 spread_s = 0.0 if record.silent_hosts else SPREAD_S
@@ -359,6 +363,7 @@ class Attempt:
     def _run_on(self) -> None:
         """All ranks have joined."""
         self.output.hold_mpirun()
+        self._ask_for_calls()
         if self.search is not None:
             self._ask_in_thread(self.search, self.options.grow_s, self._found)
 
@@ -366,8 +371,9 @@ class Attempt:
         record = self.record
         if self._found:
             self._grow(self._found.pop())
-        if now >= (record.windows[-1].at if record.windows else record.began_at) + WINDOW_S:
-            record.note("window", **find_stragglers(record, now))
+        since = record.windows[-1].at if record.windows else record.began_at
+        if now >= since + WINDOW_S and (late := find_stragglers(record, since, now)) is not None:
+            record.note("window", **late)
             found, sentence = straggler_sentence(record, is_chronic=True)
             if found:  # each is named once
                 self.output.log(sentence, about=f"stragglers {sorted(found)}")
@@ -378,6 +384,11 @@ class Attempt:
             self._ask_for_stacks()
         if self.output.shows_status:
             self.output.show_status(status_lines(record, now))
+
+    def _ask_for_calls(self) -> None:
+        """Ask the scripts for their collectives, again and again."""
+        self.server.request_calls()
+        self._timers.after(WINDOW_S, self._ask_for_calls)
 
     def _ask_for_stacks(self) -> None:
         """Ask the ranks for their stacks, unless they are on their way."""
@@ -399,7 +410,7 @@ class Attempt:
         record, viewers = self.record, self._viewers
         self._viewers = []
         stacks = {rank: facts["text"] for rank, facts in record.stacks.items()}
-        sentence = places_sentence(record) if viewers else ""
+        sentence = places_sentence(record, range(record.world_size)) if viewers else ""
         for viewer in viewers:
             self.console.answer(viewer, sentence=sentence, stacks=stacks)
         if self._is_late:
@@ -410,8 +421,8 @@ class Attempt:
         if self._is_quiet:  # no rank has moved meanwhile
             record.note("looked")
             sentences = hang_sentences(record)
-            for sentence in sentences:
-                self.output.log(sentence, is_error=True)
+            for about, sentence in sentences.items():
+                self.output.log(sentence, about, is_error=True)
             if sentences and self.options.hang_timeout_s is not None:
                 self._end_job("the job hung and was stopped.")
 

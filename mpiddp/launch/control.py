@@ -147,6 +147,11 @@ class ControlServer(ChannelServer):
             self.send(rank, encode("stacks"), to_script=rank in self._scripts)
         return self.connected
 
+    def request_calls(self) -> None:
+        """Request of every script what collectives it has called."""
+        for rank in self._scripts:
+            self.send(rank, encode("calls"), to_script=True)
+
     def request_stop(self, number: int, *ranks: int) -> None:
         """Request a stop of these ranks, as far as they are connected, by this signal."""
         for rank in ranks:

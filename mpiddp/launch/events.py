@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TextIO
 
 from mpiddp.errors import STOPPED
 from mpiddp.launch import log
+from mpiddp.launch.collectives import Call, Group, calls_of
 from mpiddp.launch.pace import Pace
 from mpiddp.launch.places import Place, place_of
 from mpiddp.text import escaped
@@ -33,7 +34,7 @@ ENDS = frozenset(["done", "exited", "failed", "lost"])
 # The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and what the server sees of their connections.
 OF_RANKS = ENDS | {
     *("started", "joining", "log", "announce", "run_dir", "saved", "supports_stop"),
-    *("progress", "saving", "stopped", "stacks", "claim", "held"),
+    *("progress", "saving", "stopped", "stacks", "calls", "claim", "held"),
 }
 # What the launcher does, and its facts.
 OF_LAUNCHER: dict[str, tuple[str, ...]] = {
@@ -44,7 +45,10 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     "asked": ("ranks",),  # for their stacks
     "looked": (),  # at the stacks, because the job is quiet
     "printed": (),  # the job has written something, before its first step
-    "window": ("ranks", "works"),  # the stragglers of the latest steps, and what they do
+    "window": (
+        "ranks",
+        "share",
+    ),  # the stragglers, and the share of time in which others wait for them
     "stop": ("by", "reason", "signal"),  # is requested by somebody of `Stop`
     "kill": (),  # without a save: the user has requested it again
     "grace": (),  # from now on, the ranks have limited time to stop
@@ -141,7 +145,10 @@ class Record:
         self.announcement = Announcement()
         self.stacks: dict[int, dict[str, Any]] = {}  # that were asked for last
         self.mute: set[int] = set()  # the ranks that have not sent these
-        # The latest looks at the stacks, and the latest windows of steps.
+        # Of torch's collectives; and by how many seconds a rank's clock is behind this one at most.
+        self.calls: dict[Group, dict[int, dict[int, Call]]] = defaultdict(dict)
+        self.clocks: dict[int, float] = {}
+        # The latest looks at the stacks, and the latest windows for stragglers.
         self.looks: deque[tuple[float, dict[int, Place]]] = deque(maxlen=2)
         self.windows: deque[Event] = deque(maxlen=CHRONIC)
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
@@ -179,6 +186,8 @@ class Record:
                 # An agent answers in the place of a script that makes steps, unless that is only slow.
                 is_held = not event.from_script and rank in self.paces
                 self.stacks[rank] = {**facts, "is_held": is_held}
+            case "calls":
+                self._note_calls(event)
             case "looked":
                 places = {rank: place_of(self.stacks.get(rank)) for rank in self.left}
                 self.looks.append((event.at, places))
@@ -202,8 +211,18 @@ class Record:
         if kind in ENDS | {"stacks"}:
             self.mute.discard(rank)
 
+    def _note_calls(self, event: Event) -> None:
+        """These are the rank's latest calls. Its message that was the fastest tells its clock best."""
+        rank, behind_s = event.rank, event.at - event.facts["now_us"] / 1e6
+        self.clocks[rank] = min(behind_s, self.clocks.get(rank, behind_s))
+        for ranks in self.calls.values():
+            ranks.pop(rank, None)
+        for group, calls in calls_of(event.facts, self.clocks[rank]).items():
+            self.calls[group][rank] = calls
+
     def _write(self, event: Event) -> None:
-        if self._file is None or (event.kind == "progress" and self._size > _LARGEST):
+        is_frequent = event.kind in ("progress", "calls")
+        if self._file is None or (is_frequent and self._size > _LARGEST):
             return
         try:
             self._size += self._file.write(json.dumps(vars(event)) + "\n")

@@ -1,11 +1,8 @@
 """The pace of one rank: its present step, and the times of its latest steps.
 
 A rank's own time is that in which the thread that makes its steps ran, or could run and waited for a core.
-The rest of a step it waits: for other ranks, for data, for a disk or a GPU. Ranks that wait for a GPU or in
-NCCL use their core meanwhile, so all their own times are equal, and none is a straggler.
-
-`mpiddp train` tells the phases of its steps. There a rank's own time is that of all phases but "waiting".
-A sharded model, or synchronized BatchNorm, waits in every phase, so what these ranks tell does not count.
+The rest of a step it waits: for other ranks, for data, for a disk. Ranks that wait for a GPU or in NCCL use
+their core meanwhile.
 """
 
 from __future__ import annotations
@@ -34,8 +31,6 @@ class Pace:
         self.memory = 0  # of the process, in bytes
         # The time of a step, its number, and the totals of the rank's thread and of its process.
         self._samples: deque[tuple[float, int, float, float]] = deque()
-        self._phases = (0.0, 0.0)  # steps and own time by the latest report of phases
-        self._own_s: float | None = None  # of a step, by the latest two reports of phases
         self._step_s: deque[float] = deque(maxlen=_STEPS)
 
     def add(self, at: float, facts: Mapping[str, Any]) -> None:
@@ -51,13 +46,6 @@ class Pace:
         samples.append((at, step, own_s, facts["cpu_s"]))
         while len(samples) > 2 and samples[1][0] <= at - WINDOW_S:
             samples.popleft()
-        phases = facts.get("phases", {})
-        if phases.get("waiting"):
-            own_s = sum(phases[name] for name in phases.keys() - {"waiting", "steps"})
-            steps_before, own_before = self._phases
-            if (steps := phases["steps"] - steps_before) > 0:
-                self._own_s = (own_s - own_before) / steps
-            self._phases = phases["steps"], own_s
 
     @property
     def step_time(self) -> StepTime | None:
@@ -67,8 +55,7 @@ class Pace:
         if at <= began_at:
             return None
         steps, own_s, cpu_s = (last - first for first, last in zip(began, now, strict=True))
-        own_s = own_s / steps if self._own_s is None else self._own_s
-        return StepTime((at - began_at) / steps, own_s, cpu_s / steps)
+        return StepTime((at - began_at) / steps, own_s / steps, cpu_s / steps)
 
     @property
     def median_s(self) -> float:

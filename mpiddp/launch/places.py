@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST_CODE = 60  # characters
+_BUSY = (
+    0.2  # of a core: on a crowded host, a rank that computes has one for a small part of the time
+)
 
 # The folder of this package, the same on every host, and the programs in it that ranks run as scripts.
 _PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -48,14 +51,27 @@ class Place:
             return self.state != "R"
         return any(map(_WAITS.search, files[-1:])) or any(map(_AGREES.search, files[-3:]))
 
+    def is_busy(self, before: Place, seconds: float) -> bool:
+        """Whether it computes, where it was so many seconds ago."""
+        return self.state == "R" or self.cpu_s - before.cpu_s >= _BUSY * seconds
+
+    @cached_property
+    def _own(self) -> int:
+        """The innermost frame of the script."""
+        own = [n for n, frame in enumerate(self.frames) if not _is_library(frame[0])]
+        return own[-1] if own else len(self.frames) - 1
+
+    @property
+    def function(self) -> str:
+        """Of the script, "" if the rank does not answer."""
+        return self.frames[self._own][2] if self.frames else ""
+
     @property
     def text(self) -> str:
         """For a sentence: "all_reduce (train.py:88)", or "load (data.py:40): f = open(path)"."""
-        own = [n for n, frame in enumerate(self.frames) if not _is_library(frame[0])]
-        at = own[-1] if own else len(self.frames) - 1
-        file, line, function, code = self.frames[at]
+        file, line, function, code = self.frames[self._own]
         if self.waits:
-            called = [frame[2] for frame in self.frames[at + 1 :]]
+            called = [frame[2] for frame in self.frames[self._own + 1 :]]
             function = next((name for name in called if name not in _WRAPPERS), function)
         what = f"{function} ({file.rpartition('/')[2]}:{line})"
         return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':,')}"

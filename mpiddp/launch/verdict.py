@@ -24,6 +24,7 @@ from mpiddp.launch.events import (
     Stop,
     is_silent,
 )
+from mpiddp.launch.watch import sentence_at_failure
 from mpiddp.text import escaped, signal_name, size_text
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
@@ -46,6 +47,9 @@ _Printed: TypeAlias = Mapping[int, Sequence[str]]  # the last lines on stderr, b
 _OF_THE_HOST = frozenset(
     ["cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed"]
 )
+
+# Rows whose cause is another rank, which has not come to a collective, or has called another one.
+_OF_COLLECTIVES = frozenset(["gloo-timeout", "nccl-timeout", "torch-collectives-differ"])
 
 
 class MpirunEnd(NamedTuple):
@@ -123,6 +127,8 @@ def verdict(record: Record) -> Outcome:
     row, sentence = explained(found.first, printed) if found.first or printed else ("", "")
     if found.first and row in _OF_THE_HOST:
         found = found._replace(host_at_fault=record.hosts[found.first.rank])
+    if row in _OF_COLLECTIVES:
+        sentence = sentence_at_failure(record) or sentence
     return found._replace(known_cause=sentence)
 
 

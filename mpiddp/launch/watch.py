@@ -1,60 +1,39 @@
 """Ranks that hang, and stragglers, by the record of an attempt; and when to look at the stacks of all ranks.
 
-A job that is quiet for long may evaluate, save, or make a slow first step. So there are two looks at its
-stacks, which cost a rank a few milliseconds. A straggler shows in the times of its steps.
+A rank waits if a collective of torch that it has entered has not ended. In a script without torch, its stack
+shows it. A job that is quiet for long may evaluate, save, or make a slow first step. So there are two looks
+at the stacks, which cost a rank a few milliseconds, and the sentence says only who waits for whom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpiddp.launch.collectives import Wait, find_wait, late_ranks, newest_call, shares
 from mpiddp.launch.events import CHRONIC, Record
-from mpiddp.launch.pace import WINDOW_S
 from mpiddp.launch.places import Place, place_of
-from mpiddp.text import seconds
 
 QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these, in median steps
 BETWEEN_LOOKS_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may be in one line for so much longer
-_BUSY = 0.2  # of a core
 _NAMED = 4  # ranks of one place
+_LONGEST_WINDOW_S = 60.0  # without enough collectives to find stragglers
 
-FACTOR, FACTOR_OF_SEVERAL = 1.3, 2.0  # of the others' own time
-_MOST_LATE = 2 / 3  # of all ranks
-_LEAST_SHARE = 0.5  # of a step: if the rank is faster, something else takes the time
-_MOST_SPREAD = 1.2  # of the times of a step: ranks that differ more do not wait for each other
-
-# --- stragglers: a rank's own work makes the others wait ---
+# --- stragglers: the others have entered a collective, and wait ---
 
 
-def find_stragglers(record: Record, now: float) -> dict[str, Any]:
-    """The ranks that make the others wait in the latest steps, the slowest first, and what they do.
+def find_stragglers(record: Record, since: float, now: float) -> dict[str, Any] | None:
+    """The ranks that the others wait for, the slowest first, and its share of the time: facts of "window".
 
-    As the facts of "window". Nobody is slow in a job that makes no steps.
+    None if the window goes on, which has too few collectives. Nobody is slow in a job that calls none.
     """
-    nobody: dict[str, Any] = {"ranks": [], "works": ""}
-    if record.newest_step[1] <= now - WINDOW_S:
-        return nobody
-    times = {rank: time for rank, pace in record.paces.items() if (time := pace.step_time)}
-    step_s = [each.step_s for each in times.values()]
-    if len(times) < 2 or max(step_s) > _MOST_SPREAD * min(step_s):
-        return nobody
-    by_time = sorted(times, key=lambda rank: times[rank].own_s, reverse=True)
-    time = times[by_time[0]]
-    if time.own_s < _LEAST_SHARE * time.step_s:
-        return nobody
-    late = [rank for rank in by_time if times[rank].own_s * FACTOR > time.own_s]
-    for number, factor in ((len(late), FACTOR_OF_SEVERAL), (1, FACTOR)):
-        if number <= _MOST_LATE * len(times):
-            others_s = times[by_time[(number + len(times) - 1) // 2]].own_s  # the one in the middle
-            if time.own_s >= factor * others_s:
-                times_as_long = time.own_s / max(others_s, 1e-9)
-                often = f"{times_as_long:.1f}" if times_as_long < 100 else "over 100"
-                works = f"works for {seconds(time.own_s)} in a step of {seconds(time.step_s)}"
-                works = f"{works}, {often} times as long as the others."
-                return {"ranks": by_time[:number], "works": works}
-    return nobody
+    by_rank = shares(record.calls, range(record.world_size), since)
+    if by_rank is None and now < since + _LONGEST_WINDOW_S:
+        return None
+    late = late_ranks(by_rank or {}, record.world_size)
+    return {"ranks": late, "share": round(by_rank[late[0]], 2) if by_rank and late else 0.0}
 
 
 def straggler_sentence(record: Record, *, is_chronic: bool = False) -> tuple[list[int], str]:
@@ -65,11 +44,12 @@ def straggler_sentence(record: Record, *, is_chronic: bool = False) -> tuple[lis
     windows = list(record.windows)
     if not windows or (is_chronic and len(windows) < CHRONIC):
         return [], ""
-    found, works = windows[-1].facts["ranks"], windows[-1].facts["works"]
+    found, share = windows[-1].facts["ranks"], windows[-1].facts["share"]
     for window in windows if is_chronic else ():
         found = [rank for rank in found if rank in window.facts["ranks"]]
-    are = "is a straggler: it" if len(found) == 1 else "are stragglers: each"
-    return found, f"{record.names(found)} {are} {works}" if found else ""
+    are, them = ("is a straggler", "it") if len(found) == 1 else ("are stragglers", "them")
+    wait = f"the others wait for {them} in {share:.0%} of the time."
+    return found, f"{record.names(found)} {are}: {wait}" if found else ""
 
 
 # --- hangs ---
@@ -81,42 +61,118 @@ def next_look_at(record: Record) -> float:
     With --hang-timeout, the job makes no step in so long only if it hangs. Without it, the limit is a guess
     from the steps: two looks have to confirm it, as before the first step.
     """
-    quiet_since, patience_s = _quiet_since(record), _patience_s(record)
-    looks = _looks(record)
+    looks, patience_s = _looks(record), _patience_s(record)
     if not looks:
-        return quiet_since + patience_s
+        return _quiet_since(record) + patience_s
     if len(looks) == 1:
         return looks[-1][0] + BETWEEN_LOOKS_S
-    return float("inf") if _is_hung(record) else looks[-1][0] + patience_s
+    is_named = _wait(record) is None and _is_hung(record)
+    return float("inf") if is_named else looks[-1][0] + patience_s
 
 
-def hang_sentences(record: Record) -> list[str]:
-    """Sentences about a hang by the latest look at the stacks."""
+def hang_sentences(record: Record) -> dict[str, str]:
+    """Sentences by the latest look at the stacks, by what they are about: each of those is said once."""
     limit_s, looks = record.fact("began", "hang_timeout_s"), _looks(record)
-    if not looks:
-        return []
+    if len(looks) < 1 + (limit_s is None):
+        return {}
+    if (wait := _wait(record)) is not None:
+        return _wait_sentence(record, wait, looks[-1][0])
     if limit_s is not None and record.paces:
-        return stuck_sentences(record, limit_s)
+        return {each: each for each in stuck_sentences(record, limit_s)}
     if not _is_hung(record):
-        return []
+        return {}
     what = "made a step" if record.newest_step[0] else "made a step or printed anything"
-    quiet_s = looks[-1][0] - _quiet_since(record)
-    return [f"no rank has {what} for {quiet_s:.0f} s: {places_sentence(record)}"]
+    since, places = _quiet_since(record), places_sentence(record, range(record.world_size))
+    return {f"{since}": f"no rank has {what} for {looks[-1][0] - since:.0f} s: {places}"}
+
+
+def sentence_at_failure(record: Record) -> str:
+    """Who had not come to a collective when a rank lost patience; "" if all had, or nothing tells."""
+    everyone, asked = range(record.world_size), record.own("asked")
+    wait = find_wait(record.calls, record.world_size, everyone, is_over=True)
+    if asked is None or wait is None:
+        return ""
+    # The latest calls of a rank that has ended are not known.
+    accused = {*wait.missing, *wait.others}
+    if not accused or accused & record.failures.keys() - _told(record):
+        return ""
+    return "".join(_wait_sentence(record, wait, asked.at).values())
+
+
+def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
+    """Who waits for whom, and where these are. With --hang-timeout, their stacks follow.
+
+    The key is the same for each wait for the same place, as in each evaluation, unless one takes five times
+    as long as another.
+    """
+    since, places = f"since {now - wait.since:.0f} s", places_of(record)
+    names, everyone = record.names(wait.missing), range(record.world_size)
+    waiting = f"rank {wait.waiting[0]} waits"
+    if len(wait.waiting) > 1:
+        few = f"ranks {', '.join(map(str, wait.waiting))} wait"
+        waiting = few if len(wait.waiting) <= 2 * _NAMED else f"{len(wait.waiting)} ranks wait"
+    not_entered = f"not entered {wait.call}, which {waiting} for {since}"
+    match wait.missing:
+        case _ if wait.others:
+            calls = ", ".join(f"{call} of {record.names(of)}" for call, of in wait.calls.items())
+            where = places_sentence(record, everyone)
+            sentence = f"the ranks have called different collectives: {calls}; {where}"
+        case []:
+            where = places_sentence(record, everyone)
+            sentence = f"{waiting} in {wait.call} {since}, which all ranks have entered; {where}"
+        case [rank] if _works(record, rank) and not places[rank].waits:
+            sentence = (
+                f"{waiting} for {names}, which is at {places[rank].text}; {wait.call} {since}."
+            )
+        case [rank]:
+            where = places[rank].clauses[0] if rank in places else "has finished"
+            sentence = f"{names} has {not_entered}; it {where}."
+        case several:
+            sentence = f"{names} have {not_entered}; {places_sentence(record, several)}"
+    if record.fact("began", "hang_timeout_s") is not None:
+        for rank in places.keys() & record.stacks.keys() & {*wait.missing, *wait.others}:
+            text = record.stacks[rank]["text"].rstrip()
+            sentence = f"{sentence}\nThe Python stack of rank {rank}:\n{text}"
+    kind = [places[rank].function for rank in wait.missing if rank in places]
+    length = int(math.log(max(1.0, (now - wait.since) / QUIET_S), BUSY_FACTOR))
+    return {f"{wait.missing} {kind} {length}": sentence}
+
+
+def _wait(record: Record) -> Wait | None:
+    """What the job waits for, by the ranks that have told their calls since the latest look began."""
+    return find_wait(record.calls, record.world_size, _told(record))
+
+
+def _told(record: Record) -> set[int]:
+    """The ranks that have told their calls since the stacks were asked for."""
+    asked = record.own("asked")
+    told = record.latest["calls"].items()
+    return {rank for rank, event in told if asked is not None and event.at >= asked.at}
 
 
 def _quiet_since(record: Record) -> float:
-    """When a rank has last shown that it lives. What the job prints counts until there are steps."""
+    """When a rank has last shown that it lives, or since when one waits, as far as is known.
+
+    What the job prints counts until there are steps. With --hang-timeout, only steps and collectives count.
+    """
+    is_limited = record.fact("began", "hang_timeout_s") is not None
     signs = [pace.since for pace in record.paces.values()]
-    if record.fact("began", "hang_timeout_s") is None or not signs:  # else the steps alone count
+    called_at = newest_call(record.calls)
+    if not is_limited or not (signs or called_at):
+        everyone = range(record.world_size)
+        if (wait := find_wait(record.calls, record.world_size, everyone)) is not None:
+            return wait.since
         if not record.newest_step[0]:
             signs = [event.at for event in record.latest["printed"].values()]
         signs += [record.last_saved_at, *record.saving.values()]
         signs += [event.at for event in record.done.values()]
-    return max(record.began_at, *signs)
+    return max(record.began_at, called_at, *signs)
 
 
 def _patience_s(record: Record) -> float:
     usual_s = next((pace.median_s for pace in record.paces.values()), 0.0)  # as long on all ranks
+    if record.calls:  # who waits there is known
+        usual_s = 0.0
     return record.fact("began", "hang_timeout_s") or max(QUIET_S, QUIET_STEPS * usual_s)
 
 
@@ -126,18 +182,29 @@ def _looks(record: Record) -> list[tuple[float, Mapping[int, Place]]]:
     return [look for look in record.looks if look[0] >= quiet_since]
 
 
+def _works(record: Record, rank: int) -> bool:
+    """Whether a rank has moved, computed or saved between the latest two looks."""
+    looks = _looks(record)
+    if rank in record.saving or len(looks) < 2 or rank not in looks[-1][1]:
+        return rank in record.saving
+    (before, first), (now, last) = looks
+    was = first.get(rank, Place())
+    return last[rank].frames != was.frames or last[rank].is_busy(was, now - before)
+
+
 def _is_hung(record: Record) -> bool:
-    """Whether no rank has moved between two looks, and one that the others may wait for does nothing."""
+    """Whether no rank has moved between two looks, and one that the others may wait for does nothing.
+
+    For ranks that wait elsewhere than in torch's collectives, as in its store, or in a script without torch.
+    """
     looks = _looks(record)
     if len(looks) < 2:
         return False
     (before, first), (now, last) = looks
     if any(first.get(rank, Place()).frames != place.frames for rank, place in last.items()):
         return False
-    # On a crowded host, a rank that computes has a core for a small part of the time.
-    idle_s = _BUSY * (now - before)
     is_idle = [
-        place.state != "R" and place.cpu_s - first[rank].cpu_s < idle_s
+        not place.is_busy(first[rank], now - before)
         for rank, place in last.items()
         if not place.waits
     ]
@@ -156,13 +223,16 @@ def places_of(record: Record) -> dict[int, Place]:
     return {rank: place_of(record.stacks.get(rank)) for rank in record.left}
 
 
-def places_sentence(record: Record) -> str:
+def places_sentence(record: Record, ranks: Sequence[int]) -> str:
     """ "15 ranks wait in all_reduce (train.py:88); rank 11 on gpu03 is in load (data.py:40): open(path)."."""
     groups: dict[tuple[int, str, str], list[int]] = {}  # those that wait first, and the largest
-    for rank, place in places_of(record).items():
-        groups.setdefault((0 if place.waits else 1, *place.clauses), []).append(rank)
-    if finished := sorted(record.done):  # others may wait for them in vain
-        groups[2, "has finished", "have finished"] = finished
+    places = places_of(record)
+    for rank in ranks:
+        if rank in places:
+            place = places[rank]
+            groups.setdefault((0 if place.waits else 1, *place.clauses), []).append(rank)
+        else:  # others may wait for it in vain
+            groups.setdefault((2, "has finished", "have finished"), []).append(rank)
     clauses = []
     for key, members in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]))):
         several = len(members) > _NAMED

@@ -8,7 +8,7 @@ news, so nobody polls.
 
     server -> member   challenge, received, taken, called, gathered, no_answer, claimed, failed
     member -> server   hello, gather, claim, fail, leave
-    launcher -> rank   stop, stopping, stacks, size, end, hold, again, function, answer
+    launcher -> rank   stop, stopping, stacks, calls, size, end, hold, again, function, answer
     rank -> launcher   those of MESSAGES
 
 Both ends prove that they have the member's key, which is never sent: the member by the server's challenge,
@@ -84,12 +84,14 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "supports_stop": {},
     # With totals of the thread that makes the steps (`own_s`, in which it ran or waited for a core) and of
     # its process: seconds, and bytes. Then, if it is new, `shown`: what the script says of its training, by
-    # name; and `phases`: the number of its "steps", and the seconds that all have spent in each phase.
+    # name.
     "progress": {"step": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
     "saving": {"active": bool},  # begins, or has ended
     "saved": {"path": str},  # of a checkpoint that is complete
     # `state` of the main thread, as in /proc.
     "stacks": {"text": str, "step": int, "cpu_s": _NUMBER, "state": str},
+    # Of torch's collectives, by the rank's own clock: see `mpiddp.runtime.collectives`.
+    "calls": {"now_us": int, "groups": list},
     "stopped": {},
     "terminal": {"echo": bool, "lines": bool},  # what rank 0's script has set of it
     # `is_verdict`: `error` names the culprit, which may be another rank. Then, if there is one, `signal`: the

@@ -13,7 +13,7 @@ import contextlib
 import json
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mpiddp.protocol.channel import LARGEST_WHOLE, LINE_LIMIT, is_valid
@@ -152,8 +152,6 @@ def together(*, timeout_s: float = 600.0) -> contextlib.AbstractContextManager[N
 def progress(
     step: int,
     total: int | None = None,
-    *,
-    phases: Mapping[str, float] | None = None,
     **values: object,
 ) -> None:
     """Tell `mpiddp launch` how far the training is, for the status on its terminal and `mpiddp top`.
@@ -166,8 +164,6 @@ def progress(
     Args:
         step: the step that has been made, from 1.
         total: the number of steps of the whole training.
-        phases: the seconds that all steps so far have spent in "data", "forward", "backward", "waiting" for
-            other ranks and "optimizer", and the number of these "steps": then stragglers are found exactly.
         values: numbers and short texts, by name. Others are left out. Rank 0's are shown.
 
     Raises:
@@ -176,7 +172,5 @@ def progress(
     if not 0 <= (step := operator.index(step)) <= LARGEST_WHOLE:
         raise ValueError(f"mpiddp.progress: step: expected 0 or more, not {step}")
     session = script_session()
-    if phases is not None:
-        session.phases = {**phases, "steps": int(phases["steps"])}
     session.show(values if total is None else {**values, "total": total})
     session.count(step, BY_SCRIPT)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import mpiddp
 from mpiddp.train.config import Config
 from mpiddp.train.data import Data
-from mpiddp.train.measure import PHASES, measured
+from mpiddp.train.measure import measured
 from mpiddp.train.train import Hook, Score, State, Step
 
 _GIT_S = 10.0
@@ -68,11 +68,12 @@ class Records(Hook):
         self._loss_sum += step.loss_sum
         self._num_images += self._config.global_batch_size
         logs = step.number % self._config.log_every == 0 or step.ends_epoch
-        shown = self._log(step) if logs else {}
-        mpiddp.progress(step.number, self._total_steps, **shown)
+        if logs:
+            self._log(step)
+        mpiddp.progress(step.number, self._total_steps)
 
-    def _log(self, step: Step) -> dict[str, Any]:
-        """Record the loss and the speed since the last time. Returns what `mpiddp top` shows."""
+    def _log(self, step: Step) -> None:
+        """Record the loss and the speed since the last time."""
         config, timer = self._config, self._timer
         dist.all_reduce(self._loss_sum)
         was_finite = self._train_loss is None or math.isfinite(self._train_loss)
@@ -91,8 +92,6 @@ class Records(Hook):
             f"epoch {step.epoch + 1}/{config.epochs}  step {step.number}/{self._total_steps}  "
             f"loss {self._train_loss:.4f}  lr {step.lr:.4f}  {images_per_s:,.0f} images/s"
         )
-        spent = {phase: timer.spent[phase] for phase in PHASES}
-        return {"phases": {"steps": len(timer.read()), **spent}}
 
     def on_epoch(self, step: Step, score: Score | None) -> None:
         own = self._timer.read()[self._steps_before :]

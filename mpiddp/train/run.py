@@ -37,7 +37,6 @@ def run(options: Namespace) -> int:
     """Train with these options of `parse`, and return the exit code: DONE, or STOPPED on request."""
     # torch's flight recorder writes NCCL's last operations if a collective times out. To read the files:
     # python -m torch.distributed.flight_recorder.fr_trace --prefix nccl_rank_ LOGS
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     with mpiddp.process_group(backend=options.backend) as world:
         device = torch.device(str(world.device))

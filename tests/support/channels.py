@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,20 @@ def progress(step: int, *, own_s: float = 0.0) -> dict[str, int | float]:
 def stacks(text: str, **facts: object) -> dict[str, object]:
     """The facts of a message "stacks"."""
     return {"text": text, "step": 0, "cpu_s": 0.0, "state": "S", **facts}
+
+
+def calls(
+    groups: Mapping[str, tuple[list[int] | None, Sequence[tuple[int, str, float, bool]]]],
+    now: float,
+    skew_s: float = 0.0,
+) -> dict[str, object]:
+    """The facts of a message "calls": the ranks of each group; each call's number, kind, time and end."""
+    facts = []
+    for name, (ranks, made) in groups.items():
+        kinds = sorted({kind for _, kind, _, _ in made})
+        told = [[n, kinds.index(k), int((at + skew_s) * 1e6), over] for n, k, at, over in made]
+        facts.append({"name": name, "ranks": ranks, "kinds": kinds, "calls": told})
+    return {"now_us": int((now + skew_s) * 1e6), "groups": facts}
 
 
 def member(server: Server, rank: int, world_size: int) -> Coordinator:

@@ -43,19 +43,26 @@ def events(path: Path) -> Iterator[tuple[Record, Event]]:
 
 def replay(path: Path) -> str:
     """What a launcher says of the events of a record: a line for each sentence, and its exit code."""
-    said: dict[str, None] = {}  # each once
+    said: dict[str, str] = {}  # by what it is about, each once
+    since = None
     for record, event in events(path):
         if event.kind == "window":
-            assert find_stragglers(record, event.at) == event.facts
-            said[straggler_sentence(record, is_chronic=True)[1]] = None
+            assert find_stragglers(record, since or record.began_at, event.at) == event.facts
+            since = event.at
+            found, sentence = straggler_sentence(record, is_chronic=True)
+            said.setdefault(f"stragglers {found}", sentence)
         if event.kind == "looked":
-            said |= dict.fromkeys(hang_sentences(record))
+            for about, sentence in hang_sentences(record).items():
+                said.setdefault(about, sentence)
         if event.kind == "end" and record.is_late and record.latest["started"]:
             assert missing_sentence(record, record.fact("limit", "seconds")) == event.facts["why"]
     outcome = verdict(record)
-    said |= dict.fromkeys([outcome.sentence, outcome.known_cause])
+    said |= {each: each for each in (outcome.sentence, outcome.known_cause)}
     fault = f"host at fault: {outcome.host_at_fault}\n" if outcome.host_at_fault else ""
-    return "".join(f"{line}\n" for line in said if line) + f"{fault}exit code: {outcome.code}\n"
+    return (
+        "".join(f"{line}\n" for line in said.values() if line)
+        + f"{fault}exit code: {outcome.code}\n"
+    )
 
 
 # --- real jobs of two ranks: on this machine, or with -H on two hosts of a test cluster ---
@@ -80,6 +87,17 @@ def steps(count, own_s=0.0):
 def until_stopped():
     while not mpiddp.should_stop():
         time.sleep(0.05)
+"""
+COLLECTIVES = """\
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=12))
+numbers = torch.ones(1 << 16)
+def all_reduces(count, own_s=0.0):
+    for _ in range(count):
+        time.sleep(own_s)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+all_reduces(3)
 """
 JOBS: dict[str, tuple[str, str]] = {  # by name: options, and what each rank runs after SCRIPT
     "done": ("", "steps(3)"),
@@ -146,7 +164,17 @@ JOBS: dict[str, tuple[str, str]] = {  # by name: options, and what each rank run
         "-H node0,node1",
         "time.sleep(1)\nrank and os.kill(parent(agent), 9)\ntime.sleep(30)",
     ),
-    "straggler": ("", "steps(250, own_s=(0.02, 0.1)[rank])"),
+    "straggler": ("", COLLECTIVES + "all_reduces(400, (0.02, 0.1)[rank])"),
+    "not_in_a_collective": (
+        "--hang-timeout 5",
+        COLLECTIVES + "if rank:\n    os.mkfifo(f'{__file__}.1')\n    open(f'{__file__}.1')\n"
+        "all_reduces(9)",
+    ),
+    "collectives_differ": (
+        "--hang-timeout 5",
+        COLLECTIVES + "rank and dist.broadcast(numbers, 1)\nall_reduces(9)",
+    ),
+    "collective_times_out": ("", COLLECTIVES + "rank and time.sleep(60)\nall_reduces(9)"),
 }
 
 

@@ -59,7 +59,6 @@ class Session:
         # Calls on every rank, the latest first, once its script has succeeded.
         self.before_leaving: list[Callable[[], None]] = []
         self.savers: list[Callable[[], None]] = []  # each waits for this rank's saves of one kind
-        self.phases: Mapping[str, float] = {}  # what all "steps" have spent in each, to be sent
         self._saves = 0
         self._lock = threading.RLock()
         self._step = 0  # the latest step of this rank
@@ -83,11 +82,16 @@ class Session:
                 os.kill(os.getpid(), number)
             case "stop" | "called":
                 self.stop.is_requested = True
-            case "stacks":
+            case "stacks" | "calls" as kind:
                 with contextlib.suppress(OSError):  # no file is left, not even to import
                     from mpiddp.hosts.processes import usage_of
+                    from mpiddp.runtime.collectives import calls
 
-                    self.send("stacks", step=self._step, text=_stacks(), **usage_of(os.getpid()))
+                    if (made := calls()) is not None:
+                        self.send("calls", **made)
+                    if kind == "stacks":
+                        own = {"step": self._step, "text": _stacks()}
+                        self.send("stacks", **own, **usage_of(os.getpid()))
 
     def send(self, kind: str, **facts: object) -> None:
         """Send the launcher a message, if there is a launcher."""
@@ -112,8 +116,8 @@ class Session:
         now = time.monotonic()
         if now - self._sent_at >= PROGRESS_EVERY_S and self.coordinator.has_room:
             self._sent_at = now
-            self.send("progress", step=step, shown=self._shown, phases=self.phases, **_usage())
-            self.phases, self._shown = {}, {}
+            self.send("progress", step=step, shown=self._shown, **_usage())
+            self._shown = {}
 
     def show(self, values: Mapping[str, Any]) -> None:
         """Send these values of the training with the next progress, but those that cannot be shown."""

@@ -66,6 +66,13 @@ optimizer = torch.optim.SGD([parameter])
 optimizer.step()
 print([name for name in optimizer.state[parameter] if "step" in name])
 """
+RECORDS = """
+import pickle, torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(2500):
+    dist.all_reduce(torch.ones(1))
+print(len(pickle.loads(torch._C._distributed_c10d._dump_fr_trace(True, False, False))["entries"]))
+"""
 OF_PYTHON = {
     patches.lines: ("import sys; print(sys.stdout.line_buffering)", "False"),
     patches.stack: ("import os, signal; os.kill(os.getpid(), signal.SIGURG)", ""),
@@ -73,6 +80,7 @@ OF_PYTHON = {
     patches.spare: ("import sys, torch; print(len(sys.modules) > 500)", "True"),
     patches.gloo_end: (THREADS, "True"),
     patches.optimizer_steps: (STEPS, "[]"),
+    patches.flight_recorder: (RECORDS, "2000"),
 }
 
 

@@ -63,6 +63,7 @@ class Job:
         self.busy: set[int] = set()  # ranks that compute
         self.cores = 1.0  # that each of them gets
         self.looks = 0
+        self.said: set[str] = set()
 
     def note(self, rank: int, kind: str, **facts: object) -> None:
         self.record.add(Event(kind, rank, facts, self.now, kind == "stacks"))
@@ -98,7 +99,9 @@ class Job:
                     facts = stacks(stack(frames), cpu_s=self.cpu_s[rank], state=state)
                     self.note(rank, "stacks", **facts)
                 self.record.add(Event("looked", at=self.now))
-                said += " ".join(hang_sentences(self.record))
+                for about, sentence in hang_sentences(self.record).items():
+                    said += sentence * (about not in self.said)
+                    self.said.add(about)
         return said
 
 
@@ -314,7 +317,7 @@ def test_ranks_that_compute_in_torch_are_not_accused(waiting: tuple[int, ...], s
     job.stacks = dict.fromkeys(range(3), EVALUATES) | dict.fromkeys(waiting, ALL_REDUCE)
     job.busy = {0, 1, 2} - {*waiting}
     assert job.after(280) == ""
-    sentence = places_sentence(job.record)
+    sentence = places_sentence(job.record, range(3))
     assert "rank 0 on a" in sentence
     assert "rank 0 on a waits" not in sentence
 

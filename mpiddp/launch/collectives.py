@@ -1,0 +1,177 @@
+"""Who has entered which collective, by what the ranks tell of their calls: who waits, for whom, since when.
+
+All here is a function of these calls, by group and rank. A call has the same number on all ranks of its
+group, on gloo and on NCCL. Clocks of hosts differ, so a rank's times are read by the clock of the launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+# Calls whose ranks give tensors of the same size. Those of other calls may differ.
+_OF_ONE_SIZE = ("all_reduce (", "broadcast (", "reduce (")
+_LEAST_CALLS = 4  # that are compared for stragglers
+_LEAST_SHARE = 0.2  # of the time in which the others wait for a straggler
+_LEAST_GAP_S = 0.001  # between two ranks, within what the clocks of hosts are read to
+_MOST_LATE = 2 / 3  # of all ranks
+
+
+class Call(NamedTuple):
+    """One call of a rank: such as "all_reduce (float32, 1,048,576)", and when, by the launcher's clock."""
+
+    kind: str
+    at: float
+    has_ended: bool
+
+
+# The latest calls of each rank by their numbers, in the groups of the job: by name and ranks.
+Group: TypeAlias = "tuple[str, tuple[int, ...] | None]"
+Calls: TypeAlias = Mapping[Group, Mapping[int, Mapping[int, Call]]]
+
+
+class Wait(NamedTuple):
+    """A call that ranks have entered, and that has not ended."""
+
+    number: int
+    kind: str
+    since: float
+    waiting: list[int]
+    missing: list[int]  # the ranks of the group that have not entered it
+    others: dict[int, str]  # the calls of the ranks that have called something else in its place
+
+    @property
+    def call(self) -> str:
+        """Such as "all_reduce no. 31 (float32, 1,048,576)"."""
+        return _numbered(self.kind, self.number)
+
+    @property
+    def calls(self) -> dict[str, list[int]]:
+        """The differing calls, each with its ranks."""
+        found = {self.call: self.waiting}
+        for rank, kind in sorted(self.others.items()):
+            found.setdefault(_numbered(kind, self.number), []).append(rank)
+        return found
+
+
+def _numbered(kind: str, number: int) -> str:
+    op, bracket, size = kind.partition(" (")
+    return f"{op} no. {number}{bracket}{size}"
+
+
+def calls_of(facts: Mapping[str, Any], clock: float) -> dict[Group, dict[int, Call]]:
+    """The calls in a message "calls" of a rank whose clock is so many seconds behind the launcher's."""
+    return {
+        (group["name"], group["ranks"] and tuple(group["ranks"])): {
+            number: Call(group["kinds"][kind], clock + at_us / 1e6, has_ended)
+            for number, kind, at_us, has_ended in group["calls"]
+        }
+        for group in facts["groups"]
+    }
+
+
+def newest_call(calls: Calls) -> float:
+    """When a rank has made its latest call; 0.0 without one."""
+    of_ranks = (of_rank for ranks in calls.values() for of_rank in ranks.values())
+    return max((of_rank[max(of_rank)].at for of_rank in of_ranks if of_rank), default=0.0)
+
+
+def find_wait(
+    calls: Calls, world_size: int, told: Collection[int], *, is_over: bool = False
+) -> Wait | None:
+    """What the job waits for: the oldest wait for a rank that does not wait itself, or else the oldest.
+
+    told: the ranks whose calls are those of now. is_over: a rank has failed, so its calls have ended.
+    """
+    found = [
+        wait
+        for (_, members), ranks in calls.items()
+        if (wait := _wait_in(members or range(world_size), ranks, told, is_over=is_over))
+        is not None
+    ]
+    waiting = {rank for wait in found for rank in wait.waiting}
+    roots = [wait for wait in found if wait.others or not waiting.issuperset(wait.missing)]
+    return min(roots or found, key=lambda wait: wait.since, default=None)
+
+
+def _wait_in(
+    members: Sequence[int],
+    ranks: Mapping[int, Mapping[int, Call]],
+    told: Collection[int],
+    *,
+    is_over: bool,
+) -> Wait | None:
+    """The first call of a group that some ranks have entered, and that has not ended on all of these."""
+    last = {rank: max(ranks.get(rank, {}), default=0) for rank in members}
+    # What is beyond has been entered in vain.
+    shared = min(last.values()) if is_over else max(last.values())
+    open_: dict[int, int] = {}  # of each rank, the first that has not ended
+    for rank, of_rank in ranks.items():
+        entered = [n for n, call in of_rank.items() if not call.has_ended or n > shared]
+        if entered and rank in told:
+            open_[rank] = min(entered)
+    if not open_:
+        return None
+    number = min(open_.values())
+    first = ranks[min(rank for rank, each in open_.items() if each == number)][number].kind
+    same = {
+        r: c[number] for r, c in ranks.items() if number in c and _is_same(c[number].kind, first)
+    }
+    others = {r: c[number].kind for r, c in ranks.items() if number in c and r not in same}
+    missing = [rank for rank in members if last[rank] < number]
+    since = min(call.at for call in same.values())
+    waiting = [rank for rank in sorted(same) if is_over or open_.get(rank) == number]
+    return Wait(number, first, since, waiting, missing, others)
+
+
+def _is_same(kind: str, other: str) -> bool:
+    """Whether two ranks may make these calls as one."""
+    if not kind.startswith(_OF_ONE_SIZE):
+        kind, other = kind.partition(" (")[0], other.partition(" (")[0]
+    return kind == other
+
+
+def shares(calls: Calls, ranks: Sequence[int], since: float) -> dict[int, float] | None:
+    """The share of the time since then in which the others have waited for a rank, for each that was late.
+
+    In such a time, the others have entered a call, and this rank has not yet. None if all ranks together
+    have made too few calls to say so.
+    """
+    gaps: dict[int, list[tuple[float, float]]] = {rank: [] for rank in ranks}
+    times: list[float] = []
+    for of_ranks in calls.values():
+        if of_ranks.keys() != gaps.keys():
+            continue
+        for number in sorted(set.intersection(*(set(each) for each in of_ranks.values()))):
+            entered = sorted((of_ranks[rank][number].at, rank) for rank in ranks)
+            if entered[0][0] < since:
+                continue
+            times += [entered[0][0], entered[-1][0]]
+            size, late = max(
+                (entered[at][0] - entered[at - 1][0], at) for at in range(1, len(entered))
+            )
+            if size >= _LEAST_GAP_S and len(entered) - late <= _MOST_LATE * len(entered):
+                for _, rank in entered[late:]:
+                    gaps[rank].append((entered[late - 1][0], entered[late][0]))
+    if len(times) < 2 * _LEAST_CALLS:
+        return None
+    span_s = max(times) - min(times)
+    return {rank: _covered(each) / span_s for rank, each in gaps.items() if each}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """The time that these spans cover together."""
+    total, end = 0.0, float("-inf")
+    for began, ended in sorted(spans):
+        total += max(0.0, ended - max(began, end))
+        end = max(end, ended)
+    return total
+
+
+def late_ranks(by_rank: Mapping[int, float], world_size: int) -> list[int]:
+    """The stragglers by their shares, the slowest first."""
+    largest = max(by_rank.values(), default=0.0)
+    late = [rank for rank, share in by_rank.items() if share > largest / 2]
+    if largest < _LEAST_SHARE or len(late) > _MOST_LATE * world_size:
+        return []
+    return sorted(late, key=lambda rank: by_rank[rank], reverse=True)

@@ -1,0 +1,100 @@
+"""The collectives that a script has called, as torch itself records them ("flight recorder").
+
+Any thread can read them, while the main thread waits in one, on gloo and on NCCL. Each call has a number in
+its process group, which is the same on all ranks of the group: so the launcher can tell who has not come.
+Sends and receives between two ranks have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import pickle
+import sys
+import time
+from typing import Any
+
+_LATEST = 128  # calls of a group in a message
+# torch's names, where they are not those of its Python.
+_DTYPES = {
+    "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32",
+    "Short": "int16", "Char": "int8", "Byte": "uint8",
+}  # fmt: skip
+_RELAXED = 2  # CUDA's cudaStreamCaptureModeRelaxed
+
+# What is known of groups whose calls may have left torch's record: others are called more often.
+_known: dict[tuple[str, str], dict[str, Any]] = {}
+
+
+def calls() -> dict[str, Any] | None:
+    """The facts of a message "calls"; None in a process that has no process group."""
+    torch = sys.modules.get("torch.distributed.distributed_c10d")
+    if torch is None or not torch.is_initialized():
+        return None
+    ranks = {
+        group.group_name: sorted(torch._world.pg_group_ranks[group])
+        for group in list(torch._world.pg_map)
+    }
+    now_ns = time.time_ns()
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for entry in _entries(uses_nccl=torch.is_nccl_available()):
+        backend, _, entry["op"] = entry["profiling_name"].partition(":")
+        name = entry["process_group"][0]
+        if name in ranks and not entry["is_p2p"]:
+            found.setdefault((name, backend), []).append(entry)
+    everyone = [*range(torch.get_world_size())]
+    for key, entries in found.items():
+        _known[key] = {"ranks": None if ranks[key[0]] == everyone else ranks[key[0]]}
+        _known[key] |= _told(entries[-_LATEST:], backend=key[1])
+    for key in [key for key in _known if key[0] not in ranks]:
+        del _known[key]
+    groups = [{"name": ":".join(key), **facts} for key, facts in _known.items()]
+    return {"now_us": now_ns // 1000, "groups": groups}
+
+
+def _told(entries: list[dict[str, Any]], *, backend: str) -> dict[str, Any]:
+    """Calls as a message has them: the kinds, and of each call its number, its kind, when it was made, and
+    whether it has ended. Several entries of one number are one call."""
+    kinds: dict[str, int] = {}
+    told: dict[int, tuple[int, int, int, bool]] = {}
+    for entry in entries:
+        kind = kinds.setdefault(_kind(entry), len(kinds))
+        # Of gloo, torch notes no more than that a call is over.
+        has_ended = entry["state"] == "completed" or (backend == "gloo" and entry["retired"])
+        number = entry["collective_seq_id"]
+        told[number] = number, kind, entry["time_created_ns"] // 1000, has_ended
+    return {"kinds": [*kinds], "calls": [*told.values()]}
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    """Such as "all_reduce (float32, 1,048,576)": the number of elements that the rank gives."""
+    count = sum(map(math.prod, entry["input_sizes"]))
+    if not count:
+        return str(entry["op"])
+    dtype = entry["input_dtypes"][0]
+    return f"{entry['op']} ({_DTYPES.get(dtype, dtype.lower())}, {count:,})"
+
+
+def _entries(*, uses_nccl: bool) -> list[dict[str, Any]]:
+    """The latest calls, the first one first. Torch's own pickle takes a third of the time of its JSON."""
+    from torch._C import _distributed_c10d as c10d
+
+    found: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace", "_dump_nccl_trace")[: 1 + uses_nccl]:
+        dump = getattr(c10d, name, None)  # an older torch has none for gloo
+        if dump is not None and (name == "_dump_fr_trace" or _may_ask_events()):
+            found += pickle.loads(dump(True, False, False)).get("entries", [])  # no stacks
+    return found
+
+
+def _may_ask_events() -> bool:
+    """Whether this thread may ask CUDA's events, as the dump of NCCL's calls does.
+
+    While the script captures a CUDA graph, such a question of any thread would end the capture, unless the
+    thread is relaxed about it.
+    """
+    with contextlib.suppress(AttributeError):  # no CUDA runtime that torch has made visible
+        mode = ctypes.c_int(_RELAXED)
+        return not ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    return False

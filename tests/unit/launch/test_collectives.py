@@ -1,0 +1,255 @@
+"""Who waits for whom in collectives, and which rank is a straggler.
+
+Tests mpiddp/launch/{collectives,watch}.py.
+python -m pytest tests/unit/launch/test_collectives.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from mpiddp.launch.collectives import find_wait
+from mpiddp.launch.events import Event, Record
+from mpiddp.launch.watch import (
+    find_stragglers,
+    hang_sentences,
+    next_look_at,
+    sentence_at_failure,
+    straggler_sentence,
+)
+from tests.support.channels import calls, progress, stacks
+
+REDUCE = "all_reduce (float32, 1,048,576)"
+LINE = '  File "/home/me/{}.py", line {}, in {}\n    {}\n'
+WAITS = (
+    'thread MainThread:\n  File "/x/torch/distributed/c10d.py", line 1, in all_reduce\n    w()\n'
+)
+LOADS = "thread MainThread:\n" + LINE.format("data", 40, "load", "open(path)")
+
+
+class Job:
+    """Ranks on hosts a, b, c, … that call collectives, and the looks of the launcher."""
+
+    def __init__(self, ranks: int = 4, timeout_s: float | None = None) -> None:
+        self.record = Record([chr(97 + rank) for rank in range(ranks)], at=0.0)
+        self.record = Record(self.record.hosts, at=0.0, hang_timeout_s=timeout_s)
+        self.skew_s = [0.0, 5.0, -3600.0, 0.2][:ranks]  # of the ranks' clocks
+
+    def tells(self, at: float, *of_ranks: Sequence[tuple[int, str, float, bool]]) -> None:
+        """Each rank tells its calls of the group of all: number, kind, when, and whether it has ended."""
+        for rank, made in enumerate(of_ranks):
+            facts = calls({"0:gloo": (None, made)}, at, skew_s=self.skew_s[rank])
+            self.record.add(Event("calls", rank, facts, at, from_script=True))
+
+    def looks(
+        self, at: float, texts: Sequence[str], *of_ranks: Sequence[tuple[int, str, float, bool]]
+    ) -> list[str]:
+        """What is to be said after a look."""
+        self.record.add(Event("asked", facts={"ranks": [*range(len(of_ranks))]}, at=at))
+        self.tells(at, *of_ranks)
+        for rank, text in enumerate(texts):
+            self.record.add(Event("stacks", rank, stacks(text), at, from_script=True))
+        self.record.add(Event("looked", at=at))
+        return [*hang_sentences(self.record).values()]
+
+
+ENTERED, LEFT = [(30, REDUCE, 9.0, True), (31, REDUCE, 10.0, False)], [(30, REDUCE, 9.0, True)]
+
+
+def test_who_has_not_come_is_named_70_s_later() -> None:
+    job = Job()
+    job.tells(12.0, ENTERED, LEFT, ENTERED, ENTERED)
+    assert next_look_at(job.record) == 70.0
+    texts = [WAITS, LOADS, WAITS, WAITS]
+    assert job.looks(70.0, texts, ENTERED, LEFT, ENTERED, ENTERED) == []
+    assert next_look_at(job.record) == 80.0
+    assert job.looks(80.0, texts, ENTERED, LEFT, ENTERED, ENTERED) == [
+        "rank 1 on b has not entered all_reduce no. 31 (float32, 1,048,576), which ranks 0, 2, 3 wait for "
+        "since 70 s; it is in load (data.py:40): open(path)."
+    ]
+    # It is another call, so nobody waits.
+    came = [*ENTERED[:1], (31, REDUCE, 90.0, True)]
+    assert job.looks(91.0, texts, came, came, came, came) == []
+
+
+def test_a_rank_that_works_is_waited_for() -> None:
+    job = Job(2)
+    assert job.looks(70.0, [WAITS, LOADS], ENTERED, LEFT) == []
+    evaluates = "thread MainThread:\n" + LINE.format("train", 95, "evaluate", "predict(batch)")
+    assert job.looks(80.0, [WAITS, evaluates], ENTERED, LEFT) == [
+        "rank 0 waits for rank 1 on b, which is at evaluate (train.py:95): predict(batch); "
+        "all_reduce no. 31 (float32, 1,048,576) since 70 s."
+    ]
+
+
+def test_a_wait_for_the_same_place_is_about_the_same_until_it_is_five_times_as_long() -> None:
+    job, about = Job(2), []
+    for at in (70.0, 80.0, 200.0, 290.0, 320.0):
+        job.looks(at, [WAITS, LOADS], ENTERED, LEFT)
+        about += hang_sentences(job.record)
+    assert about[0] == about[1] == about[2] != about[3]
+
+
+def test_with_a_time_limit_one_look_is_enough_and_the_stack_follows() -> None:
+    job = Job(2, timeout_s=20.0)
+    job.tells(12.0, ENTERED, LEFT)
+    assert next_look_at(job.record) == 30.0
+    (sentence,) = job.looks(30.0, [WAITS, LOADS], ENTERED, LEFT)
+    assert "which rank 0 waits for since 20 s; it is in load" in sentence
+    assert sentence.endswith(f"\nThe Python stack of rank 1:\n{LOADS.rstrip()}")
+
+
+def test_a_rank_that_has_finished_never_comes() -> None:
+    job = Job(2)
+    for at in (70.0, 80.0):
+        job.record.add(Event("done", 1, at=20.0))
+        said = job.looks(at, [WAITS], ENTERED, LEFT)
+    assert said[0].endswith("which rank 0 waits for since 70 s; it has finished.")
+
+
+def test_collectives_that_differ_are_both_named() -> None:
+    """Of gloo, a broadcast may end at once on the rank that sends."""
+    job, differs = Job(3), [(31, "broadcast (float32, 1)", 10.0, True), (32, REDUCE, 10.1, False)]
+    for at in (70.0, 80.0):
+        (*_, sentence) = job.looks(at, [WAITS] * 3, ENTERED, differs, ENTERED) or [""]
+    assert sentence.startswith(
+        "the ranks have called different collectives: all_reduce no. 31 (float32, 1,048,576) of rank 0 on a, "
+        "rank 2 on c, broadcast no. 31 (float32, 1) of rank 1 on b; rank 0 on a, rank 1 on b, "
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        (REDUCE, "all_reduce (float32, 4)", False),
+        (REDUCE, "all_reduce (float16, 1,048,576)", False),
+        ("scatter (float32, 8)", "scatter", True),  # of the rank that has nothing to give
+        ("all_to_all (float32, 3)", "all_to_all (float32, 5)", True),
+    ],
+)
+def test_the_sizes_of_some_calls_may_differ(one: str, other: str, is_same: bool) -> None:
+    job = Job(2)
+    job.tells(20.0, [(1, one, 1.0, False)], [(1, other, 1.0, False)])
+    wait = find_wait(job.record.calls, 2, [0, 1])
+    assert wait is not None
+    assert (not wait.others) is is_same
+
+
+def test_the_first_of_several_waits_is_named() -> None:
+    """Rank 0 waits for rank 1 in a group of two, and all others for both."""
+    record = Record(["a"] * 3, at=0.0)
+    for rank, made in enumerate(
+        [
+            {"0:gloo": (None, LEFT), "1:gloo": ([0, 1], [(8, "barrier", 12.0, False)])},
+            {"0:gloo": (None, LEFT), "1:gloo": ([0, 1], [(7, "barrier", 5.0, True)])},
+            {"0:gloo": (None, ENTERED)},
+        ]
+    ):
+        record.add(Event("calls", rank, calls(made, 20.0), 20.0))
+    wait = find_wait(record.calls, 3, [0, 1, 2])
+    assert wait is not None
+    assert (wait.call, wait.waiting, wait.missing) == (
+        "all_reduce no. 31 (float32, 1,048,576)",
+        [2],
+        [0, 1],
+    )
+    assert find_wait(record.calls, 3, []) is None  # these may have moved on meanwhile
+
+
+def test_calls_that_go_on_are_signs_of_life() -> None:
+    job = Job(2, timeout_s=100.0)
+    job.record.add(Event("progress", 0, progress(1), 1.0))
+    going = [(number, REDUCE, number * 1.0, True) for number in range(10, 50)]
+    job.tells(50.0, going, going)
+    assert next_look_at(job.record) == 149.0
+
+
+def test_a_timeout_names_who_had_not_come() -> None:
+    """The calls of the rank that gave up have ended. Another rank that has ended cannot be accused."""
+    job, gave_up = Job(2), [*ENTERED[:1], (31, REDUCE, 10.0, True)]
+    assert sentence_at_failure(job.record) == ""
+    job.looks(22.0, [WAITS, LOADS], gave_up, LEFT)
+    assert sentence_at_failure(job.record).startswith(
+        "rank 1 on b has not entered all_reduce no. 31 "
+    )
+    for rank in (0, 1):
+        job.record.add(Event("lost", rank, {"silent": False}, 23.0))
+    job.record.add(Event("asked", facts={"ranks": []}, at=24.0))
+    assert sentence_at_failure(job.record) == ""
+
+
+# --- stragglers ---
+
+
+def windows(
+    own_s: Sequence[float], *, buckets: int = 1, count: int = 4, step_s: float = 0.0
+) -> list[str]:
+    """What is said of ranks that work so long in each step, and wait for each other in its collectives."""
+    job, said, now = Job(len(own_s)), [], 0.0
+    since, made, number = 0.0, [list[tuple[int, str, float, bool]]() for _ in own_s], 0
+    while len(said) < count:
+        for bucket in range(buckets):
+            number += 1
+            for rank, own in enumerate(own_s):
+                made[rank].append((number, REDUCE, now + own + bucket * 0.001, True))
+        now += max(*own_s, step_s) + buckets * 0.001
+        if now >= since + 10:
+            job.tells(now, *(each[-128:] for each in made))
+            if (found := find_stragglers(job.record, since, now)) is not None:
+                job.record.add(Event("window", facts=found, at=now))
+                said.append(straggler_sentence(job.record, is_chronic=True)[1])
+                since = now
+    return said
+
+
+def test_a_slow_rank_is_named_after_three_windows_with_its_share() -> None:
+    """Clocks of hosts differ by an hour. Several collectives of one step count once."""
+    for buckets in (1, 20):
+        *early, third, _ = windows([0.05, 0.05, 0.1, 0.04], buckets=buckets)
+        assert early == ["", ""]
+        share = 50 if buckets == 1 else 60  # of a step of 101 and of 120 ms
+        assert (
+            third == f"rank 2 on c is a straggler: the others wait for it in {share}% of the time."
+        )
+
+
+def test_two_slow_ranks_are_named() -> None:
+    said = windows([0.05, 0.05, 0.1, 0.09])[-1]
+    assert said.startswith("rank 2 on c, rank 3 on d are stragglers: the others wait for them in ")
+
+
+@pytest.mark.parametrize(
+    ("own_s", "step_s"),
+    [
+        ([0.1, 0.1, 0.11, 0.1], 0.0),  # too little
+        ([0.1, 0.1005, 0.1, 0.1], 0.0),  # less than clocks tell
+        ([0.01, 0.01, 0.03, 0.01], 0.2),  # something else takes the time of all ranks
+        ([0.05, 0.1, 0.1, 0.1], 0.0),  # one is faster
+    ],
+)
+def test_equal_ranks_are_not_named(own_s: list[float], step_s: float) -> None:
+    assert windows(own_s, step_s=step_s) == [""] * 4
+
+
+def test_a_long_evaluation_of_one_rank_is_no_straggler() -> None:
+    """It fills one window, and the next ones have nothing of it."""
+    job, since, said = Job(2), 0.0, list[str]()
+    came = [*range(60), 240, *range(241, 300)]  # of rank 0; the other has waited from 60 on
+    made = [(number, REDUCE, float(at), True) for number, at in enumerate(came)]
+    waited = [*made[:60], (60, REDUCE, 60.0, True), *made[61:]]
+    for count, at in enumerate(came, 1):
+        job.tells(float(at), made[:count], waited[:count])
+        if at >= since + 10 and (found := find_stragglers(job.record, since, at)) is not None:
+            job.record.add(Event("window", facts=found, at=float(at)))
+            since = float(at)
+            said.append(straggler_sentence(job.record, is_chronic=True)[1])
+    assert len(said) > 5
+    assert not any(said)
+
+
+def test_nobody_is_slow_in_a_job_that_calls_nothing_any_more() -> None:
+    job = Job(2)
+    assert find_stragglers(job.record, 0.0, 59.0) is None
+    assert find_stragglers(job.record, 0.0, 60.0) == {"ranks": [], "share": 0.0}
