@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 # Calls whose ranks give tensors of the same size. Those of other calls may differ.
 _OF_ONE_SIZE = ("all_reduce (", "broadcast (", "reduce (")
 _LEAST_CALLS = 4  # that are compared for stragglers
-_LEAST_SHARE = 0.2  # of the time in which the others wait for a straggler
+_LEAST_SHARE = 0.25  # of the time in which the others wait for a straggler
 _LEAST_GAP_S = 0.001  # between two ranks, within what the clocks of hosts are read to
 _MOST_LATE = 2 / 3  # of all ranks
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import time
 from collections.abc import Sequence
@@ -29,6 +30,13 @@ _ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
 _UP = b"\x1b[%dA"
 # What follows is cut at the right margin, and no longer.
 _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
+# The page of C++ below an error of torch, whose first line says what is wrong: by its torch, without symbols
+# and with them. torch begins each line of a traceback with the rank.
+_ABOVE_FRAMES = b"(most recent call first):"
+_FRAME = re.compile(
+    rb"(\[rank\d+\]: ?)?"
+    rb"(frame #\d+: .+ \(0x[0-9a-f]+ in .+\)|#\d+ .+ from .+:\d+|C\+\+ CapturedTraceback:)"
+)
 
 
 def info(sentence: str) -> None:
@@ -84,6 +92,7 @@ class Source:
     prefix: bytes = b""
     line: bytearray = field(default_factory=bytearray)
     opened_at: float = 0.0  # when its line began, by time.monotonic()
+    is_in_frames: bool = False  # of C++
 
 
 class Screen:
@@ -103,6 +112,7 @@ class Screen:
         self._is_shared = is_shared
         self.is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._has_complained = False
+        self.left_out = 0  # lines of frames of C++
         self._at: Source | None = None  # whose open line the cursor is in
         self._open: set[Source] = set()  # with an open line that waits for its end
         self._status: list[bytes] = []
@@ -131,10 +141,22 @@ class Screen:
         (self._open.add if source.line else self._open.discard)(source)
         if b"\r" in lines:
             lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
+        if source.is_in_frames or _ABOVE_FRAMES in lines:
+            lines = self._without_frames(lines, source)
         prefix = self._before(source)
         self.show_lines(
             lines and prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n", source
         )
+
+    def _without_frames(self, lines: bytes, source: Source) -> bytes:
+        kept = []
+        for line in lines.splitlines(keepends=True):
+            if source.is_in_frames and _FRAME.fullmatch(line.rstrip()):
+                self.left_out += 1
+            else:
+                source.is_in_frames = line.rstrip().endswith(_ABOVE_FRAMES)
+                kept.append(line)
+        return b"".join(kept)
 
     def _before(self, source: Source) -> bytes:
         """What stands in front of each line of a source."""

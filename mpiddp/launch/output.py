@@ -269,6 +269,9 @@ class JobOutput:
 
     def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
         """Show what mpirun has said at the end; if the verdict says it, write it to `log_dir` instead."""
+        if frames := sum(screen.left_out for screen in set(self._screens.values())):
+            where = "They are in" if log_dir else "To keep them: --log-dir"
+            self.log(f"{frames} lines of C++ were not shown. {where} {log_dir or 'DIR'}")
         left_out = b""
         for stream in self._of_mpirun:
             if is_said and not self._shows_end:

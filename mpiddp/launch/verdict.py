@@ -128,6 +128,8 @@ def verdict(record: Record) -> Outcome:
     if found.first and row in _OF_THE_HOST:
         found = found._replace(host_at_fault=record.hosts[found.first.rank])
     if row in _OF_COLLECTIVES:
+        # NCCL's timeout kills the rank that has waited.
+        found = found._replace(host_at_fault="")
         sentence = sentence_at_failure(record) or sentence
     return found._replace(known_cause=sentence)
 

@@ -121,9 +121,8 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
             where = places_sentence(record, everyone)
             sentence = f"{waiting} in {wait.call} {since}, which all ranks have entered; {where}"
         case [rank] if _works(record, rank) and not places[rank].waits:
-            sentence = (
-                f"{waiting} for {names}, which is at {places[rank].text}; {wait.call} {since}."
-            )
+            place = places[rank].text
+            sentence = f"in {wait.call}, {since}, {waiting} for {names}, which is at {place}."
         case [rank]:
             where = places[rank].clauses[0] if rank in places else "has finished"
             sentence = f"{names} has {not_entered}; it {where}."

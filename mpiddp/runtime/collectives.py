@@ -38,7 +38,7 @@ def calls() -> dict[str, Any] | None:
     }
     now_ns = time.time_ns()
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for entry in _entries(uses_nccl=torch.is_nccl_available()):
+    for entry in _entries():
         backend, _, entry["op"] = entry["profiling_name"].partition(":")
         name = entry["process_group"][0]
         if name in ranks and not entry["is_p2p"]:
@@ -76,25 +76,27 @@ def _kind(entry: dict[str, Any]) -> str:
     return f"{entry['op']} ({_DTYPES.get(dtype, dtype.lower())}, {count:,})"
 
 
-def _entries(*, uses_nccl: bool) -> list[dict[str, Any]]:
+def _entries() -> list[dict[str, Any]]:
     """The latest calls, the first one first. Torch's own pickle takes a third of the time of its JSON."""
-    from torch._C import _distributed_c10d as c10d
+    torch: Any = sys.modules["torch"]
+    c10d = torch._C._distributed_c10d
+    dumps = [getattr(c10d, "_dump_fr_trace", None)]  # an older torch has none for gloo
+    if torch.cuda.is_initialized() and _may_ask_events(torch):
+        dumps.append(getattr(c10d, "_dump_nccl_trace", None))
+    without_stacks = (True, False, False)
+    found = [pickle.loads(dump(*without_stacks)) for dump in dumps if dump is not None]
+    return [entry for each in found for entry in each.get("entries", [])]
 
-    found: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace", "_dump_nccl_trace")[: 1 + uses_nccl]:
-        dump = getattr(c10d, name, None)  # an older torch has none for gloo
-        if dump is not None and (name == "_dump_fr_trace" or _may_ask_events()):
-            found += pickle.loads(dump(True, False, False)).get("entries", [])  # no stacks
-    return found
 
-
-def _may_ask_events() -> bool:
+def _may_ask_events(torch: Any) -> bool:
     """Whether this thread may ask CUDA's events, as the dump of NCCL's calls does.
 
     While the script captures a CUDA graph, such a question of any thread would end the capture, unless the
-    thread is relaxed about it.
+    thread is relaxed about it. A thread without a device would open one more on GPU 0.
     """
     with contextlib.suppress(AttributeError):  # no CUDA runtime that torch has made visible
-        mode = ctypes.c_int(_RELAXED)
-        return not ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        exchange = ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode
+        devices = range(torch.cuda.device_count())
+        torch.cuda.set_device(min(filter(torch._C._cuda_hasPrimaryContext, devices)))
+        return not exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
     return False

@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpiddp
 from mpiddp import cli
 from mpiddp.bench.figures import emit
+from mpiddp.runtime.collectives import calls
 from mpiddp.runtime.torch import process_group
 from mpiddp.world import World
 
@@ -87,6 +90,50 @@ def fail(how: str) -> None:
             assert numbers.sum().item() == 1 << 20
 
 
+def hang(how: str) -> None:
+    """Sum without end. The last rank does not come, calls something else, or comes late each time."""
+    with mpiddp.process_group(timeout_s=15 if how == "times out" else 600) as world:
+        numbers = torch.ones(1 << 20, device=world.device)
+        is_last = world.rank == world.world_size - 1
+        for step in range(sys.maxsize):
+            if is_last and step == FAILS_AT and how == "differs":
+                dist.broadcast(numbers, world.rank)
+            elif is_last and step == FAILS_AT and how != "is late":
+                threading.Event().wait()
+            time.sleep(0.1 if is_last and how == "is late" else 0.02)
+            dist.all_reduce(numbers, dist.ReduceOp.MAX)
+            assert numbers.sum().item() == 1 << 20
+
+
+def capture() -> None:
+    """Capture a CUDA graph while another thread reads the calls of NCCL."""
+    with mpiddp.process_group() as world:
+        numbers = torch.ones(1 << 26, device=world.device)
+        is_over = threading.Event()
+        read: list[int] = []
+
+        def read_calls() -> None:
+            while not is_over.is_set():
+                found = calls()
+                assert found is not None
+                read.append(len(found["groups"]))
+
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        reader = threading.Thread(target=read_calls)
+        for _ in range(50):
+            dist.all_reduce(numbers)  # some have not ended when the capture begins
+        reader.start()
+        with torch.cuda.graph(graph):
+            for _ in range(2000):
+                numbers += 1
+        is_over.set()
+        reader.join()
+        numbers.zero_()
+        graph.replay()
+        emit({"sum": numbers[0].item(), "reads": len(read), "groups": max(read)})
+
+
 def watched(verb: list[str]) -> int:
     """Run a verb, and count the replays of graphs."""
     found = {"graph_replays": 0}
@@ -112,6 +159,10 @@ def main(what: str, *arguments: str) -> int:
         sum_and_gradient()
     elif what == "fail":
         fail(*arguments)
+    elif what == "hang":
+        hang(*arguments)
+    elif what == "capture":
+        capture()
     elif what == "watched":
         return watched(list(arguments))
     else:

@@ -153,6 +153,33 @@ def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how):
     assert time.monotonic() - since < 60
 
 
+@pytest.mark.parametrize("how", ["sleeps", "differs", "times out"])
+def test_who_does_not_come_to_a_collective_is_named(how):
+    """A rank that waits in NCCL uses its core. NCCL's own timeout ends the process within C++."""
+    options = [] if how == "times out" else ["--hang-timeout=20s"]
+    output = run([*LAUNCH, "-H", "localhost:2", *options, RANKS, "hang", how], 1)
+    call = r"all_reduce no\. \d+ \(float32, 1,048,576\)"
+    named = rf"rank 1 on \S+ has not entered {call}, which rank 0 waits for since \d+ s; it is in hang \("
+    if how == "differs":
+        other = r"broadcast no\. \d+ \(float32, 1,048,576\) of rank 1 on "
+        named = rf"the ranks have called different collectives: {call} of rank 0 on \S+, {other}"
+    assert re.search(named, output), output
+    assert not re.search(r"^frame #|^#\d+ .* from ", output, re.MULTILINE), output
+
+
+def test_a_straggler_is_named():
+    with running([*LAUNCH, "-H", "localhost:2", RANKS, "hang", "is late"]) as process:
+        assert process.stdout is not None
+        assert any("rank 1 on" in line and "is a straggler" in line for line in process.stdout)
+
+
+@needs_gpu
+def test_the_calls_of_nccl_are_read_while_a_graph_is_captured():
+    found = result(run([*LAUNCH, "-H", "localhost:1", RANKS, "capture"]))
+    assert (found["sum"], found["groups"]) == (2000.0, 1)
+    assert found["reads"] > 1
+
+
 def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
     file = out / "metrics.jsonl"
     while not file.exists() or not any(each["step"] >= step for each in records(out)):

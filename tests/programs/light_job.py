@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from mpiddp.launch import log
 from mpiddp.launch.control import ControlServer, listen
 from mpiddp.launch.output import JobOutput
 from mpiddp.protocol.channel import INPUT, STREAMS
@@ -84,9 +85,9 @@ def main(codes: list[str]) -> None:
                     if message.kind == "output":
                         outputs.add(rank=message.rank, **message.facts)
                         missing -= 1
-        outputs.log(f"codes {[rank.returncode for rank in ranks]}", is_error=True)
         outputs.finish()
         outputs.settle(is_said=False)
+        log.error(f"codes {[rank.returncode for rank in ranks]}")
         server.close()
 
 

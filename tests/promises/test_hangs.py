@@ -50,6 +50,44 @@ def test_a_straggler(here):
     assert re.search(f"^{named}", top, re.MULTILINE), top
 
 
+COLLECTIVES = """\
+from datetime import timedelta
+import sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=int(sys.argv[2])))
+numbers = torch.ones(8)
+dist.all_reduce(numbers)
+if dist.get_rank() == 1:
+    if sys.argv[1] == "differs":
+        dist.broadcast(numbers, 1)
+    else:
+        time.sleep(6000)
+dist.all_reduce(numbers, dist.ReduceOp.MAX)
+"""
+
+
+@pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
+def test_a_timeout_of_a_collective(place):
+    """When torch's own timeout ends a collective, one line says which rank had not come, and its line."""
+    script = place.script(COLLECTIVES, "waits.py")
+    done = place.run("launch", *place.where(2), script, "sleeps", "8")
+    assert done.code == 1
+    is_in = re.escape("it is in <module> (waits.py:10): time.sleep(6000).")
+    call = r"all_reduce no\. 2 \(float32, 8\), which rank 0 waits for since \d+ s"
+    named = rf"rank 1 on {place.hosts_of(2)[1]} has not entered {call}; {is_in}"
+    assert any(re.fullmatch(named, line) for line in done.said), done.stderr
+
+
+def test_collectives_that_differ(here):
+    """If the ranks call different collectives, one line names both calls and both lines of the script."""
+    script = here.script(COLLECTIVES, "differs.py")
+    done = here.run("launch", "--hang-timeout", "8", *here.where(2), script, "differs", "600")
+    assert done.code == 1
+    one, other = (f"rank {rank} on {host}" for rank, host in enumerate(here.hosts_of(2)))
+    calls = f"all_reduce no. 2 (float32, 8) of {one}, broadcast no. 2 (float32, 8) of {other}"
+    (line,) = (each for each in done.said if "different collectives" in each)
+    assert line.startswith(f"the ranks have called different collectives: {calls}; "), line
+
+
 # --- --hang-timeout ---
 
 

@@ -51,6 +51,32 @@ def test_the_ranks_of_a_selection(selection, stdout, stderr):
     assert shown == [stdout, stderr]
 
 
+FRAMES = """\
+[rank1]: RuntimeError: the sizes differ
+Exception raised from checkTimeout at /pytorch/ProcessGroupNCCL.cpp:607 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f2b0a6c51e6 in /venv/libc10.so)
+frame #1: <unknown function> + 0xdc253 (0x7f2b64d94253 in /lib/libstdc++.so.6)
+frame #2 is what the script prints
+frame #3: clone + 0x44 (0x7f2b64d94253 in /lib/libc.so.6)
+[rank1]: Exception raised from add at /pytorch/add.cpp:35 (most recent call first):
+[rank1]: C++ CapturedTraceback:
+[rank1]: #4 at::_ops::add_Tensor::call(at::Tensor const&) from ??:0
+#5 and more from train.py:12
+#6 after another line from train.py:12 and on
+"""
+
+
+def test_the_frames_of_an_error_of_torch_are_counted():
+    """Only directly below the line that announces them."""
+    _, err = run("pass", f"os.write(2, {FRAMES.encode()!r})")
+    lines = FRAMES.splitlines()
+    shown = [lines[0], lines[1], lines[4], lines[5], lines[6], lines[10]]
+    assert err.decode().splitlines() == [
+        *shown,
+        "mpiddp: 5 lines of C++ were not shown. To keep them: --log-dir DIR",
+    ]
+
+
 def test_a_line_without_an_end_is_cut():
     code = f"os.write(1, b'x' * {LONGEST_LINE + 10}); os.write(1, b'y\\n')"
     out, _ = run(code, "pass")

@@ -79,8 +79,8 @@ def test_a_rank_that_works_is_waited_for() -> None:
     assert job.looks(70.0, [WAITS, LOADS], ENTERED, LEFT) == []
     evaluates = "thread MainThread:\n" + LINE.format("train", 95, "evaluate", "predict(batch)")
     assert job.looks(80.0, [WAITS, evaluates], ENTERED, LEFT) == [
-        "rank 0 waits for rank 1 on b, which is at evaluate (train.py:95): predict(batch); "
-        "all_reduce no. 31 (float32, 1,048,576) since 70 s."
+        "in all_reduce no. 31 (float32, 1,048,576), since 70 s, rank 0 waits for rank 1 on b, "
+        "which is at evaluate (train.py:95): predict(batch)."
     ]
 
 
