@@ -33,24 +33,18 @@ Calls: TypeAlias = Mapping[Group, Mapping[int, Mapping[int, Call]]]
 class Wait(NamedTuple):
     """A call that ranks have entered, and that has not ended."""
 
-    number: int
-    kind: str
+    call: str  # such as "all_reduce no. 31 (float32, 1,048,576)"
     since: float
     waiting: list[int]
     missing: list[int]  # the ranks of the group that have not entered it
-    others: dict[int, str]  # the calls of the ranks that have called something else in its place
-
-    @property
-    def call(self) -> str:
-        """Such as "all_reduce no. 31 (float32, 1,048,576)"."""
-        return _numbered(self.kind, self.number)
+    others: dict[int, str]  # the calls of the ranks that have called something else
 
     @property
     def calls(self) -> dict[str, list[int]]:
         """The differing calls, each with its ranks."""
-        found = {self.call: self.waiting}
-        for rank, kind in sorted(self.others.items()):
-            found.setdefault(_numbered(kind, self.number), []).append(rank)
+        found = {self.call: [*self.waiting]}
+        for rank, call in sorted(self.others.items()):
+            found.setdefault(call, []).append(rank)
         return found
 
 
@@ -79,7 +73,9 @@ def newest_call(calls: Calls) -> float:
 def find_wait(
     calls: Calls, world_size: int, told: Collection[int], *, is_over: bool = False
 ) -> Wait | None:
-    """What the job waits for: the oldest wait for a rank that does not wait itself, or else the oldest.
+    """What the job waits for: the oldest wait for a rank that does not wait itself.
+
+    Without one, the ranks wait for each other in different groups.
 
     told: the ranks whose calls are those of now. is_over: a rank has failed, so its calls have ended.
     """
@@ -91,7 +87,11 @@ def find_wait(
     ]
     waiting = {rank for wait in found for rank in wait.waiting}
     roots = [wait for wait in found if wait.others or not waiting.issuperset(wait.missing)]
-    return min(roots or found, key=lambda wait: wait.since, default=None)
+    oldest = min(roots or found, key=lambda wait: wait.since, default=None)
+    if oldest is None or roots:
+        return oldest
+    elsewhere = {rank: wait.call for wait in found for rank in wait.waiting if wait is not oldest}
+    return oldest._replace(missing=[], others=elsewhere)
 
 
 def _wait_in(
@@ -117,11 +117,15 @@ def _wait_in(
     same = {
         r: c[number] for r, c in ranks.items() if number in c and _is_same(c[number].kind, first)
     }
-    others = {r: c[number].kind for r, c in ranks.items() if number in c and r not in same}
+    others = {
+        r: _numbered(c[number].kind, number)
+        for r, c in ranks.items()
+        if number in c and r not in same
+    }
     missing = [rank for rank in members if last[rank] < number]
     since = min(call.at for call in same.values())
     waiting = [rank for rank in sorted(same) if is_over or open_.get(rank) == number]
-    return Wait(number, first, since, waiting, missing, others)
+    return Wait(_numbered(first, number), since, waiting, missing, others)
 
 
 def _is_same(kind: str, other: str) -> bool:
@@ -171,7 +175,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 def late_ranks(by_rank: Mapping[int, float], world_size: int) -> list[int]:
     """The stragglers by their shares, the slowest first."""
     largest = max(by_rank.values(), default=0.0)
-    late = [rank for rank, share in by_rank.items() if share > largest / 2]
+    late = [rank for rank, share in by_rank.items() if share > largest / 3]
     if largest < _LEAST_SHARE or len(late) > _MOST_LATE * world_size:
         return []
     return sorted(late, key=lambda rank: by_rank[rank], reverse=True)

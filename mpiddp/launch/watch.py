@@ -129,7 +129,8 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
         case several:
             sentence = f"{names} have {not_entered}; {places_sentence(record, several)}"
     if record.fact("began", "hang_timeout_s") is not None:
-        for rank in places.keys() & record.stacks.keys() & {*wait.missing, *wait.others}:
+        differing = [ranks[0] for ranks in wait.calls.values()] if wait.others else []
+        for rank in sorted(places.keys() & record.stacks.keys() & {*wait.missing, *differing}):
             text = record.stacks[rank]["text"].rstrip()
             sentence = f"{sentence}\nThe Python stack of rank {rank}:\n{text}"
     kind = [places[rank].function for rank in wait.missing if rank in places]

@@ -158,6 +158,17 @@ def test_the_first_of_several_waits_is_named() -> None:
     assert find_wait(record.calls, 3, []) is None  # these may have moved on meanwhile
 
 
+def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
+    """As in a collective of another group under `if rank == 0`."""
+    record = Record(["a"] * 2, at=0.0)
+    mistake = (None, [(1, "barrier", 9.5, False)])
+    record.add(Event("calls", 0, calls({"0:gloo": (None, LEFT), "1:gloo": mistake}, 20.0), 20.0))
+    record.add(Event("calls", 1, calls({"0:gloo": (None, ENTERED)}, 20.0), 20.0))
+    wait = find_wait(record.calls, 2, [0, 1])
+    assert wait is not None
+    assert wait.calls == {"barrier no. 1": [0], "all_reduce no. 31 (float32, 1,048,576)": [1]}
+
+
 def test_calls_that_go_on_are_signs_of_life() -> None:
     job = Job(2, timeout_s=100.0)
     job.record.add(Event("progress", 0, progress(1), 1.0))
