@@ -6,6 +6,7 @@ group, on gloo and on NCCL. Clocks of hosts differ, so a rank's times are read b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -135,37 +136,39 @@ def _is_same(kind: str, other: str) -> bool:
     return kind == other
 
 
-def shares(calls: Calls, ranks: Sequence[int], since: float) -> dict[int, float] | None:
+def shares(calls: Calls, world_size: int, since: float) -> dict[int, float] | None:
     """The share of the time since then in which the others have waited for a rank, for each that was late.
 
-    In such a time, the others have entered a call, and this rank has not yet. None if all ranks together
-    have made too few calls to say so.
+    In such a time, the others of a group have entered a call, and this rank has not yet. None if there are
+    too few calls to say so.
     """
-    gaps: dict[int, list[tuple[float, float]]] = {rank: [] for rank in ranks}
+    gaps: dict[int, list[tuple[float, float]]] = {}
     times: list[float] = []
-    for of_ranks in calls.values():
-        if of_ranks.keys() != gaps.keys():
+    before = 0.0  # the latest call
+    for (_, members), ranks in calls.items():
+        if len(ranks) < len(members or range(world_size)):
             continue
-        for number in sorted(set.intersection(*(set(each) for each in of_ranks.values()))):
-            entered = sorted((of_ranks[rank][number].at, rank) for rank in ranks)
+        for number in sorted(set.intersection(*map(set, ranks.values()))):
+            entered = sorted((of_rank[number].at, rank) for rank, of_rank in ranks.items())
             if entered[0][0] < since:
+                before = max(before, entered[-1][0])
                 continue
-            times += [entered[0][0], entered[-1][0]]
-            size, late = max(
-                (entered[at][0] - entered[at - 1][0], at) for at in range(1, len(entered))
-            )
-            if size >= _LEAST_GAP_S and len(entered) - late <= _MOST_LATE * len(entered):
-                for _, rank in entered[late:]:
-                    gaps[rank].append((entered[late - 1][0], entered[late][0]))
-    if len(times) < 2 * _LEAST_CALLS:
+            times.append(entered[-1][0])
+            waits = [(one[0], other[0]) for one, other in itertools.pairwise(entered)]
+            longest = max(waits, key=lambda wait: wait[1] - wait[0], default=(0.0, 0.0))
+            late = [rank for at, rank in entered if at >= longest[1]]
+            if longest[1] - longest[0] >= _LEAST_GAP_S and len(late) <= _MOST_LATE * len(entered):
+                for rank in late:
+                    gaps.setdefault(rank, []).append(longest)
+    if len(times) < _LEAST_CALLS:
         return None
-    span_s = max(times) - min(times)
-    return {rank: _covered(each) / span_s for rank, each in gaps.items() if each}
+    began = before or min(times)
+    return {rank: _covered(each, began) / (max(times) - began) for rank, each in gaps.items()}
 
 
-def _covered(spans: list[tuple[float, float]]) -> float:
+def _covered(spans: list[tuple[float, float]], since: float) -> float:
     """The time that these spans cover together."""
-    total, end = 0.0, float("-inf")
+    total, end = 0.0, since
     for began, ended in sorted(spans):
         total += max(0.0, ended - max(began, end))
         end = max(end, ended)
@@ -178,4 +181,4 @@ def late_ranks(by_rank: Mapping[int, float], world_size: int) -> list[int]:
     late = [rank for rank, share in by_rank.items() if share > largest / 3]
     if largest < _LEAST_SHARE or len(late) > _MOST_LATE * world_size:
         return []
-    return sorted(late, key=lambda rank: by_rank[rank], reverse=True)
+    return sorted(late, key=lambda rank: (-by_rank[rank], rank))

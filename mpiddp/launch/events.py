@@ -183,9 +183,8 @@ class Record:
             case "asked":
                 self.stacks, self.mute = {}, {*facts["ranks"]} - self.done.keys()
             case "stacks" if event.from_script or rank not in self.stacks:
-                # An agent answers in the place of a script that makes steps, unless that is only slow.
-                is_held = not event.from_script and rank in self.paces
-                self.stacks[rank] = {**facts, "is_held": is_held}
+                # An agent answers in the place of a script, whose own answer may come later.
+                self.stacks[rank] = dict(facts)
             case "calls":
                 self._note_calls(event)
             case "looked":

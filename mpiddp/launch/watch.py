@@ -29,7 +29,7 @@ def find_stragglers(record: Record, since: float, now: float) -> dict[str, Any] 
 
     None if the window goes on, which has too few collectives. Nobody is slow in a job that calls none.
     """
-    by_rank = shares(record.calls, range(record.world_size), since)
+    by_rank = shares(record.calls, record.world_size, since)
     if by_rank is None and now < since + _LONGEST_WINDOW_S:
         return None
     late = late_ranks(by_rank or {}, record.world_size)
@@ -77,13 +77,13 @@ def hang_sentences(record: Record) -> dict[str, str]:
         return {}
     if (wait := _wait(record)) is not None:
         return _wait_sentence(record, wait, looks[-1][0])
-    if limit_s is not None and record.paces:
-        return {each: each for each in stuck_sentences(record, limit_s)}
-    if not _is_hung(record):
+    if not (limit_s is not None and record.paces) and not _is_hung(record):
         return {}
     what = "made a step" if record.newest_step[0] else "made a step or printed anything"
     since, places = _quiet_since(record), places_sentence(record, range(record.world_size))
-    return {f"{since}": f"no rank has {what} for {looks[-1][0] - since:.0f} s: {places}"}
+    sentence = f"no rank has {what} for {looks[-1][0] - since:.0f} s: {places}"
+    outside = [rank for rank, place in places_of(record).items() if not place.waits]
+    return {f"{since}": _with_stacks(record, sentence, outside or record.left)}
 
 
 def sentence_at_failure(record: Record) -> str:
@@ -100,7 +100,7 @@ def sentence_at_failure(record: Record) -> str:
 
 
 def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
-    """Who waits for whom, and where these are. With --hang-timeout, their stacks follow.
+    """Who waits for whom, and where these are.
 
     The key is the same for each wait for the same place, as in each evaluation, unless one takes five times
     as long as another.
@@ -120,22 +120,29 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
         case []:
             where = places_sentence(record, everyone)
             sentence = f"{waiting} in {wait.call} {since}, which all ranks have entered; {where}"
-        case [rank] if _works(record, rank) and not places[rank].waits:
-            place = places[rank].text
-            sentence = f"in {wait.call}, {since}, {waiting} for {names}, which is at {place}."
+        case [rank] if _works(record, places.get(rank, Place()), rank):
+            at = places[rank].text
+            sentence = f"in {wait.call}, {since}, {waiting} for {names}, which is at {at}."
         case [rank]:
             where = places[rank].clauses[0] if rank in places else "has finished"
             sentence = f"{names} has {not_entered}; it {where}."
         case several:
             sentence = f"{names} have {not_entered}; {places_sentence(record, several)}"
-    if record.fact("began", "hang_timeout_s") is not None:
-        differing = [ranks[0] for ranks in wait.calls.values()] if wait.others else []
-        for rank in sorted(places.keys() & record.stacks.keys() & {*wait.missing, *differing}):
-            text = record.stacks[rank]["text"].rstrip()
-            sentence = f"{sentence}\nThe Python stack of rank {rank}:\n{text}"
+    differing = [ranks[0] for ranks in wait.calls.values()] if wait.others else []
+    sentence = _with_stacks(record, sentence, wait.missing or differing)
     kind = [places[rank].function for rank in wait.missing if rank in places]
     length = int(math.log(max(1.0, (now - wait.since) / QUIET_S), BUSY_FACTOR))
     return {f"{wait.missing} {kind} {length}": sentence}
+
+
+def _with_stacks(record: Record, sentence: str, ranks: Sequence[int]) -> str:
+    """The sentence, and with --hang-timeout, which ends the job, also the stacks of these ranks."""
+    limit_s = record.fact("began", "hang_timeout_s")
+    for rank in ranks if limit_s is not None else ():
+        if rank in record.stacks:
+            text = record.stacks[rank]["text"].rstrip()
+            sentence = f"{sentence}\nThe Python stack of rank {rank}:\n{text}"
+    return sentence
 
 
 def _wait(record: Record) -> Wait | None:
@@ -182,14 +189,16 @@ def _looks(record: Record) -> list[tuple[float, Mapping[int, Place]]]:
     return [look for look in record.looks if look[0] >= quiet_since]
 
 
-def _works(record: Record, rank: int) -> bool:
-    """Whether a rank has moved, computed or saved between the latest two looks."""
+def _works(record: Record, place: Place, rank: int) -> bool:
+    """Whether a rank does something itself: it has moved, computed or saved between the latest two looks."""
     looks = _looks(record)
-    if rank in record.saving or len(looks) < 2 or rank not in looks[-1][1]:
+    if not place.frames or place.waits:
+        return False
+    if len(looks) < 2 or rank in record.saving:
         return rank in record.saving
-    (before, first), (now, last) = looks
+    (before, first), (now, _) = looks
     was = first.get(rank, Place())
-    return last[rank].frames != was.frames or last[rank].is_busy(was, now - before)
+    return place.frames != was.frames or place.is_busy(was, now - before)
 
 
 def _is_hung(record: Record) -> bool:
@@ -239,36 +248,6 @@ def places_sentence(record: Record, ranks: Sequence[int]) -> str:
         who = f"{len(members)} ranks" if several else ", ".join(map(record.name, members))
         clauses.append(f"{who} {key[1 if len(members) == 1 else 2]}")
     return "; ".join(clauses) + "."
-
-
-def stuck_sentences(record: Record, timeout_s: float) -> list[str]:
-    """A sentence for each stuck rank, followed by its stack.
-
-    The stuck ranks are those that do not answer; else those that are behind; else those that are outside
-    of torch, where the others wait.
-    """
-    left, stacks = record.left, record.stacks
-    steps = {rank: stacks[rank]["step"] for rank in left if rank in stacks}
-    furthest = max(steps.values(), default=0)
-    mute = [rank for rank in left if rank not in steps]
-    held = [rank for rank in steps if stacks[rank]["is_held"]]
-    behind = [rank for rank, step in steps.items() if step < furthest]
-    outside = [rank for rank in steps if not place_of(stacks[rank]).waits]
-    # None waits if the rank is the only one that is left, nor do ranks of which none has answered.
-    others = f"others wait at step {furthest}." if steps and len(left) > 1 else ""
-    rest = f" while the {others}" if others else "."
-    if mute or held:
-        why = ": native code holds its Python interpreter."
-        if mute:
-            why = " and does not answer: it is stopped, or stuck in native code."
-        rest = f"{why} The {others}" if others else why
-    found = []
-    for rank in mute or held or behind or outside or left:
-        sentence = f"{record.name(rank)} has made no step for {timeout_s:g} s{rest}"
-        if rank in steps:
-            sentence = f"{sentence} Its Python stack follows.\n{stacks[rank]['text'].rstrip()}"
-        found.append(sentence)
-    return found
 
 
 def missing_sentence(record: Record, timeout_s: float) -> str:

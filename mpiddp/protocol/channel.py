@@ -89,7 +89,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "saving": {"active": bool},  # begins, or has ended
     "saved": {"path": str},  # of a checkpoint that is complete
     # `state` of the main thread, as in /proc.
-    "stacks": {"text": str, "step": int, "cpu_s": _NUMBER, "state": str},
+    "stacks": {"text": str, "cpu_s": _NUMBER, "state": str},
     # Of torch's collectives, by the rank's own clock: see `mpiddp.runtime.collectives`.
     "calls": {"now_us": int, "groups": list},
     "stopped": {},

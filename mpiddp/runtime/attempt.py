@@ -253,7 +253,7 @@ class Attempt:
             case {"type": "stacks"}:
                 if (text := self.child.stack()) is not None:  # else the script answers
                     usage = usage_of(self.child.pid or os.getpid())
-                    self.coordinator.send("stacks", text=text[-TEXT_LIMIT:], step=0, **usage)
+                    self.coordinator.send("stacks", text=text[-TEXT_LIMIT:], **usage)
 
     def _resize(self, columns: int, rows: int) -> None:
         """Give the script's terminals the launcher's new size, and tell the script as a terminal does."""

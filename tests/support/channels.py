@@ -23,7 +23,7 @@ def progress(step: int, *, own_s: float = 0.0) -> dict[str, int | float]:
 
 def stacks(text: str, **facts: object) -> dict[str, object]:
     """The facts of a message "stacks"."""
-    return {"text": text, "step": 0, "cpu_s": 0.0, "state": "S", **facts}
+    return {"text": text, "cpu_s": 0.0, "state": "S", **facts}
 
 
 def calls(

@@ -29,12 +29,14 @@ from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
 FOLDER = ROOT / "tests" / "data" / "records"
+_OTHER_ROOT = "/home/me/mpiddp"  # in a file, for that of this checkout
 
 
 def events(path: Path) -> Iterator[tuple[Record, Event]]:
     """The record in a file, after each of its events."""
     with path.open(encoding="utf-8") as lines:
-        began, *later = (Event(**json.loads(line)) for line in lines)
+        own = (line.replace(_OTHER_ROOT, str(ROOT)) for line in lines)
+        began, *later = (Event(**json.loads(line)) for line in own)
     record = Record(**began.facts, at=began.at)
     for event in later:
         record.add(event)
@@ -59,10 +61,8 @@ def replay(path: Path) -> str:
     outcome = verdict(record)
     said |= {each: each for each in (outcome.sentence, outcome.known_cause)}
     fault = f"host at fault: {outcome.host_at_fault}\n" if outcome.host_at_fault else ""
-    return (
-        "".join(f"{line}\n" for line in said.values() if line)
-        + f"{fault}exit code: {outcome.code}\n"
-    )
+    text = "".join(f"{line}\n" for line in said.values() if line).replace(str(ROOT), _OTHER_ROOT)
+    return f"{text}{fault}exit code: {outcome.code}\n"
 
 
 # --- real jobs of two ranks: on this machine, or with -H on two hosts of a test cluster ---
@@ -193,7 +193,7 @@ def record(name: str) -> None:
         text = Path(folder, "attempt_1.jsonl").read_text(encoding="utf-8")
         for own, other in (
             (folder, "/home/me"),
-            (str(ROOT), "/home/me/mpiddp"),
+            (str(ROOT), _OTHER_ROOT),
             (sys.prefix, "/venv"),
             (sys.base_prefix, "/usr"),
         ):

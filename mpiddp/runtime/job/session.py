@@ -90,8 +90,7 @@ class Session:
                     if (made := calls()) is not None:
                         self.send("calls", **made)
                     if kind == "stacks":
-                        own = {"step": self._step, "text": _stacks()}
-                        self.send("stacks", **own, **usage_of(os.getpid()))
+                        self.send("stacks", text=_stacks(), **usage_of(os.getpid()))
 
     def send(self, kind: str, **facts: object) -> None:
         """Send the launcher a message, if there is a launcher."""
