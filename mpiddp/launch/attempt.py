@@ -79,6 +79,7 @@ class Attempt:
         self._found: list[str] = []  # by the search
         self._gone: list[str] = []  # by the probe
         self._has_ended = threading.Event()
+        self._has_asked_at_failure = False
         # All ranks may import torch from a slow file system.
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._timers.after(self.stop_at - time.monotonic(), self.request_stop)
@@ -295,13 +296,13 @@ class Attempt:
             case "stopped" if record.stop is Stop.TO_GROW and record.phase is Phase.RUNNING:
                 self._begin_grace()
             case "claim" if record.phase < Phase.ENDING:
-                self._ask_for_stacks()  # the other ranks may be gone soon
+                self._ask_at_failure()
             case "failed" if self._may_hold and record.phase < Phase.ENDING:
+                self._ask_at_failure()
                 self._begin_end(has_failed=True)
                 self._timers.after(GRACE_S, self._hold)
             case "failed" | "lost" if rank in record.failures and record.phase < Phase.ENDING:
-                if not record.latest["claim"]:
-                    self._ask_for_stacks()
+                self._ask_at_failure()
                 # Most starters end the other ranks, and the ranks' own watch always does. Only this process
                 # notices a host that has stopped answering.
                 spread_s = 0.0 if record.silent_hosts else SPREAD_S
@@ -397,6 +398,12 @@ class Attempt:
         self.record.note("asked", ranks=sorted(self.server.request_stacks()))
         self._timers.after(STACKS_S, self._interrupt)
         self._timers.after(STACKS_S + INTERRUPTED_S if self.record.mute else 0.0, self._see_stacks)
+
+    def _ask_at_failure(self) -> None:
+        """Ask once, before the ranks are gone, for what the verdict says of their collectives."""
+        if not self._has_asked_at_failure:
+            self._has_asked_at_failure = True
+            self._ask_for_stacks()
 
     def _interrupt(self) -> None:
         """Let agents interrupt scripts that do not answer. A guess interrupts none: it may only be slow."""

@@ -15,7 +15,10 @@ import sys
 import time
 from typing import Any
 
-_LATEST = 128  # calls of a group in a message
+_LATEST, _GROUPS = (
+    128,
+    16,
+)  # calls of a group in a message, and its groups: more would be too long a line
 # torch's names, where they are not those of its Python.
 _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32",
@@ -45,12 +48,16 @@ def calls() -> dict[str, Any] | None:
             found.setdefault((name, backend), []).append(entry)
     everyone = [*range(torch.get_world_size())]
     for key, entries in found.items():
-        _known[key] = {"ranks": None if ranks[key[0]] == everyone else ranks[key[0]]}
-        _known[key] |= _told(entries[-_LATEST:], backend=key[1])
+        own = ranks[key[0]]
+        _known.pop(key, None)  # the groups that were called last stand last
+        _known[key] = {
+            "ranks": None if own == everyone else own,
+            **_told(entries[-_LATEST:], backend=key[1]),
+        }
     for key in [key for key in _known if key[0] not in ranks]:
         del _known[key]
     groups = [{"name": ":".join(key), **facts} for key, facts in _known.items()]
-    return {"now_us": now_ns // 1000, "groups": groups}
+    return {"now_us": now_ns // 1000, "groups": groups[-_GROUPS:]}
 
 
 def _told(entries: list[dict[str, Any]], *, backend: str) -> dict[str, Any]:
