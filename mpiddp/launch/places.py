@@ -74,7 +74,7 @@ class Place:
             called = [frame[2] for frame in self.frames[self._own + 1 :]]
             function = next((name for name in called if name not in _WRAPPERS), function)
         what = f"{function} ({file.rpartition('/')[2]}:{line})"
-        return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':,')}"
+        return what if self.waits or not code else f"{what}: {code[:_LONGEST_CODE].rstrip(':,.')}"
 
     @property
     def clauses(self) -> tuple[str, str]:
