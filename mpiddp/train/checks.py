@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 import mpiddp
 from mpiddp.errors import DONE, STOPPED, JobFailed, UserError
 from mpiddp.train.config import Config
-from mpiddp.train.data import Batch, Data, batches
+from mpiddp.train.data import Batch, Data, Dataset
 from mpiddp.train.order import Order
 from mpiddp.train.records import counted
 from mpiddp.train.sharded import ranks_with_same_shards
@@ -30,14 +31,15 @@ from mpiddp.train.train import (
     Step,
     build_model,
     build_state,
-    learning_rate,
-    train_step,
+    train,
 )
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 log = logging.getLogger("mpiddp")
 
-Trace = list[tuple[int, str, int]]  # the step, name and digest of each tensor, in their order
+Trace = list[
+    list[tuple[str, int]]
+]  # of each step, the name and digest of each tensor, in their order
 
 
 def gathered(value: Any) -> list[Any]:
@@ -64,8 +66,8 @@ class Divergence(Hook):
     def __init__(self, every: int, state: State) -> None:
         self._every, self._state = every, state
 
-    def on_step(self, step: Step) -> None:
-        if step.saves or step.number % self._every == 0:
+    def on_step(self, step: Step, *, saves: bool) -> None:
+        if saves or step.number % self._every == 0:
             state = self._state
             with mpiddp.together():  # the ranks with other shards do not know
                 same = ranks_with_same_shards(state.model)
@@ -87,16 +89,11 @@ def check_determinism(
     if first is None or second is None:
         log.info("stopped before the two runs could be compared.")
         return STOPPED
-    num_steps = first[-1][0]
-    runs, tensors = f"two runs of {num_steps} steps from the same start", len(first) // num_steps
-    both = enumerate(zip(first, second, strict=True))
-    different = [(number, *a[:2]) for number, (a, b) in both if a != b][:tensors]
-    found = gathered((different, world.rank, world.hostname))
+    runs, tensors = f"two runs of {len(first)} steps from the same start", len(first[0])
+    found = gathered((_first_difference(first, second), world.rank, world.hostname))
     with mpiddp.together():
         if differing := [each for each in found if each[0]]:
-            own, rank, host = min(differing)
-            _, step, name = own[0]
-            num_different = sum(other == step for _, other, _ in own)
+            (step, _, name, num_different), rank, host = min(differing)
             hint = "" if config.deterministic else " Try --deterministic."
             raise JobFailed(
                 f"{runs} differ: first in step {step}, on rank {rank} on {host}, in {name} "
@@ -107,45 +104,61 @@ def check_determinism(
     return DONE
 
 
+def _first_difference(first: Trace, second: Trace) -> tuple[int, int, str, int] | None:
+    """The first step that differs, its first tensor with its place in the step, how many differ there."""
+    for step, (one, other) in enumerate(zip(first, second, strict=True), start=1):
+        differing = [place for place, each in enumerate(one) if each != other[place]]
+        if differing:
+            return step, differing[0], one[differing[0]][0], len(differing)
+    return None
+
+
 def _train(config: Config, data: Data, order: Order, copies: list[list[int]]) -> Trace | None:
     """Train the first steps, and return their digests; None if the job was requested to stop."""
     state = build_state(build_model(config, data, data.train.device), config, copies)
-    num_steps = min(config.check_determinism or 0, order.steps_per_epoch * config.epochs)
-    trace: list[tuple[int, str, Tensor]] = []
-    step = 0
+    watched = _Watched(data.train)
+    trace: list[list[tuple[str, Tensor]]] = []
+    made = train(config, replace(data, train=watched), order, state, step=0)
+    for step in islice(made, config.check_determinism):
+        trace.append([*watched.taken(), *_tensors(state, step.loss_sum)])
+        if mpiddp.should_stop():
+            return None
+    return [[(name, int(value)) for name, value in step] for step in trace]
 
-    def recorded(images_and_labels: Iterator[Batch]) -> Iterator[Batch]:
-        for number, (images, labels) in enumerate(images_and_labels, start=1):
-            trace.append((step, f"the images of backward pass {number}", digest(images)))
-            trace.append((step, f"the labels of backward pass {number}", digest(labels)))
+
+class _Watched(Dataset):
+    """A data set that keeps a digest of each batch."""
+
+    def __init__(self, source: Dataset) -> None:
+        self._source, self.num_images, self.device = source, source.num_images, source.device
+        self._batches: list[tuple[Tensor, Tensor]] = []
+
+    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        for images, labels in self._source.batches(indices, epoch=epoch):
+            self._batches.append((digest(images), digest(labels)))
             yield images, labels
 
-    for epoch in range(config.epochs):
-        steps = list(islice(order.steps(epoch), num_steps - step))
-        images_of_epoch = batches(data.train, steps, config, epoch=epoch)
-        for _ in steps:
-            lr = learning_rate(step, order.steps_per_epoch, config)
-            step += 1
-            loss = train_step(state, recorded(images_of_epoch), lr, config)
-            trace += [(step, name, digest(tensor)) for name, tensor in _tensors(state, loss)]
-            if mpiddp.should_stop():
-                return None
-    return [(step, name, int(value)) for step, name, value in trace]
+    def taken(self) -> Iterator[tuple[str, Tensor]]:
+        """The digests of the batches since the last call, one for each backward pass."""
+        for number, (images, labels) in enumerate(self._batches, start=1):
+            yield f"the images of backward pass {number}", images
+            yield f"the labels of backward pass {number}", labels
+        self._batches.clear()
 
 
 def _tensors(state: State, loss: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a step has computed, in that order."""
-    yield "the loss", loss
+    """Digests of what a step has computed, in that order."""
+    yield "the loss", digest(loss)
     for name, buffer in state.model.named_buffers():
-        yield f"the buffer {name}", buffer
+        yield f"the buffer {name}", digest(buffer)
     for name, parameter in reversed(list(state.model.named_parameters())):
         if parameter.grad is not None:
-            yield f"the gradient of {name}", parameter.grad
+            yield f"the gradient of {name}", digest(parameter.grad)
     for name, parameter in state.model.named_parameters():
-        yield f"the parameter {name}", parameter
+        yield f"the parameter {name}", digest(parameter)
         for key, value in sorted(state.optimizer.state.get(parameter, {}).items()):
             if isinstance(value, Tensor):
-                yield f"the {key} of {name}", value
+                yield f"the {key} of {name}", digest(value)
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ FIXED = (
 # With another value of these, the steps after a resume differ from those of one run.
 NOTED = (
     *("epochs", "low_res_epochs", "lr", "schedule", "clip_grad_norm", "amp", "sync_bn"),
-    *("grad_compression", "momentum", "weight_decay", "label_smoothing"),
+    *("grad_compression", "momentum", "weight_decay", "label_smoothing", "ema_decay", "ema_steps"),
 )
 
 
@@ -68,13 +68,14 @@ class Config:
     label_smoothing: float
     zero_init: bool
     clip_grad_norm: float | None
+    ema_decay: float | None
+    ema_steps: int
     backend: str | None
     amp: str
     parallel: str
     sync_bn: bool
     compile: str
     grad_compression: str
-    channels_last: bool
     seed: int
     deterministic: bool
     out: str | None
@@ -87,11 +88,6 @@ class Config:
     stop_at_step: int | None
     check_determinism: int | None
     check_divergence: int | None
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        """The layout of the images and of the model."""
-        return torch.channels_last if self.channels_last else torch.contiguous_format
 
 
 def resolve(options: Namespace, world_size: int, device: torch.device) -> Config:
@@ -128,7 +124,6 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Config
     if options.compile == "auto":  # worth its minute for large images on a GPU
         is_large = chosen.image_size >= _SMALL_IMAGE and options.parallel == "ddp"
         chosen.compile = "default" if device.type == "cuda" and is_large else "off"
-    chosen.channels_last = options.parallel == "ddp"  # fully_shard accepts contiguous ones only
     return Config(**vars(chosen))
 
 

@@ -160,7 +160,7 @@ class DeviceImages:
     ) -> None:
         self.num_images, self.height, self.width, channels = images.shape
         self.augment, self.seed, self.max_shift = augment, config.seed, config.max_shift
-        self.device, self.memory_format = device, config.memory_format
+        self.device = device
         self._pixels = torch.from_numpy(images).to(device).view(-1, channels)
         self._labels = torch.from_numpy(labels).to(device)
         mean, std = (torch.tensor(each, device=device) for each in (cifar10.MEAN, cifar10.STD))
@@ -191,11 +191,11 @@ class DeviceImages:
         columns = torch.arange(width, device=device)
         columns = self._columns[torch.where(flip == 1, width - 1 - columns, columns) + right]
         # The number of each pixel among all pixels. Gathering rows of C bytes gives [N, H, W, C],
-        # which already is the channels_last layout.
+        # which is the channels_last layout.
         pixels = ((numbers * height)[:, None] + rows)[:, :, None] * width + columns[:, None, :]
         images = self._pixels.index_select(0, pixels.view(-1))
         images = images.view(len(numbers), height, width, -1) * self._scale + self._shift
-        return images.permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)
+        return images.permute(0, 3, 1, 2)
 
 
 def _mirrored(size: int, pad: int) -> Tensor:
@@ -233,7 +233,7 @@ class SyntheticImages:
         number, size = POOL_BATCHES * config.batch_size, config.image_size
         images = torch.randn((number, 3, size, size), generator=draw, device=device)
         labels = torch.randint(self.num_classes, (number,), generator=draw, device=device)
-        return images.contiguous(memory_format=config.memory_format), labels
+        return images.contiguous(memory_format=torch.channels_last), labels
 
 
 @cache
@@ -329,10 +329,8 @@ class ImageFolder:
         self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
         for images, labels, problems in self._loader:
             self._report(problems)
-            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
-            images = images * self._scale + self._shift
-            images = images.contiguous(memory_format=self._config.memory_format)
-            yield images, labels.to(self.device, non_blocking=True)
+            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)  # channels_last
+            yield images * self._scale + self._shift, labels.to(self.device, non_blocking=True)
 
     def _report(self, problems: list[Exception]) -> None:
         """Raise the first of these, unless --skip-bad-images allows them."""

@@ -139,6 +139,8 @@ def option_parser() -> argparse.ArgumentParser:
     add("--label-smoothing", type=fraction, default=0.0, help="of the training loss (default: 0)")
     add("--zero-init", action="store_true", help="each block of the model begins as its shortcut")
     add("--clip-grad-norm", type=positive, metavar="NORM", help="limit of the gradients' norm")
+    add("--ema-decay", type=fraction, help="average the weights, and score the average, as torchvision")
+    add("--ema-steps", **count(1), default=32, help="between two updates of the average (default: 32)")
     add = parser.add_argument_group("engine").add_argument
     add("--backend", choices=("nccl", "gloo"), help="(default: nccl with a GPU, else gloo)")
     add("--amp", choices=("auto", "bf16", "fp16", "off"), default="auto", help="dtype")

@@ -61,7 +61,7 @@ class Records(Hook):
         self._epochs_s: list[float] = []
         self.summary: dict[str, Any] = {}  # of a run that has ended
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: Step, *, saves: bool) -> None:
         if step.epoch != self._epoch:
             self._epoch = step.epoch
             self._say(f"Local Rank: {self._world.local_rank}, Epoch: {step.epoch}, Training ...")

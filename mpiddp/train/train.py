@@ -3,7 +3,7 @@
     step = fit(config, data, order, state, checkpoints, step=0, hooks=[Records(…)])
 
 What only looks on is a `Hook`: records, logs, the comparison of ranks. `data` delivers the images, `order`
-says which, `sharded` is for --parallel fsdp and hsdp.
+says which, `ema` averages weights, `sharded` is for --parallel fsdp and hsdp.
 """
 
 # No `from __future__ import annotations`: DDP checks its hook's annotations as types, not as strings.
@@ -30,6 +30,7 @@ import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.train.config import Config
 from mpiddp.train.data import IGNORED, Batch, Data, Dataset, batches
+from mpiddp.train.ema import Ema
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import Muon
 from mpiddp.train.order import Order
@@ -47,10 +48,12 @@ class State:
     """Everything that a step changes: the model, its optimizer, the gradient scaler of fp16, the clock."""
 
     model: nn.Module  # the bare one
-    ddp: nn.Module  # the one to call
+    ddp: nn.Module  # the one to call in a step
+    scored: nn.Module  # the one to call in an evaluation
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     timer: StepTimer
+    ema: Ema | None = None
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,12 @@ class Step:
     lr: float
     loss_sum: Tensor  # of this rank's images: a scalar on the device
     ends_epoch: bool
-    saves: bool  # a save follows
+    is_last: bool  # of the training
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of the model on all images for testing."""
+    """Of the model on all images for testing; of its average with --ema-decay."""
 
     accuracy: float  # the fraction of images that it classifies
     loss: float  # the mean cross-entropy
@@ -76,8 +79,8 @@ class Score:
 class Hook:
     """What looks on at a training. All ranks call the same methods in the same order."""
 
-    def on_step(self, step: Step) -> None:
-        """Called after every step, before its evaluation and its save."""
+    def on_step(self, step: Step, *, saves: bool) -> None:
+        """Called after every step, before its evaluation and, if it `saves`, its save."""
 
     def on_epoch(self, step: Step, score: Score | None) -> None:
         """Called after the last step of an epoch, with the score if it was evaluated."""
@@ -96,51 +99,60 @@ def fit(
     hooks: Sequence[Hook] = (),
 ) -> int:
     """Train from `step` to the end, or until a stop is requested, and save the last step. Returns it."""
-    total, timer = order.steps_per_epoch * config.epochs, state.timer
+    timer = state.timer
     score: Score | None = None
-    for epoch in range(step // order.steps_per_epoch, config.epochs):
-        steps = order.steps(epoch, first=step % order.steps_per_epoch)
-        images_of_epoch = batches(data.train, steps, config, epoch=epoch)
-        timer.resume()
+    for made in train(config, data, order, state, step):
+        step = made.number
+        # Before should_stop: due() is true at a stop too, and the stop is then one save, of this step.
+        is_due = checkpoints.due(step) or (config.save_every is None and made.ends_epoch)
+        stops = not made.is_last and (mpiddp.should_stop() or step == config.stop_at_step)
+        saves = is_due or stops or made.is_last
+        for hook in hooks:
+            hook.on_step(made, saves=saves)
 
-        while step < (epoch + 1) * order.steps_per_epoch:
-            lr = learning_rate(step, order.steps_per_epoch, config)
-            loss_sum = train_step(state, images_of_epoch, lr, config)
-            timer.tick()
-            step += 1
-            ends_epoch, is_last = step % order.steps_per_epoch == 0, step == total
-            # Before should_stop: due() is true at a stop too, and the stop is then one save, of this step.
-            is_due = checkpoints.due(step) or (config.save_every is None and ends_epoch)
-            stops = not is_last and (mpiddp.should_stop() or step == config.stop_at_step)
-            saves = is_due or stops or is_last
-            made = Step(step, epoch, lr, loss_sum, ends_epoch, saves)
-            for hook in hooks:
-                hook.on_step(made)
-
-            if ends_epoch:
-                # After an epoch on smaller images, the accuracy on whole ones tells little.
-                if data.test is not None and (epoch >= config.low_res_epochs or is_last):
-                    timer.resume()
-                    score = evaluate(state.model, data.test, config)
-                    timer.resume("evaluation")
-                for hook in hooks:
-                    hook.on_epoch(made, score)
-            if saves:
+        if made.ends_epoch:
+            # After an epoch on smaller images, the accuracy on whole ones tells little.
+            if data.test is not None and (made.epoch >= config.low_res_epochs or made.is_last):
                 timer.resume()
-                save(checkpoints, state, step, config)
-                timer.resume("save")
-            if stops:
-                checkpoints.close()  # waits for the save
-                return step
+                score = evaluate(state, data.test, config)
+                timer.resume("evaluation")
+            for hook in hooks:
+                hook.on_epoch(made, score)
+        if saves:
+            timer.resume()
+            save(checkpoints, state, step, config, data)
+            timer.resume("save")
+        if stops:
+            checkpoints.close()  # waits for the save
+            return step
 
     timer.resume()
     checkpoints.close()  # waits for the last save
     timer.resume("save")
     if score is None and data.test is not None:  # resumed after the last step
-        score = evaluate(state.model, data.test, config)
+        score = evaluate(state, data.test, config)
     for hook in hooks:
         hook.on_end(step, score)
     return step
+
+
+def train(config: Config, data: Data, order: Order, state: State, step: int) -> Iterator[Step]:
+    """Make the steps after `step`, one for each iteration, to the end of the last epoch."""
+    length = order.steps_per_epoch
+    for epoch in range(step // length, config.epochs):
+        steps = order.steps(epoch, first=step % length)
+        images_of_epoch = batches(data.train, steps, config, epoch=epoch)
+        state.timer.resume()
+        while step < (epoch + 1) * length:
+            lr = learning_rate(step, length, config)
+            loss_sum = train_step(state, images_of_epoch, lr, config)
+            step += 1
+            if state.ema is not None and (step - 1) % config.ema_steps == 0:
+                with averaged_buffers(state.model):
+                    state.ema.update(state.model, ema_weight(step, length, config))
+            state.timer.tick()
+            ends_epoch, is_last = step % length == 0, step == length * config.epochs
+            yield Step(step, epoch, lr, loss_sum, ends_epoch, is_last)
 
 
 # --- the model and its optimizer ---
@@ -159,7 +171,10 @@ def choose_kernels(config: Config) -> None:
 
 
 def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
-    """The bare model on the device, the same on every rank, in the memory layout of the images."""
+    """The bare model on the device, the same on every rank, in the memory layout of the images.
+
+    fully_shard accepts contiguous weights only. A GPU computes in the layout of the images all the same.
+    """
     torch.manual_seed(config.seed)
     model: nn.Module = ARCHS[config.arch](num_classes=data.num_classes, stem=config.stem)
     if config.zero_init:
@@ -168,7 +183,8 @@ def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
         load_weights(model, config.weights)
     if config.sync_bn:
         model = synchronized(model, device)
-    model.to(device, memory_format=config.memory_format)  # type: ignore[call-overload]
+    layout = torch.channels_last if config.parallel == "ddp" else torch.contiguous_format
+    model.to(device, memory_format=layout)  # type: ignore[call-overload]
     return model
 
 
@@ -202,8 +218,10 @@ def load_weights(model: nn.Module, path: str) -> None:
 def build_state(model: nn.Module, config: Config, copies: list[list[int]]) -> State:
     """The state of a training with this model: sharded over `copies`, else under DDP. A collective."""
     ddp = shard(model, config, copies) if copies else wrap_in_ddp(model, config)
+    scored = model
     if config.compile != "off":
         ddp = torch.compile(ddp, mode=config.compile)  # type: ignore[assignment]
+        scored = torch.compile(model, mode=config.compile)  # type: ignore[assignment]
     torch.manual_seed(config.seed + 1 + dist.get_rank())
     first = next(model.parameters())
     timer = StepTimer(first.device)
@@ -212,7 +230,8 @@ def build_state(model: nn.Module, config: Config, copies: list[list[int]]) -> St
         first.register_post_accumulate_grad_hook(lambda parameter: timer.phase_ends("backward"))
     # Unless --amp is fp16, it passes gradients through unscaled.
     scaler = torch.amp.GradScaler(first.device.type, enabled=config.amp == "fp16")
-    return State(model, ddp, build_optimizer(model, config), scaler, timer)
+    ema = None if config.ema_decay is None else Ema(model)
+    return State(model, ddp, scored, build_optimizer(model, config), scaler, timer, ema)
 
 
 def wrap_in_ddp(model: nn.Module, config: Config) -> nn.Module:
@@ -290,7 +309,7 @@ def learning_rate(step: int, steps_per_epoch: int, config: Config) -> float:
     remaining steps, and "constant" stays.
     """
     peak = config.lr * config.global_batch_size / REFERENCE_BATCH
-    warmup = round(steps_per_epoch * min(MAX_WARMUP_EPOCHS, config.epochs / 4))
+    warmup = warmup_steps(steps_per_epoch, config)
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps_per_epoch * config.epochs - warmup)
@@ -301,6 +320,23 @@ def learning_rate(step: int, steps_per_epoch: int, config: Config) -> float:
     if config.schedule == "step":
         return float(peak * 0.1 ** sum(progress >= mark for mark in (1 / 2, 3 / 4, 7 / 8)))
     return peak
+
+
+def warmup_steps(steps_per_epoch: int, config: Config) -> int:
+    """The number of steps in which the learning rate rises."""
+    return round(steps_per_epoch * min(MAX_WARMUP_EPOCHS, config.epochs / 4))
+
+
+def ema_weight(step: int, steps_per_epoch: int, config: Config) -> float:
+    """The weight of the model after this step in its average, a pure function as the learning rate is.
+
+    As in torchvision's references: 1 in the warm-up, and afterwards --ema-decay is for one image between
+    two updates of a training of one epoch. So the same value suits any batch, and any number of epochs.
+    """
+    if config.ema_decay is None or step <= warmup_steps(steps_per_epoch, config):
+        return 1.0
+    images = config.global_batch_size * config.ema_steps
+    return min(1.0, (1 - config.ema_decay) * images / config.epochs)
 
 
 # --- a step ---
@@ -373,33 +409,38 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, dataset: Dataset, config: Config) -> Score:
-    """Score the bare model on all images of the data set. A collective: every rank must call it.
+def evaluate(state: State, dataset: Dataset, config: Config) -> Score:
+    """Score the model, or its average, on all images of the data set. A collective: every rank must call it.
 
-    Each image is on exactly one rank, and the ranks add sums, not means. The batch size does not change the
-    result, because BatchNorm uses its running statistics.
+    Each image counts on exactly one rank, and the ranks add sums, not means. The batch size does not change
+    the result, because BatchNorm uses its running statistics. All ranks have as many batches, of one size:
+    each pass of a sharded model needs all ranks, and a compiled one is compiled for each size.
     """
-    batch_size = max(config.batch_size, 1, BATCH_PIXELS // config.image_size**2)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, rank, world_size = state.model, dist.get_rank(), dist.get_world_size()
+    share = math.ceil(dataset.num_images / world_size)
+    num_batches = math.ceil(share / max(config.batch_size, BATCH_PIXELS // config.image_size**2))
+    size = math.ceil(share / num_batches)
     first, end = (dataset.num_images * each // world_size for each in (rank, rank + 1))
-    indices = list(torch.arange(first, end).split(batch_size)) if end > first else []
-    num_counted = len(indices)
-    if is_sharded(model):  # each pass needs all ranks, the one with the largest share too
-        most = math.ceil(math.ceil(dataset.num_images / world_size) / batch_size)
-        indices += [torch.tensor([0])] * (most - num_counted)
+    numbers = torch.arange(first, first + num_batches * size)
+    beyond = (
+        (numbers >= end).to(dataset.device).split(size)
+    )  # these fill the last batch, and do not count
+    numbers = numbers.clamp(max=dataset.num_images - 1)
     totals = torch.zeros(3, dtype=torch.float64, device=dataset.device)  # correct, loss, images
-    model.eval()
-    with averaged_buffers(model), autocast(config, dataset.device):
-        for index, (images, labels) in enumerate(dataset.batches(indices, epoch=0)):
-            logits = model(images)
-            if index < num_counted:
+    with state.ema.lent_to(model) if state.ema else averaged_buffers(model):
+        model.eval()
+        with autocast(config, dataset.device):
+            found = dataset.batches(numbers.split(size), epoch=0)
+            for (images, labels), others in zip(found, beyond, strict=True):
+                labels = labels.masked_fill(others, IGNORED)
+                logits = state.scored(images)
                 totals[0] += (logits.argmax(1) == labels).sum()
                 totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
                 totals[2] += (labels != IGNORED).sum()
-    model.train()
-    for module in model.modules():
-        if is_sharded(module):  # free what a forward pass without a backward pass has gathered
-            module.reshard()  # type: ignore[operator]
+        model.train()
+        for module in model.modules():
+            if is_sharded(module):  # free what a forward pass without a backward pass has gathered
+                module.reshard()  # type: ignore[operator]
     dist.all_reduce(totals)
     return Score(*(totals[:2] / totals[2]).tolist())
 
@@ -437,23 +478,24 @@ def _statistics(model: nn.Module) -> list[Tensor]:
 # --- checkpoints ---
 
 
-def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Config) -> None:
+def save(
+    checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Config, data: Data
+) -> None:
     """Start to save the checkpoint of this step. A collective: every rank must call it.
 
     The model can be loaded by any program: it is the bare one, with averaged BatchNorm statistics. The
     learning rate and the order of the images are functions of the step.
     """
     with averaged_buffers(state.model) as own:
-        checkpoints.save(
-            step,
-            {
-                "model": state.model.state_dict(),
-                "optimizer": state.optimizer.state_dict(),
-                "scaler": state.scaler.state_dict(),
-                "training": {"options": vars(config)},
-            },
-            per_rank={"buffers": own},
-        )
+        saved = {
+            "model": state.model.state_dict(),
+            "optimizer": state.optimizer.state_dict(),
+            "scaler": state.scaler.state_dict(),
+            "training": {"options": vars(config), "data": data.contents},
+        }
+        if state.ema is not None:
+            saved["ema"] = state.ema.state_dict()
+        checkpoints.save(step, saved, per_rank={"buffers": own})
 
 
 def resume(saved: mpiddp.Resumed | None, state: State, config: Config) -> int:
@@ -474,10 +516,17 @@ def resume(saved: mpiddp.Resumed | None, state: State, config: Config) -> int:
 
 
 def load(saved: mpiddp.Resumed, state: State) -> None:
-    """Load the model, the optimizer and the scaler, with the settings of this version of the program."""
+    """Load the model, the optimizer and the scaler, with the settings of this version of the program.
+
+    An average that the saved run has not had begins as a copy of the model.
+    """
     optimizer = state.optimizer
     settings = [{**group} for group in optimizer.param_groups]
     saved.load_into(model=state.model, optimizer=optimizer)
+    if state.ema is not None and "ema" in saved.state:
+        saved.load_into(ema=state.ema)
+    elif state.ema is not None:
+        state.ema.load_state_dict(state.model.state_dict())
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     # The fused kernels read a parameter and its momentum element by element in memory order, and the

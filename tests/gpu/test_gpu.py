@@ -228,7 +228,7 @@ def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path):
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
     options = ("--dataset=image-folder", "--image-size=64", "--num-workers=2")
-    config = replace(configured(*options), max_shift=4, channels_last=False)
+    config = replace(configured(*options), max_shift=4)
     folder = image_folder(tmp_path, 80, 1) / "train"
     sources = (
         DeviceImages(pixels, draw.integers(0, 10, len(pixels)), config, device, augment=True),

@@ -20,7 +20,7 @@ import torch
 import mpiddp
 from mpiddp.errors import JobFailed
 from mpiddp.train import cifar10
-from mpiddp.train.data import DeviceImages, batches, default_data_dir
+from mpiddp.train.data import DeviceImages, ImageFolder, batches, default_data_dir
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
 from tests.support.cluster import lacking
@@ -199,6 +199,64 @@ def test_hsdp_shards_within_a_host(hosts):
     halves_the_state(hosts, partial(hosts.fork, "node0:2,node1:2"), 4, "hsdp")
 
 
+# The average of the weights
+
+AVERAGED = ("--ema-decay=0.9", "--ema-steps=2")
+
+
+def test_average_is_scored_and_saved(here):
+    """With --ema-decay the test accuracy is that of the average, which the checkpoint has as well."""
+    data = tiny_data.image_folder(here.folder / "data", 14, 4)
+    options = (*MODEL, "--dataset=image-folder", f"--data-dir={data}", "--image-size=32")
+    options += ("--epochs=4", "--num-workers=0", "--low-res-epochs=0", "--global-batch-size=10")
+    here.train(*options, "--ema-decay=0.999", "--ema-steps=1", "--out=run", ranks=2).assert_ok()
+    run = here.folder / "run"
+    saved = mpiddp.load(run)
+    config = configured("--dataset=image-folder", "--image-size=32", "--num-workers=0")
+    images = ImageFolder(data / "val", config, torch.device("cpu"), augment=False)
+    ((batch, labels),) = images.batches([torch.arange(images.num_images)], epoch=0)
+    model, found = ARCHS["resnet20"](num_classes=3).eval(), {}
+    for name in ("model", "ema"):
+        model.load_state_dict(saved.state[name])
+        found[name] = torch.nn.functional.cross_entropy(model(batch), labels).item()
+    assert records(run)[-1]["test_loss"] == pytest.approx(found["ema"], rel=1e-4)
+    assert found["model"] != pytest.approx(found["ema"], rel=0.01)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_average_resumes(here, parallel):
+    """A resumed run has the average of one without a stop: bit for bit, nearly so with other ranks."""
+    options = (*SYNTHETIC[:-2], *AVERAGED, "--global-batch-size=8", f"--parallel={parallel}")
+    options += ("--epochs=2", "--steps-per-epoch=3", "--lr=0.01")
+    for name, ranks in (("straight", 2), ("same", 2), ("other", 1)):
+        if name != "straight":
+            stop = here.train(*options, f"--out={name}", "--stop-at-step=4", ranks=2)
+            assert stop.code == 75, stop.stderr
+        here.train(*options, f"--out={name}", ranks=ranks).assert_ok()
+    assert unequal(contents(here.folder / "same", 6), contents(here.folder / "straight", 6)) == []
+    found = {}
+    for name in ("straight", "other"):
+        saved = mpiddp.load(here.folder / name)
+        full = {
+            key: getattr(each, "full_tensor", lambda each=each: each)()
+            for key, each in saved.state["ema"].items()
+        }
+        found[name] = full["fc.weight"], saved.state["model"]["fc.weight"]
+    torch.testing.assert_close(found["other"][0], found["straight"][0], rtol=1e-2, atol=1e-3)
+
+
+def test_average_begins_at_a_resume(here):
+    """A run that has had no average resumes with one, and the average begins as the model."""
+    options = (*SYNTHETIC, "--steps-per-epoch=5", "--out=run")
+    assert here.train(*options, "--stop-at-step=4").code == 75
+    before = contents(here.folder / "run", 4)["model"]
+    done = here.train(*options, "--ema-decay=0.999999999", "--ema-steps=5").assert_ok()
+    assert "--ema-decay None, now 0.999999999" in done.stdout
+    after = contents(here.folder / "run", 5)
+    assert unequal(after["ema"], before) == []
+    assert unequal(after["model"], before) != []
+
+
 # The same numbers each time
 
 
@@ -350,6 +408,25 @@ def test_broken_image_is_named(here):
     assert done.code == 2, done.stderr
     assert done.stderr.count(str(broken)) == 1, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_run_resumes_after_a_bad_image_was_removed(here):
+    """A run that skips bad images goes on without one that was removed, and says so. Others refuse."""
+    data = tiny_data.image_folder(here.folder / "data", 5, 2)
+    broken = data / "train/dog/3.jpg"
+    broken.write_bytes(broken.read_bytes()[:200])
+    options = ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--epochs=2")
+    options += (*MODEL, "--batch-size=2", "--num-workers=0", "--out=run")
+    skips = here.train(*options, "--skip-bad-images", "--stop-at-step=3", ranks=2)
+    assert skips.code == 75, skips.stderr
+    broken.unlink()
+    refused = here.train(*options, ranks=2)
+    assert refused.code == 2, refused.stdout
+    assert "15 + 6 images of 3 classes" in refused.stderr
+    assert refused.stderr.rstrip().endswith("add --skip-bad-images.")
+    resumed = here.train(*options, "--skip-bad-images", ranks=2).assert_ok()
+    assert re.search(r"other data: 15 \+ 6 .*, now 14 \+ 6 images of 3 classes", resumed.stdout)
+    assert steps_kept(here.folder / "run")[-1] == 6
 
 
 @pytest.mark.slow

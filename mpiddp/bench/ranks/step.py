@@ -64,7 +64,7 @@ def _time_runner(
     """The seconds of a step as `mpiddp train` itself measures them."""
     config = dataclasses.replace(job.config, epochs=1, out=str(out))
     state = build(job, data)
-    with open_checkpoints(out, config, data.contents) as checkpoints:
+    with open_checkpoints(out, config) as checkpoints:
         checkpoints.resume()
         world = job.coordinator.world
         records = Records(config, world, data, state, order.steps_per_epoch)

@@ -96,7 +96,9 @@ def build_bare(job: Job, data: Data) -> State:
     with job.coordinator.all_or_none():
         model = build_model(job.config, data, job.device)
     scaler = torch.amp.GradScaler(job.device.type, enabled=job.config.amp == "fp16")
-    return State(model, model, build_optimizer(model, job.config), scaler, StepTimer(job.device))
+    return State(
+        model, model, model, build_optimizer(model, job.config), scaler, StepTimer(job.device)
+    )
 
 
 def bare_step(state: State, config: Config, images: Tensor, labels: Tensor) -> None:

@@ -11,26 +11,31 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mpiddp.checkpoints.contents import Resumed
 from mpiddp.train.cifar10 import MEAN, STD
-from mpiddp.train.data import DeviceImages
+from mpiddp.train.data import Data, DeviceImages
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import orthogonal
 from mpiddp.train.resnet import ARCHS, zero_init
 from mpiddp.train.train import (
     State,
+    build_model,
     build_optimizer,
     build_state,
     clear_gradients,
+    ema_weight,
+    evaluate,
     learning_rate,
     load,
     train_step,
@@ -113,6 +118,41 @@ def test_one_rank_trains_the_bare_model_and_smooths_its_labels():
     assert losses[0] != losses[1]
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_an_evaluation_is_compiled_once_for_its_one_size():
+    """Ten images in batches of at most four: the last batch has as many as the others, and counts fewer."""
+    config = configured("--use-syn", "--amp=off", "--batch-size=4", "--compile=default")
+    config = replace(config, image_size=500)
+    images = source(arrays(10, 32, 32), augment=False)
+    model = nn.Sequential(nn.Conv2d(3, 10, 32), nn.BatchNorm2d(10), nn.Flatten())
+    state = build_state(model, config, [])
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    score = evaluate(state, images, config)
+    assert graphs["unique_graphs"] == before + 1
+    ((batch, labels),) = images.batches([torch.arange(10)], epoch=0)
+    logits = model.eval()(batch)
+    assert score.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
+    assert score.accuracy == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_images_are_channels_last_whatever_the_weights_are():
+    """fully_shard takes contiguous weights; a GPU convolves such images at twice the speed all the same."""
+    config = configured("--parallel=fsdp", "--arch=resnet20")
+    model = build_model(config, Data("", 10, source(arrays()), None), torch.device("cpu"))
+    assert all(each.is_contiguous() for each in model.parameters())
+    assert batch(source(arrays()), torch.arange(4)).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_weight_of_an_average_is_that_of_torchvision():
+    """torchvision/references/classification: 1 - decay, times the images between updates, by epoch."""
+    options = ("--ema-decay=0.99998", "--batch-size=1024", "--epochs=600")
+    weight = ema_weight(5000, 5, configured(*options))
+    assert weight == pytest.approx((1 - 0.99998) * 1024 * 32 / 600)
+    assert ema_weight(25, 5, configured(*options)) == 1.0  # in the five epochs of the warm-up
+
+
 def test_momentum_is_restored_in_the_layout_of_the_parameters():
     """The fused kernels pair elements by their position in memory, whatever their layout."""
     torch.manual_seed(0)
@@ -128,7 +168,7 @@ def test_momentum_is_restored_in_the_layout_of_the_parameters():
         resumed = build_optimizer(model, configured("--lr=0.1"))
         saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}}
         scaler, timer = torch.amp.GradScaler("cpu"), StepTimer(torch.device("cpu"))
-        load(Resumed(1, saved), State(model, model, resumed, scaler, timer))
+        load(Resumed(1, saved), State(model, model, model, resumed, scaler, timer))
         model(image).square().sum().backward()
         resumed.step()
         stepped.append(model.weight.detach().clone())
@@ -218,8 +258,8 @@ def arrays(num_images: int = 40, height: int = 12, width: int = 10) -> Arrays:
     return images, draw.integers(0, 10, num_images)
 
 
-def source(data: Arrays, *, seed: int = 0) -> DeviceImages:
-    return DeviceImages(*data, configured(f"--seed={seed}"), torch.device("cpu"), augment=True)
+def source(data: Arrays, *, seed: int = 0, augment: bool = True) -> DeviceImages:
+    return DeviceImages(*data, configured(f"--seed={seed}"), torch.device("cpu"), augment=augment)
 
 
 def batch(images: DeviceImages, numbers: Tensor, *, epoch: int = 0) -> Tensor:
