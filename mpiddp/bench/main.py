@@ -30,7 +30,7 @@ from mpiddp.launch.options import add_options as add_launch_options
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.variables import without_values
-from mpiddp.train.options import OF_RUN
+from mpiddp.train.config import OF_RUN
 from mpiddp.train.options import parse as parse_training
 
 _OF_ALL_SLOTS = ("n",)  # each job has its own

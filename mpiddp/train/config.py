@@ -1,21 +1,32 @@
-"""The configuration of a training: each setting with its type, and the defaults that depend on the machines.
+"""The settings of a training. Each is one field: its type, its option of the command line, and its help.
 
-config.json and every checkpoint contain it, and a run that resumes is compared with it.
+config.json and every checkpoint contain them, and a run that resumes is compared with them. `resolve` fills
+in the defaults that depend on the machines. It imports torch; --help and errors appear without.
 """
 
 from __future__ import annotations
 
 import os
-from argparse import Namespace
-from dataclasses import dataclass
+import re
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf, nan
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import mpiddp
 from mpiddp.errors import UserError
-from mpiddp.train.resnet import ARCHITECTURES
+
+if TYPE_CHECKING:
+    import torch
+
+ARCHS = (
+    *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+    *("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "wide_resnet14_2"),
+)
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
+SINKS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
 _SMALL_IMAGE = 64  # pixels: what CIFAR's stems are for
@@ -38,60 +49,154 @@ NOTED = (
     *("epochs", "low_res_epochs", "lr", "schedule", "clip_grad_norm", "amp", "sync_bn"),
     *("grad_compression", "momentum", "weight_decay", "label_smoothing", "ema_decay", "ema_steps"),
 )
+# The length of a run, its files and its checks, which a benchmark of single steps does not have.
+OF_RUN = (
+    *("epochs", "steps_per_epoch", "resume", "save_every", "keep", "log_to", "per_rank_log"),
+    *("stop_at_step", "check_determinism", "check_divergence"),
+)
 
 
+# --- values of options ---
+
+
+def count(low: int, metavar: str = "N") -> dict[str, Any]:
+    """The keywords of an option that takes a whole number from `low` on."""
+
+    def whole(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,12}", text, re.ASCII) or int(text) < low:
+            raise ArgumentTypeError(f"expected a whole number, {low} or more, not {text[:80]!r}")
+        return int(text)
+
+    return {"type": whole, "metavar": metavar}
+
+
+def number(low: float, below: float = inf) -> Callable[[str], float]:
+    """A parser for a number from `low` on."""
+    limit = "" if below == inf else f" and less than {below:g}"
+
+    def parsed(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = nan
+        if not low <= value < below:
+            raise ArgumentTypeError(
+                f"expected a number of at least {low:g}{limit}, not {text[:80]!r}"
+            )
+        return value
+
+    return parsed
+
+
+def interval(text: str) -> str:
+    """20 (steps), 30s, 10m or 1.5h: `mpiddp.Checkpoints` takes the text."""
+    if not re.fullmatch(r"0*[1-9]\d{0,8}|(?=[0.]*[1-9])\d{1,6}(\.\d+)?[smh]", text, re.ASCII):
+        raise ArgumentTypeError(
+            f"expected steps, or a time such as 30s, 10m or 1h, not {text[:80]!r}"
+        )
+    return text
+
+
+def path(text: str) -> str:
+    """A path as written. An empty one usually comes from a shell variable that is not set."""
+    if not text:
+        raise ArgumentTypeError("expected a path, not an empty string")
+    return text
+
+
+def tools(text: str) -> str:
+    """Names of SINKS, separated by commas."""
+    given = list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in given if name not in SINKS]:
+        raise ArgumentTypeError(f"expected some of {', '.join(SINKS)}, not {unknown[0][:80]!r}")
+    return ",".join(given)
+
+
+def option(help: str, **keywords: Any) -> Any:
+    """A field that is an option; `keywords` are argparse's. Without a default the user's silence is None."""
+    return field(metadata={"help": help, **keywords})
+
+
+# --- the settings ---
+
+GROUPS = {  # of --help, by their first settings
+    "arch": "model",
+    "dataset": "data",
+    "epochs": "schedule",
+    "backend": "engine",
+    "out": "run",
+    "check_determinism": "checks",
+}
+_POSITIVE, _FRACTION, _SWITCH = number(1e-12), number(0, 1), "store_true"
+
+
+# fmt: off
 @dataclass(frozen=True)
 class Config:
-    """The settings of a training. `mpiddp train --help` tells what each of them means."""
+    """The settings of a training, resolved. `mpiddp train --help` lists them."""
 
-    arch: str
-    stem: str
-    weights: str | None
-    dataset: str
-    data_dir: str | None
-    use_syn: bool
-    image_size: int
-    max_shift: int  # pixels by which CIFAR-10's images are shifted
-    skip_bad_images: bool
-    num_workers: int  # processes that decode, of each rank
-    batch_size: int  # images of a rank's largest backward pass
-    global_batch_size: int
-    grad_accum_steps: int
-    epochs: int
-    steps_per_epoch: int | None
-    low_res_epochs: int
-    lr: float
-    schedule: str
-    optimizer: str
-    momentum: float  # Nesterov's
-    weight_decay: float  # of convolutions and the last layer's matrix
-    label_smoothing: float
-    zero_init: bool
-    clip_grad_norm: float | None
-    ema_decay: float | None
-    ema_steps: int
-    backend: str | None
-    amp: str
-    parallel: str
-    sync_bn: bool
-    compile: str
-    grad_compression: str
-    seed: int
-    deterministic: bool
-    out: str | None
-    resume: str
-    save_every: str | None
-    keep: int
-    log_every: int
-    log_to: str | None
-    per_rank_log: bool
-    stop_at_step: int | None
-    check_determinism: int | None
-    check_divergence: int | None
+    max_shift: int  # pixels by which CIFAR-10's images are shifted; it is no option
+
+    arch: str = option(f"{', '.join(ARCHS)} (default: by the device)", choices=ARCHS, metavar="ARCH")
+    stem: str = option("of the model", choices=("auto", "imagenet", "cifar", "half"), default="auto")
+    weights: str | None = option("a torchvision state_dict, or a run, to start from",
+                                 type=path, metavar="PATH")
+
+    dataset: str = option("(default: cifar10)", choices=("cifar10", "image-folder"), default="cifar10")
+    data_dir: str | None = option("(default: $MPIDDP_DATA, else ~/.cache/mpiddp)", type=path, metavar="DIR")
+    use_syn: bool = option("random images and labels in the data set's shape", action=_SWITCH)
+    image_size: int = option("pixels of an image folder's images (default: 224)", **count(1))
+    num_workers: int = option("processes that decode, per rank (default: a rank's cores)", **count(0))
+    skip_bad_images: bool = option("go on without images that cannot be read", action=_SWITCH)
+    batch_size: int = option("images per rank and pass (default: 64 on CPUs, 256 on GPUs)", **count(1))
+    global_batch_size: int = option("images per step over all ranks; or --batch-size", **count(1))
+    grad_accum_steps: int = option("backward passes per step (default: 1)", **count(1), default=1)
+
+    epochs: int = option("(default: 7 on CPUs, 30 on GPUs)", **count(1))
+    steps_per_epoch: int | None = option("end every epoch after this many steps", **count(1))
+    low_res_epochs: int = option("on 3/4 of the pixels (default: half of them on CPUs)", **count(0))
+    lr: float = option("peak for 256 images; scales with the batch", type=_POSITIVE, default=0.4)
+    schedule: str = option("learning rate (default: one-cycle)",
+                           choices=("one-cycle", "cosine", "step", "constant"), default="one-cycle")
+    optimizer: str = option("(default: muon for wide_resnet14_2 on CPUs, else sgd)", choices=("sgd", "muon"))
+    momentum: float = option("Nesterov's (default: 0.9)", type=_FRACTION, default=0.9)
+    weight_decay: float = option("(default: 5e-4 for cifar10, 1e-4 for image folders)", type=_FRACTION)
+    label_smoothing: float = option("of the training loss (default: 0)", type=_FRACTION, default=0.0)
+    zero_init: bool = option("each block of the model begins as its shortcut", action=_SWITCH)
+    clip_grad_norm: float | None = option("limit of the gradients' norm", type=_POSITIVE, metavar="NORM")
+    ema_decay: float | None = option("average the weights as torchvision, and score that", type=_FRACTION)
+    ema_steps: int = option("between two updates of the average (default: 32)", **count(1), default=32)
+
+    backend: str | None = option("(default: nccl with a GPU, else gloo)", choices=("nccl", "gloo"))
+    amp: str = option("dtype", choices=("auto", "bf16", "fp16", "off"), default="auto")
+    parallel: str = option("copies or shards", choices=("ddp", "fsdp", "hsdp"), default="ddp")
+    sync_bn: bool = option("BatchNorm statistics over all ranks", action=_SWITCH)
+    compile: str = option("(default: auto)", nargs="?", const="default",
+                          choices=("auto", "off", *COMPILE_MODES), default="auto")
+    grad_compression: str = option("of the all-reduce", choices=("off", "bf16"), default="off")
+    seed: int = option("of weights, order and augmentation (default: 0)", **count(0), default=0)
+    deterministic: bool = option("deterministic kernels, on GPUs too", action=_SWITCH)
+
+    out: str | None = option("folder of the run (default: runs/<time>-<arch>)", type=path, metavar="DIR")
+    resume: str = option("(default: auto)", type=path, metavar="auto|never|PATH", default="auto")
+    save_every: str | None = option("20, 30s or 10m (default: per epoch)",
+                                    type=interval, metavar="STEPS|TIME")
+    keep: int = option("checkpoints to keep (default: 2)", **count(2), default=2)
+    log_every: int = option("(default: 50)", **count(1, "STEPS"), default=50)
+    log_to: str | None = option(f"also show the run in {', '.join(SINKS)}", type=tools, metavar="TOOLS")
+    per_rank_log: bool = option("print the lines of mpirun tutorials, on every rank", action=_SWITCH)
+    stop_at_step: int | None = option("save after this step and exit with code 75", **count(1, "STEP"))
+
+    check_determinism: int | None = option("compare two runs of 10 steps, or N",
+                                           nargs="?", const=10, **count(1))
+    check_divergence: int | None = option("compare the ranks so often", **count(1, "STEPS"))
+# fmt: on
 
 
 def resolve(options: Namespace, world_size: int, device: torch.device) -> Config:
     """The configuration that these options of `parse` have here. Raises UserError if they cannot be met."""
+    from mpiddp.train.resnet import ARCHITECTURES
+
     chosen = Namespace(**vars(options))
     defaults: dict[str, Any] = _ON_GPU if device.type != "cpu" else _ON_CPU
     _keep_global_batch(chosen, mpiddp.announced(), world_size)
@@ -160,6 +265,8 @@ def _split_batch(chosen: Namespace, world_size: int, default: int) -> None:
 def _computes_in_bf16(device: torch.device) -> bool:
     """Whether bf16 is faster than fp32 on the device, not only possible."""
     if device.type == "cuda":
+        import torch
+
         with torch.cuda.device(device):  # it asks about the current device
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # On x86, oneDNN emulates bf16 on every CPU with AVX-512, so read the CPU's flags instead.

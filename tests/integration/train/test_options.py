@@ -16,8 +16,8 @@ import torch
 
 from mpiddp import Announced
 from mpiddp.errors import UserError
-from mpiddp.train.config import FIXED, NOTED, _keep_global_batch, resolve
-from mpiddp.train.options import OF_RUN, parse
+from mpiddp.train.config import FIXED, NOTED, OF_RUN, _keep_global_batch, resolve
+from mpiddp.train.options import parse
 from mpiddp.train.run import noted_changes, out_of_memory, resume_args
 from mpiddp.train.sharded import find_copies
 from tests.support.ranks import ROOT

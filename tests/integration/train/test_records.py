@@ -18,7 +18,7 @@ import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.session import current
 from mpiddp.train import tools
-from mpiddp.train.options import SINKS
+from mpiddp.train.config import SINKS
 from mpiddp.train.records import commit_of, table
 
 

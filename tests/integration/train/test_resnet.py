@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mpiddp.errors import UserError
-from mpiddp.train.options import ARCHS as NAMES
+from mpiddp.train.config import ARCHS as NAMES
 from mpiddp.train.resnet import ARCHS, ResNet
 from mpiddp.train.train import load_weights
 
