@@ -25,14 +25,8 @@ from mpiddp.train.data import Batch, Data, Dataset
 from mpiddp.train.order import Order
 from mpiddp.train.records import counted
 from mpiddp.train.sharded import ranks_with_same_shards
-from mpiddp.train.train import (
-    Hook,
-    State,
-    Step,
-    build_model,
-    build_state,
-    train,
-)
+from mpiddp.train.state import State, build_model, build_state
+from mpiddp.train.train import Hook, Step, train
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 log = logging.getLogger("mpiddp")

@@ -31,7 +31,8 @@ import mpiddp
 from mpiddp.train.config import Config
 from mpiddp.train.data import Data
 from mpiddp.train.measure import measured
-from mpiddp.train.train import Hook, Score, State, Step
+from mpiddp.train.state import State
+from mpiddp.train.train import Hook, Score, Step
 
 _GIT_S = 10.0
 log = logging.getLogger("mpiddp")  # rank 0 prints it

@@ -26,8 +26,9 @@ from mpiddp.train.data import Data, open_data, prepare
 from mpiddp.train.order import Order
 from mpiddp.train.records import Records, counted, rank_log, save_json, save_start, save_summary
 from mpiddp.train.sharded import find_copies
+from mpiddp.train.state import State, build_model, build_state, choose_kernels
 from mpiddp.train.tools import check_packages, following
-from mpiddp.train.train import Hook, State, build_model, build_state, choose_kernels, fit, resume
+from mpiddp.train.train import Hook, fit, resume
 
 PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
 log = logging.getLogger("mpiddp")  # rank 0 prints it

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from mpiddp.bench.figures import read_results
 from mpiddp.hosts.gpus import gpu_names
-from mpiddp.train.data import DeviceImages, ImageFolder, prefetched
+from mpiddp.train.data import DeviceImages, prefetched
+from mpiddp.train.folder import ImageFolder
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command
 from tests.support.tiny_data import image_folder

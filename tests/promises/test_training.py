@@ -20,7 +20,8 @@ import torch
 import mpiddp
 from mpiddp.errors import JobFailed
 from mpiddp.train import cifar10
-from mpiddp.train.data import DeviceImages, ImageFolder, batches, default_data_dir
+from mpiddp.train.data import DeviceImages, batches, default_data_dir
+from mpiddp.train.folder import ImageFolder
 from mpiddp.train.resnet import ARCHS
 from tests.support import tiny_data
 from tests.support.cluster import lacking

@@ -21,14 +21,8 @@ from mpiddp.train.data import Data, open_data
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.options import parse
 from mpiddp.train.order import Order
-from mpiddp.train.train import (
-    State,
-    autocast,
-    build_model,
-    build_optimizer,
-    build_state,
-    choose_kernels,
-)
+from mpiddp.train.state import State, build_model, build_optimizer, build_state, choose_kernels
+from mpiddp.train.train import autocast
 from mpiddp.world import World
 
 EXCHANGE_TIMEOUT_S = 600.0

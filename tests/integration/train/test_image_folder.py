@@ -1,6 +1,6 @@
 """A folder in ImageNet's layout: its classes, order, crops and errors.
 
-Tests mpiddp/train/data.py.
+Tests mpiddp/train/folder.py.
 python -m pytest tests/integration/train/test_image_folder.py
 """
 
@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.train.data import IGNORED, MEAN, STD, ImageFolder, read_image
+from mpiddp.train.folder import IGNORED, MEAN, STD, ImageFolder, read_image
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import clean_env, script
@@ -107,7 +107,7 @@ def test_workers_persist_between_epochs(folder):
 SIGTERM_TO_THE_GROUP = """
 import os, signal, subprocess, sys, torch
 from pathlib import Path
-from mpiddp.train.data import ImageFolder
+from mpiddp.train.folder import ImageFolder
 from tests.support.training import configured
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"received\\n"))
@@ -191,7 +191,7 @@ import os, sys, torch
 from functools import partial
 from pathlib import Path
 from torch.utils.data import DataLoader
-from mpiddp.train.data import ImageFolder, _leave_stops_to
+from mpiddp.train.folder import ImageFolder, _leave_stops_to
 from tests.support.training import configured
 if __name__ == "__main__":
     config = configured("--image-size=16", "--dataset=image-folder")

@@ -17,7 +17,7 @@ from torch import nn
 from mpiddp.errors import UserError
 from mpiddp.train.config import ARCHS as NAMES
 from mpiddp.train.resnet import ARCHS, ResNet
-from mpiddp.train.train import load_weights
+from mpiddp.train.state import load_weights
 
 # Number of parameters with 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests are
 # those of torchvision 0.28.0. With the same state_dict, its outputs and gradients and those of this

@@ -2,7 +2,7 @@
 
 tests/promises/test_checkpoints.py has Muon on three ranks, and test_training.py the shifts and flips.
 
-Tests mpiddp/train/train.py, muon.py and data.py.
+Tests mpiddp/train/train.py, state.py, muon.py and data.py.
 python -m pytest tests/integration/train/test_step.py
 """
 
@@ -28,18 +28,8 @@ from mpiddp.train.data import Data, DeviceImages
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import orthogonal
 from mpiddp.train.resnet import ARCHS, zero_init
-from mpiddp.train.train import (
-    State,
-    build_model,
-    build_optimizer,
-    build_state,
-    clear_gradients,
-    ema_weight,
-    evaluate,
-    learning_rate,
-    load,
-    train_step,
-)
+from mpiddp.train.state import State, build_model, build_optimizer, build_state, clear_gradients
+from mpiddp.train.train import ema_weight, evaluate, learning_rate, load, train_step
 from tests.support.training import configured
 
 
