@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mpiddp
-from mpiddp.errors import DONE, STOPPED, JobFailed, UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.train.config import Config
 from mpiddp.train.data import Batch, Data, Dataset
 from mpiddp.train.order import Order
@@ -71,18 +71,14 @@ class Divergence(Hook):
 
 def check_determinism(
     config: Config, data: Data, order: Order, world: mpiddp.World, copies: list[list[int]]
-) -> int:
+) -> None:
     """Train the first steps twice, each time with a fresh model. A collective. Writes no file.
 
-    Returns DONE if all bits are equal, STOPPED if the job was requested to stop. If some bits differ, all
-    ranks exit with code 1, and the step, the rank and the tensor are printed.
+    If some bits differ, all ranks exit with code 1, and the step, the rank and the tensor are printed.
     """
     first = _train(config, data, order, copies)
     gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second
-    second = _train(config, data, order, copies) if first is not None else None
-    if first is None or second is None:
-        log.info("stopped before the two runs could be compared.")
-        return STOPPED
+    second = _train(config, data, order, copies)
     runs, tensors = f"two runs of {len(first)} steps from the same start", len(first[0])
     found = gathered((_first_difference(first, second), world.rank, world.hostname))
     with mpiddp.together():
@@ -95,7 +91,6 @@ def check_determinism(
             )
     ranks = counted(len(found), "rank")
     log.info(f"{runs} are equal bit for bit on {ranks}, in each of {tensors} tensors of a step.")
-    return DONE
 
 
 def _first_difference(first: Trace, second: Trace) -> tuple[int, int, str, int] | None:
@@ -107,16 +102,14 @@ def _first_difference(first: Trace, second: Trace) -> tuple[int, int, str, int] 
     return None
 
 
-def _train(config: Config, data: Data, order: Order, copies: list[list[int]]) -> Trace | None:
-    """Train the first steps, and return their digests; None if the job was requested to stop."""
+def _train(config: Config, data: Data, order: Order, copies: list[list[int]]) -> Trace:
+    """Train the first steps, and return their digests."""
     state = build_state(build_model(config, data, data.train.device), config, copies)
     watched = _Watched(data.train)
     trace: list[list[tuple[str, Tensor]]] = []
     made = train(config, replace(data, train=watched), order, state, step=0)
     for step in islice(made, config.check_determinism):
         trace.append([*watched.taken(), *_tensors(state, step.loss_sum)])
-        if mpiddp.should_stop():
-            return None
     return [[(name, int(value)) for name, value in step] for step in trace]
 
 

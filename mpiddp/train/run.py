@@ -65,12 +65,9 @@ def run(options: Namespace) -> int:
             refuse_existing_run(out, config)
             if world.rank == 0:
                 check_packages(config.log_to)
-        if world.rank == 0 and config.check_divergence and len(copies) == 1:
-            log.warning(
-                "warning: --check-divergence compares nothing: the ranks share one copy of the model."
-            )
         if config.check_determinism:
-            return check_determinism(config, data, order, world, copies)
+            check_determinism(config, data, order, world, copies)
+            return DONE
 
         state = build_state(model, config, copies)
         mpiddp.announce(  # what the launcher needs to restart this run, on fewer hosts too

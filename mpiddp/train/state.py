@@ -10,6 +10,7 @@ import inspect
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -83,18 +84,17 @@ def load_weights(model: nn.Module, path: str) -> None:
             weights = mpiddp.load(path).state["model"]
         else:
             weights = torch.load(path, map_location="cpu", weights_only=True)
-    except (UserError, KeyError) as error:
-        raise UserError(f"--weights {error}") from None
-    except OSError as error:
-        raise UserError(f"--weights {path}: {error.strerror} (looked in {Path.cwd()}).") from None
-    except Exception:  # a dozen types; torch's own sentence advises to run the file's code
-        raise UserError(
-            f"--weights {path}: it is not a file that torch.save wrote. Expected a state_dict."
-        ) from None
-    try:
         own, weights, head = model.state_dict(), dict(weights), ("fc.weight", "fc.bias")
         fresh = {key: own[key] for key in head if weights[key].shape != own[key].shape}
         model.load_state_dict({**weights, **fresh})
+    except UserError as error:
+        raise UserError(f"--weights {error}") from None
+    except OSError as error:
+        raise UserError(f"--weights {path}: {error.strerror} (looked in {Path.cwd()}).") from None
+    except UnpicklingError:  # torch's own sentence advises to run the file's code
+        raise UserError(
+            f"--weights {path}: it is not a file that torch.save wrote. Expected a state_dict."
+        ) from None
     except Exception as error:  # no dict, a value that is no tensor, a shape of another model
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise UserError(f"--weights {path}: expected a state_dict of --arch: {reason}.") from None
