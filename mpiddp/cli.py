@@ -40,7 +40,7 @@ HEAD = {"launch": "run", "ps": "watch", "hosts": "hosts", "explain": "after a ru
 
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
 INTERNAL_VERBS = {
-    "bench-rank": "bench.ranks.main",
+    "bench-rank": "bench.rank",
     "launch-function": "launch.main:launch_function",
 }
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from mpiddp.bench.figures import emit, turns
-from mpiddp.bench.ranks.training import build, open_source, synthetic_job, synthetic_order
+from mpiddp.bench.training import build, open_source, synthetic_job, synthetic_order
 from mpiddp.runtime.job.session import current
 from mpiddp.train.data import batches
 from mpiddp.train.measure import StepTimer

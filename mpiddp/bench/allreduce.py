@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mpiddp.arguments import duration, whole
 from mpiddp.bench.figures import Result, aligned, percentile
@@ -18,8 +19,14 @@ from mpiddp.bench.options import option
 from mpiddp.errors import UserError
 from mpiddp.text import shown, size_text
 
+if TYPE_CHECKING:
+    import torch
+
+    from mpiddp.world import World
+
 MIN_BYTES = 1024
 STEP = 4  # the factor from one size to the next
+WARMUP = 3  # all-reduces of each size
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 
 
@@ -88,3 +95,56 @@ def table(results: Result) -> str:
     head = ("backend", "bytes", "times", "ms", "bus GB/s", "p10", "p90")
     title = f"All-reduce over {results['ranks']} ranks, fp32, time of the slowest rank"
     return f"{title}\n\n{aligned(head, rows)}"
+
+
+# --- a rank ---
+
+
+def rank(world: World, options: Options, training: list[str]) -> Result:
+    """All-reduces of growing size, each timed separately, on this rank."""
+    import torch
+
+    from mpiddp.bench.training import hosts_of
+    from mpiddp.runtime.join import join
+    from mpiddp.runtime.torch.process_group import choose_backend, device_of, process_group
+
+    with join(world) as coordinator:
+        with coordinator.all_or_none():
+            backends = ["gloo", "nccl"] if choose_backend(None) == "nccl" else ["gloo"]
+            backends = [choose_backend(options.backend)] if options.backend else backends
+            for backend in backends:  # ranks that share a GPU are refused before gloo is measured
+                device_of(coordinator.world, backend)
+        hosts = hosts_of(coordinator)
+        found = []
+        for backend in backends:
+            with process_group(world, backend=backend) as joined:
+                device = torch.device(str(joined.device))
+                for size in options.sizes:
+                    seconds = _time(size, device, options.seconds, options.repeats)
+                    found.append({"backend": backend, "bytes": size, "seconds": seconds})
+    return {"sums": found, "hosts": hosts}
+
+
+def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:
+    """The seconds of each all-reduce of `size` bytes on its slowest rank."""
+    import torch
+
+    # `full` writes every page, so that the first all-reduce does not wait for page faults.
+    numbers = torch.full((size // 4,), 0.0, device=device)
+    seconds = _series(numbers, WARMUP, device)
+    # `seconds` is equal on all ranks, so all ranks compute the same count.
+    count = max(least, min(1000, int(budget_s / max(1e-9, min(seconds)))))
+    return _series(numbers, count, device)
+
+
+def _series(numbers: torch.Tensor, count: int, device: torch.device) -> list[float]:
+    import torch.distributed as dist
+
+    from mpiddp.train.measure import StepTimer, slowest
+
+    timer = StepTimer(device)
+    timer.resume()
+    for _ in range(count):
+        dist.all_reduce(numbers)
+        timer.tick()
+    return slowest(timer.read(), device)

@@ -12,6 +12,7 @@ T = TypeVar("T")
 Result = dict[str, Any]  # JSON; the two ends of a benchmark use the same keys
 Spread = dict[str, float]  # median, low, high
 
+PATIENCE_S = 600.0  # of a rank with others, which may still decode or compile
 _MARK = "mpiddp-bench: "
 
 

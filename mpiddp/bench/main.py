@@ -2,20 +2,21 @@
 
     mpiddp bench scaling --hostfile hostfiles/two_nodes --arch resnet50
 
-Each benchmark is a module of this package with `Options`, `measure(options, jobs)` and `table(results)`,
-which run in the launching process, without torch. `mpiddp.bench.ranks` has the ranks of its jobs.
+Each benchmark is a module of this package. Its `Options`, `measure(options, jobs)` and `table(results)` run
+in the launching process, without torch, and its `rank(world, options, training)` in every rank of its jobs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -100,30 +101,43 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     jobs = _jobs(values, where, training)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
-    try:
-        results = module.measure(options, jobs)
-    except BenchJobFailed as failure:
-        print(failure, file=sys.stderr)
-        note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
-        return BAD_INPUT if failure.code == BAD_INPUT else FAILED
-    print(module.table(results))
-    exports = getattr(values, "exports", [])
-    record = {
-        "benchmark": name,
-        "command": shlex.join([*prog.split(), *without_values(argv, exports)]),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
-        "environment": {
-            "mpi": jobs.starter,
-            "hosts": results.pop("hosts", None) or [machine()],
-        },
-        "options": {**own, "training": training},
-        "results": results,
-    }
-    with named_by("--out"):
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"\n{out / f'{name}.json'}")
+    with _kept_if_written(out / f"{name}.json") as file:
+        try:
+            results = module.measure(options, jobs)
+        except BenchJobFailed as failure:
+            print(failure, file=sys.stderr)
+            note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
+            return BAD_INPUT if failure.code == BAD_INPUT else FAILED
+        print(module.table(results))
+        hosts = results.pop("hosts", None) or [machine()]
+        exports = getattr(values, "exports", [])
+        record = {
+            "benchmark": name,
+            "command": shlex.join([*prog.split(), *without_values(argv, exports)]),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
+            "environment": {"mpi": jobs.starter, "hosts": hosts},
+            "options": {**own, "training": training},
+            "results": results,
+        }
+        with named_by("--out"):
+            file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{file}")
     return DONE
+
+
+@contextlib.contextmanager
+def _kept_if_written(file: Path) -> Iterator[Path]:
+    """Create a file and its folder now, as a measurement may take hours. Without contents, they go again."""
+    with named_by("--out"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    try:
+        yield file
+    finally:
+        if not file.stat().st_size:
+            file.unlink()
+            with contextlib.suppress(OSError):  # it has other files
+                file.parent.rmdir()
 
 
 def _check_training(prog: str, training: list[str]) -> None:

@@ -1,8 +1,8 @@
 """`mpiddp bench restart`: the time from the kill of a rank to the first all-reduce of the restart.
 
-The last rank of an env:// script kills itself after ten all-reduces over gloo; rank 0 measures. On one host
-torchrun restarts the same script, in turn within every round. A round in which a launcher gives up, or does
-not end in time, counts as failed.
+The last rank of a small training over gloo kills itself; rank 0 prints when. On one host torchrun restarts
+the same script, in turn within every round. A round in which a launcher gives up, or does not end in time,
+counts as failed.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, aligned, percentile, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, progress, time_command
 from mpiddp.bench.options import option
+from mpiddp.bench.start import SCRIPT
 from mpiddp.errors import UserError
 
-JOB = (str(Path(__file__).with_name("ranks") / "killed_once.py"), "gloo")
-_TIMES = re.compile(r"killed at ([\d.]+).*again at ([\d.]+)", re.DOTALL)
+JOB = (SCRIPT, "gloo", "200")  # steps before the kill
+_TIMES = re.compile(r"killed at ([\d.]+).*first all-reduce of \d+ ranks at ([\d.]+)", re.DOTALL)
 
 
 @dataclass(frozen=True)

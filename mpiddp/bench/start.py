@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from mpiddp.bench.figures import Result, aligned, ratios, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note, progress, time_command
 from mpiddp.bench.options import option, wholes
 
-JOB = (str(Path(__file__).with_name("ranks") / "first_all_reduce.py"), "gloo")
+SCRIPT = str(Path(__file__).with_name("all_reduces.py"))
 LAUNCHERS = ("mpiddp", "torchrun")
 
 
@@ -58,19 +57,18 @@ def _point(ranks: int, rounds: int, timeout_s: float) -> Result:
 
 
 def time_start(
-    launcher: str, ranks: int, timeout_s: float, job: Sequence[str] = JOB
+    launcher: str, ranks: int, timeout_s: float, backend: str = "gloo"
 ) -> dict[str, float]:
     """Start the job: seconds until its first all-reduce, CPU seconds of all its processes.
 
     Raises:
         BenchJobFailed: it did not succeed within `timeout_s`.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *job]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     if launcher == "mpiddp":
-        limit = f"{timeout_s:.0f}"
-        command = [*launch_command("-H", f"localhost:{ranks}", "--timeout", limit), *job]
-    finished = time_command(command, timeout_s=timeout_s)
-    (at,) = re.findall(rf"{ranks} ranks at ([\d.]+)", "\n".join(finished.lines))
+        command = launch_command("-H", f"localhost:{ranks}", "--timeout", f"{timeout_s:.0f}")
+    finished = time_command([*command, SCRIPT, backend], timeout_s=timeout_s)
+    (at,) = re.findall(rf"of {ranks} ranks at ([\d.]+)", "\n".join(finished.lines))
     return {"wall_s": float(at) - finished.started_at, "cpu_s": finished.cpu_s}
 
 

@@ -56,7 +56,7 @@ def note(module, inputs):
         last[module] = inputs[0].shape[-1]
 before_forward(note)
 options = Namespace(steps=4, rounds=1, warmup=1)
-import_module(f"mpiddp.bench.ranks.{name}").rank(World.from_env(), options, training)
+import_module(f"mpiddp.bench.{name}").rank(World.from_env(), options, training)
 print(*set(last.values()))
 """
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpiddp.bench.figures import Result
+from mpiddp.bench.figures import PATIENCE_S, Result
 from mpiddp.bench.machine import machine
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.join import join
@@ -24,8 +24,6 @@ from mpiddp.train.order import Order
 from mpiddp.train.state import State, build_model, build_optimizer, build_state, choose_kernels
 from mpiddp.train.train import autocast
 from mpiddp.world import World
-
-EXCHANGE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def synthetic_job(world: World, training: Sequence[str]) -> contextlib.AbstractC
 def hosts_of(coordinator: Coordinator) -> list[Result]:
     """Gather each host's machine and its number of ranks. All ranks must call this."""
     own = machine() if coordinator.world.local_rank == 0 else None
-    found = coordinator.all_gather_json(own, timeout_s=EXCHANGE_TIMEOUT_S)
+    found = coordinator.all_gather_json(own, timeout_s=PATIENCE_S)
     return [{**host, "ranks": coordinator.hostnames.count(host["host"])} for host in found if host]
 
 

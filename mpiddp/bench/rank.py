@@ -40,9 +40,8 @@ def main(argv: list[str]) -> int:
     share = max(1, (os.cpu_count() or 1) // values.share)
     torch.set_num_threads(min(torch.get_num_threads(), share))
     keep_freed_memory(os.environ)
-    options = import_module(f"mpiddp.bench.{values.name}").Options(**values.options)
-    rank = import_module(f"mpiddp.bench.ranks.{values.name}").rank
-    result = rank(world, options, values.training)
+    module = import_module(f"mpiddp.bench.{values.name}")
+    result = module.rank(world, module.Options(**values.options), values.training)
     if world.rank == 0:
         emit(result)
     return 0
