@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from mpiddp.hosts.gpus import gpu_names
 from mpiddp.train.data import DeviceImages, prefetched
 from mpiddp.train.folder import ImageFolder
 from tests.support.patience import PATIENCE_S
+from tests.support.place import Here
 from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command
 from tests.support.tiny_data import image_folder
 from tests.support.training import configured, contents, records, unequal
@@ -73,11 +73,10 @@ def result(output: str) -> dict[str, Any]:
 
 
 def train(ranks: int, out: Path, *options: str, code: int = 0) -> str:
-    """Train. Two ranks share the GPU."""
-    job = ("train", f"--out={out}", *options)
-    if ranks > 1:
-        return run(mpirun_command(ranks, RANKS, *job), code)
-    return run([*LAUNCH, "-H", "localhost:1", "-m", "mpiddp", *job], code)
+    """Train on forks of one process, which has imported torch. Two ranks share the GPU."""
+    done = Here(out.parent).fork(RANKS, "train", f"--out={out}", *options, ranks=ranks)
+    assert done.code == code, f"{done.stdout}{done.stderr}"
+    return f"{done.stdout}{done.stderr}"
 
 
 def assert_equal(one: Path, other: Path, step: int) -> None:
@@ -311,7 +310,7 @@ def test_cuda_graphs_compute_the_losses_without_them(tmp_path, passes):
     plain, compiled = tmp_path / "plain", tmp_path / "compiled"
     train(1, plain, *options)
     job = ["watched", "train", f"--out={compiled}", *options, "--compile=reduce-overhead"]
-    found = result(run([sys.executable, RANKS, *job]))
+    found = result(Here(tmp_path).fork(RANKS, *job).assert_ok().stdout)
     assert found["graph_replays"] >= size(steps, 0)
     for one, other in zip(losses(compiled), losses(plain), strict=True):
         assert one == pytest.approx(other, rel=0.03)
