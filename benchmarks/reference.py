@@ -146,7 +146,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
     [run] = read_results(done.stdout.splitlines())
     return {
         "settings": run["settings"],
-        "images_per_s": run["global_batch_size"] * options.steps / run["total_s"],
+        "images_per_s": run["images_per_s"],
         "step_s": run["step_s"],
         "num_steps": options.warmup + options.steps,
         "sent_bytes": sent,

@@ -38,7 +38,8 @@ class Options:
 def measure(options: Options, jobs: Jobs) -> Result:
     note(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
     job = ("-m", "benchmarks.ranks.saving", json.dumps(asdict(options)))
-    return jobs.run_job(*job, *jobs.training, ranks=jobs.slots)
+    found: Result = jobs.run_job(*job, *jobs.training, ranks=jobs.slots)
+    return found
 
 
 def table(results: Result) -> str:

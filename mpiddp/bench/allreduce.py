@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from mpiddp.arguments import duration, whole
-from mpiddp.bench.figures import Result, aligned, percentile
+from mpiddp.bench.figures import Result, Spread, aligned, percentile
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import option
 from mpiddp.errors import UserError
@@ -58,37 +58,38 @@ class Options:
         return found
 
 
-def measure(options: Options, jobs: Jobs) -> Result:
-    ranks = jobs.slots
-    if ranks < 2:
+class Point(TypedDict):
+    """The all-reduces of one size; their median time, and their bandwidth (p50, p10, p90)."""
+
+    backend: str
+    bytes: int
+    count: int
+    time_s: float
+    bus_gb_per_s: Spread
+
+
+class Results(TypedDict):
+    ranks: int
+    points: list[Point]
+    hosts: list[Result]
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
+    if jobs.slots < 2:
         raise UserError("an all-reduce needs at least 2 ranks. Example: -H localhost:2")
-    note(f"allreduce: {ranks} ranks, up to {size_text(options.sizes[-1])}")
-    found = jobs.run("allreduce", options, ranks=ranks)
-    points = [_point(each, ranks) for each in found["sums"]]
-    return {"ranks": ranks, "points": points, "hosts": found["hosts"]}
+    note(f"allreduce: {jobs.slots} ranks, up to {size_text(options.sizes[-1])}")
+    found: Results = jobs.run("allreduce", options, ranks=jobs.slots)
+    return found
 
 
-def _point(found: Result, ranks: int) -> Result:
-    factor = 2 * (ranks - 1) / ranks
-    speeds = [factor * found["bytes"] / taken / 1e9 for taken in found["seconds"]]
-    middle, low, high = (percentile(speeds, percent) for percent in (50, 10, 90))
-    return {
-        "backend": found["backend"],
-        "bytes": found["bytes"],
-        "count": len(speeds),
-        "time_s": percentile(found["seconds"], 50),
-        "bus_gb_per_s": {"median": middle, "low": low, "high": high},
-    }
-
-
-def table(results: Result) -> str:
+def table(results: Results) -> str:
     rows = [
         [
             point["backend"],
             f"{point['bytes']:,}",
             str(point["count"]),
             f"{1000 * point['time_s']:.3f}",
-            *(f"{point['bus_gb_per_s'][name]:.3f}" for name in ("median", "low", "high")),
+            *(f"{each:.3f}" for each in point["bus_gb_per_s"].values()),
         ]
         for point in results["points"]
     ]
@@ -100,7 +101,7 @@ def table(results: Result) -> str:
 # --- a rank ---
 
 
-def rank(world: World, options: Options, training: list[str]) -> Result:
+def rank(world: World, options: Options, training: list[str]) -> Results:
     """All-reduces of growing size, each timed separately, on this rank."""
     import torch
 
@@ -121,8 +122,20 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
                 device = torch.device(str(joined.device))
                 for size in options.sizes:
                     seconds = _time(size, device, options.seconds, options.repeats)
-                    found.append({"backend": backend, "bytes": size, "seconds": seconds})
-    return {"sums": found, "hosts": hosts}
+                    found.append(_point(backend, size, seconds, world.world_size))
+    return {"ranks": world.world_size, "points": found, "hosts": hosts}
+
+
+def _point(backend: str, size: int, seconds: list[float], ranks: int) -> Point:
+    speeds = [2 * (ranks - 1) / ranks * size / taken / 1e9 for taken in seconds]
+    middle, low, high = (percentile(speeds, percent) for percent in (50, 10, 90))
+    return {
+        "backend": backend,
+        "bytes": size,
+        "count": len(speeds),
+        "time_s": percentile(seconds, 50),
+        "bus_gb_per_s": {"median": middle, "low": low, "high": high},
+    }
 
 
 def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:

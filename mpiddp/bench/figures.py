@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
 
 from mpiddp.text import align_columns
 
 T = TypeVar("T")
-Result = dict[str, Any]  # JSON; the two ends of a benchmark use the same keys
-Spread = dict[str, float]  # median, low, high
+Result = dict[str, Any]  # JSON
 
 PATIENCE_S = 600.0  # of a rank with others, which may still decode or compile
 _MARK = "mpiddp-bench: "
 
 
-def emit(result: Result) -> None:
+class Spread(TypedDict):
+    """Of several measurements."""
+
+    median: float
+    low: float
+    high: float
+
+
+def emit(result: Mapping[str, Any]) -> None:
     """Send a rank's result: mpirun forwards stdout from every host, so no shared file system is needed."""
     print(_MARK + json.dumps(result), flush=True)
 
@@ -64,7 +71,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 def shown(values: Spread, form: str, factor: float = 1.0) -> str:
     """ "1.05 (0.98 to 1.11)"."""
-    middle, low, high = (format(values[name] * factor, form) for name in ("median", "low", "high"))
+    middle, low, high = (
+        format(each * factor, form) for each in (values["median"], values["low"], values["high"])
+    )
     return f"{middle} ({low} to {high})"
 
 

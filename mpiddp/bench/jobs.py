@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.bench.figures import Result, read_results
 from mpiddp.hosts.processes import signal_at_parents_end
@@ -65,7 +65,7 @@ class Jobs:
     timeout_s: float
     training: tuple[str, ...] = ()
 
-    def run(self, name: str, options: DataclassInstance, *, ranks: int) -> Result:
+    def run(self, name: str, options: DataclassInstance, *, ranks: int) -> Any:
         """Run `mpiddp bench-rank NAME` as every rank of a job, and return what rank 0 sent.
 
         A rank has as many threads as in a job on all slots. Otherwise a single rank would be faster
@@ -79,7 +79,7 @@ class Jobs:
         job = ["-m", "mpiddp", "bench-rank", "--share", str(share), name]
         return self.run_job(*job, json.dumps(asdict(options)), *self.training, ranks=ranks)
 
-    def run_job(self, *job: str, ranks: int) -> Result:
+    def run_job(self, *job: str, ranks: int) -> Any:
         """The same for any job: `-m`, a module, or a script, and its arguments."""
         command = [*launch_command(*self.where), "-n", str(ranks), *job]
         [found] = time_command(command, timeout_s=self.timeout_s).results

@@ -11,10 +11,19 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import PATIENCE_S, Result, aligned, percentile, shown, spread, turns
+from mpiddp.bench.figures import (
+    PATIENCE_S,
+    Result,
+    Spread,
+    aligned,
+    percentile,
+    shown,
+    spread,
+    turns,
+)
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import option, wholes
 from mpiddp.text import counted
@@ -39,18 +48,29 @@ class Options:
     rounds: int = option("rounds of all numbers of workers", type=whole(1), default=3)
 
 
-def measure(options: Options, jobs: Jobs) -> Result:
+class Source(TypedDict):
+    source: str
+    images_per_s: Spread
+    times_model: float  # the speed relative to that of the model
+
+
+class Results(TypedDict):
+    ranks: int
+    arch: str
+    shape: tuple[int, int, int]  # of an image
+    batch_size: int
+    model_images_per_s: float
+    sources: list[Source]
+    hosts: list[Result]
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
     note(f"loader: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')} per source")
-    found = jobs.run("loader", options, ranks=jobs.slots)
-    model = found["model_images_per_s"]
-    sources = []
-    for source in found["sources"]:
-        speed = spread(source["images_per_s"])
-        sources.append({**source, "images_per_s": speed, "times_model": speed["median"] / model})
-    return {**found, "ranks": jobs.slots, "sources": sources}
+    found: Results = jobs.run("loader", options, ranks=jobs.slots)
+    return found
 
 
-def table(results: Result) -> str:
+def table(results: Results) -> str:
     arch, model = results["arch"], results["model_images_per_s"]
     rows = []
     for source in results["sources"]:
@@ -70,7 +90,7 @@ def table(results: Result) -> str:
 # --- a rank ---
 
 
-def rank(world: World, options: Options, training: list[str]) -> Result:
+def rank(world: World, options: Options, training: list[str]) -> Results:
     """Read batches on this rank, while nothing else runs; the numbers of workers alternate.
 
     Their first passes do not count, because these start workers and fill caches, as a training does once.
@@ -98,12 +118,17 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
             speed = _images_per_s(job, opened[name], options.batches, epoch)
             if epoch > 0:
                 speeds[name].append(speed)
+    spreads = {name: spread(each) for name, each in speeds.items()}
     return {
+        "ranks": world.world_size,
         "arch": config.arch,
         "shape": (3, config.image_size, config.image_size),
         "batch_size": config.batch_size,
         "model_images_per_s": model,
-        "sources": [{"source": name, "images_per_s": each} for name, each in speeds.items()],
+        "sources": [
+            {"source": name, "images_per_s": each, "times_model": each["median"] / model}
+            for name, each in spreads.items()
+        ],
         "hosts": job.hosts,
     }
 

@@ -12,9 +12,10 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, aligned, percentile, shown, spread, turns
+from mpiddp.bench.figures import aligned, percentile, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, progress, time_command
 from mpiddp.bench.options import option
 from mpiddp.bench.start import SCRIPT
@@ -29,7 +30,12 @@ class Options:
     rounds: int = option("rounds of both launchers", type=whole(1), default=5)
 
 
-def measure(options: Options, jobs: Jobs) -> Result:
+class Results(TypedDict):
+    ranks: int
+    restart_s: dict[str, list[float | None]]  # of each launcher; None for a round that failed
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
     if jobs.slots < 2:
         raise UserError("a restart needs at least 2 ranks. Example: -H localhost:2")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for both
@@ -60,7 +66,7 @@ def time_restart(command: Sequence[str], timeout_s: float) -> float | None:
     return float(times[2]) - float(times[1]) if times else None
 
 
-def table(results: Result) -> str:
+def table(results: Results) -> str:
     rows, middle = [], dict[str, float]()
     for launcher, rounds in results["restart_s"].items():
         taken = [each for each in rounds if each is not None]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, aligned, percentile, ratios, shown, spread, turns
+from mpiddp.bench.figures import Result, Spread, aligned, percentile, ratios, shown, spread, turns
 from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.options import option, wholes
 from mpiddp.errors import UserError
@@ -29,25 +30,53 @@ class Options:
     warmup: int = option("steps before the timed ones", type=whole(0), default=5)
 
 
-def measure(options: Options, jobs: Jobs) -> Result:
+class Run(TypedDict):
+    """One job."""
+
+    images_per_s: float
+    step_s: list[float]
+    num_hosts: int | None
+    global_batch_size: int
+    settings: Result
+    hosts: list[Result]
+
+
+class Point(TypedDict):
+    """All jobs of one number of ranks."""
+
+    ranks: int
+    num_hosts: int | None
+    global_batch_size: int
+    images_per_s: Spread
+    efficiency: Spread
+    step_s: list[list[float]]  # of each job
+
+
+class Results(TypedDict):
+    strong: bool
+    settings: Result
+    hosts: list[Result]
+    points: list[Point]
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
     sizes = _sizes(options, jobs)
-    runs: dict[int, list[Result]] = {ranks: [] for ranks in sizes}
+    runs: dict[int, list[Run]] = {ranks: [] for ranks in sizes}
     for number, ranks in turns(sizes, options.rounds):
-        run = jobs.run("scaling", options, ranks=ranks)
-        run["images_per_s"] = run["global_batch_size"] * options.steps / run["total_s"]
+        run: Run = jobs.run("scaling", options, ranks=ranks)
         runs[ranks].append(run)
         speed = f"{run['images_per_s']:,.0f} images/s"
         progress("scaling", ranks, number, options.rounds, speed)
     first, last = runs[sizes[0]], runs[sizes[-1]][-1]
     return {
         "strong": parse_training(list(jobs.training)).global_batch_size is not None,
-        "settings": last.pop("settings"),
-        "hosts": last.pop("hosts"),
+        "settings": last["settings"],
+        "hosts": last["hosts"],
         "points": [_point(ranks, runs[ranks], sizes[0], first) for ranks in sizes],
     }
 
 
-def _point(ranks: int, runs: list[Result], base_ranks: int, base: list[Result]) -> Result:
+def _point(ranks: int, runs: list[Run], base_ranks: int, base: list[Run]) -> Point:
     """The figures of one number of ranks.
 
     Efficiency is the speed per rank divided by the speed per rank of the smallest job in the same round.
@@ -74,7 +103,7 @@ def _sizes(options: Options, jobs: Jobs) -> Sequence[int]:
     return sizes
 
 
-def table(results: Result) -> str:
+def table(results: Results) -> str:
     settings = results["settings"]
     kept = f"{settings['batch_size']} images per rank"
     if results["strong"]:
@@ -84,7 +113,9 @@ def table(results: Result) -> str:
         times = [1000 * each for run in point["step_s"] for each in run]
         rows.append(
             [
-                *(str(point[name]) for name in ("ranks", "num_hosts", "global_batch_size")),
+                str(point["ranks"]),
+                str(point["num_hosts"]),
+                str(point["global_batch_size"]),
                 shown(point["images_per_s"], ",.0f"),
                 shown(point["efficiency"], ".3f"),
                 *(f"{percentile(times, percent):.1f}" for percent in (50, 95)),
@@ -101,7 +132,7 @@ def table(results: Result) -> str:
 # --- a rank ---
 
 
-def rank(world: World, options: Options, training: list[str]) -> Result:
+def rank(world: World, options: Options, training: list[str]) -> Run:
     """Steps of the training, each timed on the device's own clock, on this rank."""
     from mpiddp.bench.training import build, open_source, settings, synthetic_job, synthetic_order
     from mpiddp.train.data import batches
@@ -123,8 +154,8 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
         own = timer.read()[options.warmup :]
         *seconds, total = slowest([*own, sum(own)], job.device)
     return {
+        "images_per_s": job.config.global_batch_size * options.steps / total,
         "step_s": seconds,
-        "total_s": total,
         "num_hosts": job.coordinator.world.num_nodes,
         "global_batch_size": job.config.global_batch_size,
         "settings": settings(job),

@@ -11,9 +11,10 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, aligned, ratios, shown, spread, turns
+from mpiddp.bench.figures import Spread, aligned, ratios, shown, spread, turns
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note, progress, time_command
 from mpiddp.bench.options import option, wholes
 
@@ -27,10 +28,27 @@ class Options:
     rounds: int = option("rounds of both launchers", type=whole(1), default=5)
 
 
-def measure(options: Options, jobs: Jobs) -> Result:
+class Start(TypedDict):
+    wall_s: float
+    cpu_s: float
+
+
+class Point(TypedDict):
+    """All starts of one number of ranks: of each launcher, and the "ratio" of the two."""
+
+    ranks: int
+    wall_s: dict[str, Spread]
+    cpu_s: dict[str, Spread]
+
+
+class Results(TypedDict):
+    points: list[Point]
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for both
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be more ranks than GPUs
-    points: list[Result] = []
+    points: list[Point] = []
     for ranks in options.ranks:
         try:
             points.append(_point(ranks, options.rounds, jobs.timeout_s))
@@ -41,24 +59,24 @@ def measure(options: Options, jobs: Jobs) -> Result:
     return {"points": points}
 
 
-def _point(ranks: int, rounds: int, timeout_s: float) -> Result:
-    starts: dict[str, list[dict[str, float]]] = {launcher: [] for launcher in LAUNCHERS}
+def _point(ranks: int, rounds: int, timeout_s: float) -> Point:
+    starts: dict[str, list[Start]] = {launcher: [] for launcher in LAUNCHERS}
     for number, launcher in turns(LAUNCHERS, rounds, warmup=1):
         start = time_start(launcher, ranks, timeout_s)
         if number > 0:
             starts[launcher].append(start)
             progress(f"start, {launcher}", ranks, number, rounds, f"{start['wall_s']:.2f} s")
-    found: Result = {"ranks": ranks}
-    for name in ("wall_s", "cpu_s"):
-        ours, theirs = ([start[name] for start in starts[each]] for each in LAUNCHERS)
-        spreads = (spread(ours), spread(theirs), spread(ratios(ours, theirs)))
-        found[name] = dict(zip((*LAUNCHERS, "ratio"), spreads, strict=True))
-    return found
+    wall_s = {name: [each["wall_s"] for each in starts[name]] for name in LAUNCHERS}
+    cpu_s = {name: [each["cpu_s"] for each in starts[name]] for name in LAUNCHERS}
+    return {"ranks": ranks, "wall_s": _compared(wall_s), "cpu_s": _compared(cpu_s)}
 
 
-def time_start(
-    launcher: str, ranks: int, timeout_s: float, backend: str = "gloo"
-) -> dict[str, float]:
+def _compared(seconds: dict[str, list[float]]) -> dict[str, Spread]:
+    of_ratio = spread(ratios(*(seconds[name] for name in LAUNCHERS)))
+    return {**{name: spread(each) for name, each in seconds.items()}, "ratio": of_ratio}
+
+
+def time_start(launcher: str, ranks: int, timeout_s: float, backend: str = "gloo") -> Start:
     """Start the job: seconds until its first all-reduce, CPU seconds of all its processes.
 
     Raises:
@@ -72,14 +90,14 @@ def time_start(
     return {"wall_s": float(at) - finished.started_at, "cpu_s": finished.cpu_s}
 
 
-def table(results: Result) -> str:
+def table(results: Results) -> str:
     head = ("ranks", "launcher", "wall s", "of torchrun's", "CPU s", "of torchrun's")
     rows = []
     for point in results["points"]:
         for launcher in LAUNCHERS:
             cells = [str(point["ranks"]), launcher]
-            for name in ("wall_s", "cpu_s"):
-                ratio = point[name]["ratio"]["median"] if launcher == "mpiddp" else 1.0
-                cells += [shown(point[name][launcher], ".2f"), f"{ratio:.2f}"]
+            for found in (point["wall_s"], point["cpu_s"]):
+                ratio = found["ratio"]["median"] if launcher == "mpiddp" else 1.0
+                cells += [shown(found[launcher], ".2f"), f"{ratio:.2f}"]
             rows.append(cells)
     return f"Time from the command to the end of the first all-reduce\n\n{aligned(head, rows)}"

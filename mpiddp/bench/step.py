@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import PATIENCE_S, Result, aligned, ratios, shown, spread, turns
+from mpiddp.bench.figures import PATIENCE_S, Result, Spread, aligned, ratios, shown, spread, turns
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.options import option
 from mpiddp.text import counted
@@ -38,28 +38,30 @@ class Options:
     rounds: int = option("rounds; each loop runs once in each", type=whole(1), default=5)
 
 
-def measure(options: Options, jobs: Jobs) -> Result:
+class Loop(TypedDict):
+    """The step times of one loop, and their ratio to those of the bare loop in the same round."""
+
+    loop: str
+    step_s: Spread
+    to_bare: Spread
+    rounds_s: list[float]
+
+
+class Results(TypedDict):
+    settings: Result
+    loops: list[Loop]
+    phases: dict[str, Spread]  # seconds
+    hosts: list[Result]
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
     ranks, rounds = counted(jobs.slots, "rank"), counted(options.rounds, "round")
     note(f"step: {ranks}, {rounds} of 3 blocks of {options.steps} steps")
-    found = jobs.run("step", options, ranks=jobs.slots)
-    loops, phases = found["loops"], found["phases"]
-    return {
-        "settings": found["settings"],
-        "loops": [
-            {
-                "loop": name,
-                "step_s": spread(seconds),
-                "to_bare": spread(ratios(seconds, loops[BARE])),
-                "rounds_s": seconds,
-            }
-            for name, seconds in loops.items()
-        ],
-        "phases": {name: spread([each[name] for each in phases]) for name in phases[0]},
-        "hosts": found["hosts"],
-    }
+    found: Results = jobs.run("step", options, ranks=jobs.slots)
+    return found
 
 
-def table(results: Result) -> str:
+def table(results: Results) -> str:
     settings = results["settings"]
     loops = [
         [each["loop"], shown(each["step_s"], ".1f", 1000), shown(each["to_bare"], ".3f")]
@@ -77,7 +79,7 @@ def table(results: Result) -> str:
 # --- a rank ---
 
 
-def rank(world: World, options: Options, training: list[str]) -> Result:
+def rank(world: World, options: Options, training: list[str]) -> Results:
     """Blocks of both loops in turn on this rank, each with a fresh model: other work affects both equally."""
     from mpiddp.bench.training import open_source, settings, synthetic_job, synthetic_order
     from mpiddp.train.data import batches
@@ -98,11 +100,20 @@ def rank(world: World, options: Options, training: list[str]) -> Result:
             seconds: dict[str, list[float]] = {name: [] for name in blocks}
             for number, name in turns(list(blocks), options.rounds):
                 seconds[name].append(blocks[name](folder / str(number)))
-    mean_phases = [
-        {name: each["phases"][name] / each["steps"] for name in PHASES} for each in summaries
+    loops: list[Loop] = [
+        {
+            "loop": name,
+            "step_s": spread(own),
+            "to_bare": spread(ratios(own, seconds[BARE])),
+            "rounds_s": own,
+        }
+        for name, own in seconds.items()
     ]
-    found = {"settings": settings(job), "hosts": job.hosts}
-    return {"loops": seconds, "phases": mean_phases, **found}
+    phases = {
+        name: spread([each["phases"][name] / each["steps"] for each in summaries])
+        for name in PHASES
+    }
+    return {"settings": settings(job), "loops": loops, "phases": phases, "hosts": job.hosts}
 
 
 def _time_runner(
