@@ -71,7 +71,22 @@ def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
         model = synchronized(model, device)
     layout = torch.channels_last if config.parallel == "ddp" else torch.contiguous_format
     model.to(device, memory_format=layout)  # type: ignore[call-overload]
+    if device.type == "cuda" and config.parallel == "ddp":
+        stride_as_gradients(model)
     return model
+
+
+def stride_as_gradients(model: nn.Module) -> None:
+    """Give the weights of 1×1 convolutions the strides of their gradients under channels_last.
+
+    Both strides describe the same memory. cuDNN writes those of channels_last, and torch leaves such weights
+    as they are, so DDP would copy each of these gradients in every step, and warn.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim == 4 and parameter.shape[2:] == (1, 1):
+            channels = parameter.shape[1]
+            strides = (channels, 1, channels, channels)
+            parameter.data = parameter.data.as_strided(parameter.shape, strides)
 
 
 def load_weights(model: nn.Module, path: str) -> None:

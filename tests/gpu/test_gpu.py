@@ -277,6 +277,13 @@ def test_two_ranks_save_and_resume_exactly(tmp_path, amp):
 
 
 @needs_gpu
+def test_gradients_of_two_ranks_lie_as_their_buckets(tmp_path):
+    """Else DDP copies each gradient of a 1×1 convolution, and warns."""
+    options = ["--use-syn", "--arch=resnet50", "--batch-size=4", "--epochs=1", NEVER]
+    assert "Grad strides" not in train(2, tmp_path / "run", *options, "--steps-per-epoch=2")
+
+
+@needs_gpu
 def test_sync_bn_gives_two_ranks_the_first_loss_of_one_with_their_batch(tmp_path):
     source = [word for word in images(tmp_path) if not word.startswith("--batch-size")]
     options = [*source, "--global-batch-size=16", "--arch=resnet18", "--amp=off", "--epochs=1"]

@@ -28,7 +28,14 @@ from mpiddp.train.data import Data, DeviceImages
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import orthogonal
 from mpiddp.train.resnet import ARCHS, zero_init
-from mpiddp.train.state import State, build_model, build_optimizer, build_state, clear_gradients
+from mpiddp.train.state import (
+    State,
+    build_model,
+    build_optimizer,
+    build_state,
+    clear_gradients,
+    stride_as_gradients,
+)
 from mpiddp.train.train import ema_weight, evaluate, learning_rate, load, train_step
 from tests.support.training import configured
 
@@ -133,6 +140,18 @@ def test_images_are_channels_last_whatever_the_weights_are():
     model = build_model(config, Data("", 10, source(arrays()), None), torch.device("cpu"))
     assert all(each.is_contiguous() for each in model.parameters())
     assert batch(source(arrays()), torch.arange(4)).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_of_1x1_convolutions_have_the_strides_of_their_gradients():
+    """As in torch's own warning: grad.sizes() = [64, 64, 1, 1], strides() = [64, 1, 64, 64]."""
+    model = ARCHS["resnet50"]()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    stride_as_gradients(model)
+    weight = model.get_parameter("layer1.0.conv1.weight")
+    assert weight.shape == (64, 64, 1, 1)
+    assert weight.stride() == (64, 1, 64, 64)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
 def test_the_weight_of_an_average_is_that_of_torchvision():
