@@ -32,7 +32,7 @@ def main() -> None:
         folder = tempfile.mkdtemp(dir=options.folder)
         root = Path(coordinator.all_gather_json(folder, timeout_s=60)[0])
         state = build(job, data)
-        checkpoints = open_checkpoints(root, config)
+        checkpoints = open_checkpoints(root, config, data.contents)
         checkpoints.resume()
 
         def wait_for_saves() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
                 state.optimizer.step()
                 state.optimizer.zero_grad(set_to_none=True)
                 if index == 0 and variant != NO_SAVE:
-                    save(checkpoints, state, first + 1, config, data)
+                    save(checkpoints, state, first + 1, config)
                     if variant == AT_ONCE:
                         wait_for_saves()
                 timer.tick()

@@ -127,7 +127,7 @@ def _time_runner(
 
     config = replace(job.config, epochs=1, out=str(out))
     state = build(job, data)
-    with open_checkpoints(out, config) as checkpoints:
+    with open_checkpoints(out, config, data.contents) as checkpoints:
         checkpoints.resume()
         world = job.coordinator.world
         records = Records(config, world, data, state, order.steps_per_epoch)

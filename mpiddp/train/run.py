@@ -75,9 +75,11 @@ def run(options: Namespace) -> int:
             global_batch_size=config.global_batch_size,
             max_ranks=max(world.world_size, config.global_batch_size // IMAGES_PER_PASS),
         )
-        with open_checkpoints(out, config) as checkpoints:
+        with mpiddp.together():
+            began_with = data_of_run(out, config, data) if world.rank == 0 else ""
+        with open_checkpoints(out, config, gathered(began_with)[0]) as checkpoints:
             with mpiddp.together():
-                step = open_run(checkpoints, state, config, data)
+                step = open_run(checkpoints, state, config)
             logs = (out / "logs").absolute()
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(logs / "nccl_rank_"))
             logs.mkdir(exist_ok=True)
@@ -158,36 +160,37 @@ def resume_args(config: Config, out: Path) -> list[str]:
     return [*args, "--resume", "auto"] if config.resume == "never" or goes_back else args
 
 
-def open_checkpoints(folder: Path, config: Config) -> mpiddp.Checkpoints:
-    """Those of the run in `folder`. They refuse a resume with other FIXED options."""
+def open_checkpoints(folder: Path, config: Config, data: str) -> mpiddp.Checkpoints:
+    """Those of the run in `folder`. They refuse a resume with other FIXED options or other data."""
     fixed = {f"--{name.replace('_', '-')}": getattr(config, name) for name in FIXED}
-    settings = {"program": "mpiddp train", **fixed}
+    settings = {"program": "mpiddp train", "data": data, **fixed}
     return mpiddp.Checkpoints(folder, keep=config.keep, every=config.save_every, config=settings)
 
 
-def open_run(checkpoints: mpiddp.Checkpoints, state: State, config: Config, data: Data) -> int:
-    """Open the run's folder, and restore the newest checkpoint, or that of --resume. Returns its step.
+def data_of_run(out: Path, config: Config, data: Data) -> str:
+    """The data of the run that --skip-bad-images resumes: images may have been removed since. For rank 0."""
+    for path in (out, Path(config.resume)) if config.skip_bad_images else ():
+        try:
+            before = str(mpiddp.load(path).config["data"])
+        except (UserError, KeyError):  # there is none: Checkpoints judges it
+            continue
+        if before != data.contents:
+            log.info(
+                f"the run began with other data: {before}, now {data.contents}. The images come in another "
+                "order from here on."
+            )
+        return before
+    return data.contents
 
-    Raises UserError if it was saved with other data. Bad images may have been removed since.
-    """
+
+def open_run(checkpoints: mpiddp.Checkpoints, state: State, config: Config) -> int:
+    """Open the run's folder, and restore the newest checkpoint, or that of --resume. Returns its step."""
     saved = checkpoints.resume(None if config.resume in ("auto", "never") else config.resume)
-    if saved is not None:
-        training = saved.state["training"]
-        if (before := training["data"]) != data.contents:
-            if not config.skip_bad_images:
-                raise UserError(
-                    f"the run has other data: {before}, now {data.contents}. Use the same data, or name "
-                    "another --out. If only bad images were removed, add --skip-bad-images."
-                )
-            log.info(
-                f"resuming with other data: {before}, now {data.contents}. The order of the images is "
-                "another one from here on."
-            )
-        if changes := noted_changes(training["options"], config):
-            log.info(
-                f"resuming with other options: {'; '.join(changes)}. The learning rate of each step is now "
-                "that of a run that has had them from its start."
-            )
+    if saved is not None and (changes := noted_changes(saved.state["training"]["options"], config)):
+        log.info(
+            f"resuming with other options: {'; '.join(changes)}. The learning rate of each step is now "
+            "that of a run that has had them from its start."
+        )
     return resume(saved, state, config)
 
 

@@ -99,7 +99,7 @@ def fit(
                 hook.on_epoch(made, score)
         if saves:
             timer.resume()
-            save(checkpoints, state, step, config, data)
+            save(checkpoints, state, step, config)
             timer.resume("save")
         if stops:
             checkpoints.close()  # waits for the save
@@ -308,9 +308,7 @@ def _statistics(model: nn.Module) -> list[Tensor]:
 # --- checkpoints ---
 
 
-def save(
-    checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Config, data: Data
-) -> None:
+def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Config) -> None:
     """Start to save the checkpoint of this step. A collective: every rank must call it.
 
     The model can be loaded by any program: it is the bare one, with averaged BatchNorm statistics. The
@@ -321,7 +319,7 @@ def save(
             "model": state.model.state_dict(),
             "optimizer": state.optimizer.state_dict(),
             "scaler": state.scaler.state_dict(),
-            "training": {"options": vars(config), "data": data.contents},
+            "training": {"options": vars(config)},
         }
         if state.ema is not None:
             saved["ema"] = state.ema.state_dict()
