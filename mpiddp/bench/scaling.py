@@ -137,7 +137,7 @@ def rank(world: World, options: Options, training: list[str]) -> Run:
     from mpiddp.bench.training import build, open_source, settings, synthetic_job, synthetic_order
     from mpiddp.train.data import batches
     from mpiddp.train.measure import slowest
-    from mpiddp.train.train import backward
+    from mpiddp.train.train import train_step
 
     with synthetic_job(world, training) as job:
         data = open_source(job)
@@ -147,9 +147,7 @@ def rank(world: World, options: Options, training: list[str]) -> Run:
         timer = state.timer
         timer.resume()
         for _ in steps:
-            backward(state, images, job.config)
-            state.scaler.step(state.optimizer)
-            state.scaler.update()
+            train_step(state, images, job.config.lr, job.config)
             timer.tick()
         own = timer.read()[options.warmup :]
         *seconds, total = slowest([*own, sum(own)], job.device)
