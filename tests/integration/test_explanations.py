@@ -273,14 +273,3 @@ def test_stdin_is_a_log_too():
     )
     assert done.returncode == 0
     assert done.stdout.startswith(b"-:2: Killed\n")
-
-
-# ---- the page
-
-
-def test_the_page_has_every_row_once_and_links_that_lead_there():
-    page = troubleshooting.PAGE.read_text()
-    anchors = re.findall(r"^### (\S+)$", page, re.MULTILINE)
-    assert sorted(anchors) == sorted(BY_ID)
-    assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= set(BY_ID)
-    assert len(set(troubleshooting.MOST_SEARCHED)) == 20
