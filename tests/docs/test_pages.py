@@ -21,7 +21,6 @@ import pytest
 import mpiddp
 from docs import promises, troubleshooting
 from mpiddp import errors
-from mpiddp.arguments import duration
 from mpiddp.cli import VERBS
 from mpiddp.launch.options import option_parser
 from mpiddp.protocol.channel import DEFAULT_RANKS
@@ -111,7 +110,7 @@ def test_the_example_of_a_test_is_one():
 
 def test_every_variable_in_use_has_a_row():
     page = (ROOT / "docs/reference.md").read_text()
-    table = re.findall(r"^\| `(MPIDDP_[A-Z_]+)` \|(?: [^|]+ \|){3}$", page, re.MULTILINE)
+    table = re.findall(r"^\| `(MPIDDP_[A-Z_]+)` \|(?: [^|]*\|){1,3}$", page, re.MULTILINE)
     files = [ROOT / "run.sh", *sorted((ROOT / "mpiddp").rglob("*.py"))]
     named = re.findall(r"\bMPIDDP_[A-Z_]*[A-Z]", "".join(path.read_text() for path in files))
     assert sorted(table) == sorted(set(named))
@@ -176,11 +175,9 @@ def test_the_table_of_launch_has_every_option_with_its_default():
     assert [flag for flag, text in written.items() if not is_default(text, actual[flag])] == []
 
 
-def test_the_tables_of_train_have_no_other_option():
+def test_the_table_of_train_has_no_other_option():
     actual = defaults(train_parser())
-    table = rows("docs/train.md", "| option | default | meaning |")
-    table += rows("docs/parallelism.md", "| option | under fsdp and hsdp |")
-    for cell, default, *_ in table:
+    for cell, default, *_ in rows("docs/train.md", "| option | default | meaning |"):
         options = flags(cell)
         assert set(options) <= actual.keys(), cell
         each = [part.strip() for part in default.split(", ")]
@@ -214,14 +211,6 @@ def test_the_exit_codes_are_those_of_the_program():
     epilog = option_parser().epilog
     assert epilog is not None
     assert epilog == f"Exit codes: {', '.join(f'{code} {name}' for code, name in written.items())}."
-
-
-def test_the_limits_of_the_failures_page_are_the_defaults():
-    actual = defaults(option_parser())
-    for flag, default, *_ in rows(
-        "docs/failures.md", "| limit | default | applies to | afterwards |"
-    ):
-        assert duration(default.replace(" min", "m").replace(" ", "")) == actual[flag.strip("`")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
