@@ -1,6 +1,6 @@
-"""What the network costs a training, and what gives it back: the chart of docs/evidence/performance.md.
+"""What the network costs a training, and what gives it back: a table of docs/evidence/performance.md.
 
-    python -m benchmarks.reference --rounds 3 --chart reference.png    # 10 minutes on 2 idle cores; as root
+    python -m benchmarks.reference --rounds 3    # 10 minutes on 2 idle cores; as root
 
 The hosts of the test cluster get equal shares of this machine's cores, so that one host computes as fast
 beside three others as alone, and a loss is the network's. Their links are limited to 1 Gbit/s and to 100
@@ -16,10 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import whole
@@ -43,7 +40,6 @@ REMEDIES = {
     "accumulate 4, bf16": ("--grad-accum-steps=4", "--grad-compression=bf16"),
 }
 DISCARDED = 2  # all-reduces before the first step, which fix DDP's buckets
-COLOURS = ("#0072B2", "#E69F00", "#009E73")  # Okabe and Ito's
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,6 @@ class Options:
     warmup: int = option("steps before the timed ones", type=whole(0), default=5)
     arch: str = option("model", default="resnet20")
     batch_size: int = option("images per worker and pass", type=whole(2), default=32)
-    chart: str | None = option("draw the chart of the page into this PNG", metavar="FILE")
 
 
 def variants(sizes: tuple[int, ...]) -> dict[str, Variant]:
@@ -99,7 +94,7 @@ def measure(options: Options, jobs: Jobs) -> Result:
             runs[name].append(run)
             speed = f"{run['images_per_s']:,.0f} images/s"
             note(f"reference: {name}, round {number} of {options.rounds}: {speed}")
-    results: Result = {
+    return {
         "settings": settings,
         "load_before": load,
         "num_cores": os.cpu_count(),
@@ -107,9 +102,6 @@ def measure(options: Options, jobs: Jobs) -> Result:
         "sizes": options.hosts,
         "runs": runs,
     }
-    if options.chart:
-        draw(results, Path(options.chart))
-    return results
 
 
 def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: float) -> Result:
@@ -197,43 +189,6 @@ def _title(results: Result) -> str:
         f"Weak scaling over hosts: {settings['arch']}, {settings['batch_size']} synthetic images per "
         f"worker and pass, amp {settings['amp']}, gloo"
     )
-
-
-def draw(results: Result, path: Path) -> None:
-    """The chart of docs/evidence/performance.md: scaling by link, and what gives back the network's part."""
-    from matplotlib.figure import Figure  # without pyplot it needs no screen
-
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    lines, bars = figure.subplots(1, 2)
-    sizes = [1, *results["sizes"]]
-    alone = _speed(ALONE, results)
-    for link, colour in zip(LINKS, COLOURS, strict=True):
-        points = [alone, *(_speed(_name(hosts, link), results) for hosts in sizes[1:])]
-        _with_whiskers(lines, sizes, points, fmt="o-", color=colour, label=link)
-    _with_whiskers(lines, [2], [_speed(SHARED, results)], fmt="o", color="#CC79A7", label=SHARED)
-    lines.plot(
-        sizes, [alone["median"] * hosts for hosts in sizes], "k--", linewidth=1, label="ideal"
-    )
-    lines.set(
-        xlabel="hosts with one worker each", ylabel="images/s over all workers", ylim=(0, None)
-    )
-    lines.legend(frameon=False)
-    names = {PLAIN: _plain(results), **{name: name for name in REMEDIES}}
-    speeds = [_speed(name, results) for name in names.values()]
-    _with_whiskers(bars, list(names), speeds, fmt="o", color=COLOURS[0])
-    ideal = f"without loss: {alone['median'] * sizes[-1]:,.0f} images/s"
-    bars.set(xlabel=ideal, ylabel=f"images/s over {_plain(results)}", ylim=(0, None))
-    figure.suptitle(
-        f"{_title(results)}\n{results['cores_per_worker']:g} cores for each worker", fontsize=10
-    )
-    figure.savefig(path, dpi=150)
-
-
-def _with_whiskers(on: Any, at: Sequence[Any], values: Sequence[Spread], **look: Any) -> None:
-    medians = [each["median"] for each in values]
-    below = [each["median"] - each["low"] for each in values]
-    above = [each["high"] - each["median"] for each in values]
-    on.errorbar(at, medians, [below, above], capsize=3, **look)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ from typing import Any
 from mpiddp.report.html import COLOURS
 
 LAUNCHERS = {"mpiddp": COLOURS[0], "torchrun": COLOURS[4]}
-WIDTH, LEFT, BAR, GAP = 640, 90, 16, 14
+WIDTH, LEFT, RIGHT, BAR, GAP = 640, 70, 150, 16, 14
 
 
 def svg(results: dict[str, Any]) -> str:
-    """Two bars for each number of ranks: the median seconds, a line from the lowest to the highest."""
+    """Two bars for each number of ranks: the median seconds, and a line from the lowest to the highest."""
     points = results["points"]
     longest = max(point["wall_s"][name]["high"] for point in points for name in LAUNCHERS)
-    scale, y, parts = (WIDTH - LEFT - 60) / longest, 34, []
+    scale, y, parts = (WIDTH - LEFT - RIGHT) / longest, 34, []
     for point in points:
         parts.append(f'<text x="{LEFT - 8}" y="{y + 20}" class="end">{point["ranks"]} ranks</text>')
         for name, colour in LAUNCHERS.items():
@@ -30,7 +30,8 @@ def svg(results: dict[str, Any]) -> str:
             parts += [
                 f'<rect x="{LEFT}" y="{y}" width="{middle - LEFT:.1f}" height="{BAR}" fill="{colour}"/>',
                 f'<path d="M{low:.1f} {y + BAR / 2}H{high:.1f}"/>',
-                f'<text x="{high + 6:.1f}" y="{y + 13}">{wall["median"]:.2f} s</text>',
+                f'<text x="{WIDTH - RIGHT + 8}" y="{y + 13}">{wall["median"]:.2f} s'
+                f" ({wall['low']:.2f} to {wall['high']:.2f})</text>",
             ]
             y += BAR
         y += GAP

@@ -30,7 +30,8 @@ ssh-key-refused: …
 Fix: …
 ```
 
-`mpiddp explain ID` prints one entry. See also [error lines of mpiddp](failures.md#read-the-error-line-of-a-failed-job).
+`mpiddp explain ID` prints one entry. See also
+[error lines of mpiddp](failures.md#read-the-error-line-of-a-failed-job).
 """
 
 
