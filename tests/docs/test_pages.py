@@ -25,6 +25,7 @@ from mpiddp.cli import VERBS
 from mpiddp.launch.options import option_parser
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.train.options import option_parser as train_parser
+from tests.support import commands as list_of_commands
 from tests.support.ranks import ROOT, clean_env
 
 USER_PAGES = [
@@ -336,72 +337,72 @@ def test_each_help_opens_with_two_examples():
 # ---- every command is run by a test, or marked: † after it, or after the heading of its section
 
 MARK = "\N{DAGGER}"
-PROGRAM = re.compile(
-    r"(?:mpiddp|mpirun|srun|torchrun|pip|python|docker|podman|apptainer|enroot|nsys|py-spy|conda|uv|qsub|"
-    r"scancel|tensorboard|wandb|mlflow|trackio|deepspeed|horovodrun|accelerate|\./run\.sh) "
-)
 
 
-# The steps for a machine without a network, which has none to test them: docs/evidence/gpu.md.
-RUN_BY_HAND = {"--only-binary", "--find-links"}
+class Command(NamedTuple):
+    """A command of a page, and whether the page says that no test runs it."""
+
+    text: str
+    is_marked: bool
+    section: str  # its heading, where that has the mark
+
+    def words(self) -> set[str]:
+        """Its programs and options. An option without a program is of mpiddp."""
+        lexer = shlex.shlex(self.text, posix=True, punctuation_chars="|&;><")
+        lexer.whitespace_split = True
+        return list_of_commands.words(["mpiddp", *lexer] if self.text.startswith("-") else lexer)
+
+
+def commands_to_run(page: Path) -> Iterator[Command]:
+    """The commands of a page. Those of ```console blocks are run as they stand."""
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"^```console\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    programs = "|".join((*list_of_commands.PROGRAMS, r"\./run\.sh"))
+    heading = first_cell = ""
+    for part in re.split(r"^(#+ .*)$", text, flags=re.MULTILINE):
+        if part.startswith("#"):
+            heading = part if MARK in part else ""
+        for block in re.findall(r"^```sh\n(.*?)^```$", part, re.MULTILINE | re.DOTALL):
+            for line in joined(block):
+                if line and not line.startswith("#"):
+                    yield Command(line.replace(MARK, ""), bool(heading) or MARK in line, heading)
+        rest = re.sub(r"^```.*?^```$", "", part, flags=re.MULTILINE | re.DOTALL)
+        for line in rest.splitlines():
+            # The first cell of another table is often an option of another program.
+            cells = line.split("|")
+            first_cell = (first_cell or cells[1].strip()) if cells[0] == "" != line else ""
+            shown = line if first_cell == "option" else re.sub(r"^\|[^|]*\|", "", line)
+            codes = re.findall(r"`([^`]+)`", shown)
+            codes += [line.strip()] if line.startswith("    ") else []
+            for code in codes:
+                if re.match(rf"({programs}) |--[a-z]", code):
+                    yield Command(code, bool(heading) or MARK in line, heading)
 
 
 @cache
-def words_of_tests() -> frozenset[str]:
-    """The words of the tests that run programs: what none of them names, no test has run."""
-    folders = ("promises", "integration", "unit", "support", "gpu")
-    files = [path for folder in folders for path in (ROOT / "tests" / folder).rglob("*.py")]
-    files.append(ROOT / "tests/refusals/refusals.txt")
-    text = "\n".join(path.read_text() for path in files)
-    return frozenset(re.findall(r"[\w-]+", text.replace("_", "-")))
-
-
-def unmarked(page: Path) -> Iterator[str]:
-    """The commands of a page that it does not mark. Those of ```console blocks are run as they stand."""
-    heading = ""
-    text = re.sub(
-        r"^```console\n.*?^```$",
-        "",
-        page.read_text(encoding="utf-8"),
-        flags=re.MULTILINE | re.DOTALL,
-    )
-    for part in re.split(r"^(#+ .*)$", text, flags=re.MULTILINE):
-        if part.startswith("#"):
-            heading = part
-        elif MARK in heading:
-            continue
-        for block in re.findall(r"^```sh\n(.*?)^```$", part, re.MULTILINE | re.DOTALL):
-            yield from (line for line in joined(block) if line and MARK not in line)
-        rest = re.sub(r"^```.*?^```$", "", part, flags=re.MULTILINE | re.DOTALL)
-        for line in rest.splitlines():
-            if MARK in line:
-                continue
-            if line.startswith("    "):
-                yield from ([line.strip()] if PROGRAM.match(line.strip()) else [])
-            # The first cell of a row is often an option of another program.
-            for code in re.findall(r"`([^`]+)`", re.sub(r"^\|[^|]*\|", "", line)):
-                yield from ([code] if PROGRAM.match(code) or code.startswith("--") else [])
-
-
-def not_in_tests(command: str) -> list[str]:
-    """Its programs and options that no test names."""
-    lexer = shlex.shlex(command, posix=True, punctuation_chars="|&;><")
-    lexer.whitespace_split = True
-    found = []
-    is_program = not command.startswith("-")
-    for word in lexer:
-        if is_program and re.fullmatch(r"[a-z./][\w./-]*", word) and word != "exec":
-            found.append(Path(word).name.removesuffix(".sh"))
-            is_program = False
-        elif word.startswith("--") and word != "--":
-            found.append(word.partition("=")[0].replace("_", "-"))
-        is_program = is_program or word in ("--", "|", "&&", ";")
-    return [word for word in found if word not in words_of_tests() | RUN_BY_HAND]
+def words_of_pages() -> frozenset[str]:
+    """The programs and options of all pages."""
+    every = (command.words() for page in USER_PAGES for command in commands_to_run(page))
+    return frozenset().union(*every)
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=named)
 def test_commands_are_run_or_marked(page):
-    wrong = {command: missing for command in unmarked(page) if (missing := not_in_tests(command))}
-    assert wrong == {}
+    run = list_of_commands.listed().keys()
+    shown = list(commands_to_run(page))
+    lacking = {each.text: each.words() - run for each in shown if not each.is_marked}
+    assert {text: words for text, words in lacking.items() if words} == {}
+    marked = [each for each in shown if each.is_marked]
+    for each in marked:
+        beside = [other for other in marked if each.section and other.section == each.section]
+        assert any(other.words() - run for other in beside or [each]), f"a test runs {each.text}"
     if MARK in (text := page.read_text()):
         assert re.search(rf"{MARK}:? (marks what )?no test", text)
+
+
+def test_the_list_of_commands_has_words_of_pages_and_tests_that_exist():
+    listed = list_of_commands.listed()
+    assert sorted(listed.keys() - words_of_pages()) == []
+    for test in set(listed.values()):
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import mpiddp
+from tests.support.machine import reserved
 
 IMPORTED = (DefaultLoadPlanner, DefaultSavePlanner)  # here, not in every child
 SIZE = 300
@@ -63,9 +63,8 @@ def save_forever(folder: Path, rank: int, ranks: int, port: int, steps: int) -> 
 
 def run_until_killed(folder: Path, ranks: int, draw: random.Random) -> tuple[int, int]:
     """The step that an attempt resumed, and the last one whose save rank 0 began before the kill."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    reservation = reserved("127.0.0.1")
+    port = reservation.getsockname()[1]
     read_end, write_end = os.pipe()
     elsewhere = os.open(os.devnull, os.O_WRONLY)
     children = []
@@ -90,6 +89,7 @@ def run_until_killed(folder: Path, ranks: int, draw: random.Random) -> tuple[int
         rest = steps.read()
     for child in children:
         os.waitpid(child, 0)
+    reservation.close()
     first, last = begun[0], rest[-8:] or begun[-1]
     return int.from_bytes(first, "little"), int.from_bytes(last, "little")
 

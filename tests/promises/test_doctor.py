@@ -200,8 +200,10 @@ def test_drill_passes_a_right_script(here, name):
 def test_drill_stops_and_resumes(here, tmp_path):
     """`mpiddp drill` stops a script, damages its checkpoint, resumes it, and compares the weights."""
     job = example(tmp_path / "job", every=5)
-    done = here.run("drill", "-n", "2", "--only", "sigterm,flip", "--seed", "3", "--json", job)
+    options = ("--only", "sigterm,flip", "--seed", "3", "--json", "--work", "kept")
+    done = here.run("drill", "-n", "2", *options, job)
     assert done.code == 0, done.stderr + done.stdout
+    assert (here.folder / "kept").is_dir()
     found = results(done)
     assert [each["codes"] for each in found.values()] == [[0], [75, 0], [1, 0]]
     assert [found[name]["steps_lost"] > 0 for name in ("sigterm", "flip")] == [False, True]

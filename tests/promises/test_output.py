@@ -277,10 +277,11 @@ print("left", flush=True)
 
 @here_and_on_hosts
 def test_a_process_that_a_rank_leaves(place):
-    """A process that a rank leaves behind does not keep the job from ending, and ends with it."""
+    """A process that a rank leaves behind does not keep the job from ending, is named, and ends with it."""
     # It sleeps for 6000 s, and a test may take 900 s.
     done = place.run("launch", *place.where(2), place.script(LEAVES)).assert_ok()
     assert done.lines == ["left"] * 2
+    assert "".join(done.said).count("ended what the script has left behind: pid ") == 2
     assert place.processes() == []
 
 

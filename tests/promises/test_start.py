@@ -22,6 +22,7 @@ from tests.support.cluster import USER, Cluster, Layout, faults, lacking
 from tests.support.cluster.ssh import start_sshd, stop_sshd
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
+from tests.support.patience import eventually
 from tests.support.place import Done, Hosts, every_mpi, every_mpi_on_hosts, program
 from tests.support.ranks import ROOT, mpirun_command, own_lines
 
@@ -61,17 +62,21 @@ def test_bind(here, mpi):
     assert not any("," in line for line in cores), cores
 
 
-@pytest.mark.parametrize("how", ["hostfile", "-H", "-H and -n", "without slots", "without a host"])
+@pytest.mark.parametrize(
+    "how", ["hostfile", "-H", "-H and -n", "without slots", "without a host", "one a host"]
+)
 def test_unequal_slots(hosts, how):
     """Ranks are numbered in the order of the hostfile, even if slots differ and another host comes first."""
     file = hosts.folder / "hosts.txt"
     file.write_text("node1 slots=2\nnode0  # one slot\nnode2 slots=0\n")
+    one_each = ["--machinefile", str(file), "--npernode", "1", "--quiet"]
     options, expected = {
         "hostfile": (["--hostfile", str(file)], [("node1", 0), ("node1", 1), ("node0", 0)]),
         "-H": (["-H", "node2:1,node0:2"], [("node2", 0), ("node0", 0), ("node0", 1)]),
         "-H and -n": (["-H", "node2:2,node0:2", "-n", "3"], [("node2", 0), ("node2", 1), ("node0", 0)]),
         "without slots": (["-H", "node1,node2"], [("node1", 0), ("node2", 0)]),
         "without a host": (["-H", "node1:1,node0:9", "--exclude", "node0"], [("node1", 0)]),
+        "one a host": (one_each, [("node1", 0), ("node0", 0)]),
     }[how]  # fmt: skip
     ranks = hosts.run("launch", *options, program("identity.py")).assert_ok().records
     assert [(rank["host"], rank["LOCAL_RANK"]) for rank in ranks] == expected
@@ -87,6 +92,18 @@ def test_exit_codes(here, code, expected):
     assert done.code == expected, done.stderr
     assert ("exit code 3" in done.stderr) == (code == 3)
     assert ("to resume: mpiddp launch -H localhost:2" in done.stderr) == (code == 75)
+
+
+@pytest.mark.slow
+def test_many_ranks(here):
+    """A job of 64 ranks starts, shows a line of each, and ends as a whole when one of them fails."""
+    where = (*here.where(64), "--log-ranks", "all", "--", "sh", "-c")
+    done = here.run("launch", *where, "echo $RANK").assert_ok()
+    assert sorted(map(int, done.lines)) == [*range(64)]
+    done = here.run("launch", *where, "test $RANK != 37 || exit 3; sleep 6000")
+    assert done.code == 1
+    assert done.said[-1].startswith(f"rank 37 on {here.hosts[0]} ended first, with exit code 3.")
+    eventually(lambda: not here.processes())
 
 
 def test_without_a_hostfile_this_machine_is_used(here):
@@ -381,8 +398,11 @@ for turn in range(2):
         pass
 atexit.register(lambda: say("has a group:", dist.is_initialized()))  # called last
 mpiddp.init(backend="gloo")
-if world.rank > 0:
-    time.sleep(1)  # rank 0 is at its end
+if world.rank == 0:
+    atexit.register(open, "ends", "w")  # called first
+else:
+    while not os.path.exists("ends"):
+        time.sleep(0.01)
     say("without rank 0:", total(dist.new_group([1, 2], use_local_synchronization=True)))
 """
 

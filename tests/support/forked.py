@@ -14,7 +14,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from typing import NamedTuple
 
 from mpiddp import cli
 from mpiddp.protocol.variables import OBSERVER
+from tests.support.commands import note
 from tests.support.ranks import ROOT
 
 LIMIT_S = 600
@@ -45,10 +45,8 @@ class Rank(NamedTuple):
     host: int = 0
 
 
-def variables(hosts: Sequence[str], address: str) -> list[dict[str, str]]:
-    """Those of a rank on each of these hosts. Rank 0 listens at the address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def variables(hosts: Sequence[str], address: str, port: int) -> list[dict[str, str]]:
+    """Those of a rank on each of these hosts. Rank 0 listens at the address, on the port."""
     return [
         {
             "RANK": str(rank),
@@ -168,6 +166,7 @@ def _server() -> subprocess.Popen[str]:
 
 def run(arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: Path, err: Path) -> int:
     """`in_children` of a process that has imported torch. The ranks print into the two files."""
+    note(["mpiddp", *arguments])
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None

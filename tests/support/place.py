@@ -32,11 +32,13 @@ from tests.support import forked
 from tests.support.cluster import Cluster, Host, Program
 from tests.support.installs import MPIS as OTHER_MPIS
 from tests.support.installs import mpirun_of
+from tests.support.machine import reserved
 from tests.support.patience import eventually
 from tests.support.ranks import ROOT, clean_env
 
 PROGRAMS = ROOT / "tests" / "programs"
 MPIS = ("openmpi5", *OTHER_MPIS)
+STORE_PORT = 29500  # of ranks on hosts of a test cluster, where nothing else takes it
 VERBS = (
     *("launch", "run", "train", "hosts", "doctor", "explain", "drill", "ps", "top", "stacks"),
     *(
@@ -294,9 +296,12 @@ class Here(Place):
 
         With 0, it has no variables of a rank, as without a launcher.
         """
-        of_ranks = forked.variables(["localhost"] * ranks, "127.0.0.1") if ranks else [{}]
         own = clean_env(env)
-        return self._fork(argv, [forked.Rank({**own, **each}) for each in of_ranks])
+        if not ranks:
+            return self._fork(argv, [forked.Rank(own)])
+        with reserved("127.0.0.1") as reservation:
+            of_ranks = forked.variables(["localhost"] * ranks, *reservation.getsockname())
+            return self._fork(argv, [forked.Rank({**own, **each}) for each in of_ranks])
 
     def train(self, *options: Arg, ranks: int = 0, env: Mapping[str, str] | None = None) -> Done:
         """Run `mpiddp train OPTIONS…` so."""
@@ -355,11 +360,10 @@ class Hosts(Place):
         counts = (each.split(":") for each in where.split(","))
         names = [name for name, count in counts for _ in range(int(count))]
         own = {"OMP_NUM_THREADS": "1", **(env or {})}
+        of_ranks = forked.variables(names, self[names[0]].address, STORE_PORT)
         ranks = [
             forked.Rank({**self[name].login(), **own, **each}, self[name].pid)
-            for name, each in zip(
-                names, forked.variables(names, self[names[0]].address), strict=True
-            )
+            for name, each in zip(names, of_ranks, strict=True)
         ]
         return self._fork(argv, ranks)
 
