@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from docs import troubleshooting
 from mpiddp import cli
 from mpiddp.cli import VERBS
 from mpiddp.explain.explain import explain, explain_file

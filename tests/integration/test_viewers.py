@@ -196,14 +196,6 @@ def top_on_a_terminal():
     os.close(terminal)
 
 
-def test_top_is_redrawn_until_ctrl_c(job):
-    with top_on_a_terminal() as (top, show):
-        for _ in range(2):
-            show(f"viewed.py (pid {PID}), running")
-        assert re.search(rb"RANK +HOST +STATE", show("LAST LINE"))
-        top.send_signal(signal.SIGINT)
-
-
 def test_top_outlives_a_restart_and_ends_with_the_job(folder):
     """Nobody answers between two attempts."""
     with ExitStack() as stack:

@@ -1,11 +1,7 @@
-"""Fixtures of the promises: where a test runs (`here`, `hosts`, or `place` for both), and the MPI (`mpi`).
-
-python -m pytest tests/promises --collect-only -q     # the list of what mpiddp promises
-"""
+"""Fixtures of the promises: where a test runs (`here`, `hosts`, or `place` for both), and the MPI (`mpi`)."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,39 +12,6 @@ from tests.support.cluster import Cluster, slurm
 from tests.support.cluster.slurm import Slurm
 from tests.support.installs import mpirun_of
 from tests.support.place import Here, Hosts, Place
-
-CHAPTERS = (
-    *("start", "as_under_torchrun", "variables", "allocations", "output", "failures", "hangs"),
-    *("stop", "restarts", "checkpoints", "states", "training", "hosts", "ssh", "doctor", "python"),
-    "page_commands",
-)
-
-
-def pytest_report_collectionfinish(
-    config: pytest.Config, items: list[pytest.Item]
-) -> list[str] | None:
-    """With --collect-only: each chapter, and each promise once, however many MPIs show it."""
-    if not config.getoption("collectonly"):
-        return None
-    lines = []
-    for chapter in CHAPTERS:
-        of_chapter = [
-            item
-            for item in items
-            if isinstance(item, pytest.Function)
-            and item.path == Path(__file__).with_name(f"test_{chapter}.py")
-        ]
-        if of_chapter:
-            lines += ["", _first_paragraph(of_chapter[0].module)]
-            promises = [_first_paragraph(item.function) for item in of_chapter]
-            lines += [f"  - {promise}" for promise in dict.fromkeys(promises)]
-    return [*lines, ""]
-
-
-def _first_paragraph(documented: object) -> str:
-    text = inspect.getdoc(documented)
-    assert text, f"{documented} has no docstring, which is the promise"
-    return " ".join(text.split("\n\n")[0].split())
 
 
 @pytest.fixture

@@ -386,24 +386,6 @@ def test_freed_memory(here, folders):
     assert same(here, folders, FREES) == [{"grows": True, "keeps": False}]
 
 
-LEAVES = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(6000)"], start_new_session=True)
-print("child", child.pid, flush=True)
-"""
-
-
-def test_what_a_script_leaves_behind(here):
-    """A process that a script leaves behind is ended with its rank, and one line names it."""
-    done = here.run("launch", "-H", "localhost:1", here.script(LEAVES)).assert_ok()
-    pid = done.stdout.split()[1]
-    (line,) = [each for each in done.said if "left behind" in each]
-    assert re.fullmatch(
-        rf"rank 0 on \S+: ended what the script has left behind: pid {pid} \(.+\)\.", line
-    )
-    eventually(lambda: not here.processes())
-
-
 # --- the patches that remain ---
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.support.cluster import faults
 from tests.support.control_groups import memory_limited
 from tests.support.machine import reserved
-from tests.support.place import MPIS, Done, Here, Hosts, Place, eventually, every_mpi, program
+from tests.support.place import MPIS, Done, Here, Place, eventually, every_mpi, program
 from tests.support.ranks import mpirun_command
 
 OTHERS = " The other ranks were stopped."
@@ -494,29 +494,6 @@ def test_orphans(hosts):
     assert all(re.fullmatch(killed, line) for line in done.said if "leftover" in line), done.stderr
     eventually(lambda: [each.command for each in hosts.processes()] == ["sleep 6001"])
     bystander.end()
-
-
-def test_strangers(hosts):
-    """A stranger who connects to the ports of a job cannot stop it or end it."""
-    job = hosts.start(
-        "launch", *hosts.where(2), program("one_fails.py"), "never", str(hosts.folder)
-    )
-    job.until("ready", times=2)
-    ports = {"node0": listening(hosts, "node0"), "node1": listening(hosts, "node1")}
-    assert ports["node0"]  # of the launcher at least
-    for host, found in ports.items():
-        stranger = [sys.executable, program("stranger.py"), hosts[host].address, "3"]
-        hosts["node2"].run([*stranger, *map(str, found)], check=True)
-    job.until("step ", times=job.stdout.count("step ") + 2)
-    (hosts.folder / "finish").touch()
-    assert job.wait().assert_ok().said == []
-
-
-def listening(hosts: Hosts, host: str) -> list[int]:
-    """The ports of a host at which a process of the job listens."""
-    shown = hosts[host].run(["ss", "--listening", "--numeric", "--tcp", "--processes"], check=True)
-    rows = [row.split() for row in shown.stdout.splitlines()[1:]]
-    return [int(row[3].rpartition(":")[2]) for row in rows if "sshd" not in row[-1]]
 
 
 # --- any command, and no launcher ---

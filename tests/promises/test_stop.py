@@ -137,7 +137,7 @@ def test_sigterm_to_every_process(hosts, mpi):
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_a_second_ctrl_c(here, mpi):
-    """A second Ctrl-C ends the job at once, even during a save."""
+    """A second Ctrl-C ends the job at once, even during a save. The exit code is 130."""
     job = stopping(here, save_s=600, mpi=mpi)
     job.signal(signal.SIGINT)
     job.until("saving")
@@ -162,7 +162,7 @@ def test_a_script_without_should_stop(here):
 
 
 def test_after_the_grace_period(here):
-    """Ranks that have not stopped after --grace seconds are killed."""
+    """Ranks that have not stopped after --grace seconds are killed. The exit code is 130."""
     script = program("without_should_stop.py")
     job = here.start("launch", "--grace", "1", *here.where(2), script, "600")
     job.until("ready", times=2).signal(signal.SIGTERM)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.protocol.channel import RANK, mac, member_key
-from mpiddp.protocol.server import ChannelServer, TimedSelector
 from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.world import World
 
@@ -57,34 +53,6 @@ def cut(rank: Coordinator) -> None:
     """End the connection of a member."""
     assert rank.connection is not None
     rank.connection.shutdown(socket.SHUT_RDWR)
-
-
-@contextmanager
-def serving(world_size: int) -> Iterator[Server]:
-    """A server that a thread runs."""
-    with (
-        socket.create_server(("127.0.0.1", 0), backlog=64) as listener,
-        TimedSelector() as selector,
-    ):
-        key = os.urandom(16).hex()
-        server = ChannelServer(listener, key, world_size, selector)
-        is_over = threading.Event()
-
-        def run() -> None:
-            while not is_over.is_set():
-                for ready, _ in selector.select(0.01):
-                    server.receive(ready.data)
-                for end_a_wait in selector.due():
-                    end_a_wait()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield Server(f"127.0.0.1:{listener.getsockname()[1]}", key)
-        finally:
-            is_over.set()
-            thread.join()
-            server.close()
 
 
 def place_to_listen(address: str | None) -> str | Path:

@@ -154,7 +154,7 @@ def test_a_rank_waits_for_a_launcher_that_is_stopped(address):
     launcher = Launcher(address)
     with launcher.rank("pass", before=IMPATIENT) as rank:
         assert launcher.selector.select(PATIENCE_S)  # the connection
-        time.sleep(2)
+        time.sleep(0.5)
         assert rank.poll() is None
         assert (1, "done") in launcher.receive_for(PATIENCE_S, until="done")
         assert rank.wait(PATIENCE_S) == 0
@@ -200,6 +200,15 @@ def test_on_one_host_only_its_user_can_open_the_channel(local_launcher):
     with local_launcher.rank("1 / 0"):
         expected = [(1, "started"), (1, "failed")]
         assert local_launcher.receive_for(PATIENCE_S, until="lost")[:2] == expected
+
+
+@pytest.mark.parametrize("address", ["192.0.2.77", "2001:db8::77"])  # kept free for documentation
+def test_an_address_that_this_machine_does_not_have(address):
+    reasons = "Cannot assign requested address|Address family not supported by protocol"
+    with TimedSelector() as selector, pytest.raises((UserError, JobFailed)) as raised:
+        ControlServer(address, 2, selector)
+    fix = error("another interface", ": --interface NAME ")
+    assert re.fullmatch(rf".* {address} .*\(({reasons}).*\)\. {fix}", str(raised.value))
 
 
 NO_FILE = os.strerror(errno.EMFILE)

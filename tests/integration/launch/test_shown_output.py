@@ -16,7 +16,6 @@ import sys
 import pytest
 
 from mpiddp.launch.log import LONGEST_LINE, Screen, Source
-from mpiddp.protocol.channel import is_shown
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 
@@ -34,21 +33,6 @@ def run(*codes: str) -> tuple[bytes, bytes]:
     *lines, codes_of_ranks = done.stderr.splitlines(keepends=True)
     assert codes_of_ranks.startswith(b"mpiddp: codes "), done.stderr
     return done.stdout, b"".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("selection", "stdout", "stderr"),
-    [
-        ("default", [0], [0, 1, 2, 3]),
-        ("all", [0, 1, 2, 3], [0, 1, 2, 3]),
-        ("none", [], []),
-        ("0", [0], [0]),
-        ("1,3", [1, 3], [1, 3]),
-    ],
-)
-def test_the_ranks_of_a_selection(selection, stdout, stderr):
-    shown = [[rank for rank in range(4) if is_shown(selection, rank, each)] for each in (1, 2)]
-    assert shown == [stdout, stderr]
 
 
 FRAMES = """\

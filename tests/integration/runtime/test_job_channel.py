@@ -246,14 +246,14 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job):
 def test_a_server_that_is_stopped_ends_no_wait(job):
     """What has arrived meanwhile counts before the time does."""
     first, second, third = job.all()
-    early = job.call(first.all_gather_json, 0, key="key", timeout_s=0.5)
+    early = job.call(first.all_gather_json, 0, key="key", timeout_s=0.1)
     until(lambda: job.selector.next_at < float("inf"))
     job.pause()
     others = [
-        job.call(each.all_gather_json, each.world.rank, key="key", timeout_s=0.5)
+        job.call(each.all_gather_json, each.world.rank, key="key", timeout_s=0.1)
         for each in (second, third)
     ]
-    time.sleep(1)
+    time.sleep(0.3)
     job.start()
     assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
 

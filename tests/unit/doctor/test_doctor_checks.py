@@ -4,21 +4,14 @@ Tests mpiddp/doctor/{main,compare,job}.py and mpiddp/hosts/network.py.
 python -m pytest tests/unit/doctor/test_doctor_checks.py
 """
 
-import json
-import socket
-import threading
-import time
-
 import pytest
 
 from mpiddp.doctor import compare
-from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line
-from mpiddp.doctor.main import as_json, main, text
+from mpiddp.doctor.compare import FAIL, UNKNOWN, WARN
+from mpiddp.doctor.main import main
 from mpiddp.errors import UserError
 from mpiddp.hosts import facts as hosts_facts
-from mpiddp.hosts import network
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
 from mpiddp.launch.preflight import TRAVELLING
@@ -183,24 +176,6 @@ def test_what_was_not_tried_is_unknown(facts):
     assert the_one(compare.reach({}, {}, 41)) == untried
 
 
-def test_the_report_says_first_what_is_not_well():
-    lines = [
-        Line("names", OK, "all"),
-        Line("GPUs", UNKNOWN, "no answer"),
-        Line("ssh", FAIL, "a: \x1b[2J", "ssh-copy-id a"),
-        Line("clock", WARN, "b is late"),
-    ]
-    assert text(lines, 2, 1.25).splitlines() == [
-        "2 hosts, 1 fail, 1 warn, 1 unknown, 1 ok, in 1.2 s",
-        "fail     ssh    a: \\x1b[2J",
-        "                → ssh-copy-id a",
-        "warn     clock  b is late",
-        "unknown  GPUs   no answer",
-        "ok       names  all",
-    ]
-    assert json.loads(as_json(lines, ["a", "b"], 1.25))["status"] == FAIL
-
-
 def test_this_machine_alone_needs_no_ssh(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Transport, "is_installed", False)
     mpirun = an_mpirun(tmp_path)
@@ -224,34 +199,3 @@ def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path):
     (facts,) = found.values()
     assert (facts["gpus"], facts["limits"].keys()) == ({}, hosts_facts.LIMITS.keys())
     assert facts["names"]["localhost"]
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_hosts_that_meet(monkeypatch, comes):
-    """One starts later, or never. Another program may have the port."""
-    monkeypatch.setattr(network, "START_S", PATIENCE_S if comes else 0.2)
-    monkeypatch.setattr(network, "interfaces", lambda: [Interface("lo", "127.0.0.1", "")])
-    addresses = {"here": "127.0.0.1", "late": "127.0.0.2"}
-    late = socket.socket()
-    late.bind(("127.0.0.2", 0))
-    port = late.getsockname()[1]
-    served = threading.Semaphore(0)
-
-    def come():
-        time.sleep(0.3)
-        late.listen()
-        network._serve(late.accept()[0], served)
-        assert network._reach("127.0.0.1", port, 0.0) == {"error": "", "large": ""}
-
-    thread = threading.Thread(target=come)
-    if comes:
-        thread.start()
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        assert network.meet(addresses, busy.getsockname()[1]) is None
-    found = network.meet(addresses, port)
-    expected = "" if comes else "Connection refused"
-    assert found == {"late": {"error": expected, "large": ""}}
-    if comes:
-        thread.join()
-        assert served.acquire(blocking=False)
-    late.close()

@@ -5,11 +5,9 @@ Tests mpiddp/hosts/allocations.py, mpiddp/hosts/hostfile.py.
 python -m pytest tests/unit/hosts/test_allocations.py
 """
 
-import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -18,7 +16,6 @@ from mpiddp.hosts.allocations import (
     SCHEDULERS,
     find_allocation,
     grants_hosts,
-    in_slurm_terminal,
 )
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.hosts.names import compress_names, expand_nodelist
@@ -273,21 +270,3 @@ def test_in_a_container_the_process_itself_is_asked():
             timeout=PATIENCE_S,
         )
         assert done.stdout.strip() == answer, done.stderr
-
-
-def test_only_task_0_of_a_step_with_a_terminal_may_launch():
-    """setsid gives the task a terminal of its own."""
-    ours, theirs = os.openpty()
-    task = subprocess.Popen(["setsid", "--ctty", "sleep", "600"], stdin=theirs)
-    try:
-        deadline = time.monotonic() + PATIENCE_S
-        env = {"SLURM_PTY_PORT": "33333", "SLURM_PROCID": "0", "SLURM_TASK_PID": str(task.pid)}
-        while not in_slurm_terminal(env):
-            assert time.monotonic() < deadline
-        assert not in_slurm_terminal(env | {"SLURM_PROCID": "1"})
-        assert not in_slurm_terminal({name: env[name] for name in env if "PTY" not in name})
-    finally:
-        task.kill()
-        task.wait(PATIENCE_S)
-        os.close(ours)
-        os.close(theirs)

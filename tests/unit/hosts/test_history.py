@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-from mpiddp import cli
 from mpiddp.hosts import history
 from mpiddp.hosts.history import ENDING, Event, append, doubts, file_of, parse, read, record_of
 from mpiddp.hosts.hostfile import Host
@@ -110,29 +109,3 @@ def test_a_file_that_cannot_be_written_is_no_error(tmp_path):
 @pytest.mark.parametrize("line", [b"", b"x", b"[]", b'{"at": "x"}', b'{"at": 1, "hosts": [[]]}'])
 def test_what_is_no_event_is_skipped(line):
     assert parse(line) is None
-
-
-def test_the_verbs(hostfile, capsys):
-    def verb(*arguments):
-        code = cli.main(["hosts", *arguments])
-        return code, capsys.readouterr().out
-
-    path = file_of(str(hostfile))
-    assert verb("history", str(hostfile)) == (1, f"nothing is known of any host of {hostfile}.\n")
-    for event in (job(1, failed="b"), job(2, failed="b"), job(3)):
-        append(path, event)
-    code, out = verb("history", str(hostfile))
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert code == 0
-    assert lines[0] == "host in the last jobs latest failure"
-    assert lines[1] == "a failed in none of its last 3 jobs"
-    assert lines[2].startswith("b failed in 2 of its last 3 jobs ")
-    assert lines[2].endswith(" killed.")
-    code, out = verb("history", str(hostfile), "B")
-    assert (code, len(out.splitlines())) == (0, 3)
-    assert out.splitlines()[1].startswith("b ")
-    assert verb("forget", str(hostfile), "b") == (0, "forgot b.\n")
-    assert verb("history", str(hostfile), "b")[0] == 1
-    assert record_of("a", read(path)).jobs == 3  # the other host's events stay
-    assert verb("forget", str(hostfile)) == (0, "forgot a.\n")
-    assert verb("forget", str(hostfile))[0] == 1

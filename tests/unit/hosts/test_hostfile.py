@@ -27,7 +27,6 @@ from mpiddp.hosts.hostfile import (
 )
 from tests.support.cluster import needs
 from tests.support.errors import error
-from tests.support.machine import tool
 from tests.support.patience import PATIENCE_S
 
 HOSTFILES = Path(__file__).parents[3] / "hostfiles"
@@ -238,46 +237,6 @@ def test_mpiddp_hosts_imports_only_the_standard_library():
         f"import sys, mpiddp.hosts.main; print(*{imported} - sys.stdlib_module_names)",
     )
     assert set(done.stdout.split()) == {"mpiddp", "__main__"}, done.stderr
-
-
-def test_the_table_of_hosts():
-    assert main.table(parse("joe@node1:2\nnode2 port=2222\nnode3 gpus=0,2,3\n")).splitlines() == [
-        "host    slots  user  port",
-        "node1       2  joe   -",
-        "node2    GPUs  -     2222",
-        "node3       3  -     -      GPUs 0, 2, 3",
-        "3 hosts, 5 slots, and one per GPU of node2 (1 on a CPU host)",
-    ]
-
-
-def test_a_key_is_made_and_copied_to_the_hosts_that_ask(folder, monkeypatch, capfd):
-    closed = 'echo "joe@n1.invalid: Permission denied (publickey)." >&2; exit 255'
-    for name, text in (
-        (
-            "ssh",
-            f'[ -e copied ] || {{ {closed}; }}; while [ "$1" != -- ]; do shift; done; eval "$3"',
-        ),
-        ("ssh-keygen", 'echo keygen "$@" >>said; touch .ssh/id_ed25519.pub'),
-        ("ssh-copy-id", 'echo copy "$@" >>said; touch copied'),
-    ):
-        monkeypatch.setenv("PATH", tool(folder / "bin", name, text))
-    monkeypatch.setenv("HOME", str(folder))
-    Path("hosts").write_text("localhost\njoe@n1.invalid port=2222\n", encoding="utf-8")
-    key = folder / ".ssh" / "id_ed25519"
-    reached = "ssh reaches n1.invalid without a question\n"
-    assert main.main(["keys", "hosts"]) == 0
-    assert capfd.readouterr().out == f"{key}: a new key without a passphrase\n{reached}"
-    assert key.parent.stat().st_mode & 0o777 == 0o700
-    Path("copied").unlink()
-    Path(f"{key}.pub").rename(".ssh/id_rsa.pub")  # an older kind of key will do
-    for _ in range(2):
-        assert main.main(["keys", "hosts"]) == 0
-        assert capfd.readouterr().out == reached
-    assert Path("said").read_text(encoding="utf-8").splitlines() == [
-        f"keygen -q -t ed25519 -N  -f {key}",
-        f"copy -i {key}.pub -p 2222 -- joe@n1.invalid",
-        f"copy -i {folder}/.ssh/id_rsa.pub -p 2222 -- joe@n1.invalid",
-    ]
 
 
 def test_a_private_key_without_its_public_half_is_kept(tmp_path, monkeypatch):

@@ -87,17 +87,6 @@ def checkpoint(folder, *, index=None, **files):
     (folder / "COMPLETE").write_text(sha256(manifest.encode()).hexdigest())
 
 
-def test_a_pull_brings_what_is_missing_and_overwrites_nothing(there, bring):
-    write(there / "run", log="step 1\nstep 2\n", ranks__rank1="x", same="s", **{".hidden": "?"})
-    write(Path("run"), log="step 1\n", same="s", own="o")
-    assert bring() == ["n1: 1 file, 1 B; not taken, because it differs here: log"]
-    expected = {"log": "step 1\n", "own": "o", "ranks/rank1": "x", "same": "s"}
-    assert files_of(Path("run")) == expected
-    assert bring() == ["n1: nothing new; not taken, because it differs here: log"]
-    Path("run/log").unlink()
-    assert bring() == ["n1: 1 file, 14 B"]
-
-
 def test_a_checkpoint_is_complete_when_all_of_it_is_here(there, bring, ssh):
     weights = "".join(map(chr, random.Random(1).choices(range(32, 127), k=1 << 20)))
     checkpoint(there / "run" / "step_00000001", model=weights)
@@ -123,16 +112,6 @@ def shards(folder, own):
     }
     checkpoint(folder, index=json.dumps({"files": facts}), **{names[own]: names[own]})
     return names
-
-
-def test_the_shards_of_two_hosts_become_one_checkpoint(there, bring):
-    shards(there / "run" / "step_00000001", own=1)
-    names = shards(Path("run") / "step_00000001", own=0)
-    assert directory.verify(Path("run") / "step_00000001").lacking == [names[1]]
-    bring()
-    assert directory.verify(Path("run") / "step_00000001").lacking == []
-    (Path("run") / "step_00000001" / names[1]).write_text("damaged: 14 by")
-    assert not directory.is_verified(Path("run") / "step_00000001")
 
 
 def no_folder(path, **options):
@@ -166,12 +145,6 @@ def test_bad_input_is_one_sentence(there, bring, ssh, monkeypatch, capsys):
 # --- what a push says and takes along ---
 
 
-def test_what_a_push_says():
-    sent = {Host("n0"): 0, Host("n1"): 12, Host("n2"): 12}
-    said = "n0: nothing has changed\nn[1-2]: 12 B would be sent"
-    assert push.summary(sent, "would be sent") == said
-
-
 def test_a_push_keeps_what_it_replaces_and_what_is_there_alone(there, ssh, monkeypatch):
     """Only in the environment, here within the folder, it removes what is gone here."""
     run = Path("run").absolute()
@@ -186,22 +159,6 @@ def test_a_push_keeps_what_it_replaces_and_what_is_there_alone(there, ssh, monke
     own = {"mine": "2", "src/mine": "1"}
     sent = {"a": "12345", "src/b": "b", "env/lib/new": "n"}
     assert files_of(there / "run") == {**sent, **own, **kept}
-
-
-def test_a_push_needs_rsync(there, ssh, monkeypatch, capsys):
-    write(Path("run"), a="1")
-    Path("hosts").write_text("localhost\nn1\n", encoding="utf-8")
-    monkeypatch.setattr(push, "other_hosts", lambda hosts: [HOST])
-    without = {HOST: "rsync is not installed there."}
-    monkeypatch.setattr(push, "ask_hosts", lambda *_, **__: (without, {}, {}))
-    with pytest.raises(UserError, match="n1: rsync is not installed there"):
-        main.main(["push", "hosts", "run"])
-    assert main.main(["push", "hosts", "run", "--min-hosts", "1"]) == 0
-    assert capsys.readouterr().err == "n1: rsync is not installed there.\n"
-    monkeypatch.setattr(push, "ask_hosts", lambda *_, **__: ({HOST: ""}, {}, {}))
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match=error("apt-get install rsync", "here. Run: ")):
-        main.main(["push", "hosts", "run"])
 
 
 # None of them is an option, a pattern or a comment.

@@ -216,38 +216,6 @@ def test_a_failure_has_time_to_reach_the_others(
     assert job.record.stop == Stop.NONE
 
 
-def test_a_second_signal_kills_at_once_but_a_hangup_does_not(jobs: list[Job]) -> None:
-    job = started(jobs)
-    job.connect(0)
-    job.attempt.request_stop("SIGINT")
-    job.attempt.request_stop("--stop-after")  # only the first one counts
-    job.attempt.on_signal(signal.SIGHUP)
-    assert job.record.stop == Stop.BY_USER
-    assert job.mpirun.code is None
-    job.attempt.on_signal(signal.SIGTERM)
-    assert job.record.stop == Stop.AT_ONCE
-    assert job.end == -signal.SIGKILL
-
-
-def test_a_rank_that_does_not_stop_in_time_is_named(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(attempt, "SAVE_GRACE_S", 0.2)
-    job = started(jobs, replace(NO_LIMITS, grace_s=0.01))
-    job.join()
-    job.say(0, "supports_stop")
-    job.say(0, "saving", active=True)
-    job.connect(0)
-    job.attempt.on_signal(signal.SIGUSR1)
-    late = "rank 0 on a was still saving 0.2 s after the request"
-    assert job.until("overdue") == {"clause": late}
-    assert job.record.stop == Stop.BY_USER
-    assert job.end == -signal.SIGHUP
-    said = capfd.readouterr().err
-    assert "SIGUSR1: the ranks are saving and stopping; another signal kills them at once." in said
-    assert said.count("rank 0 on a is still saving; waiting for at most 0.2 s") == 1
-
-
 def test_a_request_after_a_failure_does_not_hide_it(jobs: list[Job]) -> None:
     job = started(jobs)
     job.connect(0)
@@ -272,17 +240,6 @@ def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(
         job.say(rank, "done")
     job.until("end")
     assert job.end == -signal.SIGHUP
-
-
-def test_ranks_that_have_started_wait_for_the_others_no_longer_than_the_user_says(
-    jobs: list[Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attempt, "STACKS_S", 0.1)
-    monkeypatch.setattr(attempt, "INTERRUPTED_S", 0.0)
-    job = started(jobs, replace(NO_LIMITS, timeout_s=0.02))
-    job.connect(0)  # it never sends its stacks
-    job.start(0)
-    assert job.until("end")["why"].startswith("only 1 of 2 ranks joined in 0.02 s.")
 
 
 # --- growth ---

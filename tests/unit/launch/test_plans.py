@@ -11,12 +11,10 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts import history
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.main import main
 from mpiddp.launch.options import parse_options
@@ -54,38 +52,6 @@ def a_plan(
 
 def value(arguments: list[str], flag: str) -> str:
     return arguments[arguments.index(flag) + 1]
-
-
-def exported(arguments: list[str]) -> set[str]:
-    return {after for flag, after in pairwise(arguments) if flag == "-x"}
-
-
-def test_hosts_elsewhere_are_not_contacted(plan: Plan) -> None:
-    settings, arguments, err = plan("-H", "a.invalid:2,b.invalid,c.invalid:1", "--npernode", "1")
-    assert settings["MPIDDP_PLACEMENT"] == "a.invalid:1,b.invalid:1,c.invalid:1"
-    assert value(arguments, "-H") == "a.invalid,b.invalid,c.invalid"
-    assert "b.invalid has no slot count, and a dry run contacts no host: assuming slots=1" in err
-    assert err.count("assuming") == 1
-    assert "a.invalid: rank 0\n" in err
-    assert "c.invalid: rank 2\n" in err
-
-
-def test_options_become_variables_of_the_ranks(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINE", "from the user")
-    settings, arguments, _ = plan(
-        *("-H", "localhost:1", "-v", "--timeout", "90", "--master-addr", "10.1.2.3"),
-        *("--log-dir", "logs", "--bind", "gpu", "-x", "MINE", "-x", "OTHER=a b"),
-    )
-    expected = {
-        "MPIDDP_VERBOSE": "1", "MASTER_ADDR": "10.1.2.3",
-        "MPIDDP_BIND": "gpu", "MPIDDP_LOG_DIR": "logs",
-    }  # fmt: skip
-    assert {name: settings.get(name) for name in expected} == expected
-    assert float(settings["MPIDDP_TIMEOUT"]) == 90
-    assert value(arguments, "--bind-to") == "none"
-    assert {"MINE", "OTHER", *expected} <= exported(arguments)
-    assert "MINE" not in settings  # mpirun inherits it
-    assert "a b" not in settings["OTHER"]  # a dry run shows no value of -x
 
 
 @pytest.mark.parametrize(
@@ -127,17 +93,6 @@ def test_a_job_on_this_machine_has_no_memory(tmp_path: Path, slots: int, has_one
     for of_drill in ({}, {"MPIDDP_DRILL": "1"}):
         plan = make_plan(parse_options([*where, "--", "true"]), {**os.environ, **of_drill})
         assert (plan.memory is not None) == (has_one and not of_drill)
-
-
-def test_flaky_hosts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "history"
-    assert history.doubts(file, LISTED.usable) == {}
-    used, failed = ["a.invalid", "b.invalid"], {"b.invalid": "it was lost."}
-    for job in "abcd":
-        monkeypatch.setattr(history, "_JOB", job)
-        history.note(file, used, failed)
-    (doubt,) = history.doubts(file, LISTED.usable).items()
-    assert doubt == ("b.invalid", "b.invalid failed in 4 of its last 4 jobs")
 
 
 @pytest.mark.parametrize(

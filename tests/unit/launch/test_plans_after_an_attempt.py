@@ -10,7 +10,6 @@ import os
 import re
 import select
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -32,7 +31,6 @@ from mpiddp.launch.verdict import Outcome
 from tests.support.errors import error
 from tests.support.machine import an_mpirun
 
-HERE = socket.gethostname()
 GONE = error(":", "program: No such file or directory")
 NO_GROWTH = "From now on, hosts join only at a restart.\n"
 TO_GROW = Outcome(STOPPED, "stopped on request.", stop=Stop.TO_GROW)
@@ -121,17 +119,6 @@ def test_a_growth_that_finds_no_host_is_the_last(
     assert job.plan_next(TO_GROW).request.hosts.world_size == 1
     assert f"mpiddp: the job has not grown. {NO_GROWTH}" in capfd.readouterr().err
     assert not job.may_grow
-
-
-@pytest.mark.parametrize("code", [FAILED, BAD_INPUT])
-def test_a_grown_job_that_fails_before_a_step_returns_to_the_hosts_of_before(
-    jobs: Jobs, code: int
-) -> None:
-    job = jobs("--grow", "1h")
-    job.grown_from = before = job.plan
-    assert job.plan_next(Outcome(code, "rank 1 failed.")) is before
-    assert (job.failures, job.may_grow, job.grown_from) == (0, False, None)
-    assert job.plan_next(Outcome(code, "rank 1 failed.")) is None
 
 
 @pytest.mark.parametrize(

@@ -17,19 +17,6 @@ from tests.support.errors import error
 from tests.support.ranks import ROOT
 from tests.support.run_folders import write_run
 
-
-def test_columns_that_hold_nothing_are_not_printed(tmp_path, capsys):
-    script = tmp_path / "a"
-    (script / "checkpoints").mkdir(parents=True)
-    (script / "metrics.jsonl").write_text(
-        '{"step": 7, "loss": 0.00001234}\n{"step": 8, "loss": null}\n'
-    )
-    assert cli.main(["runs", str(tmp_path)]) == 0
-    head, line = capsys.readouterr().out.splitlines()
-    assert head.split() == ["RUN", "STEP", "LOSS"]
-    assert line.split() == ["a", "7", "nan", "since", "step", "8"]
-
-
 AS_NOBODY = """
 import os, sys
 from mpiddp.report.main import list_runs
