@@ -6,12 +6,10 @@ python -m pytest tests/integration/test_bench_parts.py
 
 import re
 import sys
-from statistics import median
 
 import pytest
 
-from mpiddp.bench import loader
-from mpiddp.bench.figures import aligned, ratios, shown, spread, turns
+from mpiddp.bench.figures import ratios, turns
 from mpiddp.bench.jobs import BenchJobFailed, time_command
 from mpiddp.train.options import option_parser as train_parser
 from tests.support.place import Here
@@ -21,20 +19,6 @@ from tests.support.ranks import ROOT, run_command, script
 def test_a_command_has_a_limit():
     with pytest.raises(BenchJobFailed, match=r"it did not end within 0\.2 s\."):
         time_command([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.2)
-
-
-def test_spread_and_tables():
-    values = [3.0, 1.0, 2.5]
-    assert spread(values) == {"median": median(values), "low": 1.0, "high": 3.0}
-    assert shown(spread(values), ".1f", 10) == "25.0 (10.0 to 30.0)"
-    head, rows = ("a", "number"), [["bc", "1"], ["d", "22"]]
-    assert aligned(head, rows) == "a   number\nbc       1\nd       22"
-
-
-def test_a_source_that_is_far_faster_than_the_model_says_so():
-    source = {"source": "cifar10", "images_per_s": spread([9000.0]), "times_model": 120.0}
-    results = {"ranks": 1, "batch_size": 4, "arch": "a", "model_images_per_s": 75.0}
-    assert loader.table({**results, "sources": [source]}).split()[-1] == ">10"
 
 
 def test_turns_change_their_order_in_every_round():

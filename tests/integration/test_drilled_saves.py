@@ -4,7 +4,6 @@ Tests mpiddp/drill/observer.py and faults.py. tests/promises/test_doctor.py has 
 python -m pytest tests/integration/test_drilled_saves.py
 """
 
-import io
 import json
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from mpiddp.checkpoints.files import packed
 from mpiddp.drill import faults
 from mpiddp.drill.faults import Plan
 from mpiddp.drill.observer import _Observer, _watch_batches, _watch_saves
@@ -36,32 +34,6 @@ def drilled(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("__init__", "_reset", "_next_index", "__next__"):
         monkeypatch.setattr(_BaseDataLoaderIter, name, getattr(_BaseDataLoaderIter, name))
     monkeypatch.setattr(faults, "kill", kill)
-
-
-def test_a_script_that_saves_files_is_killed_within_one(tmp_path):
-    """`mpiddp.Checkpoints` first saves a rank's own state into memory, where nothing can be torn."""
-    _watch_saves(_Observer(tmp_path, 0, Plan("kill-in-save", in_files=True)))
-    own = len(packed({"a": torch.ones(1)}))
-    assert own > 0
-    with pytest.raises(Killed):
-        torch.save({"a": torch.ones(1)}, tmp_path / "model.pt")
-    assert 0 < (tmp_path / "model.pt").stat().st_size < own
-
-
-def test_a_script_that_saves_into_memory_alone_is_killed_there(tmp_path):
-    _watch_saves(_Observer(tmp_path, 0, Plan("kill-in-save")))
-    with pytest.raises(Killed):
-        torch.save({"a": torch.ones(1)}, io.BytesIO())
-
-
-def test_a_full_disk_has_space_for_half_of_a_save(tmp_path):
-    """Of every save of that attempt, and of none of a later one."""
-    _watch_saves(_Observer(tmp_path, 0, Plan("full", in_files=True)))
-    for name in ("a.pt", "b.pt"):
-        with pytest.raises(OSError, match="No space left on device"):
-            torch.save({"a": torch.ones(1)}, tmp_path / name)
-    later = _Observer(tmp_path, 0, Plan("full", in_files=True))
-    later.saving(str(tmp_path / "c.pt"), (tmp_path / "c.pt").write_bytes, b"whole")
 
 
 def test_the_files_of_a_save_count_at_the_step_of_its_first(tmp_path):

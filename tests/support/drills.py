@@ -15,6 +15,7 @@ from mpiddp.drill import rehearse
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, STOPPED
 from mpiddp.launch.options import parse_options
 from tests.support import forked
+from tests.support.machine import reserved
 from tests.support.ranks import ROOT
 
 FOLDER = "tests/programs"
@@ -110,7 +111,10 @@ class _Launch:
         if self.pid == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the ranks get it as well
             options = parse_options([*argv[argv.index("launch") + 1 :]], "mpiddp launch")
-            of_ranks = forked.variables(["localhost"] * (options.n or 1), "127.0.0.1")
+            reservation = reserved("127.0.0.1")  # until this process ends
+            of_ranks = forked.variables(
+                ["localhost"] * (options.n or 1), *reservation.getsockname()
+            )
             ranks = [forked.Rank({**env, **each}) for each in of_ranks]
             files = stdout.fileno(), stderr.fileno()
             code = forked.in_children(options.job, ranks, cwd, *files)

@@ -23,7 +23,7 @@ from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, mac, member_key
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.function import answer, pickled_error, received_call
+from mpiddp.runtime.function import pickled_error, received_call
 from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.runtime.shipped import packed
 from mpiddp.world import World
@@ -64,22 +64,6 @@ def script_of(exchange: Exchange, address: str | None = "127.0.0.1") -> Iterator
             is_over.set()
             thread.join()
             server.close()
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", None])
-def test_the_function_arrives_and_the_answer_is_there_before_the_rank_continues(
-    address: str | None,
-) -> None:
-    exchange = Exchange(FUNCTION, 1000)
-    with script_of(exchange, address) as channel:
-        facts, call = received_call(channel)
-        assert (facts, call()) == (FACTS, len(LARGE))
-        answer(channel, b"r" * 1000, is_result=True)
-        assert exchange.results == {1: b64encode(b"r" * 1000)}
-        answer(channel, b"an error", is_result=False)
-        assert exchange.errors == {1: b64encode(b"an error")}
-    with script_of(exchange):  # a restart
-        assert exchange.results == exchange.errors == {}
 
 
 def test_what_a_stranger_has_written_is_not_unpickled() -> None:
