@@ -14,7 +14,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -90,13 +90,6 @@ class Launcher:
         deadline = time.monotonic() + seconds
         self.receive()  # at least once
         while time.monotonic() < deadline and until not in {kind for _, kind in self.kinds}:
-            self.receive()
-        return self.kinds
-
-    def receive_until(self, is_reached: Callable[[], bool]) -> list[tuple[int, str]]:
-        deadline = time.monotonic() + PATIENCE_S
-        while not is_reached():
-            assert time.monotonic() < deadline, self.messages
             self.receive()
         return self.kinds
 

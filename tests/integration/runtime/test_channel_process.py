@@ -61,10 +61,7 @@ def job(code: str) -> Iterator[tuple[subprocess.Popen[str], Coordinator]]:
 
 
 def until_lost(rank_1: Coordinator) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not rank_1.is_lost:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: rank_1.is_lost)
 
 
 def server_of(rank_1: Coordinator) -> int:
@@ -137,18 +134,11 @@ def test_rank_0_that_has_left_may_end_before_the_others():
         assert rank_1.all_gather_json(1, key="a", timeout_s=60) == [0, 1]
         assert rank_0.wait(PATIENCE_S) == 0
         rank_1.give("b", 5)
-        deadline = time.monotonic() + PATIENCE_S
-        while (values := rank_1.given("b")) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert values == [None, 5]
+        assert eventually(lambda: rank_1.given("b")) == [None, 5]
         assert not rank_1.is_lost
         server = server_of(rank_1)
         cut(rank_1)
-        deadline = time.monotonic() + PATIENCE_S
-        while Path(f"/proc/{server}").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: not Path(f"/proc/{server}").exists())
 
 
 def test_a_child_of_rank_0_that_lives_on_does_not_hide_its_end():

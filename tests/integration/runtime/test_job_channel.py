@@ -113,12 +113,7 @@ class Job:
         self._pool.shutdown()
 
 
-def until(look: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := look()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
+until = partial(eventually, poll_s=0.005)
 
 
 def is_dropped(connection: socket.socket) -> bool:
