@@ -50,7 +50,7 @@ IN_THE_SUITE = settings(
     suppress_health_check=list(HealthCheck),
 )
 IS_LONG = settings.get_current_profile_name() == "long"
-LONG = 50_000  # repeats: a parser whose time grows with the square of the length takes minutes
+LONG = 20_000  # repeats: a parser whose time grows with the square of the length takes minutes
 MAX_S, MAX_BYTES = 5.0, 256 << 20  # of processor time and of memory, for one input
 
 

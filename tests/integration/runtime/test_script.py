@@ -11,12 +11,9 @@ import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from mpiddp import errors
-from mpiddp.errors import print_from_one_rank
 from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
 from mpiddp.runtime.child import COMMAND, Child, Program, reap
 from tests.support.patience import PATIENCE_S
@@ -108,17 +105,6 @@ def test_a_later_optimizer_goes_on_and_two_of_one_step_count_once():
         check=True,
     )
     assert done.stdout == "[1, 2, 2, 3, 3, 4]\n[4, 4, 5, 5]\n"
-
-
-def test_rank_0_prints_before_the_other_ranks_exit(monkeypatch, capsys):
-    """The first rank that exits makes mpirun kill the others, so a silent rank must not be the first."""
-    waits: list[float] = []
-    monkeypatch.setattr(errors, "time", SimpleNamespace(sleep=waits.append))
-    print_from_one_rank("one sentence", 0, 0)
-    assert waits == []
-    print_from_one_rank("the same from its neighbour", 1, 1)
-    assert waits == [2.0]
-    assert capsys.readouterr().err == "one sentence\n"
 
 
 LEAVES = """
