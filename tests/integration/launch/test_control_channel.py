@@ -198,8 +198,8 @@ def test_on_one_host_only_its_user_can_open_the_channel(local_launcher):
 @pytest.mark.parametrize("address", ["192.0.2.77", "2001:db8::77"])  # kept free for documentation
 def test_an_address_that_this_machine_does_not_have(address):
     reasons = "Cannot assign requested address|Address family not supported by protocol"
-    with TimedSelector() as selector, pytest.raises((UserError, JobFailed)) as raised:
-        ControlServer(address, 2, selector)
+    with pytest.raises((UserError, JobFailed)) as raised:
+        listen(address)
     fix = error("another interface", ": --interface NAME ")
     assert re.fullmatch(rf".* {address} .*\(({reasons}).*\)\. {fix}", str(raised.value))
 
