@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.facts import package_version
-from mpiddp.hosts.gpus import gpu_names
+from mpiddp.hosts.gpus import read_gpus
 
 
 def machine() -> dict[str, Any]:
@@ -20,7 +20,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_gib": round(pages / 1024**3, 1),
-        "gpus": gpu_names() or [],
+        "gpus": [gpu.name for gpu in read_gpus() or ()],
         "python": platform.python_version(),
         "torch": package_version("torch"),
         "mpi4py": package_version("mpi4py"),

@@ -13,8 +13,9 @@ from statistics import median, median_low
 from typing import Any
 
 from mpiddp.doctor.job import LEAST_COMPARED, LEAST_SPEED
+from mpiddp.hosts.gpus import Gpu
 from mpiddp.hosts.network import blocked
-from mpiddp.text import all_of, counted, listed, names_by_value, shown, size_text
+from mpiddp.text import all_of, counted, names_by_value, shown, size_text
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
 Found = tuple[str, str, str]  # one of the four words, the fact, and what fixes it ("" for nothing)
@@ -98,29 +99,26 @@ def stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str] = ()) 
             yield WARN, f"{what} is missing on every host", ""
 
 
-def gpus(facts: Facts) -> Iterator[Found]:
-    """GPUs of NVIDIA: count, model, memory, driver, clocks; who uses them; errors of memory."""
-    known = {name: found["gpus"] for name, found in facts.items() if found["gpus"] is not None}
-    for name in facts.keys() - known.keys():
-        yield FAIL, f"nvidia-smi does not answer on {name}", "repair the driver there"
-    each = {name: found.get("each", []) for name, found in known.items()}
+def gpus(each: Mapping[str, Sequence[Gpu]]) -> Iterator[Found]:
+    """The GPUs of each host: count, model, memory, driver, clocks. The preflight has told what is wrong."""
     if fact := differences("the number of GPUs", {name: len(rows) for name, rows in each.items()}):
         yield FAIL, fact, "see nvidia-smi and dmesg there: a GPU may have fallen off the bus"
-    each = {name: rows for name, rows in each.items() if rows}
-    for field in ("name", "memory.total", "driver_version", "clocks.max.sm"):
-        values = {name: all_of(sorted({row[field] for row in rows})) for name, rows in each.items()}
-        if fact := differences(f"{field} of the GPUs", values):
-            is_driver = field == "driver_version"
+    each = {name: found for name, found in each.items() if found}
+    for field, what in (
+        ("name", "name"),
+        ("memory_total", "memory"),
+        ("driver", "driver"),
+        ("clock", "highest clock"),
+    ):
+        values = {
+            name: all_of(sorted({str(getattr(gpu, field)) for gpu in found}))
+            for name, found in each.items()
+        }
+        if fact := differences(f"the {what} of the GPUs", values):
+            is_driver = field == "driver"
             yield FAIL if is_driver else WARN, fact, "install the same driver" if is_driver else ""
-    for name, rows in each.items():
-        if users := known[name]["users"]:
-            fact = f"the GPUs of {name} are in use (pid, MiB): {listed(users, most=4)}"
-            yield WARN, fact, "wait for these processes, or end them there"
-        errors = {row["index"]: row["ecc.errors.uncorrected.volatile.total"] for row in rows}
-        if bad := [f"GPU {index}: {n}" for index, n in errors.items() if n.isdigit() and int(n)]:
-            fact = f"uncorrected memory errors on {name}: {listed(bad)}"
-            yield FAIL, fact, "reset or replace the GPU"
-        if not all(count.isdigit() for count in errors.values()):
+    for name, found in each.items():
+        if any(gpu.uuid and gpu.errors is None for gpu in found):
             yield UNKNOWN, f"a GPU of {name} does not count errors of its memory (ECC)", ""
 
 

@@ -129,11 +129,20 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
     lines = [
         Line("versions" if " differs: " in sentence else "preflight", FAIL, *_split(sentence))
-        for sentence in checked.complaints.values()
+        for complaint in checked.complaints.values()
+        for sentence in complaint.splitlines()
     ]
     can_start = f"{counted(len(checked.infos), 'host')} can start ranks"
     said = can_start if checked.infos else "no other host was to be asked"
-    return lines or [Line("preflight", OK, f"{said}, with {mpi}")]
+    lines = lines or [Line("preflight", OK, f"{said}, with {mpi}")]
+    noted = [(WARN, *_split(note)) for notes in checked.notes.values() for note in notes]
+    each = {host.name: health.gpus for host, health in checked.health.items()}
+    ok = (
+        "the same on every host, unused and without errors"
+        if any(each.values())
+        else "no host has any"
+    )
+    return lines + results("GPUs", [*noted, *compare.gpus(each)], ok)
 
 
 def _facts_program(options: argparse.Namespace, hosts: Hosts) -> str:
@@ -149,7 +158,6 @@ def _facts_program(options: argparse.Namespace, hosts: Hosts) -> str:
         "names": [host.name for host in hosts.usable],
         "folders": folders,
         "program": ("script" if script else "", script, folder, files.import_folders()),
-        "path": os.environ.get("PATH", os.defpath),
     }
     return program_that_prints(preflight.TRAVELLING, f"doctor_facts({wanted!a})")
 
@@ -159,12 +167,9 @@ def _of_facts(found: compare.Facts, answers: Mapping[str, Answer]) -> list[Line]
     clocks = compare.clocks(
         {name: found[name]["clock"] - each.at for name, each in answers.items()}
     )
-    has_gpus = any(each["gpus"] != {} for each in found.values())
-    gpus_ok = "the same on every host, unused and without errors"
     return [
         *results("ssh", shells, "every host runs python3 from a shell that is not interactive"),
         *results("names", compare.names(found), "every host resolves every name to the same host"),
-        *results("GPUs", compare.gpus(found), gpus_ok if has_gpus else "no host has nvidia-smi"),
         *results("files", compare.files(found), "no file of a script differs"),
         *results("folders", compare.folders(found), "present, readable and with space"),
         *results("clock", clocks, f"all within {compare.MOST_SKEW_S:g} s"),

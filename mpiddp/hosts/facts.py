@@ -1,6 +1,6 @@
 """What a host says of itself: the one program that the preflight and `mpiddp doctor` ask.
 
-Its source travels to the hosts, with those of interfaces.py, gpus.py and files.py. It needs Python 3.8 and
+Its source travels to the hosts, with those of the modules that it imports. It needs Python 3.8 and
 the standard library. What a host cannot tell is None.
 """
 
@@ -17,27 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.files import files_of
-from mpiddp.hosts.gpus import TIMEOUT_S, gpu_names, tool_output
+from mpiddp.hosts.gpu_health import MORE_S, read_health
+from mpiddp.hosts.gpus import TIMEOUT_S, tool_output
 from mpiddp.hosts.interfaces import interfaces, own_addresses
 
 VERSION_S = 10.0  # of an mpirun --version
-LONGEST_S = TIMEOUT_S + VERSION_S + 5.0  # that a host with slow tools takes
+LONGEST_S = TIMEOUT_S + 3 * MORE_S + VERSION_S + 5.0  # that a host with slow tools takes
 LIMITS = {
     "open files": resource.RLIMIT_NOFILE,
     "locked memory": resource.RLIMIT_MEMLOCK,
     "processes": resource.RLIMIT_NPROC,
 }
-GPU_FIELDS = (
-    *("index", "name", "memory.total", "memory.used", "driver_version"),
-    *("clocks.max.sm", "ecc.errors.uncorrected.volatile.total"),
-)
 _RESOLVERS = 64
 
 
 def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     """The fields of the preflight's HostInfo except `host`, as JSON. `needs` is its Needs as JSON."""
     path = f"{needs['path']}:{os.environ.get('PATH', os.defpath)}"
-    names = gpu_names(path)
+    health = read_health(path)
     program = needs["program"]
     if program is not None and os.sep in program:  # relative to the working folder
         program = str(Path(needs["folder"], program))
@@ -52,7 +49,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": package_version("torch"),
         "mpi4py": package_version("mpi4py"),
-        "gpus": None if names is None else len(names),
+        "health": health,
         "interfaces": [interface._asdict() for interface in interfaces()],
         "address": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2],
     }
@@ -78,8 +75,7 @@ def doctor_facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "infiniband": os.path.isdir("/sys/class/infiniband"),
         "folders": {label: _folder(path, label) for label, path in wanted["folders"].items()},
         "files": dict(files_of(*wanted["program"])),
-        "gpus": _gpus(wanted["path"]),
-        "clock": time.time(),  # the last one: a tool may take seconds
+        "clock": time.time(),  # the last one: the others may take seconds
     }
 
 
@@ -151,24 +147,6 @@ def _folder(path: str, label: str) -> dict[str, Any]:
     except OSError as error:
         found["error"] = str(error.strerror)
     return found
-
-
-def _gpus(path: str) -> dict[str, Any] | None:
-    """What nvidia-smi says; {} without it, None if it does not answer."""
-    if shutil.which("nvidia-smi", path=path) is None:
-        return {}
-    queries = (f"--query-gpu={','.join(GPU_FIELDS)}", "--query-compute-apps=pid,used_memory")
-    listing, users = (
-        tool_output("nvidia-smi", (query, "--format=csv,noheader,nounits"), path, TIMEOUT_S)
-        for query in queries
-    )
-    if listing is None or users is None:
-        return None
-    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
-    return {
-        "each": [dict(zip(GPU_FIELDS, row)) for row in rows if len(row) == len(GPU_FIELDS)],
-        "users": [line.strip() for line in users.splitlines() if line.strip()],
-    }
 
 
 def _text(path: Path) -> str:

@@ -1,6 +1,6 @@
-"""The GPUs of a host: as their vendor's tool lists them, and the variables that choose among them.
+"""The GPUs of a host: as their vendor's tool describes them, and the variables that choose among them.
 
-The tools are nvidia-smi, amd-smi and xpu-smi. torch would know the GPUs too, but importing it
+The tools are nvidia-smi, rocm-smi, amd-smi and xpu-smi. torch would know the GPUs too, but importing it
 takes seconds, and a host is asked before anything starts.
 
 A number in a variable is a GPU of one host. So the value of the launcher's host is not passed to the others;
@@ -10,22 +10,23 @@ Standard library only: the launcher sends this file to other hosts.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 # For a host whose GPUs do not answer. NCCL would not work there either.
 NO_ANSWER = (
-    "{name}: nvidia-smi (amd-smi, xpu-smi) does not answer. Repair the driver, or set "
+    "{name}: nvidia-smi (rocm-smi, amd-smi, xpu-smi) does not answer. Repair the driver, or set "
     "CUDA_VISIBLE_DEVICES= to run without GPUs."
 )
-_MOST_BYTES = 1 << 20  # of a tool's output
+_MOST_BYTES = 16 << 20  # of a tool's output; a kernel's log may have so many
 # What NVIDIA's driver lists, also in a container without nvidia-smi, and the GPUs that a container may use.
 _LISTED, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
@@ -43,46 +44,141 @@ _ORDER = "CUDA_DEVICE_ORDER"
 _HIDES_ALL = ("", "-1")
 
 _ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
+# What slows a GPU down although it has work. A limit of power is usual.
+# https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
+_SLOWED = {
+    0x08: "hardware slowdown",
+    0x20: "heat",
+    0x40: "heat, by its hardware",
+    0x80: "power brake",
+}
+
+
+class Gpu(NamedTuple):
+    """A GPU as its tool describes it, in the order of its number. "" and None: the tool does not tell."""
+
+    name: str = ""
+    address: str = ""  # of PCI, in sysfs's form: "0000:18:00.0"
+    uuid: str = ""
+    use: int | None = None  # percent of the time in which it has computed
+    memory: int | None = None  # bytes in use
+    memory_total: int | None = None
+    temperature: int | None = None  # °C
+    slowed: str = ""  # why
+    errors: int | None = (
+        None  # of its memory since the driver has started, which ECC could not correct
+    )
+    driver: str = ""
+    clock: str = ""  # the highest, in MHz
+    is_lost: bool = False  # the driver does not reach it
 
 
 class Tool(NamedTuple):
-    """A vendor's program, which lists the GPUs in the order of their numbers."""
+    """A vendor's program, which describes the GPUs in the order of their numbers."""
 
     program: str
     arguments: tuple[str, ...]
-    name: str  # the pattern of a GPU's
-    address: str  # the pattern of its PCI address
-    address_arguments: tuple[str, ...] = ()  # if another call prints it
+    parse: Callable[[str], list[Gpu]]
+
+    def without(self, text: str) -> Tool | None:
+        """The same without the field that its output `text` refuses, as an older driver does."""
+        refused = re.match(r'Field "(.+)" is not a valid field', text)
+        if refused is None:
+            return None
+        fields = [each for each in _FIELDS if each != refused[1]]
+        return _nvidia_smi(fields) if len(fields) < len(_FIELDS) else None
 
 
-# Sources: nvidia-smi -h, amd-smi's command line in ROCm's documentation, XPU Manager's "discovery -j".
-TOOLS = (
-    Tool(
-        "nvidia-smi",
-        ("-L",),
-        r"^GPU \d+: (.*?)(?: \(UUID: .*\))?$",  # GPU 0: NVIDIA H200 (UUID: GPU-…)
-        rf"^({_ADDRESS})$",
-        ("--query-gpu=pci.bus_id", "--format=csv,noheader"),
-    ),
-    Tool("amd-smi", ("list", "--json"), rf'"bdf": *"({_ADDRESS})"', rf'"bdf": *"({_ADDRESS})"'),
-    Tool(
-        "xpu-smi",
-        ("discovery", "-j"),
-        r'"device_name": *"([^"]*)"',
-        rf'"pci_bdf_address": *"({_ADDRESS})"',
-    ),
+# The fields of nvidia-smi in the order of `Gpu`. `nvidia-smi --help-query-gpu` explains them.
+_FIELDS = (
+    *("name", "pci.bus_id", "uuid", "utilization.gpu", "memory.used", "memory.total"),
+    *("temperature.gpu", "clocks_event_reasons.active", "ecc.errors.uncorrected.volatile.total"),
+    *("driver_version", "clocks.max.sm"),
 )
 
 
-def gpu_names(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[str] | None:
-    """The name of each GPU, of AMD's the PCI address; [] without GPUs, None if a tool does not answer."""
-    for tool in TOOLS:
-        text = tool_output(tool.program, tool.arguments, path, timeout_s)
-        if text is None:
-            return None
-        if names := re.findall(tool.name, text, re.MULTILINE):
-            return names
-    return ["NVIDIA GPU"] * len(_listed_by_driver())
+def _nvidia_smi(fields: Sequence[str] = _FIELDS) -> Tool:
+    def parse(text: str) -> list[Gpu]:
+        lost = re.findall(rf"Unable to determine the device handle for GPU ?({_ADDRESS})", text)
+        rows = [line.split(", ") for line in text.splitlines()]
+        gpus = [_of_nvidia(dict(zip(fields, row))) for row in rows if len(row) == len(fields)]
+        return gpus + [Gpu("NVIDIA GPU", _of_sysfs(each), is_lost=True) for each in lost]
+
+    arguments = (f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    return Tool("nvidia-smi", arguments, parse)
+
+
+def _of_nvidia(row: Mapping[str, str]) -> Gpu:
+    name, address, uuid, use, memory, total, temperature, reasons, errors, driver, clock = (
+        row.get(field, "") for field in _FIELDS
+    )
+    bits = int(reasons, 16) if reasons.startswith("0x") else 0
+    slowed = " and ".join(why for bit, why in _SLOWED.items() if bits & bit)
+    used, size = (_whole(each, 1 << 20) for each in (memory, total))  # MiB
+    numbers = (_whole(use), used, size, _whole(temperature))
+    return Gpu(name, _of_sysfs(address), uuid, *numbers, slowed, _whole(errors), driver, clock)
+
+
+def _of_rocm(text: str) -> list[Gpu]:
+    """From rocm-smi's JSON: {"card0": {"GPU use (%)": "0", …}, "system": {…}}."""
+    try:
+        cards = json.loads(text[text.find("{") :])  # a warning may stand before it
+    except ValueError:
+        return []
+    gpus = []
+    for card, facts in cards.items():
+        if card.startswith("card"):
+            facts = {name.lower(): value for name, value in facts.items()}
+            heat = (facts.get(f"temperature (sensor {at}) (c)", "") for at in ("edge", "junction"))
+            temperature = next((each for each in map(_whole, heat) if each is not None), None)
+            total, used = (facts.get(f"vram total {each}memory (b)") for each in ("", "used "))
+            address = _of_sysfs(facts.get("pci bus", ""))
+            numbers = (_whole(facts.get("gpu use (%)")), _whole(used), _whole(total), temperature)
+            gpus.append(Gpu(facts.get("card series", "AMD GPU"), address, "", *numbers))
+    return gpus
+
+
+def _of_amd(text: str) -> list[Gpu]:
+    return [
+        Gpu(address, _of_sysfs(address)) for address in re.findall(rf'"bdf": *"({_ADDRESS})"', text)
+    ]
+
+
+def _of_intel(text: str) -> list[Gpu]:
+    names = re.findall(r'"device_name": *"([^"]*)"', text)
+    addresses = re.findall(rf'"pci_bdf_address": *"({_ADDRESS})"', text)
+    return [Gpu(name, _of_sysfs(address)) for name, address in zip(names, addresses)]
+
+
+# Sources: nvidia-smi -h; rocm-smi's and amd-smi's command line in ROCm's documentation; XPU Manager's
+# "discovery -j".
+TOOLS = (
+    _nvidia_smi(),
+    Tool(
+        "rocm-smi",
+        (
+            *("--showproductname", "--showbus", "--showuse", "--showmeminfo", "vram"),
+            *("--showtemp", "--json"),
+        ),
+        _of_rocm,
+    ),
+    Tool("amd-smi", ("list", "--json"), _of_amd),
+    Tool("xpu-smi", ("discovery", "-j"), _of_intel),
+)
+
+
+def read_gpus(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] | None:
+    """The GPUs of this host; [] without any, None if a tool does not answer."""
+    for each in TOOLS:
+        tool: Tool | None = each
+        while tool is not None:
+            text = tool_output(tool.program, tool.arguments, path, timeout_s)
+            if text is None:
+                return None
+            if gpus := tool.parse(text):
+                return gpus
+            tool = tool.without(text)
+    return [Gpu("NVIDIA GPU", address) for address in _listed_by_driver()]
 
 
 def _listed_by_driver() -> list[str]:
@@ -90,16 +186,39 @@ def _listed_by_driver() -> list[str]:
     return sorted(each.name for each in _LISTED.glob("*"))[: len([*_DEVICES.glob("nvidia[0-9]*")])]
 
 
-def gpu_addresses(path: str | None = None) -> list[str]:
-    """The PCI address of each GPU in sysfs's form: "0000:18:00.0". [] if they are not known."""
-    for tool in TOOLS:
-        arguments = tool.address_arguments or tool.arguments
-        text = tool_output(tool.program, arguments, path, TIMEOUT_S) or ""
-        if found := re.findall(tool.address, text, re.MULTILINE):
-            # nvidia-smi gives the domain eight digits; sysfs four, as long as they are enough.
-            parts = [address.lower().partition(":") for address in found]
-            return [f"{int(domain, 16):04x}:{rest}" for domain, _, rest in parts]
-    return _listed_by_driver()
+def chosen_gpus(
+    gpus: Sequence[Gpu], env: Mapping[str, str], numbers: Sequence[int] | None = None
+) -> list[int | None]:
+    """The numbers of the GPUs that a host's ranks see, in their order; None for one that nobody knows.
+
+    They see those of `numbers`, else those that a variable names: by their numbers, or the beginning of their
+    UUID. A part of a GPU (MIG-…) is not known.
+    """
+    if numbers is not None:
+        return [*numbers]
+    named = next((env[name] for name in VISIBLE if name in env), None)
+    if named is None:
+        return [*range(len(gpus))]
+    found: list[int | None] = []
+    for word in (word.strip() for word in named.split(",") if word):
+        by_uuid = (at for at, gpu in enumerate(gpus) if gpu.uuid.startswith(word))
+        is_number = word.isdigit() and len(word) < 5 and int(word) < len(gpus)
+        found.append(int(word) if is_number else next(by_uuid, None))
+    return found
+
+
+def _of_sysfs(address: str) -> str:
+    """A PCI address as sysfs has it: its domain has four digits, as long as they are enough."""
+    if not re.fullmatch(_ADDRESS, address):
+        return ""
+    domain, _, rest = address.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
+
+
+def _whole(text: object, unit: int = 1) -> int | None:
+    """The number in a tool's text, such as "41.0"; None for "[N/A]"."""
+    found = re.fullmatch(r"(\d{1,18})(\.\d*)?", str(text))
+    return int(found[1]) * unit if found else None
 
 
 def tool_output(

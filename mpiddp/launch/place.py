@@ -17,7 +17,8 @@ from ipaddress import ip_address, ip_network
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, gpu_names, hides_all_gpus
+from mpiddp.hosts.gpu_health import Health
+from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus, read_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
@@ -25,7 +26,7 @@ from mpiddp.launch import log
 from mpiddp.launch.command import JobNetwork, Starter
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.preflight import HostInfo
-from mpiddp.launch.variables import forwarded
+from mpiddp.launch.variables import of_host
 from mpiddp.text import counted, listed, shown
 
 
@@ -84,19 +85,20 @@ def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) 
 # --- slots and ranks ---
 
 
-def _slots(hosts: Hosts, host: Host, info: HostInfo | None, options: LaunchOptions) -> int:
+def _slots(hosts: Hosts, host: Host, health: Health | None, options: LaunchOptions) -> int:
     """A host's slots: those of its line, else its GPUs. A scheduler's, which may be cores, are no more."""
     backend, is_here, is_alone = options.backend, is_this_host(host.name), len(hosts.hosts) == 1
     is_gloo, slots = backend == "gloo", host.slots or 0
-    if host.slots is None and not (info or is_here):  # nobody has asked it
+    if host.slots is None and health is None and not is_here:  # nobody has asked it
         if not options.dry_run:
             return slots_of(hosts, host)
         log.info(f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1")
         return 1
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
     may_share = is_alone and slots > 1 and not is_gloo
-    is_asked = info or (is_here and (host.slots is None or host.gpus or may_share))
-    gpus = _visible_gpus(host, info, options.variables) if is_asked else 0
+    matters = is_here and (host.slots is None or host.gpus or may_share)
+    is_asked = health is not None or matters
+    gpus = _visible_gpus(host, health, options.variables) if is_asked else 0
     if options.needs_gpus and is_asked and not gpus:
         raise UserError(f"{host.name} has no GPU, and --nproc-per-node gpu starts a rank on each.")
     if host.slots is None:
@@ -120,18 +122,18 @@ def _slots(hosts: Hosts, host: Host, info: HostInfo | None, options: LaunchOptio
     return slots
 
 
-def _visible_gpus(host: Host, info: HostInfo | None, variables: Mapping[str, str]) -> int:
+def _visible_gpus(host: Host, health: Health | None, variables: Mapping[str, str]) -> int:
     """The number of a host's GPUs that its hostfile entry, or else the variables of its ranks, leave visible.
 
-    Without `info`, the host is this machine. The preflight has named others whose tool does not answer.
+    Without `health`, the host is this machine. The preflight has named others whose tool does not answer.
     """
-    env = {**(os.environ if is_this_host(host.name) else forwarded(os.environ)), **variables}
+    env = of_host(host, os.environ, variables)
     if hides_all_gpus(env):
         return 0
-    names = [] if info else gpu_names(env.get("PATH"))
-    if names is None:
+    found = read_gpus(env.get("PATH")) if health is None else health.gpus
+    if found is None:
         raise UserError(NO_ANSWER.format(name=host.name))
-    installed = (info.gpus or 0) if info else len(names)
+    installed = len(found)
     if host.gpus is None:
         chosen = [len(env[name].split(",")) for name in VISIBLE if name in env]
         return min([installed, *chosen])
@@ -145,7 +147,7 @@ def _visible_gpus(host: Host, info: HostInfo | None, variables: Mapping[str, str
 
 def place(
     hosts: Hosts,
-    infos: Mapping[Host, HostInfo],
+    healths: Mapping[Host, Health],
     starter: Starter,
     options: LaunchOptions,
     past: Past,
@@ -157,7 +159,7 @@ def place(
     fewer ranks may start.
     """
     n, npernode = options.n, options.npernode
-    room = {host: _slots(hosts, host, infos.get(host), options) for host in hosts.hosts}
+    room = {host: _slots(hosts, host, healths.get(host), options) for host in hosts.hosts}
     if not options.names_hosts:
         log.info(f"no hosts given: using {hosts.source}, slots={sum(room.values())}")
     for host, slots in room.items():

@@ -28,7 +28,7 @@ from mpiddp.hosts.hostfile import (
 )
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.hosts.ssh import Logins
-from mpiddp.launch import log, place
+from mpiddp.launch import gate, log, place
 from mpiddp.launch.command import JobNetwork, Request, Starter
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
@@ -131,7 +131,10 @@ def _plan(
     """The plan by what the preflight has found."""
     wanted, least = place.wanted_hosts(options, past)
     chosen = place.choose(past, checked.complaints, wanted, least)
-    placed = place.place(chosen, checked.infos, starter, options, past, wanted)
+    for host in chosen.usable if past.enough is None else ():  # said once
+        for note in checked.notes.get(host, ()):
+            log.info(note)
+    placed = place.place(chosen, checked.health, starter, options, past, wanted)
     infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
     network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
     addresses = place.addresses_in(network, placed, checked.infos)
@@ -242,8 +245,12 @@ def run_preflight(
     is_alone = _is_local(named)
     if is_alone and program is not None and not options.dry_run:
         check_program(program, env.get("PATH"))
-    if is_alone or starter.has_scheduler or options.dry_run or not options.check:
+    exports = options.variables
+    uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
+    if starter.has_scheduler or options.dry_run or not options.check:
         return Checked({}, {}, {})
+    if is_alone:
+        return gate.check_here(named.usable[0], env, exports) if uses_gpus else Checked({}, {}, {})
     interface = place.requested_network(options.interface)[1] if options.interface else ()
     needs = Needs(
         python=str(PYTHON),
@@ -254,11 +261,12 @@ def run_preflight(
         interface=",".join(interface) or None,
         program=program,
         script=None if first in ("--", "-m") else first,
-        uses_gpus=not hides_all_gpus({**env, **options.variables}),
+        uses_gpus=not hides_all_gpus({**env, **exports}),
     )
     wait_s = options.wait_s or 0.0
     checked = preflight(named.usable, needs, named.transport, wait_s=wait_s, logins=logins)
-    return checked._replace(complaints={**twins(checked.infos), **checked.complaints})
+    checked = checked._replace(complaints={**twins(checked.infos), **checked.complaints})
+    return gate.check(checked, env, exports) if uses_gpus else checked
 
 
 def working_folder(env: Mapping[str, str]) -> str:

@@ -13,11 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from platform import python_version
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-from mpiddp.hosts import facts, files, gpus, interfaces, names
+from mpiddp.hosts import facts, files, gpu_health, gpus, interfaces, names
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer
+from mpiddp.hosts.gpu_health import Health
 from mpiddp.hosts.gpus import NO_ANSWER
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
@@ -32,7 +33,7 @@ _PUSH = "Copy it there: mpiddp launch --push …, or mpiddp hosts push HOSTFILE"
 _NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports. They need only a Python.
-TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, files, facts)
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, gpu_health, files, facts)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class HostInfo:
     mpirun: str | None  # the first line of its --version
     torch: str | None
     mpi4py: str | None
-    gpus: int | None  # None if the vendor's tool does not answer
+    health: Health | None  # of its GPUs; None if the vendor's tool does not answer
     interfaces: tuple[Interface, ...]
     python: str = ""  # its version
     has_script: bool = True
@@ -75,6 +76,10 @@ class Checked(NamedTuple):
     infos: Mapping[Host, HostInfo]  # what each host has
     complaints: Mapping[Host, str]  # why some hosts cannot be used, a sentence for each
     silent: Mapping[Host, str]  # of the complaints, those about hosts that have not answered
+    health: Mapping[Host, Health] = MappingProxyType(
+        {}
+    )  # of the GPUs, of the hosts that were asked
+    notes: Mapping[Host, Sequence[str]] = MappingProxyType({})  # about GPUs that can be used
 
 
 def preflight(
@@ -117,7 +122,9 @@ def preflight(
     for host, answer in answers.items():
         if host in found:
             own = tuple(Interface(**each) for each in found[host].pop("interfaces"))
-            info = infos[host] = HostInfo(host, **found[host], interfaces=own)
+            if (health := found[host].pop("health")) is not None:
+                health = Health.of_json(health)
+            info = infos[host] = HostInfo(host, **found[host], interfaces=own, health=health)
             complaint = _complaint(info, first or info, needs)
             first = first or (None if complaint else info)
         else:
@@ -128,7 +135,8 @@ def preflight(
             complaints[host] = complaint
     if transport.hint and silent:
         complaints[silent[-1]] += f"\n{transport.hint}"
-    return Checked(infos, complaints, {host: complaints[host] for host in silent})
+    asked = {host: info.health or Health() for host, info in infos.items()}
+    return Checked(infos, complaints, {host: complaints[host] for host in silent}, asked)
 
 
 def twins(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
@@ -162,7 +170,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
         return f"{name}: {program} is {where}. Install it on every host."
     if not info.has_script:
         return f"{name}: {needs.script} is missing. {_PUSH}."
-    if info.gpus is None and needs.uses_gpus:
+    if info.health is None and needs.uses_gpus:
         return NO_ANSWER.format(name=name)
     if interface and not any(each.matches(interface) for each in info.interfaces):
         present = all_of(list(dict.fromkeys(each.name for each in info.interfaces)))

@@ -169,6 +169,11 @@ def left_out(request: Request) -> list[str]:
 # --- the GPUs of each host ---
 
 
+def of_host(host: Host, env: Mapping[str, str], exports: Mapping[str, str]) -> dict[str, str]:
+    """What the ranks of a host have of `env`, which is this machine's, and of -x."""
+    return {**(env if is_this_host(host.name) else forwarded(env)), **exports}
+
+
 def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[str, str]) -> str:
     """MPIDDP_GPUS: what the ranks of each host set before they load torch; "" for nothing.
 

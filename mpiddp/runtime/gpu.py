@@ -10,14 +10,14 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import print_line
-from mpiddp.hosts.gpus import VISIBLE, gpu_addresses
+from mpiddp.hosts.gpus import Gpu, chosen_gpus, read_gpus
 from mpiddp.hosts.processes import cores_of_group, group_of
 from mpiddp.protocol.variables import BIND, GPUS, PLACEMENT, VERBOSE
-from mpiddp.text import counted, parse_whole
+from mpiddp.text import counted
 from mpiddp.world import World
 
 
@@ -76,15 +76,20 @@ def bind_to_gpu(world: World, sysfs: Path = Path("/sys")) -> None:
 
 
 def gpu_address(world: World, env: Mapping[str, str]) -> str:
-    """The PCI address of this rank's GPU, which `process_group.device_of` chooses; "" if it is not known."""
-    addresses = gpu_addresses(env.get("PATH"))
-    every_gpu = ",".join(map(str, range(len(addresses))))
-    visible = next((env[name] for name in VISIBLE if name in env), every_gpu).split(",")
+    """The PCI address of this rank's GPU, "" if it is not known."""
+    gpus = read_gpus(env.get("PATH")) or []
     # Some launchers do not set the local rank, which is not counted before the ranks have joined.
-    index = 0 if len(visible) == 1 and world.launcher.hides_gpus else world.local_rank
-    with contextlib.suppress(ValueError, IndexError):  # a name, or a number that no tool lists
-        return addresses[parse_whole(visible[index].strip())] if index is not None else ""
-    return ""
+    number = None if world.local_rank is None else gpu_of(world, world.local_rank, gpus, env)
+    return "" if number is None else gpus[number].address
+
+
+def gpu_of(
+    world: World, local_rank: int, gpus: Sequence[Gpu], env: Mapping[str, str]
+) -> int | None:
+    """The number of a local rank's GPU, which `process_group.device_of` chooses; None if it is not known."""
+    chosen = chosen_gpus(gpus, env)
+    at = 0 if len(chosen) == 1 and world.launcher.hides_gpus else local_rank
+    return chosen[at] if at < len(chosen) else None
 
 
 def near_cores(address: str, sysfs: Path = Path("/sys")) -> set[int]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpiddp.bench.figures import read_results
-from mpiddp.hosts.gpus import gpu_names
+from mpiddp.hosts.gpus import read_gpus
 from mpiddp.train.data import DeviceImages, prefetched
 from mpiddp.train.folder import ImageFolder
 from tests.support.patience import PATIENCE_S
@@ -100,7 +100,9 @@ def images(folder: Path) -> list[str]:
 @needs_gpu
 def test_nvidia_smi_and_torch_name_the_same_gpus():
     count = torch.cuda.device_count()
-    assert gpu_names() == [torch.cuda.get_device_name(index) for index in range(count)]
+    assert [gpu.name for gpu in read_gpus() or ()] == [
+        torch.cuda.get_device_name(index) for index in range(count)
+    ]
 
 
 @needs_gpu

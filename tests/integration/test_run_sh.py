@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.errors import error
-from tests.support.machine import tool
+from tests.support.machine import nvidia_smi, tool
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, find_mpirun
 
@@ -255,7 +255,7 @@ def test_run_sh_trains_from_another_folder_with_the_same_environment(ready, tmp_
 
 @pytest.mark.slow
 def test_run_sh_starts_one_rank_on_each_gpu_of_this_machine(ready, tmp_path):
-    path = tool(tmp_path / "tools", "nvidia-smi", 'echo "GPU 0: A (UUID: x)"')
+    path = tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}))
     done = run_sh(ready, *TRAINING, cwd=tmp_path, env={"PATH": path})
     assert done.returncode == 0, done.stderr
     assert re.search(r"^ranks +1 on 1 host", done.stdout, re.MULTILINE), done.stdout

@@ -24,7 +24,7 @@ from tests.support import cluster as test_cluster
 from tests.support.allocations import GRID_ENGINE, LSF, SLURM, enter_folder
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
-from tests.support.machine import NVIDIA, reserved, tool
+from tests.support.machine import TWO_GPUS, reserved, tool
 from tests.support.place import MPIS, every_mpi, program
 from tests.support.ranks import ROOT, TORCH, mpirun_command
 
@@ -292,7 +292,10 @@ def test_the_gpus_of_each_host(hosts):
     """The ranks of a host see the GPUs of gpus= in the hostfile. -x passes CUDA_VISIBLE_DEVICES."""
     file = hosts.folder / "hosts.txt"
     file.write_text("node0 slots=1\nnode1 gpus=1,0\nnode2 slots=1\n")
-    env = {"PATH": tool(hosts.folder / "tools", "nvidia-smi", NVIDIA), "CUDA_VISIBLE_DEVICES": "1"}
+    env = {
+        "PATH": tool(hosts.folder / "tools", "nvidia-smi", TWO_GPUS),
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
     launch = ("launch", "--hostfile", str(file))
     job = (program("variables.py"), "CUDA_VISIBLE_DEVICES")
 
@@ -308,9 +311,6 @@ def test_the_gpus_of_each_host(hosts):
     assert (refused.code, refused.stdout) == (2, "")
     sentence = error("They are", "node1 has 2 GPUs", "GPU 2 (gpus=0,2)")
     assert re.fullmatch(f"{sentence}\n", refused.stderr), refused.stderr
-
-
-TWO_GPUS = 'echo "GPU 0: A (UUID: x)"; echo "GPU 1: B (UUID: y)"'
 
 
 def test_slots_and_gpus(hosts):

@@ -19,6 +19,7 @@ from tests.support import cluster
 from tests.support.cluster import Cluster, faults, ssh
 from tests.support.cluster.host import ROOT_PATH, Host
 from tests.support.cluster.links import tc
+from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
@@ -26,15 +27,8 @@ BIN = Path(sys.executable).parent
 WORK = "/run/work"  # each host has its own /run
 PYTHON = "/run/env/bin/python"
 HOSTS = 4
+ECC, GPU = "ecc.errors.uncorrected.volatile.total", GPU_ROW["uuid"]
 NAMES = ",".join(f"node{number}" for number in range(HOSTS))
-GPU_TOOL = """#!/bin/sh
-case "$*" in
-  -L) for number in {numbers}; do echo "GPU $number: NVIDIA H200 (UUID: GPU-$number)"; done ;;
-  *query-gpu*) for number in {numbers}; do
-    echo "$number, NVIDIA H200, 143771, 0, {driver}, 1980, {errors}"; done ;;
-  *query-compute*) {users} ;;
-esac
-"""
 # As a firewall does: byte 47 of a frame has TCP's flags, 30 to 33 the target, 36 and 37 its port.
 # A SYN alone to 10.77.0.2 is dropped (2), all else passes (0).
 NO_SYN_TO_NODE1 = "6,48 0 0 47,21 0 3 2,32 0 0 30,21 0 1 172818434,6 0 0 2,6 0 0 0"
@@ -117,11 +111,8 @@ def shell(host: Host, script: str, stdin: str | None = None) -> None:
     host.run(["sh", "-ec", script], stdin=stdin, check=True)
 
 
-def write_gpu_tool(
-    host: Host, count: int = 1, driver: str = "570.1", errors: str = "0", users: str = ":"
-) -> None:
-    numbers = " ".join(map(str, range(count)))
-    text = GPU_TOOL.format(numbers=numbers, driver=driver, errors=errors, users=users)
+def write_gpu_tool(host: Host, *gpus: dict[str, str], users: str = "") -> None:
+    text = f"#!/bin/sh\n{nvidia_smi(*(gpus or [{}]), users=users)}"
     shell(host, "cat >/run/tools/nvidia-smi; chmod +x /run/tools/nvidia-smi", text)
 
 
@@ -139,8 +130,8 @@ def shelled(host: Host, do: str, undo: str) -> Iterator[None]:
 
 
 @contextmanager
-def gpu_tool(host: Host, **changes: Any) -> Iterator[None]:
-    write_gpu_tool(host, **changes)
+def gpu_tool(host: Host, *gpus: dict[str, str], users: str = "") -> Iterator[None]:
+    write_gpu_tool(host, *gpus, users=users)
     try:
         yield
     finally:
@@ -311,14 +302,16 @@ FAULTS: Mapping[str, Fault] = {
     "foreign libmpi": Fault(
         "node2", "mpi4py|libmpi", on("node2", foreign_libmpi), also=("versions .*node2",)
     ),
-    "another driver": Fault("node1", r"535\.2", on("node1", gpu_tool, driver="535.2")),
+    "another driver": Fault("node1", r"535\.2", on("node1", gpu_tool, {"driver_version": "535.2"})),
     "memory errors of a GPU": Fault(
-        "node2", "uncorrected memory errors", on("node2", gpu_tool, errors="3")
+        "node2", "uncorrected memory errors", on("node2", gpu_tool, {ECC: "3"})
     ),
     "another user of a GPU": Fault(
-        "node0", "in use.*4711", on("node0", gpu_tool, users="echo 4711, 90000")
+        "node0", r"in use: pid 1 of root \(", on("node0", gpu_tool, users=f"{GPU}, 1, 70000")
     ),
-    "another number of GPUs": Fault("node3", "number of GPUs is 2", on("node3", gpu_tool, count=2)),
+    "another number of GPUs": Fault(
+        "node3", "number of GPUs is 2", on("node3", gpu_tool, {}, SECOND_GPU)
+    ),
     "script changed": Fault(
         "node2", "train.py is", on("node2", written, f"{WORK}/train.py", lambda text: "print(2)\n")
     ),

@@ -9,21 +9,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Sources: NVIDIA's MIG User Guide for nvidia-smi -L, "nvidia-smi --help-query-gpu", ROCm's documentation of
-# amd-smi and rocm-smi, XPU Manager's user guide.
-NVIDIA = """
+# An idle H100 with driver 580, in the form in which nvidia-smi answers the query of `mpiddp.hosts.gpus`.
+# Sources: "nvidia-smi --help-query-gpu"; docs/evidence/gpu.md for the driver and the memory.
+GPU_ROW = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "pci.bus_id": "00000000:18:00.0",
+    "uuid": "GPU-18ac0f2e-6c1b-0d4f-5b2a-0c9d6a6f6a00",
+    "utilization.gpu": "0",
+    "memory.used": "0",
+    "memory.total": "81559",
+    "temperature.gpu": "31",
+    "clocks_event_reasons.active": "0x0000000000000001",
+    "ecc.errors.uncorrected.volatile.total": "0",
+    "driver_version": "580.159.04",
+    "clocks.max.sm": "1980",
+}
+SECOND_GPU = {"pci.bus_id": "00000000:9A:00.0", "uuid": "GPU-9aac0f2e-6c1b-0d4f-5b2a-0c9d6a6f6a01"}
+
+
+def nvidia_smi(*gpus: dict[str, str], users: str = "") -> str:
+    """The text of an nvidia-smi that prints these GPUs, by what differs from GPU_ROW, and who uses them."""
+    rows = "\n".join(", ".join({**GPU_ROW, **gpu}.values()) for gpu in gpus)
+    return f"""
 case "$1" in
--L)
-  echo "GPU 0: NVIDIA H200 (UUID: GPU-18ac)"
-  echo "  MIG 1g.18gb     Device  0: (UUID: MIG-aa01)"
-  echo "  MIG 1g.18gb     Device  1: (UUID: MIG-aa02)"
-  echo "GPU 1: NVIDIA H200 (UUID: GPU-19ac)"
-  echo "  MIG 1g.18gb     Device  0: (UUID: MIG-bb01)" ;;
---query-gpu=uuid,pci.bus_id)
-  echo "GPU-18ac, 00000000:18:00.0"; echo "GPU-19ac, 00000000:9A:00.0" ;;
-*) echo 00000000:18:00.0; echo 00000000:9A:00.0 ;;
+--query-gpu=*) cat <<'END'
+{rows}
+END
+;;
+--query-compute-apps=*) cat <<'END'
+{users}
+END
 esac
 """
+
+
+TWO_GPUS = nvidia_smi({}, SECOND_GPU)
 
 
 def tool(folder: Path, name: str, text: str) -> str:

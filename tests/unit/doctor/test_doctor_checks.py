@@ -11,6 +11,7 @@ from mpiddp.doctor.compare import FAIL, UNKNOWN, WARN
 from mpiddp.doctor.main import main
 from mpiddp.errors import UserError
 from mpiddp.hosts import facts as hosts_facts
+from mpiddp.hosts.gpus import Gpu
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.remote import ask_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
@@ -19,16 +20,7 @@ from tests.support.errors import error
 from tests.support.machine import an_mpirun
 from tests.support.patience import PATIENCE_S
 
-GPU = {
-    "index": "0",
-    "name": "NVIDIA H200",
-    "memory.total": "143771",
-    "memory.used": "0",
-    "driver_version": "570.1",
-    "clocks.max.sm": "1980",
-    "ecc.errors.uncorrected.volatile.total": "0",
-}
-ECC = ("gpus", "each", 0, "ecc.errors.uncorrected.volatile.total")
+GPU = Gpu("NVIDIA H100", "0000:18:00.0", "GPU-1", 0, 0, 1 << 36, 31, "", 0, "580.1", "1980")
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 
 
@@ -48,7 +40,7 @@ def facts():
             "infiniband": False,
             "folders": {"run": {"path": "/r", "is_written": True, "error": "", "free": 10**12}},
             "files": {"train.py": "1f3a"},
-            "gpus": {"each": [{**GPU}], "users": []},
+            "gpus": [GPU],
         }
         for name, address in ADDRESSES.items()
     }
@@ -58,7 +50,7 @@ def everything(facts):
     """The status and the fact of all that is wrong."""
     found = [
         *compare.names(facts),
-        *compare.gpus(facts),
+        *compare.gpus({name: each["gpus"] for name, each in facts.items()}),
         *compare.processes(facts),
         *compare.folders(facts),
         *compare.files(facts),
@@ -71,10 +63,11 @@ def everything(facts):
     ("path", "value", "status", "fact"),
     [
         (("names", "c"), [], WARN, "c cannot be resolved from b"),
-        (("gpus", "each"), [], FAIL, "the number of GPUs is 0 on b, 1 on the other 2 hosts"),
-        (("gpus",), None, FAIL, "nvidia-smi does not answer on b"),
-        (ECC, "2", FAIL, "uncorrected memory errors on b: GPU 0: 2"),
-        (ECC, "[N/A]", UNKNOWN, "a GPU of b does not count errors of its memory (ECC)"),
+        (("gpus",), [], FAIL, "the number of GPUs is 0 on b, 1 on the other 2 hosts"),
+        (("gpus", 0), GPU._replace(driver="535.2"), FAIL,
+         "the driver of the GPUs is 535.2 on b, 580.1 on the other 2 hosts"),
+        (("gpus", 0), GPU._replace(errors=None), UNKNOWN,
+         "a GPU of b does not count errors of its memory (ECC)"),
         (("limits", "open files"), 512, FAIL, "a process may open 512 files on b"),
         (("files", "train.py"), "9c2e", FAIL, "train.py is 9c2e on b, 1f3a on the other 2 hosts"),
         (("files", "model.py"), "1f3a", FAIL, "model.py is missing or unreadable on a and c"),
@@ -185,17 +178,16 @@ def test_this_machine_alone_needs_no_ssh(monkeypatch, capsys, tmp_path):
         main(["-H", "localhost:1,n1.invalid:1", "--quick", "--mpirun", mpirun])
 
 
-def test_the_program_of_a_host_needs_only_the_standard_library(tmp_path):
+def test_the_program_of_a_host_needs_only_the_standard_library():
     wanted = {
         "names": ["localhost"],
         "folders": {},
         "program": ("", "", "", []),
-        "path": str(tmp_path),
     }
     call = f"doctor_facts({wanted!r})"
     program = program_that_prints(TRAVELLING, call)
     found, failures, _ = ask_hosts([Host("localhost")], program, work_s=PATIENCE_S)
     assert failures == {}
     (facts,) = found.values()
-    assert (facts["gpus"], facts["limits"].keys()) == ({}, hosts_facts.LIMITS.keys())
+    assert facts["limits"].keys() == hosts_facts.LIMITS.keys()
     assert facts["names"]["localhost"]

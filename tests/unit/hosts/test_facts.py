@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from mpiddp.doctor import job
-from mpiddp.hosts import facts, files, gpus, interfaces, network, processes
+from mpiddp.hosts import facts, files, gpu_health, gpus, interfaces, network, processes
 from mpiddp.hosts.facts import host_info, links
+from mpiddp.hosts.gpu_health import Health
 from mpiddp.hosts.remote import CHECK_PYTHON, program_that_prints
 from mpiddp.launch.preflight import TRAVELLING, Needs
+from tests.support.machine import TWO_GPUS
 from tests.support.patience import PATIENCE_S
 
-SENT = (interfaces, gpus, files, facts, network, job, processes)
+SENT = (interfaces, gpus, gpu_health, files, facts, network, job, processes)
 
 
 def run_bare(program, folder):
@@ -99,7 +101,7 @@ def test_what_a_host_has(tmp_path, monkeypatch):
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     tools = tmp_path / "tools"
-    program(tools / "nvidia-smi", "echo 'GPU 0: X (UUID: GPU-1)'; echo 'GPU 1: X (UUID: GPU-2)'")
+    program(tools / "nvidia-smi", TWO_GPUS)
     program(tools / "job", "")
     needs = {
         "mpirun": program(tmp_path / "mpi" / "mpirun", "echo mpirun 5.0; echo more"),
@@ -122,10 +124,11 @@ def test_what_a_host_has(tmp_path, monkeypatch):
         "python": "{}.{}.{}".format(*sys.version_info[:3]),
         "torch": "2.99",
         "mpi4py": "4.99",
-        "gpus": 2,
+        "health": found["health"],
         "address": "10.0.0.2",
     }
-    assert json.loads(json.dumps(found)) == found
+    assert len(found["health"].gpus) == 2
+    assert Health.of_json(json.loads(json.dumps(found["health"]))) == found["health"]
 
     program(tools / "nvidia-smi", "exec sleep 0")
     gone = str(tmp_path / "no")
@@ -133,8 +136,8 @@ def test_what_a_host_has(tmp_path, monkeypatch):
     for name, expected in (("tools/job", False), ("gone", False), (None, True)):
         found = host_info({**lacks, "path": str(tools), "program": name})
         assert found["has_program"] is expected, name
-    names = ("has_folder", "has_daemon", "mpirun", "gpus")
-    assert [found[name] for name in names] == [False, False, None, 0]
+    names = ("has_folder", "has_daemon", "mpirun", "health")
+    assert [found[name] for name in names] == [False, False, None, Health([])]
     assert host_info({**needs, "program": "tools/job"})["has_program"] is True
     assert host_info({**needs, "script": "gone.py"})["has_script"] is False
 

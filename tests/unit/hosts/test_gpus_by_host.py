@@ -1,6 +1,6 @@
 """The GPUs of each host: counted with the vendor's tool, chosen by the hostfile, near the rank's cores.
 
-No machine of the tests has a GPU: the tools are stubs that print what their documentation shows.
+No machine of the tests has a GPU: the tools print what real ones have printed.
 
 Tests mpiddp/hosts/gpus.py, mpiddp/launch/variables.py, mpiddp/runtime/gpu.py,
 mpiddp/hosts/facts.py.
@@ -17,12 +17,12 @@ import time
 import pytest
 
 from mpiddp.hosts import gpus
-from mpiddp.hosts.gpus import gpu_addresses, gpu_names, hides_all_gpus
+from mpiddp.hosts.gpus import Gpu, chosen_gpus, hides_all_gpus, read_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.launch.variables import gpu_table
 from mpiddp.runtime.gpu import bind_to_gpu, gpu_address, near_cores, prepare
 from mpiddp.world import RANK_SOURCES, World
-from tests.support.machine import NVIDIA, tool
+from tests.support.machine import GPU_ROW, TWO_GPUS, nvidia_smi, tool
 from tests.support.patience import PATIENCE_S
 
 HOST = socket.gethostname()
@@ -35,30 +35,73 @@ echo '{"device_list": [{"device_id": 0, "device_name": "Data Center GPU Max 1550
 echo ' "pci_bdf_address": "0000:29:00.0"}, {"device_id": 1, "device_name": "Data Center GPU Max 1550",'
 echo ' "pci_bdf_address": "0000:3a:00.0"}]}'
 """
+# As `rocm-smi --showproductname --showbus --showuse --showmeminfo vram --showtemp --json` of an MI210.
+ROCM = """
+echo 'WARNING: a GPU is in a low-power state'
+echo '{"card0": {"Temperature (Sensor edge) (C)": "N/A", "Temperature (Sensor junction) (C)": "41.0",'
+echo ' "GPU use (%)": "97", "VRAM Total Memory (B)": "68702699520", "VRAM Total Used Memory (B)": "10960896",'
+echo ' "Card Series": "AMD Instinct MI210", "PCI Bus": "0000:C1:00.0"}, "system": {"Driver version": "6.7"}}'
+"""
 NO_GPU = (
     "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9"
 )
-
-ASKED = {  # by the commands that print names and addresses
-    "nvidia-smi": ["-L", "--query-gpu=pci.bus_id --format=csv,noheader"],
-    "amd-smi": ["list --json"] * 2,
-    "xpu-smi": ["discovery -j"] * 2,
-}
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "names", "addresses"),
+    ("program", "text", "named", "addresses"),
     [
-        ("nvidia-smi", NVIDIA, ["NVIDIA H200"] * 2, ["0000:18:00.0", "0000:9a:00.0"]),
+        ("nvidia-smi", TWO_GPUS, [H100] * 2, ["0000:18:00.0", "0000:9a:00.0"]),
+        ("rocm-smi", ROCM, ["AMD Instinct MI210"], ["0000:c1:00.0"]),
         ("amd-smi", AMD, ["0000:05:00.0", "0000:26:00.0"], ["0000:05:00.0", "0000:26:00.0"]),
         ("xpu-smi", INTEL, ["Data Center GPU Max 1550"] * 2, ["0000:29:00.0", "0000:3a:00.0"]),
     ],
 )
-def test_each_vendors_tool(tmp_path, name, text, names, addresses):
-    path = tool(tmp_path, name, f'echo "$@" >> {tmp_path}/arguments\n{text}')
-    assert gpu_names(path) == names
-    assert gpu_addresses(path) == addresses
-    assert (tmp_path / "arguments").read_text().splitlines() == ASKED[name]
+def test_each_vendors_tool_is_asked_once(tmp_path, program, text, named, addresses):
+    path = tool(tmp_path, program, f'echo "$@" >> {tmp_path}/arguments\n{text}')
+    found = read_gpus(path)
+    assert [(gpu.name, gpu.address) for gpu in found] == [*zip(named, addresses, strict=True)]
+    assert len((tmp_path / "arguments").read_text().splitlines()) == 1
+
+
+def test_what_a_gpu_tells_of_itself(tmp_path):
+    hot = {"clocks_event_reasons.active": "0x0000000000000068", "utilization.gpu": "97"}
+    silent = {
+        "ecc.errors.uncorrected.volatile.total": "[N/A]",
+        "temperature.gpu": "[Unknown Error]",
+    }
+    known, unknown = read_gpus(tool(tmp_path, "nvidia-smi", nvidia_smi(hot, silent)))
+    assert known == Gpu(
+        name=H100,
+        address="0000:18:00.0",
+        uuid=GPU_ROW["uuid"],
+        use=97,
+        memory=0,
+        memory_total=81559 << 20,
+        temperature=31,
+        slowed="hardware slowdown and heat and heat, by its hardware",
+        errors=0,
+        driver="580.159.04",
+        clock="1980",
+    )
+    assert unknown == known._replace(use=0, temperature=None, slowed="", errors=None)
+    (amd,) = read_gpus(tool(tmp_path / "amd", "rocm-smi", ROCM))
+    assert (amd.use, amd.memory, amd.memory_total, amd.temperature) == (
+        97,
+        10960896,
+        68702699520,
+        41,
+    )
+
+
+def test_an_older_driver_is_asked_without_the_field_that_it_refuses(tmp_path):
+    field = "clocks_event_reasons.active"
+    refuses = f"""case "$1" in *{field}*)
+echo 'Field "{field}" is not a valid field to query.'; exit 2
+esac"""
+    rest = ", ".join(value for name, value in GPU_ROW.items() if name != field)
+    (gpu,) = read_gpus(tool(tmp_path, "nvidia-smi", f"{refuses}\necho '{rest}'"))
+    assert (gpu.name, gpu.slowed, gpu.errors, gpu.clock) == (H100, "", 0, "1980")
 
 
 def test_a_container_without_nvidia_smi_counts_what_the_driver_lists(tmp_path, monkeypatch):
@@ -68,12 +111,26 @@ def test_a_container_without_nvidia_smi_counts_what_the_driver_lists(tmp_path, m
         (tmp_path / "gpus" / address).mkdir(parents=True)
     monkeypatch.setattr(gpus, "_LISTED", tmp_path / "gpus")
     monkeypatch.setattr(gpus, "_DEVICES", tmp_path / "dev")
-    assert gpu_names("/no/folder") == []
+    assert read_gpus("/no/folder") == []
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert len(gpu_names("/no/folder") or []) == 2
-    assert gpu_addresses("/no/folder") == addresses
+    assert [gpu.address for gpu in read_gpus("/no/folder")] == addresses
+
+
+@pytest.mark.parametrize(
+    ("env", "numbers", "chosen"),
+    [
+        ({}, None, [0, 1]),
+        ({}, (1, 0), [1, 0]),
+        ({"CUDA_VISIBLE_DEVICES": "1, 0"}, None, [1, 0]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-9aac,7,MIG-aa01"}, None, [1, None, None]),
+        ({"ROCR_VISIBLE_DEVICES": ""}, None, []),
+    ],
+)
+def test_the_gpus_that_a_variable_chooses(tmp_path, env, numbers, chosen):
+    found = read_gpus(tool(tmp_path, "nvidia-smi", TWO_GPUS))
+    assert chosen_gpus(found, env, numbers) == chosen
 
 
 @pytest.mark.parametrize(
@@ -86,11 +143,11 @@ def test_a_variable_that_hides_all_gpus(name):
 
 def test_a_tool_without_gpus_and_one_that_hangs(tmp_path):
     path = tool(tmp_path, "nvidia-smi", NO_GPU)
-    assert gpu_names(path) == []
+    assert read_gpus(path) == []
     tool(tmp_path, "xpu-smi", INTEL)
-    assert len(gpu_names(path) or []) == 2
+    assert len(read_gpus(path)) == 2
     tool(tmp_path, "nvidia-smi", "exec sleep 600")
-    assert gpu_names(path, timeout_s=0.1) is None
+    assert read_gpus(path, timeout_s=0.1) is None
 
 
 # Another process traces it, so that it stays even when it is killed, as one in a driver that hangs.
@@ -118,7 +175,7 @@ def test_a_tool_that_cannot_be_killed(tmp_path):
     tracer = tmp_path / "nvidia-smi.tracer"
     began_at = time.monotonic()
     for timeout_s in (0.2, 1, 4, 16, 64):
-        assert gpu_names(path, timeout_s=timeout_s) is None
+        assert read_gpus(path, timeout_s=timeout_s) is None
         if tracer.exists():
             break
     assert time.monotonic() - began_at < PATIENCE_S
@@ -190,22 +247,23 @@ def test_cores_near_a_gpu(affinity, sysfs):
         ({"CUDA_VISIBLE_DEVICES": "1,0"}, 0, SECOND),
         ({"CUDA_VISIBLE_DEVICES": "1,0"}, 1, FIRST),
         ({"HIP_VISIBLE_DEVICES": "1"}, 0, SECOND),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-9aac"}, 0, SECOND),
     ],
 )
 def test_the_gpu_of_a_local_rank(tmp_path, env, local_rank, address):
-    env = env | {"PATH": tool(tmp_path, "nvidia-smi", NVIDIA)}
+    env = env | {"PATH": tool(tmp_path, "nvidia-smi", TWO_GPUS)}
     assert gpu_address(World(local_rank, 2, local_rank, 2), env) == address
 
 
-@pytest.mark.parametrize("visible", ["7", "9" * 5000, "", "-1", "GPU-18ac"])
+@pytest.mark.parametrize("visible", ["7", "9" * 5000, "", "-1", "MIG-aa01"])
 def test_a_gpu_that_no_tool_lists(tmp_path, visible):
-    env = {"CUDA_VISIBLE_DEVICES": visible, "PATH": tool(tmp_path, "nvidia-smi", NVIDIA)}
+    env = {"CUDA_VISIBLE_DEVICES": visible, "PATH": tool(tmp_path, "nvidia-smi", TWO_GPUS)}
     assert gpu_address(World(0, 2, 0, 2), env) == ""
 
 
 def test_a_rank_that_sees_its_own_gpu_alone(tmp_path):
     """srun --gpus-per-task=1 shows each rank one GPU; mpirun shows the ranks of a host the same."""
-    path = tool(tmp_path, "nvidia-smi", NVIDIA)
+    path = tool(tmp_path, "nvidia-smi", TWO_GPUS)
     env = {"CUDA_VISIBLE_DEVICES": "1", "PATH": path}
     srun = next(launcher for launcher in RANK_SOURCES if launcher.name == "slurm")
     assert gpu_address(World(1, 2, 1, 2, srun), env) == SECOND
@@ -221,7 +279,7 @@ def test_a_rank_that_sees_its_own_gpu_alone(tmp_path):
 def test_bind_gpu_binds_a_rank_to_the_cores_near_its_gpu(
     affinity, sysfs, monkeypatch, tmp_path, visible, local_rank, index
 ):
-    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", NVIDIA))
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", TWO_GPUS))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -242,7 +300,8 @@ def test_a_rank_that_cannot_be_bound_says_so(
     """It stays where it is, which is here the core near the other GPU."""
     own = {min(affinity)}
     os.sched_setaffinity(0, own)
-    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", f"echo {address}"))
+    row = nvidia_smi({"pci.bus_id": address})
+    monkeypatch.setenv("PATH", tool(tmp_path, "nvidia-smi", row))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("MPIDDP_BIND", "gpu")
     bind_to_gpu(World(0, 1, 0, 1), sysfs)

@@ -178,14 +178,14 @@ def needs(here, **more):
 
 def test_a_host_says_what_it_has(tmp_path):
     a, b = Host("a.invalid"), Host("b.invalid")
-    infos, complaints, silent = preflight([a, b], needs(tmp_path), SHELL)
+    infos, complaints, silent, *_ = preflight([a, b], needs(tmp_path), SHELL)
     assert (list(infos), complaints, silent) == ([a, b], {}, {})
     assert infos[a].host == a
     assert infos[a].mpirun == "mpirun (Open MPI) 5.0.11"
     assert (infos[a].has_folder, infos[a].has_daemon, infos[a].has_program) == (True, True, True)
     assert infos[b].interfaces == tuple(interfaces())
     lacking = needs(tmp_path, program="no-such-program", folder=str(tmp_path / "none"))
-    infos, complaints, silent = preflight([b], lacking, SHELL)
+    infos, complaints, silent, *_ = preflight([b], lacking, SHELL)
     assert (infos[b].has_folder, infos[b].has_program, silent) == (False, False, {})
     no_folder = error("missing. Copy", "b.invalid: ", f" {tmp_path}/none ")
     assert re.fullmatch(no_folder, complaints[b])
@@ -200,7 +200,7 @@ def test_a_host_that_lacks_the_interpreter_has_answered(tmp_path):
     script = 'case $0 in a*) eval "$1" ;; *) exit 1 ;; esac'
     shell = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE")
     lacking = needs(tmp_path, python=str(tmp_path / "python"))
-    infos, complaints, silent = preflight([a, b], lacking, shell)
+    infos, complaints, silent, *_ = preflight([a, b], lacking, shell)
     assert (infos, list(complaints), list(silent)) == ({}, [a, b], [b])
     no_python = error("Install it, and", f"a.invalid: {tmp_path}/python ", "mpiddp hosts push")
     assert re.fullmatch(no_python, complaints[a])
@@ -221,7 +221,7 @@ def test_a_python_that_is_too_old_or_another_one_is_named_as_that(tmp_path):
         (other, "is Python 3.99 there, 3."),
     ):
         python.chmod(0o755)
-        _, complaints, silent = preflight([a], needs(tmp_path, python=str(python)), SHELL)
+        _, complaints, silent, *_ = preflight([a], needs(tmp_path, python=str(python)), SHELL)
         assert silent == {}
         assert complaints[a].startswith(f"a.invalid: {python} ")
         assert said in complaints[a]
@@ -238,7 +238,7 @@ def test_a_host_is_asked_until_it_answers(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("mpiddp.launch.preflight.PAUSE_S", 0.01)
     slow = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE", hint="Ask for help.")
     a, b, c = (Host(f"{name}.invalid") for name in "abc")
-    infos, complaints, silent = preflight([a, b, c], needs(tmp_path), slow, wait_s=600.0)
+    infos, complaints, silent, *_ = preflight([a, b, c], needs(tmp_path), slow, wait_s=600.0)
     assert list(infos) == [a, b]
     assert list(complaints) == list(silent) == [c]
     said = "Host key verification failed."

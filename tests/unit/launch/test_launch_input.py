@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.gpu_health import Health
+from mpiddp.hosts.gpus import Gpu
 from mpiddp.hosts.hostfile import Hosts, parse_host_list
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import is_this_host
@@ -28,18 +30,15 @@ from mpiddp.launch.place import (
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters import find_starter
 from tests.support.errors import error
+from tests.support.machine import TWO_GPUS, tool
 from tests.unit.launch.test_starters import MPIS
 
 
 def placed(hosts: Hosts, gpus: dict[str, int], backend: str | None = None) -> Hosts:
     """The hosts with their ranks, if the preflight has found `gpus`."""
-    infos = {
-        host: HostInfo(host, True, True, True, "", "", "", gpus[host.name], ())
-        for host in hosts.hosts
-        if host.name in gpus
-    }
+    known = {host: Health([Gpu()] * gpus[host.name]) for host in hosts.hosts if host.name in gpus}
     options = LaunchOptions(backend=backend, host_list="-H")
-    return place(hosts, infos, MPIS["openmpi5"], options, Past(hosts, {}), 0)
+    return place(hosts, known, MPIS["openmpi5"], options, Past(hosts, {}), 0)
 
 
 def ranks(hosts: Hosts) -> list[int]:
@@ -74,10 +73,7 @@ def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
 
 def gpu_tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An nvidia-smi on PATH that lists two GPUs. No machine of the tests has one."""
-    program = folder / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.defpath}")
+    monkeypatch.setenv("PATH", tool(folder, "nvidia-smi", TWO_GPUS))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -186,7 +182,7 @@ def test_the_network_by_the_routes_to_the_other_hosts(
     monkeypatch.setattr(places, "_route", lambda name, login, family: of(family, by_name[name]))
     monkeypatch.setattr(places, "interfaces", lambda: [LO, ETH0, IB0, SIX])
     infos = [
-        HostInfo(host, True, True, True, "", "", "", 0, (Interface(name, "", "10.0.0.0/24"),))
+        HostInfo(host, True, True, True, "", "", "", None, (Interface(name, "", "10.0.0.0/24"),))
         for host, name in zip(hosts.hosts[1:], theirs, strict=False)
     ]
     found = find_network(hosts, infos, None)

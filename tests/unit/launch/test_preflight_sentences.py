@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer, no_answer
+from mpiddp.hosts.gpu_health import Health
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.transport import QRSH, SSH
@@ -26,7 +27,7 @@ from tests.support.errors import error
 A, B = Host("a"), Host("b")
 NEEDS = Needs("/venv/bin/python", "/mpi/bin/mpirun", "/mpi/bin/prted", "/work", "/bin")
 ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")
-FINE = HostInfo(A, True, True, True, "mpirun 5.0", "2.6", "4.1", 0, (ETH0,))
+FINE = HostInfo(A, True, True, True, "mpirun 5.0", "2.6", "4.1", Health(), (ETH0,))
 HERE = socket.gethostname()
 INSTEAD = ": --hostfile $PE_HOSTFILE "
 TRY = "Try: ssh -p 22022 u@a true "
@@ -52,13 +53,13 @@ MISSING = "missing or does not run. Install the same MPI"
         ({}, {"interface": "eth1"}, "interface", ('"eth1"', " a,", "has eth0.")),
         ({"python": "2.7.18"}, {}, "same Python", ("a: /venv/bin/python is Python 2.7 there, 3.",)),
         # A tool of GPUs that does not answer matters only where a rank may use GPUs.
-        ({"gpus": None}, {}, "amd-smi, xpu-smi", ("a: nvidia-smi", "CUDA_VISIBLE_DEVICES=")),
+        ({"health": None}, {}, "amd-smi, xpu-smi", ("a: nvidia-smi", "CUDA_VISIBLE_DEVICES=")),
     ],
 )
 def test_the_problem_of_one_host(has, needs, words, values):
     info = replace(FINE, **has)
     assert re.fullmatch(error(words, *values), _complaint(info, info, replace(NEEDS, **needs)))
-    without = replace(FINE, gpus=None)
+    without = replace(FINE, health=None)
     assert _complaint(without, without, replace(NEEDS, uses_gpus=False)) == ""
 
 

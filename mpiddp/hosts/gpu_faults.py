@@ -1,0 +1,108 @@
+"""What is wrong with the GPUs of a host, a sentence for each, from what `read_health` has found there.
+
+A fault breaks a job that uses the GPU: one that is lost, an error of its memory, a Xid of the hardware. A
+note may not: memory that others hold, a GPU that is slowed down. `mpiddp launch` asks in its preflight,
+`mpiddp doctor` by the same, and an agent before its script begins again (`wrong_here`).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+
+from mpiddp.hosts.gpu_health import Health, Holder, read_health
+from mpiddp.hosts.gpus import Gpu, chosen_gpus, hides_all_gpus
+from mpiddp.protocol.variables import JOB
+from mpiddp.text import counted, duration, escaped, listed, size_text
+
+_LEAST = 128 << 20  # bytes; a server of MPS holds less
+_LEAST_SHARE = 0.1  # of a GPU's memory, that no process is seen to hold
+_ANYWAY = "To start anyway: --no-check"
+# Those of the hardware, by https://docs.nvidia.com/deploy/xid-errors. A program causes most of the others.
+_XIDS = {
+    48: "an uncorrectable memory error",
+    64: "a row of its memory could not be replaced",
+    74: "an NVLink error",
+    79: "it has fallen off the bus",
+    95: "an uncontained memory error",
+    119: "its GSP does not answer",
+    120: "an error of its GSP",
+    140: "an unrecovered memory error",
+}
+
+
+def wrong_here(env: Mapping[str, str], *, timeout_s: float = 10.0) -> list[str]:
+    """What is wrong with the GPUs of this host that ranks with these variables see; [] without any.
+
+    For an agent, before it begins again. It takes at most `timeout_s` and some seconds more. Memory that the
+    processes of the job itself hold, by MPIDDP_JOB, is theirs.
+    """
+    host = socket.gethostname()
+    if hides_all_gpus(env):
+        return []
+    health = read_health(env.get("PATH"), timeout_s=timeout_s)
+    if health is None:
+        return [f"{host}: nvidia-smi does not answer in {timeout_s:g} s."]
+    chosen = chosen_gpus(health.gpus, env)
+    return [*faults(host, health, chosen), *held(host, health, chosen, own_job=env.get(JOB, ""))]
+
+
+def faults(host: str, health: Health, chosen: Sequence[int | None]) -> Iterator[str]:
+    """A sentence for each fault of the chosen GPUs of a host."""
+    for number, gpu in _those(health, chosen):
+        of_gpu = {each.number: each for each in health.xids if gpu.address[:-2] == each.address}
+        without = f"Restart the host, or do without it: --exclude {host}. {_ANYWAY}"
+        if gpu.is_lost:
+            yield f"{host}: its driver does not reach the GPU at {gpu.address}. {without}"
+        if gpu.errors:
+            errors = counted(gpu.errors, "uncorrected memory error")
+            reset = f"Reset it there: nvidia-smi -r -i {number}"
+            yield f"{host}: GPU {number} has {errors} (ECC). {reset}. {_ANYWAY}"
+        for xid in (of_gpu[each] for each in _XIDS if each in of_gpu):
+            fact = f"reported Xid {xid.number}, {_XIDS[xid.number]}, {duration(xid.ago_s)} ago"
+            yield f"{host}: GPU {number} {fact}. {without}"
+
+
+def notes(host: str, health: Health, chosen: Sequence[int | None], ssh: str = "") -> Iterator[str]:
+    """A sentence for each chosen GPU that others use, or that is slowed down. `ssh`: the login there."""
+    yield from held(host, health, chosen, ssh)
+    for number, gpu in _those(health, chosen):
+        if gpu.slowed:
+            heat = "" if gpu.temperature is None else f" at {gpu.temperature} °C"
+            yield f"{host}: GPU {number} is slowed down{heat}: {gpu.slowed}."
+
+
+def held(
+    host: str, health: Health, chosen: Sequence[int | None], ssh: str = "", own_job: str = ""
+) -> Iterator[str]:
+    """A sentence for the memory of each chosen GPU that processes hold.
+
+    Those of `own_job` do not count, nor does what nobody is seen to hold: it may have ended just now.
+    """
+    for number, gpu in _those(health, chosen):
+        of_gpu = [each for each in health.holders if each.gpu == gpu.uuid]
+        large = [each for each in of_gpu if each.memory is None or each.memory >= _LEAST]
+        others = [each for each in large if each.user and not (own_job and each.job == own_job)]
+        for each in (each for each in others if each.is_left):
+            fact = f"{_named(each)} of an earlier job still holds {_memory(each)} of GPU {number}"
+            yield f"{host}: {fact}. To end it: {ssh}{' ' * bool(ssh)}kill -9 {each.pid}"
+        if running := [each for each in others if not each.is_left]:
+            named = listed([f"{_named(each)} holds {_memory(each)}" for each in running], most=4)
+            yield f"{host}: GPU {number} is in use: {named}."
+        sizes = [each.memory for each in of_gpu if each.user]
+        unseen = (gpu.memory or 0) - sum(size or 0 for size in sizes)
+        if not own_job and None not in sizes and unseen > _LEAST_SHARE * (gpu.memory_total or 0):
+            by = "processes that are not shown there, as those of another container"
+            yield f"{host}: GPU {number} is in use: {by}, hold {size_text(unseen)}."
+
+
+def _those(health: Health, chosen: Sequence[int | None]) -> list[tuple[int, Gpu]]:
+    return [(at, gpu) for at, gpu in enumerate(health.gpus) if at in chosen]
+
+
+def _named(holder: Holder) -> str:
+    return escaped(f"pid {holder.pid} of {holder.user} ({holder.command})")
+
+
+def _memory(holder: Holder) -> str:
+    return "some memory" if holder.memory is None else size_text(holder.memory)

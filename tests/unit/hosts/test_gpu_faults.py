@@ -1,0 +1,144 @@
+"""What is wrong with a host's GPUs, from what its tools print and its processes are.
+
+Tests mpiddp/hosts/{gpu_health,gpu_faults}.py.
+python -m pytest tests/unit/hosts/test_gpu_faults.py
+"""
+
+import os
+import re
+import socket
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+
+from mpiddp.hosts.gpu_faults import faults, notes, wrong_here
+from mpiddp.hosts.gpu_health import read_health
+from mpiddp.protocol.channel import OUTPUT_PROCESS
+from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi, tool
+
+HERE = socket.gethostname()
+FIRST, SECOND = GPU_ROW["uuid"], SECOND_GPU["uuid"]
+ECC, REASONS = "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.active"
+LOST = (
+    """echo 'Unable to determine the device handle for GPU0000:44:00.0: Unknown Error'; exit 255"""
+)
+# As NVIDIA's driver and util-linux' dmesg write it, some seconds ago.
+DMESG = """up=$(cut -d. -f1 /proc/uptime)
+echo "[$((up - 3700)).000000] NVRM: Xid (PCI:0000:18:00): 48, pid=1, over an hour before"
+echo "[$up.000001] NVRM: Xid (PCI:0000:{at}:00): {number}, pid='<unknown>', name=<unknown>, GPU 0"
+"""
+
+
+def log_of(number, at="9a"):
+    return DMESG.replace("{at}", at).replace("{number}", str(number))
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A function that gives this machine two GPUs, with what differs, and tells what is wrong."""
+
+    def wrong(*gpus, users="", dmesg="", chosen=(0, 1)):
+        path = tool(tmp_path, "nvidia-smi", nvidia_smi(*(gpus or ({}, SECOND_GPU)), users=users))
+        tool(tmp_path, "journalctl", "echo '-- No entries --'")
+        tool(tmp_path, "dmesg", dmesg or "exit 1")
+        health = read_health(path)
+        assert health is not None
+        return [*faults("a", health, chosen)], [*notes("a", health, chosen, "ssh a")]
+
+    return wrong
+
+
+def test_gpus_that_are_in_order(host):
+    assert host() == ([], [])
+    assert host(users=f"{FIRST}, {os.getpid()}, 60", dmesg=log_of(31)) == ([], [])
+
+
+def test_faults_of_the_chosen_gpus(host):
+    (ecc,), _ = host({}, {**SECOND_GPU, ECC: "1"})
+    assert ecc == (
+        "a: GPU 1 has 1 uncorrected memory error (ECC). Reset it there: nvidia-smi -r -i 1. "
+        "To start anyway: --no-check"
+    )
+    (xid,), _ = host(dmesg=log_of(79))
+    assert re.fullmatch(r"a: GPU 1 reported Xid 79, it has fallen off the bus, \d s ago\. .*", xid)
+    assert host({}, {**SECOND_GPU, ECC: "1"}, dmesg=log_of(79), chosen=(0,)) == ([], [])
+    assert host(dmesg=log_of(79, at="55")) == ([], [])  # of another container
+
+
+def test_a_gpu_that_the_driver_does_not_reach(tmp_path):
+    health = read_health(tool(tmp_path, "nvidia-smi", LOST))
+    (sentence,) = faults("a", health, [0])
+    assert sentence.startswith("a: its driver does not reach the GPU at 0000:44:00.0. ")
+
+
+def test_a_gpu_that_is_slowed_down(host):
+    _, (note,) = host({REASONS: "0x0000000000000044", "temperature.gpu": "88"})  # and a power cap
+    assert note == "a: GPU 0 is slowed down at 88 °C: heat, by its hardware."
+
+
+@contextmanager
+def sleeping(**env):
+    with subprocess.Popen(["sleep", "6000"], env={**os.environ, **env}) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_who_holds_memory(host):
+    with sleeping() as pid:
+        _, (note,) = host(users=f"{SECOND}, {pid}, 1014\n{FIRST}, {pid}, 30")
+        assert re.fullmatch(
+            rf"a: GPU 1 is in use: pid {pid} of \w+ \(sleep 6000\) holds 1\.1 GB\.", note
+        )
+        _, (note,) = host(users=f"{SECOND}, {pid}, [N/A]")
+        assert note.endswith("holds some memory.")
+    _, (note,) = host({"memory.used": "40000"}, users=f"{FIRST}, 999999, 40000")
+    assert note.endswith(
+        "processes that are not shown there, as those of another container, hold 41.9 GB."
+    )
+
+
+def test_what_an_earlier_job_has_left(host):
+    """A process of a job has an agent above it as long as the job runs."""
+    with sleeping(MPIDDP_JOB="12ab") as pid:
+        users = f"{FIRST}, {pid}, 1014"
+        _, (note,) = host(users=users)
+        assert note == (
+            f"a: pid {pid} of {note.split()[4]} (sleep 6000) of an earlier job still holds 1.1 GB of GPU 0. "
+            f"To end it: ssh a kill -9 {pid}"
+        )
+    agent = f"""
+import subprocess
+open("/proc/self/comm", "w").write("{OUTPUT_PROCESS}")
+with subprocess.Popen(["sleep", "6000"]) as process:
+    print(process.pid, flush=True)
+    input()
+    process.kill()
+"""
+    command, pipe = ["python3", "-c", agent], subprocess.PIPE
+    env = {**os.environ, "MPIDDP_JOB": "12ab"}
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:
+        pid = process.stdout.readline().strip()
+        _, (note,) = host(users=f"{FIRST}, {pid}, 1014")
+        process.stdin.write("\n")
+        process.stdin.close()
+    assert note.startswith(f"a: GPU 0 is in use: pid {pid} of ")
+
+
+def test_what_an_agent_finds_before_it_begins_again(tmp_path):
+    def wrong(text, **env):
+        path = tool(tmp_path, "nvidia-smi", text)
+        return wrong_here({"PATH": path, "MPIDDP_JOB": "12ab", **env}, timeout_s=0.5)
+
+    assert wrong_here({"PATH": str(tmp_path)}) == []  # no tool
+    bad = nvidia_smi({ECC: "3", "memory.used": "9000"})
+    (fault,) = wrong(bad)
+    assert fault.startswith(f"{HERE}: GPU 0 has 3 uncorrected memory errors (ECC).")
+    assert wrong(bad, CUDA_VISIBLE_DEVICES="") == []
+    assert wrong(bad, CUDA_VISIBLE_DEVICES="1") == []
+    with sleeping(MPIDDP_JOB="12ab") as own, sleeping(MPIDDP_JOB="34cd") as other:
+        users = f"{FIRST}, {own}, 9000\n{FIRST}, {other}, 1000"
+        (held,) = wrong(nvidia_smi({}, users=users))
+        assert held.startswith(f"{HERE}: pid {other} of ")
+        assert held.endswith(f"To end it: kill -9 {other}")
+    assert wrong("exec sleep 6000") == [f"{HERE}: nvidia-smi does not answer in 0.5 s."]
