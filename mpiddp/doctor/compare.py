@@ -104,17 +104,12 @@ def gpus(each: Mapping[str, Sequence[Gpu]]) -> Iterator[Found]:
     if fact := differences("the number of GPUs", {name: len(rows) for name, rows in each.items()}):
         yield FAIL, fact, "see nvidia-smi and dmesg there: a GPU may have fallen off the bus"
     each = {name: found for name, found in each.items() if found}
-    for field, what in (
-        ("name", "name"),
-        ("memory_total", "memory"),
-        ("driver", "driver"),
-        ("clock", "highest clock"),
-    ):
-        values = {
-            name: all_of(sorted({str(getattr(gpu, field)) for gpu in found}))
-            for name, found in each.items()
-        }
-        if fact := differences(f"the {what} of the GPUs", values):
+    for field in ("name", "memory_total", "driver", "clock"):
+        of_host = {name: {getattr(gpu, field) for gpu in each[name]} for name in each}
+        if field == "memory_total":
+            of_host = {name: {size_text(size or 0) for size in of_host[name]} for name in each}
+        values = {name: all_of(sorted(found)) for name, found in of_host.items()}
+        if fact := differences(f"the {field.replace('_', ' ')} of the GPUs", values):
             is_driver = field == "driver"
             yield FAIL if is_driver else WARN, fact, "install the same driver" if is_driver else ""
     for name, found in each.items():

@@ -137,12 +137,9 @@ def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
     lines = lines or [Line("preflight", OK, f"{said}, with {mpi}")]
     noted = [(WARN, *_split(note)) for notes in checked.notes.values() for note in notes]
     each = {host.name: health.gpus for host, health in checked.health.items()}
-    ok = (
-        "the same on every host, unused and without errors"
-        if any(each.values())
-        else "no host has any"
-    )
-    return lines + results("GPUs", [*noted, *compare.gpus(each)], ok)
+    said = "the same on every host, unused and without errors"
+    said = said if any(each.values()) else "no host has any"
+    return lines + results("GPUs", [*noted, *compare.gpus(each)], said)
 
 
 def _facts_program(options: argparse.Namespace, hosts: Hosts) -> str:

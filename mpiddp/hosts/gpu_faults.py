@@ -17,7 +17,6 @@ from mpiddp.text import counted, duration, escaped, listed, size_text
 
 _LEAST = 128 << 20  # bytes; a server of MPS holds less
 _LEAST_SHARE = 0.1  # of a GPU's memory, that no process is seen to hold
-_ANYWAY = "To start anyway: --no-check"
 # Those of the hardware, by https://docs.nvidia.com/deploy/xid-errors. A program causes most of the others.
 _XIDS = {
     48: "an uncorrectable memory error",
@@ -51,16 +50,15 @@ def faults(host: str, health: Health, chosen: Sequence[int | None]) -> Iterator[
     """A sentence for each fault of the chosen GPUs of a host."""
     for number, gpu in _those(health, chosen):
         of_gpu = {each.number: each for each in health.xids if gpu.address[:-2] == each.address}
-        without = f"Restart the host, or do without it: --exclude {host}. {_ANYWAY}"
         if gpu.is_lost:
-            yield f"{host}: its driver does not reach the GPU at {gpu.address}. {without}"
+            yield f"{host}: its driver does not reach the GPU at {gpu.address}. Restart the host."
         if gpu.errors:
             errors = counted(gpu.errors, "uncorrected memory error")
             reset = f"Reset it there: nvidia-smi -r -i {number}"
-            yield f"{host}: GPU {number} has {errors} (ECC). {reset}. {_ANYWAY}"
+            yield f"{host}: GPU {number} has {errors} (ECC). {reset}."
         for xid in (of_gpu[each] for each in _XIDS if each in of_gpu):
-            fact = f"reported Xid {xid.number}, {_XIDS[xid.number]}, {duration(xid.ago_s)} ago"
-            yield f"{host}: GPU {number} {fact}. {without}"
+            fact = f"reported Xid {xid.number} ({_XIDS[xid.number]}) {duration(xid.ago_s)} ago"
+            yield f"{host}: GPU {number} {fact}. Restart the host."
 
 
 def notes(host: str, health: Health, chosen: Sequence[int | None], ssh: str = "") -> Iterator[str]:
@@ -92,8 +90,8 @@ def held(
         sizes = [each.memory for each in of_gpu if each.user]
         unseen = (gpu.memory or 0) - sum(size or 0 for size in sizes)
         if not own_job and None not in sizes and unseen > _LEAST_SHARE * (gpu.memory_total or 0):
-            by = "processes that are not shown there, as those of another container"
-            yield f"{host}: GPU {number} is in use: {by}, hold {size_text(unseen)}."
+            by = "processes that are not listed (a desktop's, another container's)"
+            yield f"{host}: GPU {number} is in use: {by} hold {size_text(unseen)}."
 
 
 def _those(health: Health, chosen: Sequence[int | None]) -> list[tuple[int, Gpu]]:

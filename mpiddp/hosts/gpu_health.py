@@ -18,7 +18,7 @@ from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, read_gpus, tool_output
 MORE_S = 3.0  # for who uses the GPUs, and for each log of the kernel
 SINCE_S = 3600  # of these logs
 _LONGEST_COMMAND = 40  # characters
-_AGENT = b"(mpiddp-output"  # the name of an agent's process, see OUTPUT_PROCESS
+_AGENT = b"mpiddp-output"  # the name of an agent's process, see OUTPUT_PROCESS
 _MARK = b"MPIDDP_JOB="
 _USERS = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
 _LOGS = (
@@ -38,7 +38,7 @@ class Holder(NamedTuple):
     user: str  # "" where this host does not show the process, as that of another container
     command: str
     job: str  # of mpiddp, "" for none: the value of MPIDDP_JOB
-    is_left: bool  # that job has ended
+    is_left: bool  # that job has no agent on this host any more
 
 
 class Xid(NamedTuple):
@@ -79,13 +79,11 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> Health | N
 
 def _holder(gpu: str, pid: str, memory: str) -> Holder:
     """A line of nvidia-smi, with what /proc tells of the process."""
-    environment = b""
-    with suppress(OSError):  # another user's
-        environment = Path("/proc", pid, "environ").read_bytes()
-    marks = [each[len(_MARK) :] for each in environment.split(b"\0") if each.startswith(_MARK)]
-    size = int(memory) << 20 if memory.isdigit() else None  # MiB
-    job = marks[0].decode(errors="replace") if marks else ""
-    return Holder(gpu, int(pid), size, *who(pid), job, bool(job) and not _has_agent(int(pid)))
+    size, job = (
+        (int(memory) << 20 if memory.isdigit() else None),
+        _job_of(Path("/proc", pid)),
+    )  # MiB
+    return Holder(gpu, int(pid), size, *who(pid), job, bool(job) and not _has_agent(job))
 
 
 def who(pid: str) -> tuple[str, str]:
@@ -102,14 +100,22 @@ def who(pid: str) -> tuple[str, str]:
     return str(number), command
 
 
-def _has_agent(pid: int) -> bool:
-    """Whether the process descends from the agent of a rank, so that its job still runs."""
-    with suppress(OSError, ValueError):
-        while pid > 1:
-            head, _, tail = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
-            if head.endswith(_AGENT):
+def _job_of(process: Path) -> str:
+    """The job of mpiddp to which a process of /proc belongs, "" for none, and for another user's."""
+    with suppress(OSError):
+        for variable in (process / "environ").read_bytes().split(b"\0"):
+            if variable.startswith(_MARK):
+                return variable[len(_MARK) :].decode(errors="replace")
+    return ""
+
+
+def _has_agent(job: str) -> bool:
+    """Whether an agent of the job runs on this host. A container of the job is no descendant of it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            is_agent = (process / "comm").read_bytes().startswith(_AGENT)
+            if is_agent and _job_of(process) == job:
                 return True
-            pid = int(tail.split()[1])
     return False
 
 

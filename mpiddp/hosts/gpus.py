@@ -47,10 +47,10 @@ _ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
 # What slows a GPU down although it has work. A limit of power is usual.
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
 _SLOWED = {
-    0x08: "hardware slowdown",
-    0x20: "heat",
-    0x40: "heat, by its hardware",
-    0x80: "power brake",
+    0x08: "HW slowdown",
+    0x20: "SW thermal slowdown",
+    0x40: "HW thermal slowdown",
+    0x80: "HW power brake slowdown",
 }
 
 
@@ -65,12 +65,14 @@ class Gpu(NamedTuple):
     memory_total: int | None = None
     temperature: int | None = None  # °C
     slowed: str = ""  # why
-    errors: int | None = (
-        None  # of its memory since the driver has started, which ECC could not correct
-    )
+    errors: int | None = None  # of its memory, not corrected by ECC, since the driver has started
     driver: str = ""
     clock: str = ""  # the highest, in MHz
     is_lost: bool = False  # the driver does not reach it
+
+
+# The fields of a GPU that change while it works.
+CHANGING = ("use", "memory", "memory_total", "temperature", "slowed")
 
 
 class Tool(NamedTuple):
@@ -80,24 +82,19 @@ class Tool(NamedTuple):
     arguments: tuple[str, ...]
     parse: Callable[[str], list[Gpu]]
 
-    def without(self, text: str) -> Tool | None:
-        """The same without the field that its output `text` refuses, as an older driver does."""
-        refused = re.match(r'Field "(.+)" is not a valid field', text)
-        if refused is None:
-            return None
-        fields = [each for each in _FIELDS if each != refused[1]]
-        return _nvidia_smi(fields) if len(fields) < len(_FIELDS) else None
-
 
 # The fields of nvidia-smi in the order of `Gpu`. `nvidia-smi --help-query-gpu` explains them.
+_NEW_FIELD = (
+    "clocks_event_reasons.active"  # a driver before 535 refuses it, and tells nothing else then
+)
 _FIELDS = (
     *("name", "pci.bus_id", "uuid", "utilization.gpu", "memory.used", "memory.total"),
-    *("temperature.gpu", "clocks_event_reasons.active", "ecc.errors.uncorrected.volatile.total"),
+    *("temperature.gpu", _NEW_FIELD, "ecc.errors.uncorrected.volatile.total"),
     *("driver_version", "clocks.max.sm"),
 )
 
 
-def _nvidia_smi(fields: Sequence[str] = _FIELDS) -> Tool:
+def _nvidia_smi(fields: Sequence[str]) -> Tool:
     def parse(text: str) -> list[Gpu]:
         lost = re.findall(rf"Unable to determine the device handle for GPU ?({_ADDRESS})", text)
         rows = [line.split(", ") for line in text.splitlines()]
@@ -112,8 +109,8 @@ def _of_nvidia(row: Mapping[str, str]) -> Gpu:
     name, address, uuid, use, memory, total, temperature, reasons, errors, driver, clock = (
         row.get(field, "") for field in _FIELDS
     )
-    bits = int(reasons, 16) if reasons.startswith("0x") else 0
-    slowed = " and ".join(why for bit, why in _SLOWED.items() if bits & bit)
+    bits = int(reasons, 16) if re.fullmatch("0x[0-9A-Fa-f]{1,16}", reasons) else 0
+    slowed = ", ".join(why for bit, why in _SLOWED.items() if bits & bit)
     used, size = (_whole(each, 1 << 20) for each in (memory, total))  # MiB
     numbers = (_whole(use), used, size, _whole(temperature))
     return Gpu(name, _of_sysfs(address), uuid, *numbers, slowed, _whole(errors), driver, clock)
@@ -153,7 +150,8 @@ def _of_intel(text: str) -> list[Gpu]:
 # Sources: nvidia-smi -h; rocm-smi's and amd-smi's command line in ROCm's documentation; XPU Manager's
 # "discovery -j".
 TOOLS = (
-    _nvidia_smi(),
+    _nvidia_smi(_FIELDS),
+    _nvidia_smi([each for each in _FIELDS if each != _NEW_FIELD]),
     Tool(
         "rocm-smi",
         (
@@ -169,15 +167,12 @@ TOOLS = (
 
 def read_gpus(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] | None:
     """The GPUs of this host; [] without any, None if a tool does not answer."""
-    for each in TOOLS:
-        tool: Tool | None = each
-        while tool is not None:
-            text = tool_output(tool.program, tool.arguments, path, timeout_s)
-            if text is None:
-                return None
-            if gpus := tool.parse(text):
-                return gpus
-            tool = tool.without(text)
+    for tool in TOOLS:
+        text = tool_output(tool.program, tool.arguments, path, timeout_s)
+        if text is None:
+            return None
+        if gpus := tool.parse(text):
+            return gpus
     return [Gpu("NVIDIA GPU", address) for address in _listed_by_driver()]
 
 

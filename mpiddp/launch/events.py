@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TextIO
 from mpiddp.errors import STOPPED
 from mpiddp.launch import log
 from mpiddp.launch.collectives import Call, Group, calls_of
+from mpiddp.launch.gpu_use import GpuUse
 from mpiddp.launch.pace import Pace
 from mpiddp.launch.places import Place, place_of
 from mpiddp.text import escaped
@@ -34,7 +35,7 @@ ENDS = frozenset(["done", "exited", "failed", "lost"])
 # The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and what the server sees of their connections.
 OF_RANKS = ENDS | {
     *("started", "joining", "log", "announce", "run_dir", "saved", "supports_stop"),
-    *("progress", "saving", "stopped", "stacks", "calls", "claim", "held"),
+    *("progress", "saving", "stopped", "stacks", "calls", "gpus", "claim", "held"),
 }
 # What the launcher does, and its facts.
 OF_LAUNCHER: dict[str, tuple[str, ...]] = {
@@ -141,6 +142,7 @@ class Record:
         self.saving: dict[int, float] = {}  # the ranks that save, and since when
         self.last_saved_at = 0.0  # when a rank last ended a save
         self.paces: dict[int, Pace] = {}  # of the latest steps
+        self.gpus: dict[int, GpuUse] = {}  # of the ranks
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
         self.announcement = Announcement()
         self.stacks: dict[int, dict[str, Any]] = {}  # that were asked for last
@@ -180,6 +182,9 @@ class Record:
                 self.paces.setdefault(rank, Pace()).add(event.at, facts)
                 if rank == 0:
                     self.shown.update(facts.get("shown", {}))
+            case "gpus":
+                for of_rank in facts["ranks"]:
+                    self.gpus.setdefault(of_rank["rank"], GpuUse()).add(of_rank)
             case "asked":
                 self.stacks, self.mute = {}, {*facts["ranks"]} - self.done.keys()
             case "stacks" if event.from_script or rank not in self.stacks:
@@ -220,7 +225,7 @@ class Record:
             self.calls[group][rank] = calls
 
     def _write(self, event: Event) -> None:
-        is_frequent = event.kind in ("progress", "calls")
+        is_frequent = event.kind in ("progress", "calls", "gpus")
         if self._file is None or (is_frequent and self._size > _LARGEST):
             return
         try:

@@ -16,6 +16,8 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.preflight import Checked
 from mpiddp.launch.variables import of_host
 
+_ANYWAY = "To start anyway: --no-check"
+
 
 def check_here(host: Host, env: Mapping[str, str], exports: Mapping[str, str]) -> Checked:
     """The same of this machine, which takes all ranks and is asked nothing else."""
@@ -34,8 +36,9 @@ def check(checked: Checked, env: Mapping[str, str], exports: Mapping[str, str]) 
     for host, health in checked.health.items():
         if health.gpus and not hides_all_gpus(own := of_host(host, env, exports)):
             chosen = chosen_gpus(health.gpus, own, host.gpus)
-            if found := "\n".join(faults(host.name, health, chosen)):
-                broken[host] = found
+            found = [f"{each} {_ANYWAY}" for each in faults(host.name, health, chosen)]
+            if found:
+                broken[host] = "\n".join(found)
             ssh = "" if is_this_host(host.name) else ssh_line(host)
             noted[host] = [*notes(host.name, health, chosen, ssh)]
     return checked._replace(complaints={**broken, **checked.complaints}, notes=noted)

@@ -108,7 +108,7 @@ def plan_without(options: LaunchOptions, plan: Plan, failures: Mapping[str, str]
     by_key = {place.key_of(name, plan.named): why for name, why in failures.items()}
     new = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
     _note(plan.memory, plan.named, new)
-    checked = plan.checked._replace(complaints={**plan.checked.complaints, **new})
+    checked = plan.checked._replace(complaints={**plan.checked.complaints, **new}, notes={})
     start_s, env = plan.request.network.start_s, plan.request.env
     return _plan(options, env, plan.starter, plan.past, plan.memory, checked, start_s)
 
@@ -261,7 +261,7 @@ def run_preflight(
         interface=",".join(interface) or None,
         program=program,
         script=None if first in ("--", "-m") else first,
-        uses_gpus=not hides_all_gpus({**env, **exports}),
+        uses_gpus=uses_gpus,
     )
     wait_s = options.wait_s or 0.0
     checked = preflight(named.usable, needs, named.transport, wait_s=wait_s, logins=logins)

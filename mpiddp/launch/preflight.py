@@ -48,7 +48,7 @@ class Needs:
     interface: str | None = None  # by name, address or network
     program: str | None = None  # that the ranks run, by its path or on `path`
     script: str | None = None  # of Python, by its path
-    uses_gpus: bool = True  # False if a variable of the ranks hides them all
+    uses_gpus: bool = True  # False with gloo, or if a variable of the ranks hides them all
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,7 @@ class Checked(NamedTuple):
     infos: Mapping[Host, HostInfo]  # what each host has
     complaints: Mapping[Host, str]  # why some hosts cannot be used, a sentence for each
     silent: Mapping[Host, str]  # of the complaints, those about hosts that have not answered
-    health: Mapping[Host, Health] = MappingProxyType(
-        {}
-    )  # of the GPUs, of the hosts that were asked
+    health: Mapping[Host, Health] = MappingProxyType({})  # of the GPUs of each host that was asked
     notes: Mapping[Host, Sequence[str]] = MappingProxyType({})  # about GPUs that can be used
 
 

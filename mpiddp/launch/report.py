@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,14 @@ class Report:
         """Add an attempt that has just ended, and the host of each rank."""
         span = {"began_at": began_at, "ended_at": time.time()}
         ranks = {"hosts": list(dict.fromkeys(hosts)), "world_size": len(hosts)}
-        self._attempts.append(span | ranks | _ending(outcome))
+        self._attempts.append(span | ranks | {"gpus": outcome.gpus} | _ending(outcome))
         self._try_to_write(_RUNNING)
+        run, gpus = outcome.announcement.run_dir, outcome.gpus
+        known = Path(run, "attempts.jsonl")  # for `mpiddp report`; it may be on another host
+        if run and gpus and known.is_file():
+            facts = {"at": time.time(), "event": "gpus", "ranks": gpus}
+            with suppress(OSError), known.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(facts) + "\n")
 
     def end(self, outcome: Outcome, resume: str | None) -> None:
         """The job has ended; `resume` is the command that resumes it. Runs the command of `on_end`."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mpiddp.launch.events import Record
+from mpiddp.hosts.gpus import CHANGING
+from mpiddp.launch.events import Phase, Record
+from mpiddp.launch.gpu_use import find_idle
 from mpiddp.launch.watch import straggler_sentence
 from mpiddp.text import counted, duration, escaped, size_text
 
@@ -38,11 +40,21 @@ def status_lines(record: Record, now: float) -> list[str]:
     machines.append(f"{size_text(max(pace.memory for pace in record.paces.values()))} a rank")
     if straggler := straggler_sentence(record)[1]:
         machines.append(straggler.partition(":")[0])
+    uses = [use for gpu in record.gpus.values() if (use := gpu.facts["use"]) is not None]
+    if uses:
+        machines.append(f"GPUs {sum(uses) / len(uses):.0f}% in use")
     if record.saving:
         machines.append("saving")
     elif record.last_saved_at:
         machines.append(f"saved {duration(now - record.last_saved_at)} ago")
     return [escaped("  ".join(training)), escaped("  ".join(machines))]
+
+
+def idle_sentence(record: Record) -> str:
+    """A sentence about the ranks whose GPUs have idled for some readings, "" for none."""
+    idle, others = find_idle(record.gpus, record.left if record.phase is Phase.RUNNING else [])
+    they = "the GPU of {} idles" if len(idle) == 1 else "the GPUs of {} idle"
+    return f"{they.format(record.names(idle))}{others}." if idle else ""
 
 
 def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
@@ -54,6 +66,7 @@ def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[s
         "attempt": record.fact("began", "attempt"),
         "phase": record.phase.name.lower(),
         "straggler": straggler_sentence(record)[1],
+        "idle_gpus": idle_sentence(record),
         "ranks": table,
         "step": record.newest_step[0] if record.paces else None,
         "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
@@ -76,6 +89,9 @@ def _rank_facts(record: Record, rank: int, latest: bytes, now: float) -> dict[st
         "state": next((state for state, of in states.items() if rank in of), "starting"),
         "line": escaped(line[-_LONGEST_LINE:]),
     }
+    if gpu := record.gpus.get(rank):
+        told = {name: gpu.facts[name] for name in CHANGING}
+        facts |= {f"gpu_{name}": each for name, each in told.items() if each not in (None, "")}
     if pace := record.paces.get(rank):
         ago_s = now - pace.since
         facts |= {"step": pace.step, "ago_s": ago_s, "memory": pace.memory}

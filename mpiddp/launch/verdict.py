@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import log
@@ -92,6 +92,7 @@ class Outcome(NamedTuple):
     stop: Stop = Stop.NONE
     announcement: Announcement = Announcement()
     made_steps: bool = False
+    gpus: Sequence[Mapping[str, Any]] = ()  # what each rank's has done, where it is known
 
     def log(self) -> None:
         """Print the verdict, and the known cause below it."""
@@ -107,7 +108,10 @@ def verdict(record: Record) -> Outcome:
     mpirun = MpirunEnd(**end.facts) if end else MpirunEnd("mpirun", DONE, was_ended=True)
     first = min(record.failures.values(), key=lambda each: _began(record, each), default=None)
     found = _judge(record, mpirun, first)._replace(
-        stop=record.stop, announcement=record.announcement, made_steps=bool(record.paces)
+        stop=record.stop,
+        announcement=record.announcement,
+        made_steps=bool(record.paces),
+        gpus=[{"rank": rank, **gpu.summary} for rank, gpu in sorted(record.gpus.items())],
     )
     if found.code != FAILED:
         return found
@@ -369,5 +373,7 @@ def explained(first: FirstFailure | None, printed: _Printed) -> tuple[str, str]:
     if found is None or found.failure.weight not in (Weight.CAUSE, Weight.SYMPTOM):
         return "", ""
     row = found.failure
-    sentence = f'"{found.line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
+    # The error line has said the rest of its line.
+    line = next((text for text in row.says if first and text in first.error), found.line)
+    sentence = f'"{line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
     return row.id, sentence

@@ -92,6 +92,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "stacks": {"text": str, "cpu_s": _NUMBER, "state": str},
     # Of torch's collectives, by the rank's own clock: see `mpiddp.runtime.collectives`.
     "calls": {"now_us": int, "groups": list},
+    # For each rank of its host whose GPU is known: the rank, and the fields CHANGING of `mpiddp.hosts.gpus`.
+    "gpus": {"ranks": list},
     "stopped": {},
     "terminal": {"echo": bool, "lines": bool},  # what rank 0's script has set of it
     # `is_verdict`: `error` names the culprit, which may be another rank. Then, if there is one, `signal`: the

@@ -1,7 +1,7 @@
 """What the folder of a run tells of it, from JSON alone: records, starts, saves, failures and settings.
 
 config.json, summary.json, metrics.jsonl    the settings, the results, a record of each step
-attempts.jsonl                              how each start began, and how its ranks ended
+attempts.jsonl                              how each start began, what its GPUs did, how its ranks ended
 starts/start_0001.json                      command, versions and git commit of each start
 
 A run may be going on, have died while it wrote, or be of another version. So every file may be missing,
@@ -60,6 +60,7 @@ class Start:
     outcome: str = ""  # "done", "stopped" or "failed"
     made: int | None = None  # the last step of rank 0
     failures: list[Failure] = field(default_factory=list)
+    gpus: list[dict[str, Any]] = field(default_factory=list)  # see `mpiddp.launch.gpu_use`
 
     @property
     def failure(self) -> str:
@@ -185,6 +186,8 @@ def _starts(run: RunDir, notes: list[str]) -> list[Start]:
             hosts = line.get("hosts")
             named = [str(each) for each in hosts] if isinstance(hosts, list) else []
             starts.append(Start(at, int(step), named, str(line.get("versions", ""))))
+        elif starts and line.get("event") == "gpus" and isinstance(line.get("ranks"), list):
+            starts[-1].gpus = [each for each in line["ranks"] if isinstance(each, dict)]
         elif at is not None and starts and line.get("event") == "ended":
             start, rank = starts[-1], int(number(line, "rank") or 0)
             if line.get("failure"):

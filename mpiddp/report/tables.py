@@ -10,9 +10,10 @@ from typing import Any
 
 from mpiddp.report.html import details, items, letter, table
 from mpiddp.report.read import UNKNOWN, Failure, Run, number
-from mpiddp.text import counted, duration, listed
+from mpiddp.text import counted, duration, listed, size_text
 
 _MAX_ROWS = 20
+_OF_GPUS = ("use", "memory", "memory_total", "temperature")
 
 
 def facts(runs: Sequence[Run]) -> str:
@@ -37,6 +38,7 @@ def _facts_of(run: Run) -> dict[str, str]:
         "step time p50": run.shown("{:.4f} s", "step_time_p50_s"),
         "step time p95": run.shown("{:.4f} s", "step_time_p95_s"),
         "time of the steps": _time(run),
+        "GPUs": _gpus(run.starts[-1].gpus if run.starts else ()),
         "saves kept": listed([f"{step:,}" for step in run.saves]) or UNKNOWN,
     }
     return {name: text for name, text in found.items() if text != UNKNOWN}
@@ -128,6 +130,21 @@ def _time(run: Run) -> str:
     spent = {name: number(phases, name) or 0.0 for name in phases}
     total = sum(each for each in spent.values() if each > 0)
     parts = [f"{name} {each / total:.0%}" for name, each in spent.items() if each > 0]
+    return ", ".join(parts) or UNKNOWN
+
+
+def _gpus(ranks: Sequence[dict[str, Any]]) -> str:
+    """What the GPUs of the last start have done: their mean use, the most memory and heat of any."""
+    values = {
+        name: [n for each in ranks if (n := number(each, name)) is not None] for name in _OF_GPUS
+    }
+    use, memory, total, heat = values.values()
+    parts = [f"{sum(use) / len(use):.0f} % in use"] if use else []
+    parts += [f"at most {size_text(max(memory))}"] if memory else []
+    parts += [f"of {size_text(max(total))}"] if total and memory else []
+    parts += [f"up to {max(heat):.0f} °C"] if heat else []
+    slow = [each["slowed"] for each in ranks if isinstance(each.get("slowed"), list)]
+    parts += sorted({str(why) for reasons in slow for why in reasons})
     return ", ".join(parts) or UNKNOWN
 
 

@@ -19,6 +19,7 @@ from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
 from mpiddp.runtime.child import reap
 from mpiddp.runtime.gpu import limit_threads, prepare
+from mpiddp.runtime.gpu_readings import GpuReadings
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator, Server
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank
@@ -190,10 +191,13 @@ class Attempt:
     def _serve(self) -> Ending:
         """Wait for all that may happen until the script has ended. End what it has left."""
         child = self.child
+        readings = self._read_gpus()
         while child.status is None:
             self._wait()
         ending = child.ending()
         is_success = not (ending.is_failure or self._stop_signal or self._code)
+        if readings and is_success:
+            readings.stop()
         streams = self.process.streams
         left = child.left_behind() if is_success and streams else {}
         if left:
@@ -203,9 +207,21 @@ class Attempt:
         if child.end(_END_S):  # what is left cannot be killed
             for stream in streams:
                 stream.source.close()
+        if readings:
+            readings.stop()
         while not self.process.is_done:
             self._wait()
         return ending
+
+    def _read_gpus(self) -> GpuReadings | None:
+        """Read what the GPUs of this host do from now on, if this is its first rank."""
+        ranks = self.coordinator
+        if self._launcher is None or ranks.world.local_rank != 0:
+            return None
+        here = [at for at, host in enumerate(ranks.hostnames) if host == self.world.hostname]
+        readings = GpuReadings(ranks.world, here, os.environ, ranks.send)
+        readings.start()
+        return readings
 
     def _wait(self) -> None:
         """Act on what happens next."""

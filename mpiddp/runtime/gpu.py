@@ -78,18 +78,20 @@ def bind_to_gpu(world: World, sysfs: Path = Path("/sys")) -> None:
 def gpu_address(world: World, env: Mapping[str, str]) -> str:
     """The PCI address of this rank's GPU, "" if it is not known."""
     gpus = read_gpus(env.get("PATH")) or []
-    # Some launchers do not set the local rank, which is not counted before the ranks have joined.
-    number = None if world.local_rank is None else gpu_of(world, world.local_rank, gpus, env)
+    number = gpu_of(world, world.local_rank, gpus, env)
     return "" if number is None else gpus[number].address
 
 
 def gpu_of(
-    world: World, local_rank: int, gpus: Sequence[Gpu], env: Mapping[str, str]
+    world: World, local_rank: int | None, gpus: Sequence[Gpu], env: Mapping[str, str]
 ) -> int | None:
-    """The number of a local rank's GPU, which `process_group.device_of` chooses; None if it is not known."""
+    """The number of a local rank's GPU, which `process_group.device_of` chooses; None if it is not known.
+
+    Some launchers do not set the local rank, which is not counted before the ranks have joined.
+    """
     chosen = chosen_gpus(gpus, env)
     at = 0 if len(chosen) == 1 and world.launcher.hides_gpus else local_rank
-    return chosen[at] if at < len(chosen) else None
+    return chosen[at] if at is not None and at < len(chosen) else None
 
 
 def near_cores(address: str, sysfs: Path = Path("/sys")) -> set[int]:

@@ -205,8 +205,7 @@ def noted_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
 
 def out_of_memory(error: BaseException, options: Namespace, config: Config) -> str:
     """The sentence for a GPU whose memory is full. It says how to keep the global batch."""
-    cause = "".join(str(error).partition("is free.")[:2])  # then torch lists who has the rest
     place = " in the place of --batch-size" if options.batch_size else ""
     batch = f"--global-batch-size {config.global_batch_size}"
     passes = f"{batch} --grad-accum-steps {2 * config.grad_accum_steps}{place}"
-    return f"{cause} The same global batch in half of the memory: {passes}."
+    return f"{error} The same global batch in half of the memory: {passes}."

@@ -40,8 +40,13 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
     "wait": ("wait_s", seconds, True),
     "cpu": ("cores", "{:.0%}".format, True),
     "memory": ("memory", size_text, True),
+    "gpu": ("gpu_use", "{:.0f}%".format, False),
+    "gpu-memory": ("gpu_memory", size_text, True),
+    "temp": ("gpu_temperature", "{} °C".format, True),
+    "slowed": ("gpu_slowed", escaped, True),
     "ago": ("ago_s", duration, True),
 }
+_OF_GPUS = ("gpu", "gpu-memory", "temp", "slowed")  # shown where a rank has any
 
 
 def ps(argv: list[str]) -> int:
@@ -149,15 +154,21 @@ def head_lines(facts: Facts) -> list[str]:
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]
-    return [", ".join(parts), *([escaped(facts["straggler"])] if facts.get("straggler") else [])]
+    said = (facts.get(name) for name in ("straggler", "idle_gpus"))
+    return [", ".join(parts), *(escaped(sentence) for sentence in said if sentence)]
 
 
 def rank_lines(ranks: Sequence[Facts]) -> list[str]:
     """The table of ranks: a line of names, and one for each."""
-    rows = [[*map(str.upper, COLUMNS), "LAST LINE"]]
+    shown = {
+        name: (fact, text)
+        for name, (fact, text, _) in COLUMNS.items()
+        if name not in _OF_GPUS or any(fact in rank for rank in ranks)
+    }
+    rows = [[*map(str.upper, shown), "LAST LINE"]]
     for rank in ranks:
-        facts = [(rank.get(fact), text) for fact, text, _ in COLUMNS.values()]
+        facts = [(rank.get(fact), text) for fact, text in shown.values()]
         cells = ["-" if value is None else text(value) for value, text in facts]
         rows.append([*cells, escaped(rank["line"])])
-    right = [index for index, name in enumerate(COLUMNS) if name not in ("host", "state")]
+    right = [index for index, name in enumerate(shown) if name not in ("host", "state", "slowed")]
     return align_columns(rows, right=right).split("\n")

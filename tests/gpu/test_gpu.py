@@ -3,10 +3,12 @@
 python -m pytest -m gpu tests/gpu
 """
 
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpiddp.bench.figures import read_results
+from mpiddp.hosts.gpu_faults import faults, notes, wrong_here
+from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import read_gpus
 from mpiddp.train.data import DeviceImages, prefetched
 from mpiddp.train.folder import ImageFolder
@@ -205,6 +209,89 @@ def test_the_number_of_ranks_follows_the_visible_gpus():
     (uuid, *_) = re.findall(r"UUID: (GPU-[0-9a-f-]+)", listed)
     found = group("-H", "localhost:2", CUDA_VISIBLE_DEVICES=uuid)
     assert (found["world_size"], found["device"]) == (1, "cuda:0")
+
+
+# ---- what is seen of a GPU
+
+HOLDS = """
+import sys, torch
+held = torch.ones(1 << 28, device="cuda")
+print("holds", flush=True)
+sys.stdin.read()
+"""
+WORKS = """
+import time, torch
+matrix = torch.ones(4096, 4096, device="cuda")
+until = time.monotonic() + 35
+while time.monotonic() < until:
+    for _ in range(100):
+        matrix = (matrix @ matrix).clamp(-1, 1)
+    torch.cuda.synchronize()
+"""
+FILLS = """
+import torch
+held = [torch.empty(1 << 32, device="cuda") for _ in range(1000)]
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return str(folder / "script.py")
+
+
+@needs_gpu
+def test_one_query_tells_all_of_each_gpu():
+    found = read_gpus()
+    assert found is not None
+    assert len(found) == torch.cuda.device_count()
+    for index, gpu in enumerate(found):
+        has = torch.cuda.get_device_properties(index)
+        assert gpu.uuid.removeprefix("GPU-") == str(has.uuid)
+        assert gpu.memory_total == pytest.approx(has.total_memory, rel=0.05)
+        assert 0 < (gpu.temperature or 0) < 110
+        assert 0 <= (gpu.use if gpu.use is not None else -1) <= 100
+        assert (gpu.is_lost, gpu.errors or 0) == (False, 0)
+        assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.0", gpu.address)
+        assert gpu.driver
+        assert int(gpu.clock) > 500
+
+
+@needs_gpu
+def test_a_healthy_gpu_has_no_fault_and_memory_that_is_held_is_named():
+    """In a container, nvidia-smi may not list the processes: then it is the memory alone."""
+    assert wrong_here(os.environ) == []
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"holds\n"
+        health = read_health(None)
+        process.communicate()
+    assert health is not None
+    assert [*faults("here", health, [0])] == []
+    (held, *_) = notes("here", health, [0])
+    assert held.startswith("here: GPU 0 is in use: ")
+    if any(each.user for each in health.holders):
+        assert f"pid {process.pid} of " in held
+
+
+@needs_gpu
+def test_the_report_has_what_the_gpu_did(tmp_path):
+    report = tmp_path / "report.json"
+    run([*LAUNCH, "-H", "localhost:1", f"--report={report}", written(tmp_path, WORKS)])
+    (attempt,) = json.loads(report.read_text())["attempts"]
+    (gpu,) = attempt["gpus"]
+    assert gpu["use"] > 50
+    assert 1 << 28 < gpu["memory"] < gpu["memory_total"]
+    assert 0 < gpu["temperature"] < 110
+
+
+@needs_gpu
+def test_a_gpu_whose_memory_is_full_is_told_in_a_short_line(tmp_path):
+    output = run([*LAUNCH, "-H", "localhost:1", written(tmp_path, FILLS)], 1)
+    (line,) = (each for each in output.splitlines() if "failed first" in each)
+    assert re.search(r"Tried to allocate [\d.]+ GiB: GPU 0 has .* free; this process holds ", line)
+    assert len(line) < 400
+    assert output.count("has a known cause") == 1
 
 
 # ---- training

@@ -5,15 +5,36 @@ Holds mpiddp/hosts/{gpus,gpu_health,gpu_faults}.py and mpiddp/launch/gate.py.
 python -m pytest tests/promises/test_gpus.py
 """
 
+import json
 import re
+import signal
 from collections.abc import Mapping
 
-from tests.support.machine import GPU_ROW, nvidia_smi, tool
+from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi, tool
+from tests.support.patience import eventually
 from tests.support.place import Hosts, program
+from tests.support.ranks import ROOT
 
 ONE_EACH = ("launch", "-H", "node0:1,node1:1")
 JOB = program("identity.py")
 UUID = GPU_ROW["uuid"]
+BUSY = {"utilization.gpu": "97", "memory.used": "40000", "temperature.gpu": "61"}
+OUT_OF_MEMORY = (ROOT / "tests/data/failures/cuda-out-of-memory.txt").read_text().strip()
+FILLS = f"""
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+raise MemoryError({OUT_OF_MEMORY!r})
+"""
+STEPS = """
+import time
+import mpiddp
+mpiddp.init(backend="gloo")
+checkpoints = mpiddp.Checkpoints("runs/a")
+checkpoints.resume()
+while not mpiddp.should_stop():
+    time.sleep(0.1)
+"""
 
 
 def tools(hosts: Hosts, name: str, texts: Mapping[str, str]) -> dict[str, str]:
@@ -49,7 +70,9 @@ def test_a_gpu_that_has_reported_an_error(hosts):
     tools(hosts, "dmesg", {"node1": f'{log} the bus."'})
     refused = hosts.run(*ONE_EACH, JOB, env=env)
     assert refused.code == 2
-    sentence = r"node1: GPU 0 reported Xid 79, it has fallen off the bus, \d+ s ago\. .*--no-check"
+    sentence = (
+        r"node1: GPU 0 reported Xid 79 \(it has fallen off the bus\) \d+ s ago\. .*--no-check"
+    )
     (said,) = refused.said
     assert re.fullmatch(sentence, said)
 
@@ -68,7 +91,7 @@ def test_a_gpu_that_an_earlier_job_still_holds(hosts):
     )
     assert end == f"ssh node1 kill -9 {pid}"
     hosts["node0"].run(["sh", "-c", end], check=True)
-    assert hosts.processes("sleep 6000") == []
+    eventually(lambda: not hosts.processes("sleep 6000"))
 
 
 def test_the_gpus_of_this_machine(here, tmp_path):
@@ -76,7 +99,74 @@ def test_the_gpus_of_this_machine(here, tmp_path):
     slow = {"clocks_event_reasons.active": "0x0000000000000048", "temperature.gpu": "91"}
     env = {"PATH": tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}, slow))}
     done = here.run("launch", "-n", "1", JOB, env=env).assert_ok()
-    slowed = "GPU 1 is slowed down at 91 °C: hardware slowdown and heat, by its hardware."
+    slowed = "GPU 1 is slowed down at 91 °C: HW slowdown, HW thermal slowdown."
     assert f"localhost: {slowed}" in done.said
     done = here.run("launch", "-n", "1", JOB, env={**env, "CUDA_VISIBLE_DEVICES": "0"}).assert_ok()
     assert slowed not in done.stderr
+
+
+def test_top_shows_what_the_gpus_do(hosts):
+    """`mpiddp top` shows use, memory and temperature of each rank's GPU, and names the rank whose GPU idles.
+
+    The status, the report of the launch and that of the run have them as well.
+    """
+    starts = hosts.folder / "starts"
+    log = f'echo "$(hostname) $1" >>{starts}\n'
+    idle = nvidia_smi({**BUSY, "utilization.gpu": "2"}, SECOND_GPU)
+    texts = {"node0": log + nvidia_smi(BUSY, {**SECOND_GPU, **BUSY}), "node1": log + idle}
+    report = hosts.folder / "report.json"
+    launch = (
+        "launch",
+        "-H",
+        "node0:2,node1:1",
+        "--report",
+        report,
+        hosts.script(STEPS, "gpu_steps.py"),
+    )
+    job = hosts.start(*launch, env=tools(hosts, "nvidia-smi", texts))
+    top = ("top", "gpu_steps.py", "--once")
+    eventually(lambda: "idles" in hosts.run(*top).stdout)
+    shown = hosts.run(*top).assert_ok().stdout
+    sentence = "the GPU of rank 2 on node1 idles, and those of the others are in use (97%)."
+    assert sentence in shown.splitlines()
+    rows = re.findall(r"(?m)^ +\d+ +node.* (\d+%) +41\.9 GB +61 °C ", shown)
+    assert rows == ["97%", "97%", "2%"]
+    job.signal(signal.SIGINT)
+    assert job.wait().code == 75
+    (attempt,) = json.loads(report.read_text())["attempts"]
+    assert [(each["rank"], each["use"]) for each in attempt["gpus"]] == [(0, 97), (1, 97), (2, 2)]
+    page = hosts.folder / "page.html"
+    hosts.run("report", "runs/a", "-o", page).assert_ok()
+    assert "65 % in use, at most 41.9 GB, of 85.5 GB, up to 61 °C" in page.read_text()
+    queries = [line.split()[0] for line in starts.read_text().splitlines() if "query-gpu" in line]
+    assert abs(queries.count("node0") - queries.count("node1")) <= 1  # one agent a host asks
+
+
+def test_a_gpu_whose_memory_is_full(here):
+    """A full GPU is told once, in a short line: what was asked for, what is free, who holds the rest."""
+    done = here.run("launch", "-n", "2", here.script(FILLS))
+    assert done.code == 1
+    line, cause = (each for each in done.said if "out of memory" in each)
+    said = (
+        "Tried to allocate 22.00 MiB: GPU 0 has 11.06 MiB of 23.65 GiB free; this process holds 23.60 GiB. "
+        "The other ranks were stopped."
+    )
+    assert line.endswith(said)
+    assert cause.startswith('"CUDA out of memory. Tried to allocate" has a known cause. CUDA: ')
+
+
+WAITS = """
+import pathlib, time
+while pathlib.Path({starts!r}).read_text().count("query-gpu") < 2:
+    time.sleep(0.01)
+"""
+
+
+def test_a_reading_while_the_script_ends(here, tmp_path):
+    """A reading of the GPUs that is under way when the script ends is no process that the script has left."""
+    starts = tmp_path / "starts"
+    text = f'echo "$1" >>{starts}\nsleep 1\n{nvidia_smi({})}'  # the gate is the first to ask
+    env = {"PATH": tool(tmp_path / "tools", "nvidia-smi", text)}
+    done = here.run("launch", "-n", "1", here.script(WAITS.format(starts=str(starts))), env=env)
+    done.assert_ok()
+    assert "left behind" not in done.stderr

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.protocol.channel import LINE_LIMIT, TEXT_LIMIT
+from mpiddp.runtime.job.out_of_memory import shortened
 from mpiddp.text import signal_name
 
 
@@ -51,7 +52,7 @@ class Ending(NamedTuple):
     @property
     def facts(self) -> dict[str, Any]:
         """What a message can hold of it: the beginning of the sentence, and the end of the traceback."""
-        error, traceback = self.error[:TEXT_LIMIT], self.traceback[-TEXT_LIMIT:]
+        error, traceback = shortened(self.error)[:TEXT_LIMIT], self.traceback[-TEXT_LIMIT:]
         return self._replace(error=error, traceback=traceback)._asdict()
 
     def line(self, rank: str) -> str:

@@ -67,7 +67,7 @@ def test_a_full_gpu_says_which_options_keep_the_global_batch():
     before = resolve(written, 3, torch.device("cpu"))
     sentence = out_of_memory(error, written, before)
     assert sentence.startswith("CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has ")
-    (options,) = re.findall(r"is free\. The .*: (--.*) in the place of --batch-size\.$", sentence)
+    (options,) = re.findall(r" The same .*: (--.*) in the place of --batch-size\.$", sentence)
     after = configured(*options.split(), ranks=3)
     assert after.global_batch_size == before.global_batch_size
     assert after.batch_size == before.batch_size / 2

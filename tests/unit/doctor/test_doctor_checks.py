@@ -66,6 +66,8 @@ def everything(facts):
         (("gpus",), [], FAIL, "the number of GPUs is 0 on b, 1 on the other 2 hosts"),
         (("gpus", 0), GPU._replace(driver="535.2"), FAIL,
          "the driver of the GPUs is 535.2 on b, 580.1 on the other 2 hosts"),
+        (("gpus", 0), GPU._replace(memory_total=48 << 30), WARN,
+         "the memory total of the GPUs is 51.5 GB on b, 68.7 GB on the other 2 hosts"),
         (("gpus", 0), GPU._replace(errors=None), UNKNOWN,
          "a GPU of b does not count errors of its memory (ECC)"),
         (("limits", "open files"), 512, FAIL, "a process may open 512 files on b"),

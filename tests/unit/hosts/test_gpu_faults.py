@@ -57,11 +57,12 @@ def test_gpus_that_are_in_order(host):
 def test_faults_of_the_chosen_gpus(host):
     (ecc,), _ = host({}, {**SECOND_GPU, ECC: "1"})
     assert ecc == (
-        "a: GPU 1 has 1 uncorrected memory error (ECC). Reset it there: nvidia-smi -r -i 1. "
-        "To start anyway: --no-check"
+        "a: GPU 1 has 1 uncorrected memory error (ECC). Reset it there: nvidia-smi -r -i 1."
     )
     (xid,), _ = host(dmesg=log_of(79))
-    assert re.fullmatch(r"a: GPU 1 reported Xid 79, it has fallen off the bus, \d s ago\. .*", xid)
+    assert re.fullmatch(
+        r"a: GPU 1 reported Xid 79 \(it has fallen off the bus\) \d s ago\. Restart the host\.", xid
+    )
     assert host({}, {**SECOND_GPU, ECC: "1"}, dmesg=log_of(79), chosen=(0,)) == ([], [])
     assert host(dmesg=log_of(79, at="55")) == ([], [])  # of another container
 
@@ -74,7 +75,7 @@ def test_a_gpu_that_the_driver_does_not_reach(tmp_path):
 
 def test_a_gpu_that_is_slowed_down(host):
     _, (note,) = host({REASONS: "0x0000000000000044", "temperature.gpu": "88"})  # and a power cap
-    assert note == "a: GPU 0 is slowed down at 88 °C: heat, by its hardware."
+    assert note == "a: GPU 0 is slowed down at 88 °C: HW thermal slowdown."
 
 
 @contextmanager
@@ -93,8 +94,8 @@ def test_who_holds_memory(host):
         _, (note,) = host(users=f"{SECOND}, {pid}, [N/A]")
         assert note.endswith("holds some memory.")
     _, (note,) = host({"memory.used": "40000"}, users=f"{FIRST}, 999999, 40000")
-    assert note.endswith(
-        "processes that are not shown there, as those of another container, hold 41.9 GB."
+    assert note == (
+        "a: GPU 0 is in use: processes that are not listed (a desktop's, another container's) hold 41.9 GB."
     )
 
 

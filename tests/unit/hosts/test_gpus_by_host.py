@@ -79,7 +79,7 @@ def test_what_a_gpu_tells_of_itself(tmp_path):
         memory=0,
         memory_total=81559 << 20,
         temperature=31,
-        slowed="hardware slowdown and heat and heat, by its hardware",
+        slowed="HW slowdown, SW thermal slowdown, HW thermal slowdown",
         errors=0,
         driver="580.159.04",
         clock="1980",

@@ -138,6 +138,30 @@ def test_values_of_another_program_are_left_out(tmp_path):
     assert run.starts == []
 
 
+@pytest.mark.parametrize(
+    ("ranks", "shown"),
+    [
+        (
+            [
+                {"use": 97.0, "memory": 40 << 30, "memory_total": 80 << 30, "temperature": 61},
+                {"use": 50.0, "memory": None, "temperature": 88, "slowed": ["HW slowdown"]},
+            ],
+            "74 % in use, at most 42.9 GB, of 85.9 GB, up to 88 °C, HW slowdown",
+        ),
+        ([3, {"use": "x", "memory": [], "slowed": 5}], ""),
+        ({"rank": 0}, ""),
+    ],
+)
+def test_what_the_gpus_of_a_run_have_done(tmp_path, ranks, shown):
+    folder = write_run(tmp_path / "a", steps=3)
+    with (folder / "attempts.jsonl").open("a") as file:
+        file.write('{"event": "started", "at": 1.0, "step": 0}\n')
+        file.write(json.dumps({"event": "gpus", "at": 2.0, "ranks": ranks}) + "\n")
+    found = texts(facts([read_run(folder)]))
+    assert ("GPUs" in found) is bool(shown)
+    assert shown in [*found, ""]
+
+
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(UserError, match=error("exist. Expected", f"{tmp_path}/nothing ")):
         read_run(tmp_path / "nothing")

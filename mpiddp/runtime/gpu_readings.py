@@ -1,0 +1,51 @@
+"""What the GPUs of a host do while its ranks train: the agent of its first rank reads it for the launcher.
+
+In a thread, which starts the vendor's tool every ten seconds. The first failure ends it: a tool that is
+missing, hangs, or tells nothing, is not asked again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from mpiddp.hosts.gpus import CHANGING, hides_all_gpus, read_gpus
+from mpiddp.runtime.gpu import gpu_of
+from mpiddp.world import World
+
+EVERY_S, LIMIT_S = 10.0, 5.0
+
+
+class GpuReadings(threading.Thread):
+    """The readings for the `ranks` of this host, in their order. `send` sends the launcher a message."""
+
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        env: Mapping[str, str],
+        send: Callable[..., None],
+    ) -> None:
+        super().__init__(daemon=True)
+        self._world, self._ranks, self._env, self._send = world, ranks, dict(env), send
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        hides_all = hides_all_gpus(self._env)
+        while not hides_all and not self._is_over.wait(EVERY_S):
+            gpus = read_gpus(self._env.get("PATH"), timeout_s=LIMIT_S)
+            if not gpus or gpus[0].memory is None:
+                return
+            found = []
+            for local_rank, rank in enumerate(self._ranks):
+                number = gpu_of(self._world, local_rank, gpus, self._env)
+                facts = None if number is None else gpus[number]._asdict()
+                found += (
+                    [{"rank": rank, **{name: facts[name] for name in CHANGING}}] if facts else []
+                )
+            self._send("gpus", ranks=found)
+
+    def stop(self) -> None:
+        """Return when no tool runs any more, so that it is not taken for a process of the script."""
+        self._is_over.set()
+        self.join(LIMIT_S)

@@ -1,0 +1,46 @@
+"""The short sentence of a full GPU, from torch's own text.
+
+Tests mpiddp/runtime/job/out_of_memory.py.
+python -m pytest tests/unit/runtime/test_out_of_memory.py
+"""
+
+import os
+import re
+
+from mpiddp.explain.explain import explain
+from mpiddp.runtime.job.ending import Ending
+from mpiddp.runtime.job.out_of_memory import shortened
+from tests.support.ranks import ROOT
+
+REAL = (ROOT / "tests/data/failures/cuda-out-of-memory.txt").read_text().strip()
+ASKED = "OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 GiB"
+# torch 2.11 on an H100 that five processes share.
+SHARED = (
+    f"{ASKED}. GPU 0 has a total capacity of 79.18 GiB of which 5.25 GiB is free. Process 999999 has "
+    "1014.00 MiB memory in use. Process {pid} has 1.50 GiB memory in use. Process 999997 has 1010.00 MiB "
+    "memory in use. Process 999996 has 1010.00 MiB memory in use. "
+    f"{REAL[REAL.index('Including') :]}"
+)
+
+
+def test_a_gpu_that_one_process_fills():
+    asked, _, rest = shortened(REAL).partition(": GPU ")
+    assert asked == "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.00 MiB"
+    assert rest == "0 has 11.06 MiB of 23.65 GiB free; this process holds 23.60 GiB."
+
+
+def test_who_holds_the_rest():
+    pid = os.getpid()
+    said = shortened(SHARED.format(pid=pid))
+    start = f"{ASKED}: GPU 0 has 5.25 GiB of 79.18 GiB free; this process holds 23.60 GiB, "
+    rest = rf"pid {pid} of \w+ \(.+\) 1\.50 GiB, pid 999999 1014\.00 MiB, 2 more 1\.97 GiB\."
+    assert re.fullmatch(re.escape(start) + rest, said), said
+    assert Ending(1, SHARED.format(pid=pid)).facts["error"] == said
+    found = explain([said])
+    assert found is not None
+    assert found.failure.id == "cuda-out-of-memory"
+
+
+def test_what_follows_and_other_texts_stay():
+    assert shortened(f"{REAL} The same.").endswith("this process holds 23.60 GiB. The same.")
+    assert shortened("CUDA out of memory.") == "CUDA out of memory."
