@@ -25,6 +25,7 @@ from mpiddp.runtime.job.ending import Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank
 
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
+_GPUS_S = 5.0  # for a look at the GPUs before the next attempt
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
 _REQUESTS = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -95,7 +96,12 @@ class Attempt:
     def _wait_for_launcher(self, code: int) -> int:
         """The script has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.process.close()
-        self.coordinator.send("held", error="")
+        wrong = []
+        if (self.coordinator.world.local_rank or 0) == 0:  # one rank of each host looks
+            from mpiddp.hosts.gpu_faults import wrong_here
+
+            wrong = wrong_here(os.environ, timeout_s=_GPUS_S)
+        self.coordinator.send("held", error="\n".join(wrong)[:TEXT_LIMIT])
         while self.again is None and self._code is None:
             self._wait()
         if self.again is not None and self.coordinator.connection is not None:

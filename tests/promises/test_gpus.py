@@ -63,6 +63,35 @@ def test_a_host_with_a_broken_gpu(hosts):
         assert (len(done.records), done.said) == (2, [])
 
 
+BREAKS = """
+import os, pathlib, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+print(f"{size} ranks", flush=True)
+if size == 2:
+    dist.barrier()
+    if rank == 1:
+        pathlib.Path(sys.argv[1]).touch()
+        sys.exit(3)
+    dist.barrier()
+"""
+
+
+def test_a_gpu_that_breaks(hosts):
+    """Before a restart, each host looks at its GPUs. One with a broken GPU is named, and left out."""
+    mark = hosts.folder / "broken"
+    errors = nvidia_smi({"ecc.errors.uncorrected.volatile.total": "3"})
+    text = f"if [ -e {mark} ]; then\n{errors}\nelse\n{nvidia_smi({})}\nfi"
+    env = tools(hosts, "nvidia-smi", {"node0": nvidia_smi({}), "node1": text})
+    options = (*ONE_EACH, "--max-restarts", "1", "--min-hosts", "1")
+    done = hosts.run(*options, hosts.script(BREAKS), str(mark), env=env).assert_ok()
+    assert done.lines == ["2 ranks", "1 ranks"]
+    broken = "node1: GPU 0 has 3 uncorrected memory errors (ECC)."
+    assert done.stderr.count(broken) == 2  # by its agent, and by the preflight that follows
+    assert "restarting on node0 (restart 1 of 1)." in done.stderr
+
+
 def test_a_gpu_that_has_reported_an_error(hosts):
     """A host whose kernel's log has an Xid of the hardware in the last hour is refused."""
     env = tools(hosts, "nvidia-smi", dict.fromkeys(("node0", "node1"), nvidia_smi({})))
