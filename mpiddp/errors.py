@@ -172,17 +172,6 @@ def named_by(option: str) -> Iterator[None]:
         raise cause_of(error)(sentence.lstrip()) from None
 
 
-def read_limited(path: Path, limit: int) -> bytes:
-    """The contents of a regular file of at most `limit` bytes. Raises OSError: a device may never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    with path.open("rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
-    return content
-
-
 def check_program(name: str, path: str | None) -> None:
     """Raise UserError if `name` is no program: by its path, or on the search path `path`."""
     import shutil  # takes 5 ms, and a script needs none of it

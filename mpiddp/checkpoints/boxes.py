@@ -11,16 +11,18 @@ agree on. Beside its tensors, a file tells in JSON what the header of safetensor
     "boxes": {"model/fc.weight": [[10, 64], [5, 0], [5, 64]]}     shape, offsets and the box's own shape
     "tied": {"lm_head.weight": "embedding.weight"}                written once
     "layouts": {"conv1.weight": "channels_last"}                  of memory; a file has all row by row
+
+A step copies the boxes into the memory of the host, and the thread that saves reads them there. values.py
+reads the files.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,55 +30,32 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its buckets
 
-from mpiddp.checkpoints.files import (
-    CODES,
-    SUFFIX,
-    Turns,
-    header_of,
-    read_tensors,
-    row_of,
-    write_tensors,
-)
-from mpiddp.checkpoints.host import Copies
+from mpiddp.checkpoints.files import CODES, SUFFIX, Turns, header_of, row_of, write_tensors
 from mpiddp.checkpoints.state import (
     SHARDS,
     Keys,
     Outline,
     is_sharded,
-    mapped,
+    key_of,
     mesh_of,
+    name_of,
     own_part,
-    shown_path,
     stem_of,
 )
 from mpiddp.checkpoints.union import Union
-from mpiddp.errors import UserError
 
-_PLAIN = re.compile(r"(?!-?[0-9]+$)[^/\[][^/]*")  # a key that is no number, JSON or several keys
+_SMALL = 1 << 14  # elements of a tensor that is copied in one block with others
+_NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
+_JOINED = {getattr(torch, name) for name in _NAMES.split()}  # types of which torch joins tensors
+_PART = 1 << 15  # elements that torch examines in one thread, beside those of the training
 _PER_TURN = 100  # tensors; a fraction of a turn
 
 
 def shard_of(rank: int) -> str:
     """The file of a rank's shards."""
     return f"{SHARDS}{rank:05d}{SUFFIX}"
-
-
-def _name_of(keys: Keys) -> str:
-    """The name of a tensor, which no other keys have: "fc.weight", "state/0/exp_avg", or JSON."""
-    for key in keys:
-        is_plain = type(key) is int or (type(key) is str and _PLAIN.fullmatch(key))
-        if not is_plain:
-            return json.dumps(keys)
-    return "/".join(map(str, keys))
-
-
-def _key_of(path: Keys) -> str:
-    """The entry's file, a slash, and the name in this file."""
-    return f"{stem_of(path[0])}/{_name_of(path[1:] or path)}"
-
-
-# Written
 
 
 @dataclass
@@ -87,6 +66,8 @@ class Boxes:
         paths, files, shapes: of each box.
         places: of boxes of DTensors, by number: the shape of the whole tensor, and the offsets there.
         layouts: of whole tensors that lie in memory otherwise than row by row, by number.
+        blocks, file_of: copies of the boxes on the CPU, in blocks of memory; the file of each block.
+        block_of, start_of: for each box its block, and its first element there.
     """
 
     paths: list[Keys] = field(default_factory=list)
@@ -94,6 +75,86 @@ class Boxes:
     shapes: list[Sequence[int]] = field(default_factory=list)
     places: dict[int, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
     layouts: dict[int, str] = field(default_factory=dict)
+    blocks: list[Tensor] = field(default_factory=list)
+    file_of: list[str] = field(default_factory=list)
+    block_of: list[int] = field(default_factory=list)
+    start_of: list[int] = field(default_factory=list)
+    _events: list[torch.Event] = field(default_factory=list)
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """All but the values: equal for two saves whose files have the same headers."""
+        kinds = [(each.shape, each.dtype) for each in self.blocks]
+        boxes = self.paths, self.files, self.shapes, self.places, self.layouts
+        return *boxes, self.file_of, self.block_of, self.start_of, kinds
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors of the boxes, each into a block of its own, or small ones of a file together.
+
+        Tied tensors have one copy, an expanded one has a copy of what it repeats. With a GPU, torch pins the
+        memory of the copies and keeps it for the next ones. The copies run on the current stream: later steps
+        change the originals only afterwards, and only the reader of the copies waits.
+        """
+        self.block_of, self.start_of = [0] * len(tensors), [0] * len(tensors)
+        joined: dict[Any, list[int]] = defaultdict(list)  # the numbers of small ones
+        tied: dict[int, int] = {}
+        first: dict[int, int] = {}  # the number of the first tensor at an address
+        with torch.inference_mode(False), torch.no_grad():
+            for number, value in enumerate(tensors):
+                before = first.setdefault(value.data_ptr(), number)
+                is_known = before < number and self.files[before] == self.files[number]
+                if is_known and _is_same(value, tensors[before]):
+                    tied[number] = before
+                elif (
+                    0 < value.numel() <= _SMALL and value.dtype in _JOINED and value.is_contiguous()
+                ):
+                    joined[value.device, value.dtype, self.files[number]].append(number)
+                else:
+                    copy = _unexpanded(value.detach()).to("cpu", non_blocking=True, copy=True)
+                    self.hold(copy, number)
+            for numbers in joined.values():
+                block = flattened([tensors[number] for number in numbers])
+                # One tensor alone is not copied by torch.
+                copy = block.to("cpu", non_blocking=True, copy=len(numbers) == 1)
+                self.hold(copy, *numbers)
+        for number, before in tied.items():
+            self.block_of[number] = self.block_of[before]
+            self.start_of[number] = self.start_of[before]
+        for device in {each.device for each in tensors if each.device.type != "cpu"}:
+            self._events.append(torch.Event(device))
+            self._events[-1].record(torch.accelerator.current_stream(device))
+
+    def hold(self, block: Tensor, *numbers: int) -> None:
+        """Add a block with the boxes of these numbers, one after another."""
+        start = 0
+        for number in numbers:
+            self.block_of[number], self.start_of[number] = len(self.blocks), start
+            start += math.prod(self.shapes[number])
+        self.blocks.append(block)
+        self.file_of.append(self.files[numbers[0]])
+
+    def wait(self) -> None:
+        """Wait until the copies are done."""
+        for event in self._events:
+            event.synchronize()
+
+    def in_files(self) -> Iterator[tuple[int, str, Tensor]]:
+        """The blocks in the order of their files: the widest types first, so that all are aligned."""
+        for index in sorted(
+            range(len(self.blocks)), key=lambda each: -self.blocks[each].element_size()
+        ):
+            yield index, self.file_of[index], self.blocks[index]
+
+    def not_finite(self) -> dict[Keys, float]:
+        """The boxes that have a NaN, or else an infinity, and which."""
+        bad: dict[Keys, float] = {}
+        is_bad = [not math.isfinite(_worst(each)) for each in self.blocks]
+        for number in [at for at, index in enumerate(self.block_of) if is_bad[index]]:
+            block, start = self.blocks[self.block_of[number]], self.start_of[number]
+            value = _worst(block.reshape(-1)[start : start + math.prod(self.shapes[number])])
+            if not math.isfinite(value):
+                bad[self.paths[number]] = value
+        return bad
 
 
 def boxes_of(
@@ -155,183 +216,101 @@ def _saves(path: Keys, tensor: Any) -> bool:
     return not is_empty and copy == crc32(json.dumps(path).encode()) % num_copies
 
 
-@dataclass
-class BoxWriter:
-    """Writes the files of boxes. It keeps the headers, because the next save has mostly the same tensors."""
-
-    _layout: Any = None
-    _headers: dict[str, bytes] = field(default_factory=dict)
-
-    def prepare(self, boxes: Boxes, copies: Copies, turns: Turns) -> None:
-        """Make the headers. The values of the copies may still be under way."""
-        kinds = [(each.shape, each.dtype) for each in copies.blocks]
-        layout = boxes, copies.groups, copies.block_of, copies.start_of, kinds
-        if layout != self._layout:
-            self._headers = _headers_of(boxes, copies, turns)
-            self._layout = layout
-        turns.rest()
-
-    def write(self, copies: Copies, folder: Path) -> dict[str, str]:
-        """Write the files into the folder, and return the SHA-256 of each by name. Raises OSError."""
-        blocks = defaultdict[str, list[Tensor]](list)
-        for index in _order(copies):
-            blocks[copies.groups[index]].append(copies.blocks[index])
-        return {
-            name: write_tensors(folder / name, header, blocks[name])
-            for name, header in self._headers.items()
-        }
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and (
+        a.is_conj() == b.is_conj()
+    )
 
 
-def _order(copies: Copies) -> list[int]:
-    """The order of the blocks in their files: the widest types first, so that all are aligned."""
-    blocks = copies.blocks
-    return sorted(range(len(blocks)), key=lambda each: -blocks[each].element_size())
+def _unexpanded(value: Tensor) -> Tensor:
+    """The part of a tensor that its dimensions of stride 0 repeat."""
+    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            value = value.narrow(dim, 0, 1)
+    return value
 
 
-@dataclass
-class _Header:
-    rows: list[str] = field(default_factory=list)
-    boxes: dict[str, Any] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    layouts: dict[str, str] = field(default_factory=dict)
-    size: int = 0  # bytes of the blocks
+def _worst(value: Tensor) -> float:
+    """NaN if a tensor has one, else an infinity that it has, else 0."""
+    worst = 0.0
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    if not value.is_floating_point() or value.element_size() == 1:
+        return worst  # fp8 and fp4 have scales beside them
+    for part in _in_a_row(value).split(_PART):
+        for found in torch.aminmax(part) if part.numel() else ():
+            number = found.item()
+            if math.isnan(number):
+                return number
+            worst = worst if math.isfinite(number) else number
+    return worst
 
 
-def _headers_of(boxes: Boxes, copies: Copies, turns: Turns) -> dict[str, bytes]:
-    """The header of each file, by its name."""
-    headers = defaultdict[str, _Header](_Header)
-    starts = [0] * len(copies.blocks)
-    for index in _order(copies):
-        block, header = copies.blocks[index], headers[copies.groups[index]]
-        starts[index] = header.size
-        header.size += block.numel() * block.element_size()
-    sizes = [(each.numel(), each.element_size()) for each in copies.blocks]
-    codes = [CODES.get(each.dtype) for each in copies.blocks]
+def _in_a_row(value: Tensor) -> Tensor:
+    """The elements of a copy, in the order of its memory. Copies only what has gaps."""
+    if value.untyped_storage().nbytes() == value.numel() * value.element_size():
+        return value.as_strided((value.numel(),), (1,), 0)
+    return value.reshape(-1)
+
+
+# Written
+
+
+def headers_of(boxes: Boxes, turns: Turns) -> dict[str, bytes]:
+    """The header of each file, by its name. The values of the copies may still be under way."""
+    rows = defaultdict[str, list[str]](list)
+    beside: dict[str, dict[str, Any]] = {
+        file: {"boxes": {}, "tied": {}, "layouts": {}} for file in boxes.file_of
+    }
+    sizes = dict.fromkeys(boxes.file_of, 0)  # bytes
+    begin_of = [0] * len(boxes.blocks)
+    for index, file, block in boxes.in_files():
+        begin_of[index] = sizes[file]
+        sizes[file] += block.numel() * block.element_size()
+    kinds = [
+        (CODES.get(each.dtype), each.shape, each.numel(), each.element_size())
+        for each in boxes.blocks
+    ]
     written: dict[tuple[int, int], str] = {}
-    places = zip(copies.block_of, copies.start_of, boxes.paths, boxes.shapes, strict=True)
-    for number, (index, start, path, shape) in enumerate(places):
+    each_box = zip(
+        boxes.block_of, boxes.start_of, boxes.paths, boxes.shapes, boxes.files, strict=True
+    )
+    for number, (index, start, path, shape, file) in enumerate(each_box):
         if number % _PER_TURN == 0:
             turns.rest()
-        file, code, (most, width) = boxes.files[number], codes[index], sizes[index]
-        header, part, size = headers[file], shape, math.prod(shape)
-        name = _key_of(path) if file.startswith(SHARDS) else _name_of(path[1:] or path)
-        if size > most:  # it is expanded, and the block is what it repeats
-            part, size = copies.blocks[index].shape, most
+        code, repeated, most, width = kinds[index]
+        name = key_of(path) if file.startswith(SHARDS) else name_of(path[1:] or path)
+        size = math.prod(shape)
+        part = shape if size <= most else repeated  # of an expanded one
         if number in boxes.places or code is None or part is not shape:
             whole, offsets = boxes.places.get(number, (shape, None))
-            header.boxes[name] = [list(whole), offsets, list(part)]
+            beside[file]["boxes"][name] = [list(whole), offsets, list(part)]
         if number in boxes.layouts:
-            header.layouts[name] = boxes.layouts[number]
+            beside[file]["layouts"][name] = boxes.layouts[number]
         if (same := written.setdefault((index, start), name)) != name:
-            header.tied[name] = same
+            beside[file]["tied"][name] = same
             continue
-        begin = starts[index] + start * width
-        end = begin + size * width
-        header.rows.append(row_of(name, code or "U8", part if code else [end - begin], begin, end))
-    return {
-        file: header_of(
-            each.rows, {"boxes": each.boxes, "tied": each.tied, "layouts": each.layouts}
-        )
-        for file, each in headers.items()
-    }
+        begin = begin_of[index] + start * width
+        end = begin + min(size, most) * width
+        rows[file].append(row_of(name, code or "U8", part if code else [end - begin], begin, end))
+    turns.rest()
+    return {file: header_of(rows[file], each) for file, each in beside.items()}
+
+
+def write_boxes(boxes: Boxes, headers: Mapping[str, bytes], folder: Path) -> dict[str, str]:
+    """Write the files into the folder, and return the SHA-256 of each by name. Raises OSError."""
+    blocks = defaultdict[str, list[Tensor]](list)
+    for _, file, block in boxes.in_files():
+        blocks[file].append(block)
+    return {file: write_tensors(folder / file, headers[file], blocks[file]) for file in headers}
 
 
 def write_whole(state: Mapping[str, Any], folder: Path) -> Any:
     """Write the files of a state whose tensors are whole, on the CPU. Returns its tree. Raises OSError."""
     outline = Outline("state", state)
     boxes, tensors = boxes_of(outline, Union(outline.tree), 0, is_writer=True)
-    copies = Copies(tensors, boxes.files, list(range(len(tensors))), [0] * len(tensors))
-    writer = BoxWriter()
-    writer.prepare(boxes, copies, Turns(threading.Event()))
-    writer.write(copies, folder)
+    boxes.block_of, boxes.start_of = [0] * len(tensors), [0] * len(tensors)
+    for number, tensor in enumerate(tensors):
+        boxes.hold(tensor, number)
+    write_boxes(boxes, headers_of(boxes, Turns(threading.Event())), folder)
     return outline.tree
-
-
-# Read
-
-
-@dataclass(frozen=True)
-class ShardedValue:
-    """A tensor that is still in its files, in `Resumed.state` in place of the tensor.
-
-    The boxes are those of all ranks, with their offsets, in mapped files: each is read when it is used.
-    """
-
-    shape: torch.Size
-    boxes: Sequence[tuple[Tensor, Sequence[int]]]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.boxes[0][0].dtype
-
-    def full_tensor(self) -> Tensor:
-        """The whole tensor, on the CPU. Not a collective."""
-        return self._filled(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
-
-    def read_like(self, like: Tensor) -> Tensor:
-        """The tensor, placed like one of its shape. Reads only this rank's bytes. Not a collective."""
-        return self._filled(torch.empty_like(like, dtype=self.dtype, requires_grad=False))
-
-    def _filled(self, target: Tensor) -> Tensor:
-        """The target, after this rank's part of it is read."""
-        own, offsets = own_part(target)
-        for box, at in self.boxes:
-            _copy_overlap(box, at, own, offsets)
-        return target
-
-
-def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
-    """The tree with the tensors of these files: a whole one as it is, others as `ShardedValue`.
-
-    Raises UserError if a box is missing; what `read_tensors` raises.
-    """
-    found: dict[str, list[tuple[Tensor, Any]]] = defaultdict(list)
-    layouts: dict[str, str] = {}
-    for path in files:
-        tensors, beside = read_tensors(path)
-        tensors |= {name: tensors[first] for name, first in beside["tied"].items()}
-        stem = "" if path.name.startswith(SHARDS) else f"{path.name.removesuffix(SUFFIX)}/"
-        layouts |= {stem + name: layout for name, layout in beside["layouts"].items()}
-        for name, tensor in tensors.items():
-            found[stem + name].append((tensor, beside["boxes"].get(name)))
-
-    def value_of(path: Keys, leaf: Any) -> Any:
-        if type(leaf) is not torch.dtype:
-            return leaf
-        parts = found.get(_key_of(path))
-        if not parts:
-            raise UserError(f"{shown_path(path)} is in none of its files.")
-        value = joined(path, leaf, parts)
-        if layout := layouts.get(_key_of(path)):
-            return value.contiguous(memory_format=getattr(torch, layout))
-        return value
-
-    return mapped(tree, value_of)
-
-
-def joined(path: Keys, dtype: torch.dtype, parts: Sequence[tuple[Tensor, Any]]) -> Any:
-    boxes: dict[tuple[int, ...], Tensor] = {}  # by offsets, because replicas may repeat them
-    for tensor, about in parts:
-        if about is None:
-            return tensor
-        shape, offsets, part = about
-        box = tensor.view(dtype).view(part)
-        if offsets is None:
-            return box if part == shape else box.expand(shape)
-        boxes[tuple(offsets)] = box
-    has = sum(box.numel() for box in boxes.values())
-    if has != math.prod(shape):
-        raise UserError(f"{shown_path(path)} has {has} elements of the shape {shape}.")
-    return ShardedValue(torch.Size(shape), [(box, at) for at, box in boxes.items()])
-
-
-def _copy_overlap(source: Tensor, at: Sequence[int], target: Tensor, to: Sequence[int]) -> None:
-    """Copy the elements that both boxes have. Their offsets in the whole tensor are `at` and `to`."""
-    for dim, (first, second) in enumerate(zip(at, to, strict=True)):
-        start = max(first, second)
-        end = min(first + source.shape[dim], second + target.shape[dim])
-        if start >= end:
-            return
-        source = source.narrow(dim, start - first, end - start)
-        target = target.narrow(dim, start - second, end - start)
-    target.copy_(source)

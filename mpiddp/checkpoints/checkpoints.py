@@ -20,10 +20,9 @@ import torch.distributed as dist
 
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.contents import Resumed, read
-from mpiddp.checkpoints.folder import name_of_step, step_of
+from mpiddp.checkpoints.folder import Retention, name_of_step, step_of
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Found, bring, find
-from mpiddp.checkpoints.retention import Retention, set_aside
 from mpiddp.checkpoints.run import Run, RunDir
 from mpiddp.checkpoints.save import Saver
 from mpiddp.checkpoints.schedule import SaveSchedule
@@ -98,10 +97,9 @@ class Checkpoints:
             raise ValueError(f'on_save_error: expected "warn" or "stop", not {on_save_error!r}')
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every: expected 1 or more, not {keep_every}")
-        metric, order = best or ("", "min")
-        if order not in ("min", "max"):
+        if best is not None and best[1] not in ("min", "max"):
             raise ValueError(f'best: expected ("val_loss", "min") or (…, "max"), not {best!r}')
-        self._keep = Retention(keep, keep_every)
+        self._keep = Retention(keep, keep_every, best)
         self._must_succeed = on_save_error == "stop"
         try:
             self._interval = None if every is None else parse_interval(str(every))
@@ -116,7 +114,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._thread: int | None = None  # of the first save
         self._step = -1  # the latest one that has been saved, or that the run resumes from
-        self._records = RunRecords(self._dir, metric, highest_is_best=order == "max")
+        self._records = RunRecords(self._dir, best[0] if best else "")
         self._has_ended, self._pid = False, os.getpid()
         self._made: int | None = None  # the last step of which `due` was asked
         session = current()
@@ -178,7 +176,7 @@ class Checkpoints:
             if found.leaves_newer:  # a restart would resume from the newest of them
                 root = self._dir.checkpoints
                 with run.together(), named_by("cannot rename"):
-                    for each in set_aside(root, resumed.step) if run.is_writer else ():
+                    for each in folders.set_aside(root, resumed.step) if run.is_writer else ():
                         why = "its step is later than that of the resume"
                         log.info(f"renamed to {each.name}: {why}")
             self._step = resumed.step

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.boxes import read_boxes, write_whole
+from mpiddp.checkpoints.boxes import write_whole
 from mpiddp.checkpoints.files import SUFFIX, read_saved, unpacked
 from mpiddp.checkpoints.fit import Fit, placed
 from mpiddp.checkpoints.folder import FACTS, BrokenCheckpoint
 from mpiddp.checkpoints.formats import read_foreign, write_dcp
-from mpiddp.checkpoints.old import read_old
-from mpiddp.checkpoints.retention import hold
 from mpiddp.checkpoints.state import stem_of
+from mpiddp.checkpoints.values import read_boxes, read_old
 from mpiddp.errors import JobFailed, UserError, cause_of
 
 TREE = "tree.pt"
@@ -136,7 +135,7 @@ def load(path: str | os.PathLike[str]) -> Resumed:
         problems = []
         for each in folder.best_first(folder.checkpoints_at(given)):
             try:
-                held = hold(each)
+                held = folder.hold(each)
                 listed = folder.verify(each)
                 if listed.lacking:
                     raise BrokenCheckpoint(each, f"{listed.lacking[0]} is on another host")
@@ -153,15 +152,6 @@ def load(path: str | os.PathLike[str]) -> Resumed:
             kind = JobFailed if getattr(first, "is_failure", False) else UserError
             raise kind(f"{first}".rstrip(".") + ".")
     raise JobFailed(f"{given}: its run removes each checkpoint before it can be opened.")
-
-
-def write_facts(
-    new: Path, step: int, config: Mapping[str, Any], *, is_partial: bool, not_finite: str = ""
-) -> None:
-    """Write state.json. `not_finite`: why the state is not finite."""
-    facts = {"step": step, "config": config, "is_partial": is_partial, "not_finite": not_finite}
-    text = json.dumps({"written_by": "mpiddp.Checkpoints", **facts}, indent=1)
-    (new / FACTS).write_text(text, encoding="utf-8")
 
 
 def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> Resumed:
@@ -265,7 +255,8 @@ def export(given: Path, out: Path, to: str = "torch") -> Resumed:
                     torch.save(entry, new / f"{stem_of(key)}.pt")
             else:
                 torch.save({"state": write_whole(state, new), "ranks": saved._ranks}, new / TREE)
-                write_facts(new, saved.step, saved.config, is_partial=saved._is_partial)
+                facts = {"is_partial": saved._is_partial, "not_finite": ""}
+                folder.write_facts(new, step=saved.step, config=saved.config, **facts)
                 folder.seal(new, {})
     except OSError as error:
         raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None

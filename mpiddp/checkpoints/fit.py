@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mpiddp.checkpoints.boxes import ShardedValue
 from mpiddp.checkpoints.state import Keys, is_sharded, mapped, shown_path
+from mpiddp.checkpoints.values import ShardedValue
 from mpiddp.errors import UserError
 from mpiddp.text import listed
 

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from mpiddp.errors import JobFailed, UserError, cause_of, read_limited
+from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.files import flush, read_limited
 from mpiddp.text import shown
 
 COMPLETE = "COMPLETE"
@@ -33,7 +37,8 @@ MANIFEST = "manifest.json"
 INDEX = "shards.json"
 FACTS = "state.json"
 PINNED = "PINNED"  # a file of the user, who keeps the checkpoint by it
-_MAX_INDEX_BYTES = 1 << 30
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a mount without a lock manager
+_MAX_BYTES = 1 << 30  # of a file of JSON
 _NAME = re.compile(r"step_([0-9]{8,18})")
 _HIDDEN = ".unfinished-"
 
@@ -96,9 +101,24 @@ def list_steps(root: Path) -> list[Path]:
     return sorted(folders, key=step_of)
 
 
-def find_checkpoints(given: Path) -> Path | None:
-    """The folder of checkpoints in `given`, a run's folder, or `given` itself. None if neither has any."""
-    return next((root for root in (given / "checkpoints", given) if list_steps(root)), None)
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is a checkpoint, broken or not, by its name or by its files."""
+    is_named = folder.is_dir() and _NAME.fullmatch(folder.resolve().name) is not None
+    return is_named or any((folder / name).exists() for name in (MANIFEST, COMPLETE))
+
+
+def checkpoints_at(given: Path) -> list[Path]:
+    """The checkpoints at a path that a user names, oldest first. Raises UserError if there are none."""
+    for root in (given / "checkpoints", given):
+        if found := list_steps(root):
+            return found
+    if is_checkpoint(given):
+        return [given.resolve()]
+    is_there = given.exists()
+    problem = "contains no checkpoint" if is_there else f"not found (looked in {Path.cwd()})"
+    raise UserError(
+        f"{given}: {problem}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
+    )
 
 
 # Written
@@ -131,10 +151,8 @@ def appearing(final: Path) -> Iterator[Path]:
 
 def probe_rename(root: Path) -> None:
     """Rename a folder with a file, as each save does. Raises OSError where a mount cannot do that."""
-    probe = hidden(root, f"probe-{os.urandom(4).hex()}")
-    with appearing(probe) as new:
+    with appearing(hidden(root, f"probe-{os.urandom(4).hex()}")) as new:
         (new / COMPLETE).touch()
-    _remove_hidden(probe)
 
 
 def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
@@ -144,6 +162,12 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
         remove(final)
     new.rename(final)
     flush(final.parent)
+
+
+def write_facts(new: Path, **facts: Any) -> None:
+    """Write what is told beside the state: `step`, `config`, `is_partial`, `not_finite`, `metrics`."""
+    text = json.dumps({"written_by": "mpiddp.Checkpoints", **facts}, indent=1)
+    (new / FACTS).write_text(text, encoding="utf-8")
 
 
 def seal(new: Path, hashes: Mapping[str, str]) -> None:
@@ -161,18 +185,31 @@ def seal(new: Path, hashes: Mapping[str, str]) -> None:
         flush(path)
 
 
-def flush(path: Path) -> None:
-    """fsync a file, or a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        cannot = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF)
-        if error.errno not in cannot or not path.is_dir():
-            raise
+def remove(folder: Path) -> None:
+    """Remove a checkpoint. Rename it first, so that a half-removed folder never looks like a checkpoint."""
+    _remove_hidden(folder.rename(_new_hidden(folder)))
+
+
+def _remove_hidden(folder: Path) -> None:
+    """Remove what can be removed. Files of another user, or open over NFS, remain until the next start."""
+    if folder.is_symlink() or folder.is_file():  # a link to a checkpoint kept elsewhere
+        with contextlib.suppress(OSError):
+            folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_hidden(folder: Path) -> Path:
+    """A new hidden name, beside the folder, that no checkpoint has."""
+    return hidden(folder.parent, f"{folder.name}-{os.urandom(4).hex()}")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 # Read
@@ -187,62 +224,18 @@ def verify(folder: Path, *, with_hashes: bool = True, share: tuple[int, int] = (
     listed = listing(folder)
     index, count = share
     largest_first = sorted(listed.here.items(), key=lambda each: (-each[1].bytes, each[0]))
-    own = {name for name, _ in largest_first[index::count]}
-    for name, entry in listed.here.items():
+    for number, (name, entry) in enumerate(largest_first):
         path = folder / name
         try:
             if not path.is_file():
                 raise BrokenCheckpoint(folder, f"{name} is missing")
             if (size := path.stat().st_size) != entry.bytes:
                 raise BrokenCheckpoint(folder, f"{name} has {size} bytes instead of {entry.bytes}")
-            if with_hashes and name in own and _sha256(path) != entry.sha256:
+            if with_hashes and number % count == index and _sha256(path) != entry.sha256:
                 raise BrokenCheckpoint(folder, f"{name} does not match its SHA-256")
         except OSError as error:
-            raise unreadable(folder, name, error) from None
+            raise _unreadable(folder, name, error) from None
     return listed
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is a checkpoint, broken or not, by its name or by its manifest."""
-    return folder.resolve() in list_steps(folder.resolve().parent) or any(
-        (folder / name).exists() for name in (MANIFEST, COMPLETE)
-    )
-
-
-def checkpoints_at(given: Path) -> list[Path]:
-    """The checkpoints at a path that a user names, oldest first. Raises UserError if there are none."""
-    if root := find_checkpoints(given):
-        return list_steps(root)
-    if is_checkpoint(given):
-        return [given.resolve()]
-    found = "contains no checkpoints" if given.exists() else "does not exist"
-    raise UserError(
-        f"{given} {found}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
-    )
-
-
-def best_first(folders: list[Path]) -> list[Path]:
-    """The newest finite one first, the oldest that is not finite last. `folders`: oldest first."""
-    newest_first = list(reversed(folders))
-    return sorted(newest_first, key=lambda each: bool(not_finite(each)))
-
-
-def identity(folder: Path) -> str:
-    """The same for all hosts that see this folder on one file system. Raises BrokenCheckpoint."""
-    try:
-        found = (folder / COMPLETE).stat()
-    except OSError as error:
-        raise unreadable(folder, COMPLETE, error) from None
-    return f"{found.st_ino} {found.st_ctime_ns}"
-
-
-def not_finite(folder: Path) -> str:
-    """Why the state is not finite, as it was saved; "" if it is, or cannot be read."""
-    try:
-        facts = json.loads(read_limited(folder / FACTS, (folder / FACTS).stat().st_size))
-        return str(facts.get("not_finite", ""))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return ""
 
 
 def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
@@ -272,21 +265,21 @@ def listing(folder: Path) -> Listing:
     return Listing(here, shards, here[INDEX].sha256)
 
 
-def unreadable(folder: Path, name: str, error: OSError) -> BrokenCheckpoint:
-    """The damage of a file on a bad sector, or on a file server that is gone."""
-    damage = f"{name} cannot be read: {error.strerror}"
-    return BrokenCheckpoint(folder, damage, is_failure=cause_of(error) is JobFailed)
-
-
 def _read(folder: Path, name: str) -> bytes:
     try:
         size = (folder / name).stat().st_size  # a read allocates its limit
-        return read_limited(folder / name, min(size, _MAX_INDEX_BYTES))
+        return read_limited(folder / name, min(size, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         damage = f"{INDEX} is missing" if name == INDEX else "the save was never completed"
         raise BrokenCheckpoint(folder, damage) from None
     except OSError as error:
-        raise unreadable(folder, name, error) from None
+        raise _unreadable(folder, name, error) from None
+
+
+def _unreadable(folder: Path, name: str, error: OSError) -> BrokenCheckpoint:
+    """The damage of a file on a bad sector, or on a file server that is gone."""
+    damage = f"{name} cannot be read: {error.strerror}"
+    return BrokenCheckpoint(folder, damage, is_failure=cause_of(error) is JobFailed)
 
 
 def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str, Entry]:
@@ -307,28 +300,129 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
     return entries
 
 
-def remove(folder: Path) -> None:
-    """Remove a checkpoint. Rename it first, so that a half-removed folder never looks like a checkpoint."""
-    _remove_hidden(folder.rename(_new_hidden(folder)))
+def identity(folder: Path) -> str:
+    """The same for all hosts that see this folder on one file system. Raises BrokenCheckpoint."""
+    try:
+        found = (folder / COMPLETE).stat()
+    except OSError as error:
+        raise _unreadable(folder, COMPLETE, error) from None
+    return f"{found.st_ino} {found.st_ctime_ns}"
 
 
-def _remove_hidden(folder: Path) -> None:
-    """Remove what can be removed. Files of another user, or open over NFS, remain until the next start."""
-    if folder.is_symlink() or folder.is_file():  # a link to a checkpoint kept elsewhere
-        with contextlib.suppress(OSError):
-            folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+def facts_of(folder: Path) -> Mapping[str, Any]:
+    """What was written beside the state, see `write_facts`; {} if it cannot be read."""
+    try:
+        facts = json.loads(read_limited(folder / FACTS, (folder / FACTS).stat().st_size))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
-def _new_hidden(folder: Path) -> Path:
-    """A new hidden name, beside the folder, that no checkpoint has."""
-    return hidden(folder.parent, f"{folder.name}-{os.urandom(4).hex()}")
+def not_finite(folder: Path) -> str:
+    """Why the state is not finite, as it was saved; "" if it is, or cannot be read."""
+    return str(facts_of(folder).get("not_finite", ""))
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+def best_first(folders: list[Path]) -> list[Path]:
+    """The newest finite one first, the oldest that is not finite last. `folders`: oldest first."""
+    newest_first = list(reversed(folders))
+    return sorted(newest_first, key=lambda each: bool(not_finite(each)))
+
+
+# Kept and removed
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay, besides pinned ones and the newest finite one."""
+
+    newest: int = 2  # verified ones
+    every: int | None = None  # the first one at or after each so many steps
+    best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it
+
+    def spared(self, folders: list[Path]) -> set[Path]:
+        """Those that stay although they are old. `folders`: the oldest first."""
+        spared = {each for each in folders if (each / PINNED).exists()}
+        before = 0
+        for folder in folders if self.every else ():
+            if self.every and step_of(folder) // self.every > before // self.every:
+                spared.add(folder)
+            before = step_of(folder)
+        if self.best is not None:
+            metric, order = self.best
+            values = [(facts_of(each).get("metrics", {}).get(metric), each) for each in folders]
+            found = [(value, each) for value, each in values if value is not None]
+            extreme = min if order == "min" else max
+            spared |= {extreme(found, key=lambda each: each[0])[1]} if found else set()
+        return spared
+
+
+def prune(root: Path, keep: Retention, *, is_good: Callable[[Path], bool]) -> list[Path]:
+    """Remove the checkpoints that are older than the newest good ones, and return the removed ones.
+
+    The newest good one that is finite stays, however old it is, and so does one that a reader holds.
+    """
+    kept, has_finite = 0, False
+    removed = []
+    folders = list_steps(root)
+    spared = keep.spared(folders)
+    for folder in reversed(folders):
+        stays, is_finite = folder in spared, not not_finite(folder)
+        if kept < keep.newest or (is_finite and not has_finite):
+            good = is_good(folder)
+            stays |= good or kept < keep.newest
+            kept += good
+            has_finite |= good and is_finite
+        if not stays and _remove_unless_held(folder):
+            removed.append(folder)
+    return removed
+
+
+def hold(folder: Path) -> BinaryIO:
+    """Keep runs from removing the checkpoint until the file is closed.
+
+    Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
+    """
+    try:
+        file = (folder / COMPLETE).open("rb")
+    except OSError as error:
+        folder.stat()
+        raise _unreadable(folder, COMPLETE, error) from None
+    try:
+        _lock(file, fcntl.LOCK_SH)
+        if (folder / COMPLETE).stat().st_ino != os.fstat(file.fileno()).st_ino:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _remove_unless_held(folder: Path) -> bool:
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # a broken checkpoint
+            file = opened.enter_context((folder / COMPLETE).open("r+b"))
+            try:
+                _lock(file, fcntl.LOCK_EX)
+            except BlockingIOError:
+                return False
+        remove(folder)
+    return True
+
+
+def _lock(file: BinaryIO, kind: int) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def set_aside(root: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of steps after `step`, so that they no longer count. Returns the new paths."""
+    moved = []
+    for folder in list_steps(root):
+        if step_of(folder) > step:
+            names = (folder.with_name(f"{folder.name}.old-{n}") for n in itertools.count(1))
+            moved.append(folder.rename(next(name for name in names if not name.exists())))
+    return moved

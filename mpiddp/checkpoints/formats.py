@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from mpiddp.checkpoints.boxes import ShardedValue
 from mpiddp.checkpoints.files import DAMAGE, SUFFIX, read_tensors, unpacked
 from mpiddp.checkpoints.folder import is_checkpoint
+from mpiddp.checkpoints.values import ShardedValue
 from mpiddp.errors import UserError, cause_of
 
 _DCP_CLASSES = {  # all that the .metadata of DCP consists of

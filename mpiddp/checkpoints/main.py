@@ -18,8 +18,7 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.folder import BrokenCheckpoint, find_checkpoints
-from mpiddp.checkpoints.retention import Retention, prune
+from mpiddp.checkpoints.folder import BrokenCheckpoint, Retention
 from mpiddp.errors import UserError, named_by
 from mpiddp.text import listed
 
@@ -65,28 +64,25 @@ def _verify(folder: Path) -> int:
 
 
 def _prune(given: Path, keep: int) -> int:
-    root = find_checkpoints(given)
-    if root is None:
-        is_one = folders.is_checkpoint(given)
-        found = "is a single checkpoint" if is_one else "contains no checkpoints"
-        raise UserError(f"{given} {found}. Expected a run's folder or a folder of checkpoints.")
-    for folder in prune(root, Retention(keep), is_good=folders.is_verified):
+    found = folders.checkpoints_at(given)
+    if found == [given.resolve()]:
+        raise UserError(
+            f"{given} is one checkpoint. Expected a run's folder or a folder of checkpoints."
+        )
+    for folder in folders.prune(found[0].parent, Retention(keep), is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
 
 def _pin(given: Path, step: int) -> int:
     """Keep a checkpoint from being removed, until the user removes the file."""
-    found = {
-        folders.step_of(folder): folder
-        for folder in folders.list_steps(find_checkpoints(given) or given)
-    }
-    if step not in found:
-        steps = listed(list(map(str, found))) or "none"
-        raise UserError(f"{given} has no checkpoint of step {step}. It has: {steps}.")
-    pin = found[step] / folders.PINNED
+    names = {folder.name: folder for folder in folders.checkpoints_at(given)}
+    name = folders.name_of_step(step)
+    if name not in names:
+        raise UserError(f"{given} has no {name}. It has: {listed(list(names))}.")
+    pin = names[name] / folders.PINNED
     pin.touch()
-    print(f"checkpoint {found[step].name}: pinned. To unpin it, remove {pin}")
+    print(f"checkpoint {name}: pinned. To unpin it, remove {pin}")
     return 0
 
 

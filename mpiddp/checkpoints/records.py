@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.folder import flush
 from mpiddp.checkpoints.run import RunDir
 from mpiddp.errors import UserError
+from mpiddp.files import replace_file
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 
@@ -30,13 +30,13 @@ class RunRecords:
     The training matters more than its records: one that cannot be written only causes a warning.
     """
 
-    def __init__(self, run: RunDir, metric: str = "", *, highest_is_best: bool = False) -> None:
+    def __init__(self, run: RunDir, metric: str = "") -> None:
         """`metric`: the name of the value by which the best checkpoint is kept."""
-        self.dir, self._metric, self._sign = run, metric, -1 if highest_is_best else 1
-        # Of the metric, by step, the lowest the best: those that `news` has not told yet.
-        self._values: dict[int, float] = {}
-        # By name, the losses whose latest value is not finite.
-        self._not_finite: dict[str, str] = {}
+        self.dir, self._metric = run, metric
+        self._latest: dict[str, float] = {}  # finite value of the metric
+        self._not_finite: dict[
+            str, str
+        ] = {}  # by name, the losses whose latest value is not finite
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = False
         self.is_closed = False
@@ -51,24 +51,13 @@ class RunRecords:
             kept = [line for line in lines if _step_of(line) <= step]
             if kept != lines:
                 replace_file(path, b"".join(kept))
-            for line in kept if self._metric else ():
-                record = json.loads(line)
-                self._note(int(record["step"]), record)
         except OSError as error:
             self._warn(error)
 
-    def news(self) -> dict[str, Any]:
-        """What a save has to know: the metric's new values, and why the latest loss is not finite, or ""."""
-        values, self._values = self._values, {}
-        return {
-            "values": list(values.items()),
-            "not_finite": next(iter(self._not_finite.values()), ""),
-        }
-
-    def _note(self, step: int, values: Mapping[str, Any]) -> None:
-        value = values.get(self._metric)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            self._values[step] = self._sign * value
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint tells of the records: why the latest loss is not finite, or ""; the metric."""
+        metrics = {"metrics": self._latest} if self._latest else {}
+        return {"not_finite": next(iter(self._not_finite.values()), ""), **metrics}
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         if self._is_writer is None:
@@ -84,7 +73,8 @@ class RunRecords:
             if "loss" in name and isinstance(value, float) and not math.isfinite(value):
                 self._not_finite[name] = f"{name} of step {step} is {value}"
         record = {"step": step, **{name: _plain(name, value) for name, value in numbers.items()}}
-        self._note(step, record)
+        if isinstance(latest := record.get(self._metric), (int, float)):
+            self._latest = {self._metric: latest}
         try:
             _append(self.dir.metrics, record)
             self._is_warned = False
@@ -109,19 +99,6 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
         if file.write(line) < len(line):  # the disk is full; the next line may find space again
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in the place of `path`, or on an error leave what is there. Raises OSError."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(content)
-        flush(part)
-        part.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
 
 
 def _step_of(line: bytes) -> float:

@@ -94,12 +94,7 @@ def find(run: Run, path: Path | None = None) -> Found | None:
         if not any(each.damage for each in checked):
             break
     broken = [each for each in found if each.damage]
-    passed = [each for each in found if each.not_finite and not each.damage and not each.is_named]
-    told = [
-        each._replace(damage=f"checkpoint {Path(each.path).name}: {each.not_finite}")
-        for each in passed
-    ]
-    _log_damages(broken + told, best if usable else None)
+    _log_passed(found, best if usable else None)
     if not usable:
         if path is not None or broken:
             _refuse(run, path, broken)
@@ -110,8 +105,12 @@ def find(run: Run, path: Path | None = None) -> Found | None:
     rows = run.gather({name: vars(entry) for name, entry in listed.items()})
     files = {name: Entry(**entry) for name, entry in rows[best.rank].items()}
     # A later start may find the missing parts of a newer one. It would jump forward again.
-    later = [each for each in (*broken, *passed) if each.of_this_run == best.of_this_run]
-    has_newer = any((each.lacking or each.not_finite) and each.step > best.step for each in later)
+    has_newer = any(
+        each.step > best.step
+        and each.of_this_run == best.of_this_run
+        and (each.lacking or each.not_finite)
+        for each in found
+    )
     return Found(same, files, leaves_newer=best.is_named or has_newer)
 
 
@@ -123,25 +122,24 @@ def _checked(run: Run, same: Sequence[Candidate]) -> list[Candidate]:
         nowhere = BrokenCheckpoint(Path(same[0].path), where)
         return [each.damaged(nowhere) for each in same]
     # One folder on a shared file system is verified once: the ranks of all its hosts divide its files.
-    nodes = run.gather(run.coordinator.world.node_rank)
-    by_node = {nodes[each.rank]: each for each in same}
-    inodes = [by_node[node].inode if node in by_node else None for node in nodes]
+    by_node = {run.nodes[each.rank]: each for each in same}
+    inodes = [by_node[node].inode if node in by_node else None for node in run.nodes]
     damage, is_failure = "", False
-    if own := by_node.get(nodes[run.rank]):
+    if own := by_node.get(run.nodes[run.rank]):
         sharing = [rank for rank, inode in enumerate(inodes) if inode == own.inode]
         try:
             folder.verify(Path(own.path), share=(sharing.index(run.rank), len(sharing)))
         except BrokenCheckpoint as error:
             damaged = own.damaged(error)
             damage, is_failure = damaged.damage, damaged.is_failure
-    found = list(zip(inodes, run.gather((damage, is_failure)), strict=True))
-    checked = []
-    for each in same:
-        problems = [problem for inode, problem in found if inode == each.inode and problem[0]]
-        if problems:
-            each = each._replace(damage=problems[0][0], is_failure=problems[0][1])
-        checked.append(each)
-    return checked
+    told = run.gather((damage, is_failure))
+    problems = {inode: each for inode, each in zip(inodes, told, strict=True) if each[0]}
+    return [
+        each._replace(damage=found[0], is_failure=found[1])
+        if (found := problems.get(each.inode))
+        else each
+        for each in same
+    ]
 
 
 def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
@@ -152,15 +150,13 @@ def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
     has_own = any(not each.damage for each in own)
     if path is None or (has_own and (not goes_back or is_restart(os.environ))):
         return own
-    if given := folder.find_checkpoints(path):
-        named = [_candidate(run, each, of_this_run=False) for each in folder.list_steps(given)]
-    elif folder.is_checkpoint(path):
-        named = [_candidate(run, path, of_this_run=goes_back, is_named=True)]
-    else:
-        is_there = path.exists()
-        reason = ": contains no checkpoint" if is_there else f" not found (looked in {Path.cwd()})"
-        damage = f"{path}{reason}. Expected a run's folder or a checkpoint's folder."
-        named = [Candidate(run.rank, str(path), -1, goes_back, damage=damage)]
+    try:
+        named = [
+            _candidate(run, each, of_this_run=goes_back, is_named=each == path.resolve())
+            for each in folder.checkpoints_at(path)
+        ]
+    except UserError as error:
+        named = [Candidate(run.rank, str(path), -1, goes_back, damage=str(error))]
     return named if goes_back else own + named
 
 
@@ -178,17 +174,20 @@ def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = Fals
     )
 
 
-def _log_damages(broken: list[Candidate], best: Candidate | None) -> None:
-    """One sentence for each broken checkpoint at least as new as the one to resume from."""
+def _log_passed(found: list[Candidate], best: Candidate | None) -> None:
+    """One sentence for each checkpoint that is passed over, at least as new as the one to resume from."""
     sentences: dict[str, None] = {}
-    for each in broken:
-        if each.step < (best.step if best else 0):
+    for each in found:
+        lost = each.step - best.step if best else 0
+        why = each.damage
+        if each.not_finite and lost > 0:
+            why = why or f"checkpoint {Path(each.path).name}: {each.not_finite}"
+        if not why or each.step < 0 or lost < 0:
             continue
         rest = "no older one is verified" if best is None else "another host has a verified copy"
-        if best is not None and each.step > best.step:
-            lost = each.step - best.step
+        if best is not None and lost:
             rest = f"resuming from {Path(best.path).name} ({lost} steps lost)"
-        sentences[f"{each.damage}; {rest}."] = None
+        sentences[f"{why}; {rest}."] = None
     for sentence in sentences:
         log.info(sentence)
 
@@ -219,16 +218,15 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
     Returns where this host has each file, by its name.
     """
     root = run.dir.checkpoints
-    nodes = run.gather(run.coordinator.world.node_rank)
-    by_node = {nodes[each.rank]: each for each in found.hosts}
+    by_node = {run.nodes[each.rank]: each for each in found.hosts}
 
     def lacks(rank: int, name: str) -> bool:
-        own = by_node.get(nodes[rank])
+        own = by_node.get(run.nodes[rank])
         return own is None or name in own.lacking
 
     transfers = []
     for name, entry in found.files.items():
-        receivers = {run.writer_of[rank] for rank in range(len(nodes)) if lacks(rank, name)}
+        receivers = {run.writer_of[rank] for rank in range(run.world_size) if lacks(rank, name)}
         source = next(each for each in found.hosts if name not in each.lacking)
         if receivers:
             path = Path(source.path) / name
@@ -253,7 +251,7 @@ def bring(run: Run, found: Found) -> dict[str, Path]:
                 raise JobFailed(
                     f"{root}: cannot bring the files of other hosts: {reason}."
                 ) from None
-    own = by_node.get(nodes[run.rank])
+    own = by_node.get(run.nodes[run.rank])
     return {
         name: Path(own.path) / name if own and not lacks(run.rank, name) else final / name
         for name in found.files

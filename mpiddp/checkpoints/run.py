@@ -21,7 +21,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.retention import NO_LOCKS
+from mpiddp.checkpoints.folder import NO_LOCKS
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
@@ -126,6 +126,7 @@ class Run:
             in a collective would not notice that this one has left.
         timeout_s: how long to wait for a rank that does not answer.
         writer_of: the writer of each rank's file system, the lowest rank there: [world_size].
+        nodes: the node of each rank: [world_size].
     """
 
     def __init__(self, run_dir: RunDir, coordinator: Coordinator, *, timeout_s: float) -> None:
@@ -149,11 +150,11 @@ class Run:
             self._created = [each for each in folders if not each.exists()]
             run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         self.writer_of = self._find_writers()
+        self.nodes = self.gather(coordinator.world.node_rank)
         try:
             with self.writing_together():
                 if self.is_writer:
                     self._lock = RunLock(run_dir)
-                    folder.remove_leftovers(run_dir.checkpoints)
                     try:
                         folder.probe_rename(run_dir.checkpoints)
                     except OSError as error:
@@ -163,6 +164,7 @@ class Run:
                             f"{run_dir}: its file system cannot rename folders ({error.strerror}), as "
                             "each save has to. Name a folder on another one."
                         ) from None
+                    folder.remove_leftovers(run_dir.checkpoints)
         except BaseException:
             self.close(removes_new=True)
             raise

@@ -14,11 +14,10 @@ import json
 import math
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,18 +28,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.boxes import Boxes, BoxWriter, boxes_of, shard_of
-from mpiddp.checkpoints.contents import TREE, rng_states, write_facts
+from mpiddp.checkpoints.boxes import Boxes, boxes_of, headers_of, shard_of, write_boxes
+from mpiddp.checkpoints.contents import TREE, rng_states
 from mpiddp.checkpoints.files import Turns, packed
-from mpiddp.checkpoints.folder import INDEX, Entry, flush, name_of_step
-from mpiddp.checkpoints.host import Copies, to_host, worst
+from mpiddp.checkpoints.folder import INDEX, Entry, Retention, name_of_step
 from mpiddp.checkpoints.records import RunRecords
-from mpiddp.checkpoints.retention import Retention, prune
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.state import Keys, Outline, is_sharded, shown_path
-from mpiddp.checkpoints.union import Union, digest_of, union_of
+from mpiddp.checkpoints.union import digest_of, union_of
 from mpiddp.errors import JobFailed, NoAnswer
+from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
@@ -48,7 +46,6 @@ from mpiddp.runtime.reports import saving
 from mpiddp.text import from_here
 
 _NICENESS = 10  # of the thread that writes
-_LATE_S = 30.0  # after which a rank that waits in save() says so
 
 
 class _Abandoned(Exception):
@@ -56,17 +53,16 @@ class _Abandoned(Exception):
 
 
 @dataclass(frozen=True)
-class _Copied:
+class _Job:
     """What this rank saves of one step, in host memory."""
 
-    step: int
-    config: Mapping[str, Any]
-    union: Union
+    new: Path  # the hidden folder, whose name all ranks know
+    final: Path
+    facts: Mapping[str, Any]  # that are written beside the state
+    tree: Any
     boxes: Boxes
-    copies: Copies
     ranks: Sequence[Tensor]  # what each rank saves for itself, on the writers
     has_shards: bool  # False if every writer has the whole state
-    not_finite: str  # why the latest loss is not finite
 
 
 class Saver:
@@ -80,8 +76,7 @@ class Saver:
     ) -> None:
         self._run, self._records, self._root = run, records, run.dir.checkpoints
         self._keep, self._must_succeed = keep, must_succeed
-        self._values: dict[int, float] = {}  # of the metric, by step; the lowest is the best
-        self._not_finite = ""  # why the latest loss is not finite
+        self._facts: dict[str, Any] = {}  # that rank 0 tells of the records
         self._infinite: set[Keys] | None = None  # tensors with infinities on purpose, such as masks
         self._is_warned = False  # of a state that is not finite
         self._digests: list[str] = []  # of what each rank saves
@@ -89,7 +84,10 @@ class Saver:
         self._num_saves = 0
         self.pending: Future[str] | None = None  # the save in flight
         self._hurry = threading.Event()  # somebody waits for it
-        self._writer = BoxWriter()
+        self._layout: Any = (
+            None  # of the boxes that were saved last; mostly, the next ones have it too
+        )
+        self._headers: dict[str, bytes] = {}  # of their files
         self._prefix = run.coordinator.unique_prefix("saves")
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
 
@@ -102,7 +100,7 @@ class Saver:
         self._num_saves += 1
         own = per_rank.filled([each.detach().to("cpu", copy=True) for each in per_rank.tensors])
         boxes, tensors = boxes_of(outline, union, run.rank, is_writer=run.is_writer)
-        copies = to_host(tensors, boxes.files)
+        boxes.copy(tensors)
         ranks = self._gather(own)
         has_shards = bool(union.boxed) or any(map(is_sharded, outline.tensors))
         if has_shards and self._ring is None and len(run.writers) > 1:
@@ -110,7 +108,12 @@ class Saver:
             self._ring = dist.new_group(backend="gloo", timeout=timeout)
         if has_shards or run.is_writer:
             self._hurry.clear()
-            job = _Copied(step, config, union, boxes, copies, ranks, has_shards, self._not_finite)
+            final = self._root / name_of_step(step)
+            # Leftovers of other processes were removed when the run opened.
+            new = folder.hidden(self._root, f"{final.name}-{self._num_saves}")
+            known = {"step": step, "config": config, "is_partial": union.is_partial}
+            facts = {**known, **self._facts}
+            job = _Job(new, final, facts, union.tree, boxes, ranks, has_shards)
             # A thread of its own, because its priority is lowered in the middle.
             thread = ThreadPoolExecutor(1, "checkpoint")
             self.pending = thread.submit(self._write, job)
@@ -151,23 +154,14 @@ class Saver:
         problem = self.pending.result() if self.pending else ""
         self.pending = None
         run = self._run
-        late = threading.Timer(_LATE_S, _warn_of_waiting, (next_step, *_line_of_script()))
-        if next_step is not None and run.rank == 0 and run.world_size > 1:
-            late.daemon = True
-            late.start()
-        try:
-            news = self._records.news() if run.rank == 0 else {}
+        facts = self._records.facts() if run.rank == 0 else {}  # rank 0 always records
+        digest = ""
+        if outline is not None and run.world_size > 1:
             # The values are compared in the first save, where they differ if the ranks are no replicas.
-            digest = ""
-            if outline is not None and run.world_size > 1:
-                digest = digest_of(outline, samples=self._num_saves == 0)
-            answers = run.gather((next_step, problem, digest, news))
-        finally:
-            late.cancel()
+            digest = digest_of(outline, samples=self._num_saves == 0)
+        answers = run.gather((next_step, problem, digest, facts))
         self._digests = [each[2] for each in answers]
-        news = answers[0][3]  # rank 0 always records
-        self._not_finite = news["not_finite"]
-        self._values.update(news["values"])
+        self._facts = answers[0][3]
         first = {step: rank for rank, (step, *_) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
             calls = [
@@ -184,7 +178,7 @@ class Saver:
 
     # In the thread
 
-    def _write(self, job: _Copied) -> str:
+    def _write(self, job: _Job) -> str:
         """Write this rank's part of the checkpoint and remove old ones. Returns the error, or ""."""
         with saving():
             try:
@@ -194,43 +188,40 @@ class Saver:
             except _Abandoned:
                 return ""
             except (OSError, RuntimeError, JobFailed) as error:
-                return self._sentence(error, job.step)
+                return self._sentence(error, job.facts["step"])
         return ""
 
-    def _write_checkpoint(self, job: _Copied) -> None:
-        run = self._run
-        final = self._root / name_of_step(job.step)
-        # All ranks know the name. Leftovers of other processes were removed when the run opened.
-        new = folder.hidden(self._root, f"{final.name}-{self._num_saves}")
-        hashes: dict[str, str] = {}
+    def _write_checkpoint(self, job: _Job) -> None:
+        run, hashes = self._run, dict[str, str]()
         try:
-            reports = self._settle(job, "written", lambda: self._write_files(new, job, hashes))
+            reports = self._settle(job, "written", partial(self._write_files, job, hashes))
             files = {shard_of(rank): Entry(*each) for rank, (each, _) in enumerate(reports) if each}
-            reasons = filter(None, (job.not_finite, *(text for _, text in reports)))
-            reason = next(reasons, "")
+            shards = [
+                Transfer(rank, job.new / name, files[name], (receiver,))
+                for rank, receiver in enumerate(receivers_of(run.writer_of))
+                if (name := shard_of(rank)) in files
+            ]
             if self._ring is not None and job.has_shards:
-                sent = self._copies_of(new, files)
-                self._settle(
-                    job, "copied", lambda: send_files(sent, self._run.rank, self._ring, new)
-                )
-            done = partial(self._complete, job, new, final, reason, hashes, files)
-            self._settle(job, "complete", done)
+                send = partial(send_files, shards, run.rank, self._ring, job.new)
+                self._settle(job, "copied", send)
+            reasons = filter(None, (job.facts["not_finite"], *(text for _, text in reports)))
+            reason = next(reasons, "")
+            self._settle(job, "complete", partial(self._complete, job, reason, hashes, shards))
         except BaseException:
             if run.is_writer:
-                shutil.rmtree(new, ignore_errors=True)
+                shutil.rmtree(job.new, ignore_errors=True)
             raise
         if run.rank == 0:
-            current().send("saved", path=str(final))
+            current().send("saved", path=str(job.final))
         if run.is_writer:
-            self._is_good[final] = True
+            self._is_good[job.final] = True
             try:
-                keep = replace(self._keep, lowest=self._values)
-                prune(self._root, keep, is_good=self._is_verified)
+                folder.prune(self._root, self._keep, is_good=self._is_verified)
             except OSError as error:  # the new checkpoint is complete anyway
                 why = f"cannot remove old checkpoints: {error.strerror}"
                 log.warning(f"warning: {self._root}: {why}.")
             if reason and run.rank == 0 and not self._is_warned:
-                self._warn_of(final, reason)
+                self._warn_of(job.final, reason)
             self._is_warned = bool(reason)
 
     def _warn_of(self, final: Path, reason: str) -> None:
@@ -241,7 +232,7 @@ class Saver:
             rest = f"{from_here(finite[-1])} is kept, and a resume starts from it."
         log.warning(f"warning: {final.name} is not finite: {reason}. {rest}")
 
-    def _settle(self, job: _Copied, part: str, work: Callable[[], Any]) -> list[Any]:
+    def _settle(self, job: _Job, part: str, work: Callable[[], Any]) -> list[Any]:
         """Do this rank's part of the save: all ranks report, and each comes to the same result.
 
         A save of nothing sharded needs no other rank: each writer settles it alone. Returns the results of
@@ -261,85 +252,62 @@ class Saver:
                 key=f"{self._prefix}/{self._num_saves}/{part}",
             )
         except NoAnswer as missing:
-            raise NoAnswer(f"the save of step {job.step}: {missing}") from None
+            raise NoAnswer(f"the save of step {job.facts['step']}: {missing}") from None
         except (AnotherFailed, ChannelLost) as error:
             why = "another rank has failed" if type(error) is AnotherFailed else "the job has ended"
-            raise JobFailed(f"step {job.step} was not saved: {why}.") from None
+            raise JobFailed(f"step {job.facts['step']} was not saved: {why}.") from None
         if problem is not None:
             raise problem
         if any(has_failed for _, has_failed in reports):
             raise _Abandoned
         return [each for each, _ in reports]
 
-    def _write_files(self, new: Path, job: _Copied, hashes: dict[str, str]) -> list[Any]:
+    def _write_files(self, job: _Job, hashes: dict[str, str]) -> list[Any]:
         """Write this rank's files, down to the disk.
 
         Returns the size and the hash of its shards, or None, and why its tensors are not finite, or "".
         """
         turns = Turns(self._hurry)
-        self._writer.prepare(job.boxes, job.copies, turns)
+        if (layout := job.boxes.layout) != self._layout:
+            self._headers, self._layout = headers_of(job.boxes, turns), layout
+        turns.rest()
         # Only now: what holds the interpreter must not wait for a processor.
         _lower_priority()
-        job.copies.wait()
-        new.mkdir(parents=True, exist_ok=True)
-        hashes |= self._writer.write(job.copies, new)
+        job.boxes.wait()
+        job.new.mkdir(parents=True, exist_ok=True)
+        hashes |= write_boxes(job.boxes, self._headers, job.new)
         if self._run.is_writer:
-            torch.save({"state": job.union.tree, "ranks": job.ranks}, new / TREE)
+            torch.save({"state": job.tree, "ranks": job.ranks}, job.new / TREE)
         turns.rest()
         shard, own = None, shard_of(self._run.rank)
         if own in hashes:
-            flush(new / own)
-            shard = [(new / own).stat().st_size, hashes[own]]
-        return [shard, self._not_finite_in(job)]
-
-    def _not_finite_in(self, job: _Copied) -> str:
-        """Name a tensor that is not finite. One that holds infinities from the first save on may do so."""
-        bad: dict[Keys, float] = {}
-        copies = job.copies
-        is_bad = [not math.isfinite(worst(each)) for each in copies.blocks]
-        for number in [at for at, index in enumerate(copies.block_of) if is_bad[index]]:
-            block, start = copies.blocks[copies.block_of[number]], copies.start_of[number]
-            value = worst(block.reshape(-1)[start : start + math.prod(job.boxes.shapes[number])])
-            if not math.isfinite(value):
-                bad[job.boxes.paths[number]] = value
+            flush(job.new / own)
+            shard = [(job.new / own).stat().st_size, hashes[own]]
+        bad = job.boxes.not_finite()
         if self._infinite is None:
             self._infinite = {path for path, value in bad.items() if math.isinf(value)}
         for path, value in bad.items():
             if math.isnan(value) or path not in self._infinite:
-                return f"{shown_path(path)} has {value}"
-        return ""
-
-    def _copies_of(self, new: Path, files: Mapping[str, Entry]) -> list[Transfer]:
-        """The shards, each sent to another host."""
-        return [
-            Transfer(rank, new / name, files[name], (receiver,))
-            for rank, receiver in enumerate(receivers_of(self._run.writer_of))
-            if (name := shard_of(rank)) in files
-        ]
+                return [shard, f"{shown_path(path)} has {value}"]
+        return [shard, ""]
 
     def _complete(
-        self,
-        job: _Copied,
-        new: Path,
-        final: Path,
-        not_finite: str,
-        hashes: dict[str, str],
-        files: Mapping[str, Entry],
+        self, job: _Job, not_finite: str, hashes: dict[str, str], shards: Sequence[Transfer]
     ) -> None:
         """Complete the checkpoint on this file system, if this rank writes there."""
         run = self._run
         if not run.is_writer:
             return
-        is_partial = job.union.is_partial
-        write_facts(new, job.step, job.config, is_partial=is_partial, not_finite=not_finite)
-        for each in self._copies_of(new, files):
+        folder.write_facts(job.new, **{**job.facts, "not_finite": not_finite})
+        for each in shards:
             if run.rank in (run.writer_of[rank] for rank in (each.source, *each.receivers)):
                 hashes[each.path.name] = each.entry.sha256
                 if each.path.stat().st_size != each.entry.bytes:  # not yet shown by a file server
                     raise RuntimeError(f"{each.path.name} is incomplete")
-        if files:
-            (new / INDEX).write_text(json.dumps({"files": files}, default=vars), encoding="utf-8")
-        folder.complete(new, final, hashes)
+        if shards:
+            index = {"files": {each.path.name: each.entry for each in shards}}
+            (job.new / INDEX).write_text(json.dumps(index, default=vars), encoding="utf-8")
+        folder.complete(job.new, job.final, hashes)
 
     def _is_verified(self, checkpoint: Path) -> bool:
         """Hash a checkpoint the first time; afterwards, and for those written here, compare sizes only."""
@@ -366,19 +334,3 @@ def _lower_priority() -> None:
     with contextlib.suppress(OSError):  # a sandbox may refuse it
         nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS
         os.setpriority(os.PRIO_PROCESS, thread, nicer)
-
-
-def _line_of_script() -> tuple[str, int]:
-    """The file and the line that save."""
-    frame = sys._getframe()
-    while frame.f_back and Path(frame.f_code.co_filename).parent == Path(__file__).parent:
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-def _warn_of_waiting(step: int, file: str, line: int) -> None:
-    """Name the script's line if the other ranks do not come, as after `if rank == 0: save()`."""
-    log.warning(
-        f"warning: save() of step {step} in {from_here(file)}:{line} has waited {_LATE_S:g} s for the "
-        "other ranks. Every rank must call it."
-    )

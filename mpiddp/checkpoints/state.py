@@ -8,6 +8,8 @@ is read.
 from __future__ import annotations
 
 import functools
+import json
+import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +26,7 @@ DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiSte
 LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
 SHARDS = "shard_"  # begins the names of the files of shards, and no key of a state
+_PLAIN = re.compile(r"(?!-?[0-9]+$)[^/\[][^/]*")  # a key that is no number, JSON or several keys
 
 
 def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> Any:
@@ -117,6 +120,20 @@ def shown_path(path: Keys, name: str = "state") -> str:
 def stem_of(key: str) -> str:
     """The name of the key's file, without its suffix: letters, digits, and % in place of anything else."""
     return quote(key, safe="")
+
+
+def name_of(keys: Keys) -> str:
+    """The name of a tensor, which no other keys have: "fc.weight", "state/0/exp_avg", or JSON."""
+    for key in keys:
+        is_plain = type(key) is int or (type(key) is str and _PLAIN.fullmatch(key))
+        if not is_plain:
+            return json.dumps(keys)
+    return "/".join(map(str, keys))
+
+
+def key_of(path: Keys) -> str:
+    """The entry's file, a slash, and the name in this file."""
+    return f"{stem_of(path[0])}/{name_of(path[1:] or path)}"
 
 
 def _problem_of(value: Any, *, is_shared: bool) -> str:

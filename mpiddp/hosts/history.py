@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import DONE, FAILED, named_by
+from mpiddp.files import replace_file
 from mpiddp.hosts.hostfile import Host
 from mpiddp.text import align_columns, counted, escaped
 
@@ -135,9 +136,7 @@ def append(path: Path | None, event: Event) -> None:
 
 def forget(path: Path, hosts: Collection[str]) -> None:
     """Remove the events of hosts. Raises OSError."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(_line(event, but=hosts) for event in read(path)), encoding="utf-8")
-    part.replace(path)
+    replace_file(path, "".join(_line(event, but=hosts) for event in read(path)).encode())
 
 
 def _line(event: Event, *, but: Collection[str] = ()) -> str:

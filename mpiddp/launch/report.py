@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError, cause_of
+from mpiddp.files import part_of, replace_file
 from mpiddp.launch import log
 from mpiddp.launch.verdict import Outcome
 from mpiddp.text import shown
@@ -44,7 +45,7 @@ def check(path: str | None, on_end: Sequence[str] | None) -> None:
         raise UserError(f"--on-end: {shown(on_end[0])} is not a program.")
     if path is not None:
         try:
-            _part_of(Path(path)).touch()
+            part_of(Path(path)).touch()
         except OSError as error:
             raise cause_of(error)(_unwritten(error)) from None
 
@@ -127,9 +128,7 @@ class Report:
         facts = {**self._facts, **ending, "hosts": hosts, "attempts": self._attempts}
         content = json.dumps(facts, indent=2) + "\n"
         for path in self._paths:
-            part = _part_of(path)
-            part.write_text(content, encoding="utf-8")
-            part.replace(path)
+            replace_file(path, content.encode())
 
     def _try_to_write(self, ending: Mapping[str, Any]) -> None:
         try:
@@ -149,11 +148,6 @@ def _ending(outcome: Outcome) -> dict[str, Any]:
         "rank": rank,
         "host": host,
     }
-
-
-def _part_of(path: Path) -> Path:
-    """The file that is renamed to this one once it is whole."""
-    return path.with_name(f".{path.name}.part")
 
 
 def _unwritten(error: OSError) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 
 from mpiddp import __version__
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.checkpoints.records import replace_file
 from mpiddp.errors import DONE, UserError, named_by
+from mpiddp.files import replace_file
 from mpiddp.report import tables
 from mpiddp.report.html import MAX_RUNS, STYLE, items, legend, section, text
 from mpiddp.report.read import UNKNOWN, Run, is_run, read_run

@@ -356,7 +356,7 @@ def test_load_passes_over_damage(tmp_path):
     assert mpiddp.load(run).state == {"a": 1}
     with pytest.raises(mpiddp.UserError, match=r"step_00000002: tree\.pt has .* bytes instead of"):
         mpiddp.load(step_folder(run, 2))
-    with pytest.raises(mpiddp.UserError, match="does not exist"):
+    with pytest.raises(mpiddp.UserError, match="not found"):
         mpiddp.load(tmp_path / "nothing")
 
 

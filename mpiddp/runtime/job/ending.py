@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.files import read_limited
 from mpiddp.protocol.channel import LINE_LIMIT, TEXT_LIMIT
 from mpiddp.runtime.job.out_of_memory import shortened
 from mpiddp.text import signal_name
@@ -106,7 +107,7 @@ def ending_of_process(status: int, error_file: str = "") -> Ending:
     ending = Ending(status) if status >= 0 else Ending(128 - status, signal=-status)
     recorded = Ending(DONE)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        message = json.loads(errors.read_limited(Path(error_file), LINE_LIMIT))["message"]
+        message = json.loads(read_limited(Path(error_file), LINE_LIMIT))["message"]
         if isinstance(message, dict):
             recorded = Ending(*message.get("ending", recorded))
             message = message["message"]

@@ -1,6 +1,6 @@
 """A checkpoint folder is complete or absent, is verified when read, and survives failures.
 
-Tests mpiddp/checkpoints/folder.py, mpiddp/errors.py.
+Tests mpiddp/checkpoints/folder.py, mpiddp/files.py.
 python -m pytest tests/integration/checkpoints/test_checkpoint_directory.py
 """
 
@@ -15,7 +15,8 @@ import pytest
 
 from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.folder import BrokenCheckpoint
-from mpiddp.errors import UserError, read_limited
+from mpiddp.errors import UserError
+from mpiddp.files import read_limited
 from mpiddp.train.data import default_data_dir
 from tests.support.errors import error
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint  # noqa: F401 - torch does not import it by itself
 
 import mpiddp
-from mpiddp.checkpoints.host import to_host
+from mpiddp.checkpoints.boxes import Boxes
 from mpiddp.checkpoints.run import RunDir, RunLock, is_locked
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.errors import UserError
@@ -33,7 +33,7 @@ from mpiddp.world import World
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.place import Here
-from tests.support.ranks import clean_env, mpirun, script
+from tests.support.ranks import clean_env, script
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +69,11 @@ def test_a_state_that_grows_leaves_no_copies_behind(tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_step_after_the_copy_does_not_change_it(size, count):
     tensors = [torch.zeros(size) for _ in range(count)]
-    copies = to_host(tensors, ["file"] * count)
+    boxes = Boxes([("a",)] * count, ["file"] * count, [each.shape for each in tensors])
+    boxes.copy(tensors)
     for each in tensors:
         each.fill_(1)
-    assert [each.sum() for each in copies.blocks] == [0] * len(copies.blocks)
+    assert [each.sum() for each in boxes.blocks] == [0] * len(boxes.blocks)
 
 
 def test_a_refused_resume_leaves_the_users_folder(tmp_path):
@@ -153,31 +154,6 @@ def test_ranks_that_save_different_steps_are_refused(tmp_path):
     lines = [line for line in done.stdout.splitlines() if "saves step" in line]
     assert [bool(re.fullmatch(sentence, line)) for line in lines] == [True, True], done.stdout
     assert (tmp_path / "run/checkpoints/step_00000030").exists()
-
-
-ONE_SAVES = """
-import sys, threading, mpiddp
-from mpiddp.checkpoints import save
-save._LATE_S = 0.5
-with mpiddp.process_group() as world:
-    checkpoints = mpiddp.Checkpoints(sys.argv[1], timeout_s=5)
-    checkpoints.resume()
-    if world.rank == 0:
-        checkpoints.save(2, {})
-    threading.Event().wait(float(sys.argv[2]))
-"""
-
-
-def test_a_save_of_one_rank_is_named_with_the_scripts_line(tmp_path):
-    path = script(tmp_path, ONE_SAVES)
-    done = mpirun(2, path, str(tmp_path / "run"), "60")
-    assert done.returncode != 0
-    assert f"save() of step 2 in {path}:9 has waited 0.5 s for the other ranks" in done.stderr
-    assert "rank 1 on" in done.stderr
-    # The other rank ends, as after a stop: there it meets the rank that saves.
-    ended = Here(tmp_path).fork(path, "other", "0", ranks=2)
-    assert ended.code != 0
-    assert re.search(r"rank 0 on \S+ saves step 2, rank 1 on \S+ closes\.", ended.stderr)
 
 
 SENT = """

@@ -1,0 +1,54 @@
+"""Files that are read and replaced as a whole, flushed to the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def read_limited(path: Path, limit: int) -> bytes:
+    """The contents of a regular file of at most `limit` bytes. Raises OSError: a device may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+    return content
+
+
+def flush(path: Path) -> None:
+    """fsync a file, or a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        cannot = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF)
+        if error.errno not in cannot or not path.is_dir():
+            raise
+
+
+def part_of(path: Path) -> Path:
+    """The file that is renamed to this one once it is whole."""
+    return path.with_name(f".{path.name}.part")
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file in the place of `path`, or on an error leave what is there. Raises OSError."""
+    part = part_of(path)
+    try:
+        part.write_bytes(content)
+        flush(part)
+        part.replace(path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # that of a full disk names no file
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
