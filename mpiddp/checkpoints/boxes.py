@@ -164,14 +164,15 @@ def boxes_of(
     boxes, tensors = Boxes(), list[Tensor]()
     file_of = {key: f"{stem_of(key)}{SUFFIX}" for key in union.tree}
     for path, tensor in zip(outline.paths, outline.tensors, strict=True):
+        savers = union.savers.get(path)
         if is_sharded(tensor):
-            if union.savers.get(path) not in (None, mesh_of(tensor)) or not _saves(path, tensor):
+            if savers not in (None, mesh_of(tensor)) or not _saves(path, tensor):
                 continue
             part, offsets = own_part(tensor)
             boxes.places[len(tensors)] = (tensor.shape, offsets)
             tensor, file = part.contiguous(), shard_of(rank)
-        elif path in union.boxed:
-            if union.savers[path] != (rank,):
+        elif savers is not None:
+            if savers != (rank,):
                 continue
             file = shard_of(rank)
         elif is_writer:
@@ -237,20 +238,13 @@ def _worst(value: Tensor) -> float:
         value = torch.view_as_real(value.resolve_conj())
     if not value.is_floating_point() or value.element_size() == 1:
         return worst  # fp8 and fp4 have scales beside them
-    for part in _in_a_row(value).split(_PART):
+    for part in value.reshape(-1).split(_PART):
         for found in torch.aminmax(part) if part.numel() else ():
             number = found.item()
             if math.isnan(number):
                 return number
             worst = worst if math.isfinite(number) else number
     return worst
-
-
-def _in_a_row(value: Tensor) -> Tensor:
-    """The elements of a copy, in the order of its memory. Copies only what has gaps."""
-    if value.untyped_storage().nbytes() == value.numel() * value.element_size():
-        return value.as_strided((value.numel(),), (1,), 0)
-    return value.reshape(-1)
 
 
 # Written

@@ -18,11 +18,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.contents import Resumed, read
-from mpiddp.checkpoints.folder import Retention, name_of_step, step_of
+from mpiddp.checkpoints.folder import Retention, list_steps, name_of_step, set_aside
 from mpiddp.checkpoints.records import RunRecords
-from mpiddp.checkpoints.resume import Found, bring, find
+from mpiddp.checkpoints.resume import Candidate, bring, find
 from mpiddp.checkpoints.run import Run, RunDir
 from mpiddp.checkpoints.save import Saver
 from mpiddp.checkpoints.schedule import SaveSchedule
@@ -163,32 +162,32 @@ class Checkpoints:
         if self._run is not None:
             raise RuntimeError("resume() must be called once, before the first save().")
         with self._opening() as run:
-            found = find(run, None if path is None else Path(path))
-            if found is None:
+            copies = find(run, None if path is None else Path(path))
+            if not copies:
                 return None
-            files = bring(run, found)
+            files = bring(run, copies)
             with run.together():
                 resumed = read(files, run.rank, local_rank=run.local_rank)
-                self._refuse_another(found, resumed)
-            first = found.hosts[0].rank
-            where = f" on {self._coordinator.hostnames[first]}" if first else ""
-            log.info(f"resuming from {from_here(found.path)}{where}: step {resumed.step}")
-            if found.leaves_newer:  # a restart would resume from the newest of them
-                root = self._dir.checkpoints
-                with run.together(), named_by("cannot rename"):
-                    for each in folders.set_aside(root, resumed.step) if run.is_writer else ():
-                        why = "its step is later than that of the resume"
-                        log.info(f"renamed to {each.name}: {why}")
+                self._refuse_another(copies[0], resumed)
+            host = self._coordinator.hostnames[copies[0].rank]
+            where = f" on {host}" if copies[0].rank else ""
+            log.info(f"resuming from {from_here(copies[0].path)}{where}: step {resumed.step}")
+            with run.together(), named_by("cannot rename"):
+                # Or a restart would resume from the newest of them.
+                later = set_aside(run.dir.checkpoints, resumed.step) if run.is_writer else ()
+                for each in later:
+                    log.info(f"renamed to {each.name}: its step is later than that of the resume")
             self._step = resumed.step
             current().stop.steps_before = resumed.step
             return resumed
 
-    def _refuse_another(self, found: Found, resumed: Resumed) -> None:
+    def _refuse_another(self, found: Candidate, resumed: Resumed) -> None:
         """Raise UserError for a checkpoint of another config, or one whose folder was renamed."""
-        if found.of_this_run and step_of(found.path) != resumed.step:
+        path = from_here(found.path)
+        if found.of_this_run and found.step != resumed.step:
+            name = name_of_step(resumed.step)
             raise UserError(
-                f"{from_here(found.path)} is the checkpoint of step {resumed.step}: rename it to "
-                f"{name_of_step(resumed.step)}."
+                f"{path} is the checkpoint of step {resumed.step}: rename it to {name}."
             )
         saved, config = resumed.config, self._config
         different = [
@@ -198,7 +197,7 @@ class Checkpoints:
         ]
         if different:
             raise UserError(
-                f"{from_here(found.path)} was made with another config: {'; '.join(different)}. "
+                f"{path} was made with another config: {'; '.join(different)}. "
                 "Use the same config, or name another folder."
             )
 
@@ -259,7 +258,7 @@ class Checkpoints:
             )
         if self._run is None:
             with self._opening() as run, run.together(), named_by(""):
-                if found := folders.list_steps(self._dir.checkpoints):
+                if found := list_steps(self._dir.checkpoints):
                     raise UserError(
                         f"{self._dir} has {found[-1].name} of an earlier run. "
                         "Call resume() before the first save(), or name another folder."

@@ -21,7 +21,7 @@ import torch
 
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.boxes import write_whole
-from mpiddp.checkpoints.files import SUFFIX, read_saved, unpacked
+from mpiddp.checkpoints.files import SUFFIX, read_saved, reason_of, unpacked
 from mpiddp.checkpoints.fit import Fit, placed
 from mpiddp.checkpoints.folder import FACTS, BrokenCheckpoint
 from mpiddp.checkpoints.formats import read_foreign, write_dcp
@@ -167,29 +167,19 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> R
             saved = read_old(files, [str(key) for key in facts["keys"]])
         ranks = saved["ranks"]
         own = unpacked(ranks[rank].numpy().tobytes()) if 0 <= rank < len(ranks) else {}
-        resumed = Resumed(
-            int(facts["step"]),
-            saved["state"],
-            own.get("state", {}),
-            len(ranks),
-            dict(facts["config"]),
-            bool(facts.get("is_partial")),
-            ranks,
-        )
+        known = len(ranks), dict(facts["config"]), bool(facts.get("is_partial")), ranks
         if own:
             restore_rng_states(own["rng"], local_rank)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise cause_of(error)(f"{files[FACTS]} cannot be read ({error.strerror}).") from None
+        return Resumed(int(facts["step"]), saved["state"], own.get("state", {}), *known)
     except (UserError, JobFailed):
         raise
     except MemoryError:
         raise JobFailed(f"{place}: out of memory while it is read.") from None
+    except OSError as error:
+        raise cause_of(error)(f"{place} cannot be read: {reason_of(error)}.") from None
     except Exception as error:  # files that fit their hashes, of another program
         what = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
         raise UserError(f"{place} was not written by mpiddp: {what}.") from None
-    return resumed
 
 
 # Random number generators

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.errors import JobFailed, UserError, cause_of, named_by
 
 SUFFIX = ".safetensors"
 # What a damaged file raises.
@@ -37,6 +37,11 @@ CODES = {dtype: code for code, dtype in _TYPES.items()}
 # A thread that writes holds the interpreter for a turn, then leaves it to the training for so many turns. A
 # turn is below the 5 ms of sys.getswitchinterval, and long, because each one makes the training wait once.
 _TURN_S, _REST_TURNS = 0.004, 12
+
+
+def reason_of(error: Exception) -> str:
+    """The words of the system for an error, or of torch, on one line."""
+    return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
 
 class Turns:
@@ -169,10 +174,8 @@ def read_saved(path: Path) -> Any:
     JobFailed if a disk has failed, or memory is short.
     """
     try:
-        with path.open("rb"):  # torch words the errors of a path in its own way
+        with named_by(""), path.open("rb"):  # torch words the errors of a path in its own way
             return load(str(path), mmap=True)
-    except OSError as error:
-        raise cause_of(error)(f"{path} cannot be read ({error.strerror}).") from None
     except ValueError as error:
         raise UserError(f"{path} was not written by mpiddp: {error}.") from None
 

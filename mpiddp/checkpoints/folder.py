@@ -69,6 +69,7 @@ class Listing:
     here: dict[str, Entry]  # those of the manifest
     shards: dict[str, Entry]  # those of shards.json, on all hosts; {} if nothing is sharded
     save_id: str  # a hash that the folders of one save share
+    inode: str  # the same for all hosts that see this folder on one file system
 
     @property
     def everywhere(self) -> dict[str, Entry]:
@@ -253,16 +254,18 @@ def listing(folder: Path) -> Listing:
     save_id = hashlib.sha256(manifest).hexdigest()
     if save_id.encode() != expected:
         raise BrokenCheckpoint(folder, f"{MANIFEST} does not match its SHA-256")
+    found = (folder / COMPLETE).stat()
+    inode = f"{found.st_ino} {found.st_ctime_ns}"
     here = _entries(folder, MANIFEST, manifest)
     if INDEX not in here:
-        return Listing(here, {}, save_id)
+        return Listing(here, {}, save_id, inode)
     shards = _entries(folder, INDEX, _read(folder, INDEX), "files")
     for name, entry in shards.items():
         if here.get(name, entry) != entry:
             raise BrokenCheckpoint(folder, f"{name} is of another save")
         if (folder / name).exists():  # a pull brings those of other hosts
             here[name] = entry
-    return Listing(here, shards, here[INDEX].sha256)
+    return Listing(here, shards, here[INDEX].sha256, inode)
 
 
 def _read(folder: Path, name: str) -> bytes:
@@ -298,15 +301,6 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
                 folder, f'{file} lists "{shown(name)}", which is not the name of a file'
             )
     return entries
-
-
-def identity(folder: Path) -> str:
-    """The same for all hosts that see this folder on one file system. Raises BrokenCheckpoint."""
-    try:
-        found = (folder / COMPLETE).stat()
-    except OSError as error:
-        raise _unreadable(folder, COMPLETE, error) from None
-    return f"{found.st_ino} {found.st_ctime_ns}"
 
 
 def facts_of(folder: Path) -> Mapping[str, Any]:

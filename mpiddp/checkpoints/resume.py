@@ -10,14 +10,14 @@ from its own host.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from mpiddp.checkpoints import folder
+from mpiddp.checkpoints.files import reason_of
 from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint, Entry, step_of
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, send_files
@@ -53,31 +53,14 @@ class Candidate(NamedTuple):
         return self._replace(damage=damage, is_failure=getattr(error, "is_failure", False))
 
 
-@dataclass(frozen=True)
-class Found:
-    """The checkpoint to resume from. The same on every rank."""
+def find(run: Run, path: Path | None = None) -> list[Candidate]:
+    """The newest verified checkpoint on the hosts that together have all of it; [] if there is none.
 
-    hosts: list[Candidate]  # that have it, all files together, by rank
-    files: Mapping[str, Entry]  # of all hosts, by name
-    leaves_newer: bool  # this run has later checkpoints, which it repeats
-
-    @property
-    def path(self) -> Path:
-        return Path(self.hosts[0].path)
-
-    @property
-    def of_this_run(self) -> bool:
-        return self.hosts[0].of_this_run
-
-
-def find(run: Run, path: Path | None = None) -> Found | None:
-    """The newest verified checkpoint of any host. All ranks must call this.
+    All ranks must call this, and all get the same. Raises what `Checkpoints.resume` raises.
 
     Args:
         path: a checkpoint, or a folder of a run. Of another run: it counts until this run has a checkpoint
             of its own. Of this run: the user goes back to it, but a restart does not go back again.
-
-    Returns None if there is nothing to resume from. Raises what `Checkpoints.resume` raises.
     """
     root = run.dir.checkpoints
     if path is not None and path.resolve().parent == root.resolve():
@@ -85,61 +68,52 @@ def find(run: Run, path: Path | None = None) -> Found | None:
     with run.together(), named_by(""):
         own = _on_this_host(run, path) if run.local_rank == 0 else []
     found = [Candidate(*row) for rows in run.gather(own) for row in rows]
+    copies: list[Candidate] = []
     while usable := [each for each in found if not each.damage]:
         best = max(usable, key=lambda each: (each.order, -each.rank))
         chosen = best.save_id, best.order
-        same = [each for each in usable if (each.save_id, each.order) == chosen]
-        checked = _checked(run, same)
-        found = [each for each in found if each not in same] + checked
-        if not any(each.damage for each in checked):
+        copies = [each for each in usable if (each.save_id, each.order) == chosen]
+        checked = _checked(run, copies)
+        found = [each for each in found if each not in copies] + checked
+        if copies == checked:
             break
-    broken = [each for each in found if each.damage]
-    _log_passed(found, best if usable else None)
-    if not usable:
-        if path is not None or broken:
-            _refuse(run, path, broken)
-        return None
-    if path is not None and best.of_this_run and not best.is_named:
+        copies = []
+    _log_passed(found, copies)
+    if not copies and (found or path is not None):
+        _refuse(run, path, found)
+    if path is not None and copies[0].of_this_run and not copies[0].is_named:
         log.info(f"{path} is not used: {run.dir} has checkpoints of its own")
-    listed = folder.listing(Path(best.path)).everywhere if run.rank == best.rank else {}
-    rows = run.gather({name: vars(entry) for name, entry in listed.items()})
-    files = {name: Entry(**entry) for name, entry in rows[best.rank].items()}
-    # A later start may find the missing parts of a newer one. It would jump forward again.
-    has_newer = any(
-        each.step > best.step
-        and each.of_this_run == best.of_this_run
-        and (each.lacking or each.not_finite)
-        for each in found
-    )
-    return Found(same, files, leaves_newer=best.is_named or has_newer)
+    return copies
 
 
-def _checked(run: Run, same: Sequence[Candidate]) -> list[Candidate]:
+def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
     """The candidates of one save, with every byte verified. All ranks must call this."""
-    missing = set.intersection(*(set(each.lacking) for each in same))
-    if missing:
+    if missing := set.intersection(*(set(each.lacking) for each in copies)):
         where = f"{min(missing)} is on none of these hosts"
-        nowhere = BrokenCheckpoint(Path(same[0].path), where)
-        return [each.damaged(nowhere) for each in same]
+        return [each.damaged(BrokenCheckpoint(Path(each.path), where)) for each in copies]
     # One folder on a shared file system is verified once: the ranks of all its hosts divide its files.
-    by_node = {run.nodes[each.rank]: each for each in same}
-    inodes = [by_node[node].inode if node in by_node else None for node in run.nodes]
-    damage, is_failure = "", False
-    if own := by_node.get(run.nodes[run.rank]):
-        sharing = [rank for rank, inode in enumerate(inodes) if inode == own.inode]
+    by_rank = _by_rank(run, copies)
+    own, damage, is_failure = by_rank[run.rank], "", False
+    if own is not None:
+        sharing = [at for at, each in enumerate(by_rank) if each and each.inode == own.inode]
         try:
             folder.verify(Path(own.path), share=(sharing.index(run.rank), len(sharing)))
         except BrokenCheckpoint as error:
-            damaged = own.damaged(error)
-            damage, is_failure = damaged.damage, damaged.is_failure
-    told = run.gather((damage, is_failure))
-    problems = {inode: each for inode, each in zip(inodes, told, strict=True) if each[0]}
+            damage, is_failure = own.damaged(error)[-2:]
+    told = zip(by_rank, run.gather((damage, is_failure)), strict=True)
+    problems = {each.inode: problem for each, problem in told if each and problem[0]}
     return [
-        each._replace(damage=found[0], is_failure=found[1])
-        if (found := problems.get(each.inode))
+        each._replace(damage=problem[0], is_failure=problem[1])
+        if (problem := problems.get(each.inode))
         else each
-        for each in same
+        for each in copies
     ]
+
+
+def _by_rank(run: Run, copies: Sequence[Candidate]) -> list[Candidate | None]:
+    """The copy that each rank's host has: [world_size]."""
+    by_node = {run.nodes[each.rank]: each for each in copies}
+    return [by_node.get(node) for node in run.nodes]
 
 
 def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
@@ -165,34 +139,30 @@ def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = Fals
     try:
         found = found._replace(step=step_of(path) if of_this_run or not is_named else 0)
         listed = folder.listing(path)
-        inode = folder.identity(path)
     except (BrokenCheckpoint, ValueError) as error:
         return found.damaged(error)
-    reason = folder.not_finite(path)
-    return found._replace(
-        save_id=listed.save_id, inode=inode, not_finite=reason, lacking=listed.lacking
-    )
+    found = found._replace(save_id=listed.save_id, inode=listed.inode, lacking=listed.lacking)
+    return found._replace(not_finite=folder.not_finite(path))
 
 
-def _log_passed(found: list[Candidate], best: Candidate | None) -> None:
+def _log_passed(found: Sequence[Candidate], copies: Sequence[Candidate]) -> None:
     """One sentence for each checkpoint that is passed over, at least as new as the one to resume from."""
     sentences: dict[str, None] = {}
     for each in found:
-        lost = each.step - best.step if best else 0
-        why = each.damage
-        if each.not_finite and lost > 0:
-            why = why or f"checkpoint {Path(each.path).name}: {each.not_finite}"
-        if not why or each.step < 0 or lost < 0:
+        lost = each.step - (copies[0].step if copies else 0)
+        is_passed = lost > 0 and each.not_finite
+        why = each.damage or (is_passed and f"checkpoint {Path(each.path).name}: {each.not_finite}")
+        if not why or lost < 0:
             continue
-        rest = "no older one is verified" if best is None else "another host has a verified copy"
-        if best is not None and lost:
-            rest = f"resuming from {Path(best.path).name} ({lost} steps lost)"
+        rest = "another host has a verified copy" if copies else "no older one is verified"
+        if copies and lost:
+            rest = f"resuming from {Path(copies[0].path).name} ({lost} steps lost)"
         sentences[f"{why}; {rest}."] = None
     for sentence in sentences:
         log.info(sentence)
 
 
-def _refuse(run: Run, path: Path | None, broken: list[Candidate]) -> None:
+def _refuse(run: Run, path: Path | None, broken: Sequence[Candidate]) -> None:
     """Raise why no checkpoint can be used, on all ranks."""
     with run.together():
         for each in broken:
@@ -210,49 +180,45 @@ def _refuse(run: Run, path: Path | None, broken: list[Candidate]) -> None:
 # Brought to the hosts that lack it
 
 
-def bring(run: Run, found: Found) -> dict[str, Path]:
-    """Bring the checkpoint's files to the hosts that lack them. A collective: every rank must call it.
+def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
+    """Bring the files of a checkpoint to the hosts that lack them. A collective: every rank must call it.
 
     Each file travels once to each file system that lacks it. A whole checkpoint of this run becomes one of
     each host's. Others, and shards, go into a hidden folder, which the next start of the run removes.
     Returns where this host has each file, by its name.
     """
-    root = run.dir.checkpoints
-    by_node = {run.nodes[each.rank]: each for each in found.hosts}
-
-    def lacks(rank: int, name: str) -> bool:
-        own = by_node.get(run.nodes[rank])
-        return own is None or name in own.lacking
-
-    transfers = []
-    for name, entry in found.files.items():
-        receivers = {run.writer_of[rank] for rank in range(run.world_size) if lacks(rank, name)}
-        source = next(each for each in found.hosts if name not in each.lacking)
+    root, first = run.dir.checkpoints, copies[0]
+    listed = folder.listing(Path(first.path)).everywhere if run.rank == first.rank else {}
+    by_name = run.gather({name: vars(entry) for name, entry in listed.items()})[first.rank]
+    is_whole = first.of_this_run and INDEX not in by_name
+    new = folder.hidden(root, f"received-{first.save_id[:16]}")
+    final = root / Path(first.path).name if is_whole else new
+    by_rank = _by_rank(run, copies)
+    transfers, places = [], {}
+    for name, entry in by_name.items():
+        lacks = [each is None or name in each.lacking for each in by_rank]
+        receivers = {run.writer_of[rank] for rank, lacks_it in enumerate(lacks) if lacks_it}
+        source = next(each for each in copies if name not in each.lacking)
         if receivers:
             path = Path(source.path) / name
-            transfers.append(Transfer(source.rank, path, entry, tuple(sorted(receivers))))
-    new = folder.hidden(root, f"received-{found.hosts[0].save_id[:16]}")
-    is_whole = found.of_this_run and INDEX not in found.files
-    final = root / found.path.name if is_whole else new
-    if transfers:
-        log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")
-        receives = any(run.rank in each.receivers for each in transfers)
-        with run.writing_together():  # before any rank waits for another
-            if receives:
-                new.mkdir(parents=True, exist_ok=True)
-        with run.together():
-            try:
-                send_files(transfers, run.rank, run.group or dist.group.WORLD, new)
-                if receives and is_whole:
-                    hashes = {each.path.name: each.entry.sha256 for each in transfers}
-                    folder.complete(new, final, hashes)
-            except (OSError, RuntimeError) as error:
-                reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-                raise JobFailed(
-                    f"{root}: cannot bring the files of other hosts: {reason}."
-                ) from None
-    own = by_node.get(run.nodes[run.rank])
-    return {
-        name: Path(own.path) / name if own and not lacks(run.rank, name) else final / name
-        for name in found.files
-    }
+            transfers.append(Transfer(source.rank, path, Entry(**entry), tuple(sorted(receivers))))
+        own = by_rank[run.rank]
+        places[name] = (final if own is None or lacks[run.rank] else Path(own.path)) / name
+    if not transfers:
+        return places
+    log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")
+    receives = any(run.rank in each.receivers for each in transfers)
+    with run.writing_together():  # before any rank waits for another
+        if receives:
+            new.mkdir(parents=True, exist_ok=True)
+    with run.together():
+        try:
+            send_files(transfers, run.rank, run.group or dist.group.WORLD, new)
+            if receives and is_whole:
+                hashes = {each.path.name: each.entry.sha256 for each in transfers}
+                folder.complete(new, final, hashes)
+        except (OSError, RuntimeError) as error:
+            raise JobFailed(
+                f"{root}: cannot bring the files of other hosts: {reason_of(error)}."
+            ) from None
+    return places

@@ -30,7 +30,7 @@ from torch import Tensor
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.boxes import Boxes, boxes_of, headers_of, shard_of, write_boxes
 from mpiddp.checkpoints.contents import TREE, rng_states
-from mpiddp.checkpoints.files import Turns, packed
+from mpiddp.checkpoints.files import Turns, packed, reason_of
 from mpiddp.checkpoints.folder import INDEX, Entry, Retention, name_of_step
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.run import Run
@@ -102,7 +102,7 @@ class Saver:
         boxes, tensors = boxes_of(outline, union, run.rank, is_writer=run.is_writer)
         boxes.copy(tensors)
         ranks = self._gather(own)
-        has_shards = bool(union.boxed) or any(map(is_sharded, outline.tensors))
+        has_shards = bool(union.savers) or any(map(is_sharded, outline.tensors))
         if has_shards and self._ring is None and len(run.writers) > 1:
             timeout = timedelta(seconds=run.timeout_s)
             self._ring = dist.new_group(backend="gloo", timeout=timeout)
@@ -319,8 +319,7 @@ class Saver:
         """The error, and the newest checkpoint that remains, if the folder can still be read."""
         if isinstance(error, JobFailed):
             return str(error)
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        sentence = f"{self._root}: step {step} cannot be saved: {reason}."
+        sentence = f"{self._root}: step {step} cannot be saved: {reason_of(error)}."
         with contextlib.suppress(OSError):  # a file server that is gone
             kept = folder.list_steps(self._root)
             rest = f"{kept[-1].name} is kept." if kept else "There is no older checkpoint."

@@ -6,6 +6,7 @@ A resume sends files to the hosts that lack them. A save of shards sends each ra
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints.files import HashedFile
-from mpiddp.checkpoints.folder import Entry, flush
+from mpiddp.checkpoints.folder import Entry
+from mpiddp.files import flush
 
 CHUNK_BYTES = 4 << 20  # of each file that is under way
 
@@ -51,11 +53,12 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
     for each in transfers:
         if each.source == rank and rank in each.receivers:
             attempt(shutil.copyfile, each.path, into / each.path.name)
-    # The number of each file is its tag. A file that cannot be opened is None.
-    files = [
-        (tag, each, attempt(each.path.open, "rb"))
+    nothing = Path(os.devnull)  # in the place of a file that cannot be opened
+    # The number of each file is its tag.
+    files: list[tuple[int, Transfer, Any]] = [
+        (tag, each, attempt(each.path.open, "rb") or nothing.open("rb"))
         if each.source == rank
-        else (tag, each, attempt(HashedFile, into / each.path.name))
+        else (tag, each, attempt(HashedFile, into / each.path.name) or HashedFile(nothing))
         for tag, each in enumerate(transfers)
         if each.source == rank or rank in each.receivers
     ]
@@ -70,17 +73,15 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
                 works.append(group.recv([chunk], each.source, tag))
                 parts.append((file, data))
                 continue
-            if file is not None:
-                attempt(file.readinto, data)
+            attempt(file.readinto, data)
             works += [group.send([chunk], to, tag) for to in each.receivers if to != rank]
         for work in works:
             work.wait()
         for file, data in parts:
-            if file is not None:
-                attempt(file.write, data)
+            attempt(file.write, data)
     for _, each, file in files:
-        sha256 = None if file is None else attempt(file.close)
-        if each.source == rank or file is None:
+        sha256 = attempt(file.close)
+        if each.source == rank:
             continue
         if sha256 == each.entry.sha256:
             attempt(flush, into / each.path.name)

@@ -38,14 +38,12 @@ class Union:
     Attributes:
         tree: the state with a type in the place of each tensor.
         savers: the ranks that save a tensor, by path: those of a DTensor's mesh, or the lowest that has a
-            plain one; {} if all ranks have the same.
-        boxed: the plain tensors that not every writer has.
+            plain one which not every writer has. {} if all ranks have the same.
         is_partial: some ranks have tensors that others do not.
     """
 
     tree: Any
     savers: dict[Keys, tuple[int, ...]] = field(default_factory=dict)
-    boxed: set[Keys] = field(default_factory=set)
     is_partial: bool = False
 
 
@@ -171,10 +169,9 @@ class _Merge:
             if has_same_part and not _are_close(leaf.sample, other.sample):
                 said = {first: f"values {leaf.sample[:2]}…", rank: f"{other.sample[:2]}…"}
                 self._refuse(path, said)
-        self.found.savers[path] = leaf.mesh or (first,)
         self.found.is_partial |= len(found) < self._num_trees
-        if not leaf.mesh and not self._writers <= found.keys():
-            self.found.boxed.add(path)
+        if leaf.mesh or not self._writers <= found.keys():
+            self.found.savers[path] = leaf.mesh or (first,)
         return leaf.dtype
 
     def _refuse(self, path: Keys, said: Mapping[int, str]) -> None:
