@@ -22,7 +22,7 @@ import json
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,27 +96,23 @@ class Boxes:
         change the originals only afterwards, and only the reader of the copies waits.
         """
         self.block_of, self.start_of = [0] * len(tensors), [0] * len(tensors)
-        joined: dict[Any, list[int]] = defaultdict(list)  # the numbers of small ones
+        groups: dict[Any, list[int]] = defaultdict(list)  # numbers of tensors that share a block
         tied: dict[int, int] = {}
         first: dict[int, int] = {}  # the number of the first tensor at an address
+        for number, value in enumerate(tensors):
+            file, before = self.files[number], first.setdefault(value.data_ptr(), number)
+            if before < number and self.files[before] == file and _is_same(value, tensors[before]):
+                tied[number] = before
+                continue
+            is_small = 0 < value.numel() <= _SMALL and value.dtype in _JOINED
+            is_joined = is_small and value.is_contiguous()
+            groups[file, value.device, value.dtype, -1 if is_joined else number].append(number)
         with torch.inference_mode(False), torch.no_grad():
-            for number, value in enumerate(tensors):
-                before = first.setdefault(value.data_ptr(), number)
-                is_known = before < number and self.files[before] == self.files[number]
-                if is_known and _is_same(value, tensors[before]):
-                    tied[number] = before
-                elif (
-                    0 < value.numel() <= _SMALL and value.dtype in _JOINED and value.is_contiguous()
-                ):
-                    joined[value.device, value.dtype, self.files[number]].append(number)
-                else:
-                    copy = _unexpanded(value.detach()).to("cpu", non_blocking=True, copy=True)
-                    self.hold(copy, number)
-            for numbers in joined.values():
-                block = flattened([tensors[number] for number in numbers])
-                # One tensor alone is not copied by torch.
-                copy = block.to("cpu", non_blocking=True, copy=len(numbers) == 1)
-                self.hold(copy, *numbers)
+            for numbers in _widest_first(tensors, groups.values()):
+                group = [tensors[number] for number in numbers]
+                is_alone = len(group) == 1
+                block = _unexpanded(group[0].detach()) if is_alone else flattened(group)
+                self.hold(block.to("cpu", non_blocking=True, copy=is_alone), numbers)
         for number, before in tied.items():
             self.block_of[number] = self.block_of[before]
             self.start_of[number] = self.start_of[before]
@@ -124,7 +120,7 @@ class Boxes:
             self._events.append(torch.Event(device))
             self._events[-1].record(torch.accelerator.current_stream(device))
 
-    def hold(self, block: Tensor, *numbers: int) -> None:
+    def hold(self, block: Tensor, numbers: Sequence[int]) -> None:
         """Add a block with the boxes of these numbers, one after another."""
         start = 0
         for number in numbers:
@@ -137,13 +133,6 @@ class Boxes:
         """Wait until the copies are done."""
         for event in self._events:
             event.synchronize()
-
-    def in_files(self) -> Iterator[tuple[int, str, Tensor]]:
-        """The blocks in the order of their files: the widest types first, so that all are aligned."""
-        for index in sorted(
-            range(len(self.blocks)), key=lambda each: -self.blocks[each].element_size()
-        ):
-            yield index, self.file_of[index], self.blocks[index]
 
     def not_finite(self) -> dict[Keys, float]:
         """The boxes that have a NaN, or else an infinity, and which."""
@@ -217,10 +206,14 @@ def _saves(path: Keys, tensor: Any) -> bool:
     return not is_empty and copy == crc32(json.dumps(path).encode()) % num_copies
 
 
+def _widest_first(tensors: Sequence[Tensor], groups: Iterable[list[int]]) -> list[list[int]]:
+    """Groups of the numbers of tensors in the order of their files, in which all are aligned."""
+    return sorted(groups, key=lambda numbers: -tensors[numbers[0]].element_size())
+
+
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride()) and (
-        a.is_conj() == b.is_conj()
-    )
+    kinds = [(each.dtype, each.shape, each.stride(), each.is_conj()) for each in (a, b)]
+    return kinds[0] == kinds[1]
 
 
 def _unexpanded(value: Tensor) -> Tensor:
@@ -258,7 +251,7 @@ def headers_of(boxes: Boxes, turns: Turns) -> dict[str, bytes]:
     }
     sizes = dict.fromkeys(boxes.file_of, 0)  # bytes
     begin_of = [0] * len(boxes.blocks)
-    for index, file, block in boxes.in_files():
+    for index, (file, block) in enumerate(zip(boxes.file_of, boxes.blocks, strict=True)):
         begin_of[index] = sizes[file]
         sizes[file] += block.numel() * block.element_size()
     kinds = [
@@ -294,7 +287,7 @@ def headers_of(boxes: Boxes, turns: Turns) -> dict[str, bytes]:
 def write_boxes(boxes: Boxes, headers: Mapping[str, bytes], folder: Path) -> dict[str, str]:
     """Write the files into the folder, and return the SHA-256 of each by name. Raises OSError."""
     blocks = defaultdict[str, list[Tensor]](list)
-    for _, file, block in boxes.in_files():
+    for file, block in zip(boxes.file_of, boxes.blocks, strict=True):
         blocks[file].append(block)
     return {file: write_tensors(folder / file, headers[file], blocks[file]) for file in headers}
 
@@ -304,7 +297,7 @@ def write_whole(state: Mapping[str, Any], folder: Path) -> Any:
     outline = Outline("state", state)
     boxes, tensors = boxes_of(outline, Union(outline.tree), 0, is_writer=True)
     boxes.block_of, boxes.start_of = [0] * len(tensors), [0] * len(tensors)
-    for number, tensor in enumerate(tensors):
-        boxes.hold(tensor, number)
+    for numbers in _widest_first(tensors, [[number] for number in range(len(tensors))]):
+        boxes.hold(tensors[numbers[0]], numbers)
     write_boxes(boxes, headers_of(boxes, Turns(threading.Event())), folder)
     return outline.tree
