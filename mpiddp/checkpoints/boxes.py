@@ -37,6 +37,7 @@ from mpiddp.checkpoints.state import (
     SHARDS,
     Keys,
     Outline,
+    Union,
     is_sharded,
     key_of,
     mesh_of,
@@ -44,7 +45,6 @@ from mpiddp.checkpoints.state import (
     own_part,
     stem_of,
 )
-from mpiddp.checkpoints.union import Union
 
 _SMALL = 1 << 14  # elements of a tensor that is copied in one block with others
 _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"

@@ -23,8 +23,7 @@ from mpiddp.checkpoints.folder import Retention, list_steps, name_of_step, set_a
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Candidate, bring, find
 from mpiddp.checkpoints.run import Run, RunDir
-from mpiddp.checkpoints.save import Saver
-from mpiddp.checkpoints.schedule import SaveSchedule
+from mpiddp.checkpoints.save import Saver, SaveSchedule
 from mpiddp.checkpoints.state import Outline
 from mpiddp.errors import UserError, named_by
 from mpiddp.protocol.variables import AGENT_STORE

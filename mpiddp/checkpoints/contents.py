@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,9 +25,8 @@ from mpiddp.checkpoints.boxes import write_whole
 from mpiddp.checkpoints.files import SUFFIX, read_saved, reason_of, unpacked
 from mpiddp.checkpoints.fit import Fit, placed
 from mpiddp.checkpoints.folder import FACTS, BrokenCheckpoint
-from mpiddp.checkpoints.formats import read_foreign, write_dcp
 from mpiddp.checkpoints.state import stem_of
-from mpiddp.checkpoints.values import read_boxes, read_old
+from mpiddp.checkpoints.values import read_boxes, read_foreign, read_old
 from mpiddp.errors import JobFailed, UserError, cause_of
 
 TREE = "tree.pt"
@@ -58,9 +58,8 @@ class Resumed:
     config: Mapping[str, Any] = field(default_factory=dict)
     # Some ranks had tensors that others did not.
     _is_partial: bool = field(default=False, repr=False)
-    _ranks: list[Any] = field(
-        default_factory=list, repr=False
-    )  # what each rank has saved for itself
+    # What each rank has saved for itself.
+    _ranks: list[Any] = field(default_factory=list, repr=False)
 
     def load_into(self, **objects: Any) -> None:
         """Call `load_state_dict` of each object with the entry of the same name.
@@ -239,7 +238,11 @@ def export(given: Path, out: Path, to: str = "torch") -> Resumed:
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with folder.appearing(out.absolute()) as new:
             if to == "dcp":
-                write_dcp(state, new)
+                import torch.distributed.checkpoint as dcp
+
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that this is one process
+                    dcp.save(state, checkpoint_id=new, no_dist=True)
             elif to == "torch":
                 for key, entry in state.items():
                     torch.save(entry, new / f"{stem_of(key)}.pt")

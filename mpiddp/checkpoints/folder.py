@@ -72,11 +72,6 @@ class Listing:
     inode: str  # the same for all hosts that see this folder on one file system
 
     @property
-    def everywhere(self) -> dict[str, Entry]:
-        """The files of all hosts."""
-        return {**self.here, **self.shards}
-
-    @property
     def lacking(self) -> list[str]:
         """The files of shards that the folder lacks. Other hosts may keep them."""
         return [name for name in self.shards if name not in self.here]
@@ -152,8 +147,15 @@ def appearing(final: Path) -> Iterator[Path]:
 
 def probe_rename(root: Path) -> None:
     """Rename a folder with a file, as each save does. Raises OSError where a mount cannot do that."""
-    with appearing(hidden(root, f"probe-{os.urandom(4).hex()}")) as new:
-        (new / COMPLETE).touch()
+    probe = _new_hidden(root / "probe")
+    probe.mkdir()
+    (probe / COMPLETE).touch()
+    try:
+        remove(probe)
+    except OSError as error:
+        _remove_hidden(probe)
+        words = f"its file system cannot rename folders ({error.strerror})"
+        raise OSError(error.errno, words) from None
 
 
 def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
@@ -193,11 +195,9 @@ def remove(folder: Path) -> None:
 
 def _remove_hidden(folder: Path) -> None:
     """Remove what can be removed. Files of another user, or open over NFS, remain until the next start."""
-    if folder.is_symlink() or folder.is_file():  # a link to a checkpoint kept elsewhere
-        with contextlib.suppress(OSError):
-            folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.unlink()  # a file, or a link to a checkpoint kept elsewhere
 
 
 def _new_hidden(folder: Path) -> Path:
@@ -227,15 +227,13 @@ def verify(folder: Path, *, with_hashes: bool = True, share: tuple[int, int] = (
     largest_first = sorted(listed.here.items(), key=lambda each: (-each[1].bytes, each[0]))
     for number, (name, entry) in enumerate(largest_first):
         path = folder / name
-        try:
+        with _reading(folder, name):
             if not path.is_file():
                 raise BrokenCheckpoint(folder, f"{name} is missing")
             if (size := path.stat().st_size) != entry.bytes:
                 raise BrokenCheckpoint(folder, f"{name} has {size} bytes instead of {entry.bytes}")
             if with_hashes and number % count == index and _sha256(path) != entry.sha256:
                 raise BrokenCheckpoint(folder, f"{name} does not match its SHA-256")
-        except OSError as error:
-            raise _unreadable(folder, name, error) from None
     return listed
 
 
@@ -269,20 +267,23 @@ def listing(folder: Path) -> Listing:
 
 
 def _read(folder: Path, name: str) -> bytes:
-    try:
+    with _reading(folder, name):
         size = (folder / name).stat().st_size  # a read allocates its limit
         return read_limited(folder / name, min(size, _MAX_BYTES))
+
+
+@contextlib.contextmanager
+def _reading(folder: Path, name: str) -> Iterator[None]:
+    """Raise an error of the file as damage: it may lie on a bad sector, or on a file server that is gone."""
+    try:
+        yield
     except (FileNotFoundError, NotADirectoryError):
         damage = f"{INDEX} is missing" if name == INDEX else "the save was never completed"
         raise BrokenCheckpoint(folder, damage) from None
     except OSError as error:
-        raise _unreadable(folder, name, error) from None
-
-
-def _unreadable(folder: Path, name: str, error: OSError) -> BrokenCheckpoint:
-    """The damage of a file on a bad sector, or on a file server that is gone."""
-    damage = f"{name} cannot be read: {error.strerror}"
-    return BrokenCheckpoint(folder, damage, is_failure=cause_of(error) is JobFailed)
+        damage = f"{name} cannot be read: {error.strerror}"
+        is_failure = cause_of(error) is JobFailed
+        raise BrokenCheckpoint(folder, damage, is_failure=is_failure) from None
 
 
 def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str, Entry]:
@@ -378,10 +379,11 @@ def hold(folder: Path) -> BinaryIO:
     Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
     """
     try:
-        file = (folder / COMPLETE).open("rb")
-    except OSError as error:
+        with _reading(folder, COMPLETE):
+            file = (folder / COMPLETE).open("rb")
+    except BrokenCheckpoint:
         folder.stat()
-        raise _unreadable(folder, COMPLETE, error) from None
+        raise
     try:
         _lock(file, fcntl.LOCK_SH)
         if (folder / COMPLETE).stat().st_ino != os.fstat(file.fileno()).st_ino:

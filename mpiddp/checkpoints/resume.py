@@ -188,8 +188,11 @@ def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
     Returns where this host has each file, by its name.
     """
     root, first = run.dir.checkpoints, copies[0]
-    listed = folder.listing(Path(first.path)).everywhere if run.rank == first.rank else {}
-    by_name = run.gather({name: vars(entry) for name, entry in listed.items()})[first.rank]
+    files: dict[str, Entry] = {}
+    if run.rank == first.rank:
+        listed = folder.listing(Path(first.path))
+        files = {**listed.here, **listed.shards}
+    by_name = run.gather({name: vars(entry) for name, entry in files.items()})[first.rank]
     is_whole = first.of_this_run and INDEX not in by_name
     new = folder.hidden(root, f"received-{first.save_id[:16]}")
     final = root / Path(first.path).name if is_whole else new

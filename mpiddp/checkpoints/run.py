@@ -155,16 +155,8 @@ class Run:
             with self.writing_together():
                 if self.is_writer:
                     self._lock = RunLock(run_dir)
-                    try:
-                        folder.probe_rename(run_dir.checkpoints)
-                    except OSError as error:
-                        if error.errno not in _NEVER or error.errno == errno.EROFS:
-                            raise
-                        raise UserError(
-                            f"{run_dir}: its file system cannot rename folders ({error.strerror}), as "
-                            "each save has to. Name a folder on another one."
-                        ) from None
                     folder.remove_leftovers(run_dir.checkpoints)
+                    folder.probe_rename(run_dir.checkpoints)
         except BaseException:
             self.close(removes_new=True)
             raise

@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -35,21 +36,65 @@ from mpiddp.checkpoints.folder import INDEX, Entry, Retention, name_of_step
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
-from mpiddp.checkpoints.state import Keys, Outline, is_sharded, shown_path
-from mpiddp.checkpoints.union import digest_of, union_of
+from mpiddp.checkpoints.state import (
+    Keys,
+    Outline,
+    digest_of,
+    is_sharded,
+    shown_path,
+    union_of,
+)
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.files import flush
-from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost
+from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
 from mpiddp.text import from_here
 
 _NICENESS = 10  # of the thread that writes
+_CLOCK_CHECKS_PER_INTERVAL = 4
 
 
-class _Abandoned(Exception):
-    """Another rank could not save, and says why."""
+class SaveSchedule:
+    """Decides after each step whether a save is due, equally on all ranks, which must all call `is_due`.
+
+    An int counts steps. For a float, seconds, rank 0 reads its clock at a few steps that all ranks know, and
+    broadcasts whether a save is due, and when it reads it next. `step` is the latest one.
+    """
+
+    def __init__(
+        self, interval: int | float | None, coordinator: Coordinator, step: int, *, timeout_s: float
+    ) -> None:
+        self._interval, self._coordinator, self._timeout_s = interval, coordinator, timeout_s
+        self._start = self._previous = step
+        self._next_check = step + 1
+        self._saved_at = time.monotonic()
+        self._checked = (step, self._saved_at)
+
+    def is_due(self, step: int) -> bool:
+        interval = self._interval
+        if isinstance(interval, int):
+            previous, self._previous = self._previous, step
+            # A script may count samples as steps.
+            return step // interval > previous // interval
+        if interval is None or step < self._next_check:
+            return False
+        now = time.monotonic()
+        checked_step, checked_at = self._checked
+        step_s = max(now - checked_at, 1e-9) / max(step - checked_step, 1)
+        self._checked = (step, now)
+        left_s = interval - (now - self._saved_at)
+        is_due = left_s < step_s / 2
+        if is_due:
+            self._saved_at, left_s = now, interval
+        pause = int(min(left_s, interval / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
+        # The times of the first steps are too short: the GPU has only queued them.
+        pause = max(1, min(pause, 2 * (step - self._start)))
+        by_rank = self._coordinator.all_gather_json((is_due, pause), timeout_s=self._timeout_s)
+        is_due, pause = by_rank[0]
+        self._next_check = step + pause
+        return is_due
 
 
 @dataclass(frozen=True)
@@ -84,10 +129,9 @@ class Saver:
         self._num_saves = 0
         self.pending: Future[str] | None = None  # the save in flight
         self._hurry = threading.Event()  # somebody waits for it
-        self._layout: Any = (
-            None  # of the boxes that were saved last; mostly, the next ones have it too
-        )
-        self._headers: dict[str, bytes] = {}  # of their files
+        # Of the boxes that were saved last; mostly, the next ones have the same.
+        self._layout: Any = None
+        self._headers: dict[str, bytes] = {}
         self._prefix = run.coordinator.unique_prefix("saves")
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
 
@@ -185,8 +229,6 @@ class Saver:
                 self._write_checkpoint(job)
             except NoAnswer:
                 raise
-            except _Abandoned:
-                return ""
             except (OSError, RuntimeError, JobFailed) as error:
                 return self._sentence(error, job.facts["step"])
         return ""
@@ -259,7 +301,7 @@ class Saver:
         if problem is not None:
             raise problem
         if any(has_failed for _, has_failed in reports):
-            raise _Abandoned
+            raise JobFailed("")  # the other rank says why
         return [each for each, _ in reports]
 
     def _write_files(self, job: _Job, hashes: dict[str, str]) -> list[Any]:

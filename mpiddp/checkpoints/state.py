@@ -1,4 +1,4 @@
-"""The state that a program saves: one walk over it, and what it may hold.
+"""The state that a program saves: one walk over it, what it may hold, and the union of what all ranks save.
 
 A state holds whatever torch.load reads again with weights_only, and DTensors. Every value has exactly one of
 the types below. A subclass, such as numpy.float64 for a float, would be saved as code, and refused when it
@@ -8,16 +8,21 @@ is read.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from mpiddp.checkpoints.run import Run
 
 Keys = tuple[Any, ...]  # the path to a value
 
@@ -27,6 +32,12 @@ LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
 SHARDS = "shard_"  # begins the names of the files of shards, and no key of a state
 _PLAIN = re.compile(r"(?!-?[0-9]+$)[^/\[][^/]*")  # a key that is no number, JSON or several keys
+_SAMPLES = 8  # elements of a tensor by which ranks compare it
+_MAX_SAMPLED = 1000  # tensors
+_TOLERANCE = 0.01  # of the largest one: ranks on different processors differ in the last bits
+# Each rank has its own in DDP, and those of the lowest rank are saved.
+_OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
+_HINT = "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
 
 
 def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> Any:
@@ -161,3 +172,165 @@ def _type_name(value: object) -> str:
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{prefix}{kind.__qualname__}"
+
+
+# The union: the same on all ranks, or refused before a byte is written
+
+
+@dataclass
+class Union:
+    """What all ranks together save.
+
+    Attributes:
+        tree: the state with a type in the place of each tensor.
+        savers: the ranks that save a tensor, by path: those of a DTensor's mesh, or the lowest that has a
+            plain one which not every writer has. {} if all ranks have the same.
+        is_partial: some ranks have tensors that others do not.
+    """
+
+    tree: Any
+    savers: dict[Keys, tuple[int, ...]] = field(default_factory=dict)
+    is_partial: bool = False
+
+
+def digest_of(outline: Outline, *, samples: bool) -> str:
+    """A hash that is the same on ranks that save the same, with `samples` the same values as well."""
+    rows: list[Any] = []
+    every = max(1, len(outline.tensors) // _MAX_SAMPLED)
+    for index, (path, value) in enumerate(zip(outline.paths, outline.tensors, strict=True)):
+        if mesh := mesh_of(value):  # its ranks have different parts of it
+            rows.append((tuple(value.shape), _label_of(value), mesh))
+        else:
+            sampled = samples and index % every == 0 and path[-1] not in _OF_EACH_RANK
+            rows.append((tuple(value.shape), _sample(value) if sampled else ()))
+    return hashlib.sha256(repr((outline.tree, rows)).encode()).hexdigest()
+
+
+def union_of(run: Run, outline: Outline, digests: Sequence[str]) -> Union:
+    """The union of what the ranks save. A collective if the digests of the ranks differ.
+
+    Raises ValueError, the same on all ranks, where ranks have different things under one key.
+    """
+    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    if len(first) == 1:
+        return Union(outline.tree)
+    pairs = zip(outline.paths, outline.tensors, strict=True)
+    own = outline.filled(_Leaf.of(path, value) for path, value in pairs)
+    trees: dict[int, Any] = {}
+    for rank in sorted(first.values()):  # one of each kind, not those of a thousand ranks
+        sent = [own]
+        dist.broadcast_object_list(sent, rank, group=run.group)
+        trees[rank] = sent[0]
+    writers = {first[digests[rank]] for rank in run.writers}
+    merge = _Merge(run, writers, len(trees))
+    merge.found.tree = merge.merged(trees, ())
+    return merge.found
+
+
+class _Leaf(NamedTuple):
+    """A tensor of some ranks, without its values."""
+
+    dtype: torch.dtype
+    label: str  # its type, shape and placements
+    mesh: tuple[int, ...]  # the ranks that share a DTensor; () for a plain one
+    part: str  # which box of it the sample is of
+    sample: tuple[float, ...]
+
+    @classmethod
+    def of(cls, path: Keys, value: Any) -> _Leaf:
+        mesh = mesh_of(value)
+        has_part = not mesh or value.device_mesh.get_coordinate() is not None
+        part, offsets = own_part(value) if has_part else (value, ())
+        sampled = has_part and path[-1] not in _OF_EACH_RANK
+        sample = _sample(part) if sampled else ()
+        return cls(value.dtype, _label_of(value), mesh, f"{offsets}" if mesh else "", sample)
+
+
+def _label_of(value: Any) -> str:
+    label = f"{value.dtype} {list(value.shape)}"
+    return f"{label} as {value.placements}" if is_sharded(value) else label
+
+
+def _sample(value: Tensor) -> tuple[float, ...]:
+    """A few elements of a tensor, as numbers. Waits for a GPU."""
+    flat = value.detach()
+    if not flat.numel():
+        return ()
+    flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
+    flat = (flat if flat.is_contiguous() else flat[(0,) * (flat.ndim - 1)]).reshape(-1)
+    flat = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+    flat = flat.view(torch.uint8) if flat.element_size() == 1 else flat  # fp8, fp4
+    return tuple(flat.double().tolist())
+
+
+def _are_close(a: Sequence[float], b: Sequence[float]) -> bool:
+    largest = max((abs(each) for each in (*a, *b) if abs(each) < float("inf")), default=0.0)
+    near = _TOLERANCE * largest
+    return all(
+        x == y or abs(x - y) <= near or (x != x and y != y) for x, y in zip(a, b, strict=True)
+    )
+
+
+class _Merge:
+    """The trees of several ranks become one."""
+
+    def __init__(self, run: Run, writers: set[int], num_trees: int) -> None:
+        self._run, self._writers, self._num_trees = run, writers, num_trees
+        self.found = Union(None)
+
+    def merged(self, found: Mapping[int, Any], path: Keys) -> Any:
+        """The union of these, by rank. Raises ValueError."""
+        # A rank that has nothing, such as the state of an optimizer on rank 0 alone, gives None.
+        found = {rank: each for rank, each in found.items() if each is not None}
+        if not found:
+            return None
+        first = min(found)
+        value = found[first]
+        for rank, other in found.items():
+            if _label(other) != _label(value):
+                self._refuse(path, {first: _label(value), rank: _label(other)})
+        kind = type(value)
+        if kind is _Leaf:
+            return self._leaf(found, path)
+        if kind in LISTS:
+            rows = range(len(value))
+            return kind(self._at(row, found, path) for row in rows)
+        if kind not in DICTS:
+            return value
+        keys = dict.fromkeys(key for each in found.values() for key in each)
+        parts = kind({key: self._at(key, found, path) for key in keys})
+        for rank in sorted(found, reverse=True):  # a module's state_dict keeps its versions there
+            getattr(parts, "__dict__", {}).update(getattr(found[rank], "__dict__", {}))
+        return parts
+
+    def _at(self, key: Any, found: Mapping[int, Any], path: Keys) -> Any:
+        having = [rank for rank, each in found.items() if type(each) in LISTS or key in each]
+        return self.merged({rank: found[rank][key] for rank in having}, (*path, key))
+
+    def _leaf(self, found: Mapping[int, _Leaf], path: Keys) -> torch.dtype:
+        first = min(found)
+        leaf = found[first]
+        for rank, other in found.items():
+            has_same_part = leaf.part == other.part and (leaf.mesh != other.mesh or not leaf.mesh)
+            if has_same_part and not _are_close(leaf.sample, other.sample):
+                said = {first: f"values {leaf.sample[:2]}…", rank: f"{other.sample[:2]}…"}
+                self._refuse(path, said)
+        self.found.is_partial |= len(found) < self._num_trees
+        if leaf.mesh or not self._writers <= found.keys():
+            self.found.savers[path] = leaf.mesh or (first,)
+        return leaf.dtype
+
+    def _refuse(self, path: Keys, said: Mapping[int, str]) -> None:
+        name = self._run.coordinator.name
+        both = ", and ".join(f"{what[:80]} on {name(rank)}" for rank, what in said.items())
+        raise ValueError(f"{shown_path(path)} differs: {both}. {_HINT}")
+
+
+def _label(value: Any) -> str:
+    """What has to be the same on all ranks."""
+    kind = type(value)
+    if kind in DICTS:
+        return f"a {kind.__name__}"
+    if kind in LISTS:
+        return f"a {kind.__name__} of {len(value)}"
+    return value.label if kind is _Leaf else repr(value)

@@ -462,6 +462,7 @@ def test_damaged_checkpoint_gives_way(here, parallel, name, damage):
     assert resumed_step(done) == 1
     assert re.search(rf"step_00000002: .*{name}.*step_00000001 \(1 steps? lost\)", done.stdout)
     assert steps_kept(run)[-2:] == [2, 3]
+    assert (run / "checkpoints/step_00000002.old-1").exists()
 
 
 def test_foreign_checkpoint_is_refused(here):

@@ -16,7 +16,7 @@ import pytest
 from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.errors import UserError
-from mpiddp.files import read_limited
+from mpiddp.files import read_limited, replace_file
 from mpiddp.train.data import default_data_dir
 from tests.support.errors import error
 
@@ -107,3 +107,14 @@ def test_a_read_always_ends(tmp_path):
     for path, limit in ((tmp_path / "pipe", 4), (Path("/dev/zero"), 4), (tmp_path / "file", 3)):
         with pytest.raises(OSError, match=r"not a regular file|larger than 3 bytes"):
             read_limited(path, limit)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    (tmp_path / "file").write_bytes(b"old")
+    replace_file(tmp_path / "file", b"new")
+    (tmp_path / "folder/in").mkdir(parents=True)
+    with pytest.raises(OSError, match="irectory") as caught:
+        replace_file(tmp_path / "folder", b"new")
+    assert caught.value.filename == str(tmp_path / "folder")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
+    assert (tmp_path / "file").read_bytes() == b"new"

@@ -34,14 +34,6 @@ def create(tmp_path: Path) -> Iterator[Open]:
     current().run = None
 
 
-def test_a_save_without_resume_refuses_older_checkpoints(create: Open) -> None:
-    first = create()
-    first.save(7, {})
-    first.close()
-    with pytest.raises(mpiddp.UserError, match=r"step_00000007.*resume\(\)"):
-        create().save(1, {})
-
-
 def test_a_step_before_the_resumed_one_is_refused(create: Open) -> None:
     first = create()
     first.save(7, {})
