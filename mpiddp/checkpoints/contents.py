@@ -86,13 +86,12 @@ class Resumed:
                 raise UserError(
                     f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}."
                 )
-        fits: list[Fit] = []
-        name = ""
+        modules = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
+        name, fits = "", list[Fit]()
         try:
             for name, target in objects.items():
-                fits += Fit.each(
-                    name, self.state[name], target, objects, is_partial=self._is_partial
-                )
+                entry, is_partial = self.state[name], self._is_partial
+                fits += Fit.each(name, entry, target, modules, is_partial=is_partial)
             for fit in fits:
                 name = fit.name
                 fit.load()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,28 +28,28 @@ class Fit:
     name: str
     entry: Any
     target: Any
-    likes: dict[Keys, Any]  # the object's tensors, by the path of what is like them in the entry
+    is_partial: bool  # some ranks had tensors that others did not
+    # The object's tensors, by the path of what is like them in the entry.
+    likes: dict[Keys, Any] = field(default_factory=dict)
     module: Module | None = None  # of an optimizer whose state is by names
 
     @classmethod
     def each(
-        cls, name: str, entry: Any, target: Any, objects: Mapping[str, Any], *, is_partial: bool
+        cls, name: str, entry: Any, target: Any, modules: Sequence[Module], *, is_partial: bool
     ) -> Iterator[Fit]:
         """One for the object, or for each object in a dict. Raises UserError if one does not fit."""
         if type(target) is dict:
             for key, each in target.items():
                 if not isinstance(entry, Mapping) or key not in entry:
                     raise UserError(f"it has no {key!r}")
-                yield from cls.each(
-                    f"{name}[{key!r}]", entry[key], each, objects, is_partial=is_partial
-                )
+                own = f"{name}[{key!r}]", entry[key], each
+                yield from cls.each(*own, modules, is_partial=is_partial)
             return
-        fit = cls(name, entry, target, {})
+        fit = cls(name, entry, target, is_partial)
         if isinstance(target, Module):
-            fit._match_module(is_partial=is_partial)
+            fit._match_module()
         elif isinstance(target, Optimizer):
-            modules = [each for each in objects.values() if isinstance(each, Module)]
-            fit._match_optimizer(modules, is_partial=is_partial)
+            fit._match_optimizer(modules)
         elif callable(getattr(target, "state_dict", None)):
             fit.likes = _tensors_in(target.state_dict())
         mapped(fit.entry, fit._check_tensor)
@@ -69,7 +69,7 @@ class Fit:
             return
         self.target.load_state_dict(state)
 
-    def _match_module(self, *, is_partial: bool) -> None:
+    def _match_module(self) -> None:
         found = self.target.state_dict()
         if not isinstance(self.entry, dict):
             raise UserError("it is not the state of a module")
@@ -80,7 +80,7 @@ class Fit:
             entry = renamed if len(renamed) == len(entry) else entry
         missing = [name for name in found if name not in entry]
         unexpected = [name for name in entry if name not in found]
-        if is_partial:  # those of other stages
+        if self.is_partial:  # those of other stages
             entry = {name: value for name, value in entry.items() if name in found}
             unexpected = []
         for what, names in (("has no", missing), ("also has", unexpected)):
@@ -91,15 +91,17 @@ class Fit:
         self.entry = copied
         self.likes = {(name,): value for name, value in found.items()}
 
-    def _match_optimizer(self, modules: list[Module], *, is_partial: bool) -> None:
+    def _match_optimizer(self, modules: Sequence[Module]) -> None:
         groups = self.target.param_groups
         params = [each for group in groups for each in group["params"]]
         if not isinstance(self.entry, Mapping):
             raise UserError("it is not the state of an optimizer")
         saved = self.entry.get("param_groups") or []
-        names = [each for group in saved for each in group["params"] if type(each) is str]
-        if names or _is_flat(self.entry):
-            self._match_names({id(each) for each in params}, modules, is_partial=is_partial)
+        names = {each for group in saved for each in group["params"] if type(each) is str}
+        if _is_flat(self.entry):
+            names = {_name_in(key) for key in self.entry}
+        if names:
+            self._match_names(names, {id(each) for each in params}, modules)
             return
         known, had = ({*groups[0]} if groups else set()), ({*saved[0]} if saved else set())
         known, had = known - {"initial_lr"}, had - {"initial_lr"}
@@ -111,8 +113,8 @@ class Fit:
         self.likes = {("state", index): each for index, each in enumerate(params)}
         self.likes |= _tensors_in(self.target.state_dict())
 
-    def _match_names(self, own: set[int], modules: list[Module], *, is_partial: bool) -> None:
-        """Of an optimizer's state by the names of its parameters, whose ids are `own`."""
+    def _match_names(self, saved: set[str], own: set[int], modules: Sequence[Module]) -> None:
+        """Of an optimizer's state by the names of parameters; `own`: the ids of this one's."""
         for module in modules:
             found = {_bare(name): each for name, each in module.named_parameters()}
             if own <= {id(each) for each in found.values()}:
@@ -122,14 +124,10 @@ class Fit:
         self.module = module
         names = {name: each for name, each in found.items() if id(each) in own}
         self.likes = {("state", name): each for name, each in names.items()}
-        if _is_flat(self.entry):
-            of = {key: _name_in(key) for key in self.entry}
-        else:
-            of = {each: each for group in self.entry["param_groups"] for each in group["params"]}
-        if missing := names.keys() - set(of.values()):
+        if missing := names.keys() - saved:
             raise UserError(f"it has no state of {listed(sorted(missing), 4)}")
-        if is_partial and _is_flat(self.entry):  # those of other stages
-            self.entry = {key: value for key, value in self.entry.items() if of[key] in names}
+        if self.is_partial and _is_flat(self.entry):  # those of other stages
+            self.entry = {key: value for key, value in self.entry.items() if _name_in(key) in names}
 
     def _check_tensor(self, path: Keys, value: Any) -> None:
         """Refuse a tensor that the object has in another shape, or does not tell how to place."""
