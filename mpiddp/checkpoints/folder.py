@@ -111,9 +111,9 @@ def checkpoints_at(given: Path) -> list[Path]:
     if is_checkpoint(given):
         return [given.resolve()]
     is_there = given.exists()
-    problem = "contains no checkpoint" if is_there else f"not found (looked in {Path.cwd()})"
+    problem = "contains no checkpoints" if is_there else f"not found (looked in {Path.cwd()})"
     raise UserError(
-        f"{given}: {problem}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
+        f"{given} {problem}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
     )
 
 

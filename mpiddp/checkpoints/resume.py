@@ -125,9 +125,11 @@ def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
     if path is None or (has_own and (not goes_back or is_restart(os.environ))):
         return own
     try:
+        found = folder.checkpoints_at(path)
+        is_named = found == [path.resolve()]
         named = [
-            _candidate(run, each, of_this_run=goes_back, is_named=each == path.resolve())
-            for each in folder.checkpoints_at(path)
+            _candidate(run, each, of_this_run=goes_back, is_named=is_named)
+            for each in ([path] if is_named else found)
         ]
     except UserError as error:
         named = [Candidate(run.rank, str(path), -1, goes_back, damage=str(error))]
