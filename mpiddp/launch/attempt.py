@@ -18,21 +18,13 @@ from mpiddp.errors import DONE
 from mpiddp.hosts.processes import end_all, signal_all
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
 from mpiddp.launch.events import ENDS, LAUNCHER, OF_RANKS, Announcement, Event, Phase, Record, Stop
+from mpiddp.launch.looks import Looks
 from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.pace import WINDOW_S
 from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.launch.verdict import HUNG_UP, MpirunEnd
-from mpiddp.launch.watch import (
-    find_stragglers,
-    hang_sentences,
-    missing_sentence,
-    next_look_at,
-    places_sentence,
-    straggler_sentence,
-)
-from mpiddp.protocol.channel import Peer, encode
+from mpiddp.protocol.channel import encode
 from mpiddp.protocol.server import Message
 from mpiddp.protocol.terminal import Manners
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
@@ -41,7 +33,6 @@ from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 # the first rank to start, and once all have, the first to join; disk caches may be cold
 START_TIMEOUT_S = 120.0
 PROBE_S = 10.0  # ranks to start, before their hosts are asked whether they are still there
-STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S, FAILED_END_S = 2.0, 1.0  # ranks to end after an "end" message; after the failure of one
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
@@ -75,11 +66,11 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self._timers = self.server.selector
-        self._viewers: list[Peer] = []  # that wait for the stacks
+        parts = (self.options, self.record, self.server, self.output, self.console)
+        self._looks = Looks(*parts, self._end_job)
         self._found: list[str] = []  # by the search
         self._gone: list[str] = []  # by the probe
         self._has_ended = threading.Event()
-        self._has_asked_at_failure = False
         # All ranks may import torch from a slow file system.
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._timers.after(self.stop_at - time.monotonic(), self.request_stop)
@@ -273,8 +264,7 @@ class Attempt:
                 state = job_facts(record, self.output.latest, time.monotonic())
                 self.console.answer(facts["viewer"], **state)
             case "view_stacks":
-                self._viewers.append(facts["viewer"])
-                self._ask_for_stacks()
+                self._looks.answer(facts["viewer"])
             case "full":
                 needs = "A job needs three open files for each rank (ulimit -n)."
                 self._end_job(f"ranks cannot connect: {facts['error']}. {needs}")
@@ -296,19 +286,18 @@ class Attempt:
             case "stopped" if record.stop is Stop.TO_GROW and record.phase is Phase.RUNNING:
                 self._begin_grace()
             case "claim" if record.phase < Phase.ENDING:
-                self._ask_at_failure()
+                self._looks.ask_at_failure()
             case "failed" if self._may_hold and record.phase < Phase.ENDING:
-                self._ask_at_failure()
+                self._looks.ask_at_failure()
                 self._begin_end(has_failed=True)
                 self._timers.after(GRACE_S, self._hold)
             case "failed" | "lost" if rank in record.failures and record.phase < Phase.ENDING:
-                self._ask_at_failure()
+                self._looks.ask_at_failure()
                 # Most starters end the other ranks, and the ranks' own watch always does. Only this process
                 # notices a host that has stopped answering.
                 spread_s = 0.0 if record.silent_hosts else SPREAD_S
                 self._end_after(spread_s, FAILED_END_S, has_failed=True)
-        if not record.mute and self._see_stacks in self._timers.timers:
-            self._see_stacks()
+        self._looks.see_early()
         if self._hold in self._timers.timers and not {*record.left} - record.failures.keys():
             self._hold()  # every rank has failed
         is_end = message.kind in ENDS - {"failed"} and not message.from_script
@@ -344,7 +333,7 @@ class Attempt:
         elif limit and not record.is_late and now >= limit.at + limit.facts["seconds"]:
             record.note("late")
             if record.latest["started"]:
-                self._ask_for_stacks()
+                self._looks.ask_for_stacks()
                 return
             # No other limit would end an mpirun that hangs.
             why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
@@ -364,85 +353,16 @@ class Attempt:
     def _run_on(self) -> None:
         """All ranks have joined."""
         self.output.hold_mpirun()
-        self._ask_for_calls()
+        self._looks.ask_for_calls()
         if self.search is not None:
             self._ask_in_thread(self.search, self.options.grow_s, self._found)
 
     def _see_steps(self, now: float) -> None:
-        record = self.record
         if self._found:
             self._grow(self._found.pop())
-        since = record.windows[-1].at if record.windows else record.began_at
-        if now >= since + WINDOW_S and (late := find_stragglers(record, since, now)) is not None:
-            record.note("window", **late)
-            found, sentence = straggler_sentence(record, is_chronic=True)
-            if found:  # each is named once
-                self.output.log(sentence, about=f"stragglers {sorted(found)}")
-        printed, copied_at = record.own("printed"), self.output.copied_at
-        if not record.newest_step[0] and (printed is None or printed.at != copied_at):
-            record.add(Event("printed", at=copied_at))
-        if self._is_quiet:
-            self._ask_for_stacks()
+        self._looks.see(now)
         if self.output.shows_status:
-            self.output.show_status(status_lines(record, now))
-
-    def _ask_for_calls(self) -> None:
-        """Ask the scripts for their collectives, again and again."""
-        self.server.request_calls()
-        self._timers.after(WINDOW_S, self._ask_for_calls)
-
-    def _ask_for_stacks(self) -> None:
-        """Ask the ranks for their stacks, unless they are on their way."""
-        if self._see_stacks in self._timers.timers:
-            return
-        self.record.note("asked", ranks=sorted(self.server.request_stacks()))
-        self._timers.after(STACKS_S, self._interrupt)
-        self._timers.after(STACKS_S + INTERRUPTED_S if self.record.mute else 0.0, self._see_stacks)
-
-    def _ask_at_failure(self) -> None:
-        """Ask once, before the ranks are gone, for what the verdict says of their collectives."""
-        if not self._has_asked_at_failure:
-            self._has_asked_at_failure = True
-            self._ask_for_stacks()
-
-    def _interrupt(self) -> None:
-        """Let agents interrupt scripts that do not answer. A guess interrupts none: it may only be slow."""
-        if self._is_late or (self._is_quiet and self.options.hang_timeout_s):
-            for rank in self.record.mute:
-                self.server.send(rank, encode("stacks"))
-
-    def _see_stacks(self) -> None:
-        """All stacks are there, or the time is over."""
-        self._timers.cancel(self._interrupt, self._see_stacks)
-        record, viewers = self.record, self._viewers
-        self._viewers = []
-        stacks = {rank: facts["text"] for rank, facts in record.stacks.items()}
-        sentence = places_sentence(record, range(record.world_size)) if viewers else ""
-        for viewer in viewers:
-            self.console.answer(viewer, sentence=sentence, stacks=stacks)
-        if self._is_late:
-            sentence = missing_sentence(record, record.fact("limit", "seconds"))
-            has_started = len(record.latest["started"]) == record.world_size
-            others_wait = record.latest["joining"] or not has_started
-            (self._end_job if others_wait else self.output.log)(sentence)
-        if self._is_quiet:  # no rank has moved meanwhile
-            record.note("looked")
-            sentences = hang_sentences(record)
-            for about, sentence in sentences.items():
-                self.output.log(sentence, about, is_error=True)
-            if sentences and self.options.hang_timeout_s is not None:
-                self._end_job("the job hung and was stopped.")
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether ranks are to be named that have not joined in time."""
-        return self.record.phase is Phase.STARTING and self.record.is_late
-
-    @property
-    def _is_quiet(self) -> bool:
-        """Whether to look at the stacks, because the job may hang."""
-        is_running = self.record.phase is Phase.RUNNING and bool(self.record.left)
-        return is_running and time.monotonic() >= next_look_at(self.record)
+            self.output.show_status(status_lines(self.record, now))
 
     def _grow(self, found: str) -> None:
         """Stop all ranks after their present steps, however long these take, unless work would be lost."""

@@ -157,7 +157,7 @@ def test_ranks_of_which_none_joins_are_told_and_not_ended(
     job = started(jobs)
     job.start(0, 1)
     job.until("asked")
-    job.attempt._see_stacks()
+    job.attempt._looks._see_stacks()
     assert job.record.own("end") is None
     assert job.mpirun.code is None
     missing = "only 0 of 2 ranks joined in 0.01 s. Missing: rank 0 on a, rank 1 on b. "
@@ -172,7 +172,7 @@ def test_a_rank_that_joins_while_the_others_are_asked_for_stacks_gives_them_time
     job.start(0, 1)
     job.until("asked")
     job.say(1, "joining", timeout_s=60.0)
-    job.attempt._see_stacks()
+    job.attempt._looks._see_stacks()
     assert job.record.own("end") is None
 
 

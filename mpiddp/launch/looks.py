@@ -1,0 +1,125 @@
+"""What the launcher asks of its ranks while they run, and says of it: late ranks, hangs, stragglers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from mpiddp.launch.control import Console, ControlServer
+from mpiddp.launch.events import Event, Phase, Record
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.output import JobOutput
+from mpiddp.launch.pace import WINDOW_S
+from mpiddp.launch.watch import (
+    find_stragglers,
+    hang_sentences,
+    missing_sentence,
+    next_look_at,
+    places_sentence,
+    straggler_sentence,
+)
+from mpiddp.protocol.channel import Peer, encode
+
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
+
+
+class Looks:
+    """The looks at one attempt. `end_job` ends it, for the reason that it is given."""
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        record: Record,
+        server: ControlServer,
+        output: JobOutput,
+        console: Console,
+        end_job: Callable[[str], None],
+    ) -> None:
+        self._options, self._record, self._server = options, record, server
+        self._output, self._console, self._end_job = output, console, end_job
+        self._timers = server.selector
+        self._viewers: list[Peer] = []  # that wait for the stacks
+        self._has_asked_at_failure = False
+
+    def see(self, now: float) -> None:
+        """Look at the steps of ranks that run."""
+        record = self._record
+        since = record.windows[-1].at if record.windows else record.began_at
+        if now >= since + WINDOW_S and (late := find_stragglers(record, since, now)) is not None:
+            record.note("window", **late)
+            found, sentence = straggler_sentence(record, is_chronic=True)
+            if found:  # each is named once
+                self._output.log(sentence, about=f"stragglers {sorted(found)}")
+        printed, copied_at = record.own("printed"), self._output.copied_at
+        if not record.newest_step[0] and (printed is None or printed.at != copied_at):
+            record.add(Event("printed", at=copied_at))
+        if self._is_quiet:
+            self.ask_for_stacks()
+
+    def answer(self, viewer: Peer) -> None:
+        """Send a viewer the stacks, once they are there."""
+        self._viewers.append(viewer)
+        self.ask_for_stacks()
+
+    def see_early(self) -> None:
+        """See the stacks as soon as all have come."""
+        if not self._record.mute and self._see_stacks in self._timers.timers:
+            self._see_stacks()
+
+    def ask_for_calls(self) -> None:
+        """Ask the scripts for their collectives, again and again."""
+        self._server.request_calls()
+        self._timers.after(WINDOW_S, self.ask_for_calls)
+
+    def ask_for_stacks(self) -> None:
+        """Ask the ranks for their stacks, unless they are on their way."""
+        if self._see_stacks in self._timers.timers:
+            return
+        self._record.note("asked", ranks=sorted(self._server.request_stacks()))
+        self._timers.after(STACKS_S, self._interrupt)
+        self._timers.after(STACKS_S + INTERRUPTED_S if self._record.mute else 0.0, self._see_stacks)
+
+    def ask_at_failure(self) -> None:
+        """Ask once, before the ranks are gone, for what the verdict says of their collectives."""
+        if not self._has_asked_at_failure:
+            self._has_asked_at_failure = True
+            self.ask_for_stacks()
+
+    def _interrupt(self) -> None:
+        """Let agents interrupt scripts that do not answer. A guess interrupts none: it may only be slow."""
+        if self._is_late or (self._is_quiet and self._options.hang_timeout_s):
+            for rank in self._record.mute:
+                self._server.send(rank, encode("stacks"))
+
+    def _see_stacks(self) -> None:
+        """All stacks are there, or the time is over."""
+        self._timers.cancel(self._interrupt, self._see_stacks)
+        record, viewers = self._record, self._viewers
+        self._viewers = []
+        stacks = {rank: facts["text"] for rank, facts in record.stacks.items()}
+        sentence = places_sentence(record, range(record.world_size)) if viewers else ""
+        for viewer in viewers:
+            self._console.answer(viewer, sentence=sentence, stacks=stacks)
+        if self._is_late:
+            sentence = missing_sentence(record, record.fact("limit", "seconds"))
+            has_started = len(record.latest["started"]) == record.world_size
+            others_wait = record.latest["joining"] or not has_started
+            (self._end_job if others_wait else self._output.log)(sentence)
+        if self._is_quiet:  # no rank has moved meanwhile
+            record.note("looked")
+            sentences = hang_sentences(record)
+            for about, sentence in sentences.items():
+                self._output.log(sentence, about, is_error=True)
+            if sentences and self._options.hang_timeout_s is not None:
+                self._end_job("the job hung and was stopped.")
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether ranks are to be named that have not joined in time."""
+        return self._record.phase is Phase.STARTING and self._record.is_late
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether to look at the stacks, because the job may hang."""
+        is_running = self._record.phase is Phase.RUNNING and bool(self._record.left)
+        return is_running and time.monotonic() >= next_look_at(self._record)
