@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.errors import DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts import history
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
-from mpiddp.launch import log
+from mpiddp.launch import log, policy
 from mpiddp.launch.agents import Agents, Launcher, Turn
 from mpiddp.launch.control import Console, Exchange, SignalQueue
 from mpiddp.launch.events import Announcement, Stop
@@ -25,12 +25,11 @@ from mpiddp.launch.handover import CutOff
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past, key_of
 from mpiddp.launch.plan import Plan, make_plan, plan_without, read_hosts
+from mpiddp.launch.policy import Move
 from mpiddp.launch.report import Report
 from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.text import all_of, counted
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 def run(
@@ -75,8 +74,7 @@ class Job:
     agents: Agents | None = None  # of the latest attempt
     latest: Outcome | None = None
     attempts: int = 0  # that have begun
-    failures: int = 0  # restarts that count
-    in_a_row: int = 0  # failures without a step between them: the pause grows only for these
+    failures: list[Outcome] = field(default_factory=list)  # that count, see `next_move`
     at_fault: str = ""  # the host that ended the latest attempt, by its key
     has_hinted: bool = False  # at the output that was not shown
     grown_from: Plan | None = None  # until a job on more hosts makes a step
@@ -161,7 +159,7 @@ class Job:
         A host that was left out may join at a restart, which then needs new agents.
         """
         has_all = len(self.plan.hosts.hosts) == len(self.plan.named.hosts)
-        return has_all and self.failures < self.options.max_restarts
+        return has_all and len(self.failures) < self.options.max_restarts
 
     def _end_agents(self) -> None:
         """End the agents that wait for an attempt."""
@@ -171,27 +169,22 @@ class Job:
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
         """The plan of the next attempt, None if there is none; an outcome if it cannot be planned."""
-        if outcome.stop >= Stop.BY_USER or outcome.code in (DONE, INTERRUPTED):
-            return None
-        if outcome.stop is Stop.TO_GROW:
-            return self._grow(outcome)
-        if (before := self.grown_from) and outcome.code in (FAILED, BAD_INPUT):
-            # Return to the hosts with which the job has run. It does not count.
-            outcome.log()
-            self.grown_from, self.may_grow = None, False
-            return self._begin_again(before)
-        if outcome.code != FAILED or self.failures >= self.options.max_restarts:
-            return None
-        outcome.log()
-        self.failures += 1
-        self.in_a_row = 1 if outcome.made_steps else self.in_a_row + 1
-        pause_s = min(FIRST_PAUSE_S * 2 ** min(self.in_a_row - 2, 10), LONGEST_PAUSE_S)
-        pause_s *= self.in_a_row > 1  # the first restart begins at once
-        planned = self._planned(INTERRUPTED_BEFORE, pause_s)
-        if isinstance(planned, Outcome):  # a host may be usable after the next pause
-            return planned
-        count = f" (restart {self.failures} of {self.options.max_restarts})"
-        return self._begin_again(planned, count)
+        most, before = self.options.max_restarts, self.grown_from
+        match policy.next_move(outcome, self.failures, most, has_grown=before is not None):
+            case Move.GROW:
+                return self._grow(outcome)
+            case Move.SHRINK if before is not None:
+                outcome.log()
+                self.grown_from, self.may_grow = None, False
+                return self._begin_again(before)
+            case Move.RESTART:
+                outcome.log()
+                self.failures.append(outcome)
+                planned = self._planned(INTERRUPTED_BEFORE, policy.pause_s(self.failures))
+                if isinstance(planned, Outcome):  # a host may be usable after the next pause
+                    return planned
+                return self._begin_again(planned, f" (restart {len(self.failures)} of {most})")
+        return None
 
     def _grow(self, outcome: Outcome) -> Plan | Outcome:
         """Plan a restart on the hosts that can join. If all ranks have saved, a stop loses no step."""

@@ -21,6 +21,7 @@ import pytest
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import job as jobs_of
+from mpiddp.launch import policy
 from mpiddp.launch.agents import Launcher
 from mpiddp.launch.control import Console, SignalQueue
 from mpiddp.launch.events import Announcement, Event, Record, Stop
@@ -41,7 +42,7 @@ Jobs = Callable[..., Any]
 def jobs_of_one_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     """Makes jobs whose hosts are in ./hosts.txt, and whose program is ./program."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jobs_of, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 0.0)
     list_hosts("localhost slots=1")
     Path("program").write_text("#!/bin/sh\n", encoding="utf-8")
     Path("program").chmod(0o755)
@@ -84,7 +85,7 @@ def test_the_pause_before_a_restart_grows_until_a_step_is_made(
         return False
 
     job = jobs("--max-restarts", "20")
-    monkeypatch.setattr(jobs_of, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 1.0)
     monkeypatch.setattr(SignalQueue, "has_stop", no_request)
     for _ in range(12):
         job.plan_next(Outcome(FAILED))
@@ -167,9 +168,9 @@ def test_an_excluded_host_may_be_gone_from_the_list(jobs: Jobs) -> None:
 def test_the_pause_ends_with_the_time_of_the_job(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs_of, "FIRST_PAUSE_S", 1000.0)
-    job = jobs("--max-restarts", "1", left_s=0.2)
-    job.in_a_row = 1
+    monkeypatch.setattr(policy, "FIRST_PAUSE_S", 1000.0)
+    job = jobs("--max-restarts", "2", left_s=0.2)
+    job.failures.append(Outcome(FAILED))
     ended = job.plan_next(Outcome(FAILED, "rank 0 failed."))
     assert ended == Outcome(INTERRUPTED, "interrupted before a restart.")
 
