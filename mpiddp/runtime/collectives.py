@@ -15,10 +15,8 @@ import sys
 import time
 from typing import Any
 
-_LATEST, _GROUPS = (
-    128,
-    16,
-)  # calls of a group in a message, and its groups: more would be too long a line
+# Calls of a group in a message, and its groups: more would be too long a line.
+_LATEST, _GROUPS = 128, 16
 # torch's names, where they are not those of its Python.
 _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32",
@@ -31,33 +29,54 @@ _known: dict[tuple[str, str], dict[str, Any]] = {}
 
 
 def calls() -> dict[str, Any] | None:
-    """The facts of a message "calls"; None in a process that has no process group."""
+    """The facts of a message "calls"; None in a process that has no process group.
+
+    All that tells of calls is private to torch. Where a version has it in another form, nothing is told, and
+    the launcher judges by the stacks.
+    """
     torch = sys.modules.get("torch.distributed.distributed_c10d")
-    if torch is None or not torch.is_initialized():
-        return None
-    ranks = {
-        group.group_name: sorted(torch._world.pg_group_ranks[group])
-        for group in list(torch._world.pg_map)
-    }
-    now_ns = time.time_ns()
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        if torch is not None and torch.is_initialized():
+            return _calls(torch)
+    return None
+
+
+def _calls(torch: Any) -> dict[str, Any]:
+    groups = {group.group_name: group for group in list(torch._world.pg_map)}
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for entry in _entries():
         backend, _, entry["op"] = entry["profiling_name"].partition(":")
         name = entry["process_group"][0]
-        if name in ranks and not entry["is_p2p"]:
-            found.setdefault((name, backend), []).append(entry)
+        if name in groups and not entry["is_p2p"]:
+            made = found.setdefault((name, backend), [])
+            if made and made[-1]["pg_id"] != entry["pg_id"]:
+                made.clear()  # those of a group of the same name, which has been destroyed
+            made.append(entry)
+    for known in _known.values():
+        # What torch's record no longer has is over: a rank that waits makes no other calls.
+        known["calls"] = [(*call[:-1], True) for call in known["calls"]]
     everyone = [*range(torch.get_world_size())]
     for key, entries in found.items():
-        own = ranks[key[0]]
+        own = sorted(torch._world.pg_group_ranks[groups[key[0]]])
         _known.pop(key, None)  # the groups that were called last stand last
         _known[key] = {
             "ranks": None if own == everyone else own,
             **_told(entries[-_LATEST:], backend=key[1]),
         }
-    for key in [key for key in _known if key[0] not in ranks]:
+    for key in [key for key in _known if not _is_of(groups.get(key[0]), key)]:
         del _known[key]
-    groups = [{"name": ":".join(key), **facts} for key, facts in _known.items()]
-    return {"now_us": now_ns // 1000, "groups": groups[-_GROUPS:]}
+    told = [{"name": ":".join(key), **facts} for key, facts in _known.items()]
+    # The launcher reads the clock of this rank by it: the later, the better.
+    return {"groups": told[-_GROUPS:], "now_us": time.time_ns() // 1000}
+
+
+def _is_of(group: Any, key: tuple[str, str]) -> bool:
+    """Whether the known calls are those of this group, and not of a destroyed one that had its name."""
+    if group is None:
+        return False
+    backends = map(group._get_backend, group._device_types)
+    made = [each._get_sequence_number_for_group() for each in backends if each.name() == key[1]]
+    return not made or max(call[0] for call in _known[key]["calls"]) <= max(made)
 
 
 def _told(entries: list[dict[str, Any]], *, backend: str) -> dict[str, Any]:
@@ -101,7 +120,8 @@ def _may_ask_events(torch: Any) -> bool:
     While the script captures a CUDA graph, such a question of any thread would end the capture, unless the
     thread is relaxed about it. A thread without a device would open one more on GPU 0.
     """
-    with contextlib.suppress(AttributeError):  # no CUDA runtime that torch has made visible
+    # No CUDA runtime that torch has made visible, or the script has used no device so far.
+    with contextlib.suppress(AttributeError, ValueError):
         exchange = ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode
         devices = range(torch.cuda.device_count())
         torch.cuda.set_device(min(filter(torch._C._cuda_hasPrimaryContext, devices)))

@@ -6,6 +6,10 @@ python -m pytest tests/integration/runtime/test_collectives.py
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +17,7 @@ import torch.distributed as dist
 from mpiddp.protocol.channel import LINE_LIMIT, encode, is_valid
 from mpiddp.runtime.collectives import calls
 from tests.support.place import eventually
+from tests.support.ranks import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +71,79 @@ def test_a_group_is_remembered_while_others_fill_torchs_record():
     assert [len(made) for made in found.values()] == [128] * 16
     dist.destroy_process_group(groups[-1])
     assert f"{groups[-1].group_name}:gloo" in found.keys() - told().keys()
+
+
+TWO_RANKS = """
+import sys, torch, torch.distributed as dist
+from mpiddp.runtime.collectives import calls
+
+def told():
+    groups = calls()["groups"]
+    return {each["name"]: [(n, over) for n, _, _, over in each["calls"]][-1:] for each in groups}
+
+rank, numbers = int(sys.argv[1]), torch.ones(4)
+store = dist.FileStore(sys.argv[2])
+
+def meet(prefix):
+    dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=rank, world_size=2)
+
+def reduce_late():  # rank 1 comes once rank 0 has looked
+    if rank == 1:
+        store.get(f"look {dist.get_world_size()} {meeting}")
+        dist.all_reduce(numbers)
+    else:
+        work = dist.all_reduce(numbers, async_op=True)
+        print(told())
+        store.set(f"look {dist.get_world_size()} {meeting}", "")
+        work.wait()
+
+meeting = 1
+meet("first")
+own = [dist.new_group([each]) for each in range(2)][rank]
+for _ in range(3):
+    dist.all_reduce(numbers)
+reduce_late()
+for _ in range(300):
+    dist.all_reduce(numbers, group=own)
+if rank == 0:
+    print({name: made for name, made in told().items() if name == "0:gloo"})
+dist.destroy_process_group()
+meeting = 2
+meet("second")
+print(told())
+reduce_late()
+dist.barrier()
+"""
+
+
+def test_what_a_group_has_called_is_not_told_of_another_time(tmp_path):
+    """A call ends although torch's record has lost it. A later group of the same name begins anew."""
+    command = [sys.executable, "-c", TWO_RANKS]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), tmp_path / "store"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TORCH_FR_BUFFER_SIZE": "256"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    first, second = (rank.communicate(timeout=120)[0].splitlines() for rank in ranks)
+    assert first == [
+        "{'0:gloo': [(4, False)]}",  # rank 1 has not come
+        "{'0:gloo': [(4, True)]}",
+        "{}",
+        "{'0:gloo': [(1, False)]}",
+    ]
+    assert second == ["{}"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (type(dist.distributed_c10d._world), "pg_map"),
+        (dist.distributed_c10d, "is_initialized"),  # it is being imported
+    ],
+)
+def test_another_torch_tells_nothing(monkeypatch, owner, name):
+    assert calls()
+    monkeypatch.delattr(owner, name)
+    assert calls() is None
