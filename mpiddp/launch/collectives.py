@@ -65,10 +65,14 @@ def calls_of(facts: Mapping[str, Any], clock: float) -> dict[Group, dict[int, Ca
     }
 
 
-def newest_call(calls: Calls) -> float:
-    """When a rank has made its latest call; 0.0 without one."""
-    of_ranks = (of_rank for ranks in calls.values() for of_rank in ranks.values())
-    return max((of_rank[max(of_rank)].at for of_rank in of_ranks if of_rank), default=0.0)
+def called_at(calls: Calls) -> dict[int, float]:
+    """When each rank has made its latest call; nothing of a rank without one."""
+    found: dict[int, float] = {}
+    for ranks in calls.values():
+        for rank, of_rank in ranks.items():
+            if of_rank:
+                found[rank] = max(found.get(rank, 0.0), of_rank[max(of_rank)].at)
+    return found
 
 
 def find_wait(

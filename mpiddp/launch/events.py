@@ -29,6 +29,7 @@ LAUNCHER = -1  # the rank of an event of the launcher itself
 MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, until all have joined, and then
 _LARGEST = 16 << 20  # bytes of a file, which then has no more steps
 _NAMED = 4  # ranks in one sentence
+_CLOCKS = 6  # messages of a rank, by which its clock is read
 CHRONIC = 3  # windows of steps in a row that name the same straggler
 
 ENDS = frozenset(["done", "exited", "failed", "lost"])
@@ -147,9 +148,10 @@ class Record:
         self.announcement = Announcement()
         self.stacks: dict[int, dict[str, Any]] = {}  # that were asked for last
         self.mute: set[int] = set()  # the ranks that have not sent these
-        # Of torch's collectives; and by how many seconds a rank's clock is behind this one at most.
+        # Of torch's collectives; and by how many seconds a rank's clock is behind this one at most, by its
+        # latest messages: clocks drift.
         self.calls: dict[Group, dict[int, dict[int, Call]]] = defaultdict(dict)
-        self.clocks: dict[int, float] = {}
+        self.clocks: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_CLOCKS))
         # The latest looks at the stacks, and the latest windows for stragglers.
         self.looks: deque[tuple[float, dict[int, Place]]] = deque(maxlen=2)
         self.windows: deque[Event] = deque(maxlen=CHRONIC)
@@ -217,11 +219,11 @@ class Record:
 
     def _note_calls(self, event: Event) -> None:
         """These are the rank's latest calls. Its message that was the fastest tells its clock best."""
-        rank, behind_s = event.rank, event.at - event.facts["now_us"] / 1e6
-        self.clocks[rank] = min(behind_s, self.clocks.get(rank, behind_s))
+        rank = event.rank
+        self.clocks[rank].append(event.at - event.facts["now_us"] / 1e6)
         for ranks in self.calls.values():
             ranks.pop(rank, None)
-        for group, calls in calls_of(event.facts, self.clocks[rank]).items():
+        for group, calls in calls_of(event.facts, min(self.clocks[rank])).items():
             self.calls[group][rank] = calls
 
     def _write(self, event: Event) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpiddp.launch.collectives import Wait, find_wait, late_ranks, newest_call, shares
+from mpiddp.launch.collectives import Wait, called_at, find_wait, late_ranks, shares
 from mpiddp.launch.events import CHRONIC, Record
 from mpiddp.launch.places import Place, place_of
 
@@ -160,20 +160,21 @@ def _told(record: Record) -> set[int]:
 def _quiet_since(record: Record) -> float:
     """When a rank has last shown that it lives, or since when one waits, as far as is known.
 
-    What the job prints counts until there are steps. With --hang-timeout, only steps and collectives count.
+    A rank whose other calls go on does not wait: a thread of it does, as in a save. What the job prints
+    counts until there are steps. With --hang-timeout, only steps and collectives count.
     """
     is_limited = record.fact("began", "hang_timeout_s") is not None
     signs = [pace.since for pace in record.paces.values()]
-    called_at = newest_call(record.calls)
-    if not is_limited or not (signs or called_at):
+    called = called_at(record.calls)
+    if not is_limited or not (signs or called):
         everyone = range(record.world_size)
         if (wait := find_wait(record.calls, record.world_size, everyone)) is not None:
-            return wait.since
+            return max(wait.since, min(called[rank] for rank in wait.waiting))
         if not record.newest_step[0]:
             signs = [event.at for event in record.latest["printed"].values()]
         signs += [record.last_saved_at, *record.saving.values()]
         signs += [event.at for event in record.done.values()]
-    return max(record.began_at, called_at, *signs)
+    return max(record.began_at, *called.values(), *signs)
 
 
 def _patience_s(record: Record) -> float:

@@ -178,6 +178,19 @@ def test_ranks_that_wait_for_each_other_in_two_groups() -> None:
     assert wait.calls == {"barrier no. 1": [0], "all_reduce no. 31 (float32, 1,048,576)": [1]}
 
 
+def test_a_thread_that_waits_while_the_training_goes_on_is_no_wait() -> None:
+    """As in a save of 5 minutes in the background, whose end all ranks of another group await."""
+    job = Job(2)
+    saves = {rank: {"1:gloo": (None, made)} for rank, made in ((0, []), (1, ENTERED[1:]))}
+    for at in (20.0, 60.0, 85.0):
+        trains = [(number, REDUCE, number * 1.0, True) for number in range(1, int(at))]
+        for rank in range(2):
+            facts = calls({**saves[rank], "0:gloo": (None, trains)}, at)
+            job.record.add(Event("calls", rank, facts, at, from_script=True))
+        assert next_look_at(job.record) == at - 1 + 60.0
+    assert next_look_at(job.record) == 144.0  # it hangs
+
+
 def test_calls_that_go_on_are_signs_of_life() -> None:
     job = Job(2, timeout_s=100.0)
     job.record.add(Event("progress", 0, progress(1), 1.0))
@@ -233,6 +246,16 @@ def test_a_slow_rank_is_named_after_three_windows_with_its_share() -> None:
         assert (
             third == f"rank 2 on c is a straggler: the others wait for it in {share}% of the time."
         )
+
+
+def test_a_clock_that_drifts_makes_no_straggler() -> None:
+    """By 50 microseconds a second, as without NTP: by 0.2 s in an hour."""
+    job = Job(2)
+    for at in range(0, 3600, 10):
+        job.skew_s = [-5e-5 * at, 0.0]
+        made = [(number, REDUCE, number / 10, True) for number in range(at * 10, at * 10 + 100)]
+        job.tells(at + 10.0, made, made)
+    assert find_stragglers(job.record, 3590.0, 3600.0) == {"ranks": [], "share": 0.0}
 
 
 def test_two_slow_ranks_are_named() -> None:
