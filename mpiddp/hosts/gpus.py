@@ -29,6 +29,7 @@ NO_ANSWER = (
 _MOST_BYTES = 16 << 20  # of a tool's output; a kernel's log may have so many
 # What NVIDIA's driver lists, also in a container without nvidia-smi, and the GPUs that a container may use.
 _LISTED, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
+_END_S = 0.5  # at least, for a tool to end once it has closed its output
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
 
 # CUDA (and HIP, which reads it too), HIP, ROCr, and Level Zero.
@@ -44,6 +45,9 @@ _ORDER = "CUDA_DEVICE_ORDER"
 _HIDES_ALL = ("", "-1")
 
 _ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
+_NAMED_GPU = (
+    rf"GPU ?(?:\d+: )?({_ADDRESS})"  # "GPU 0000:44:00.0", and by newer drivers "GPU2: 0000:44:00.0"
+)
 # What slows a GPU down although it has work. A limit of power is usual.
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
 _SLOWED = {
@@ -81,6 +85,7 @@ class Tool(NamedTuple):
     program: str
     arguments: tuple[str, ...]
     parse: Callable[[str], list[Gpu]]
+    has_errors: bool = False  # it also reads what the program prints on stderr
 
 
 # The fields of nvidia-smi in the order of `Gpu`. `nvidia-smi --help-query-gpu` explains them.
@@ -96,13 +101,13 @@ _FIELDS = (
 
 def _nvidia_smi(fields: Sequence[str]) -> Tool:
     def parse(text: str) -> list[Gpu]:
-        lost = re.findall(rf"Unable to determine the device handle for GPU ?({_ADDRESS})", text)
+        lost = re.findall(rf"Unable to determine the device handle for {_NAMED_GPU}", text)
         rows = [line.split(", ") for line in text.splitlines()]
         gpus = [_of_nvidia(dict(zip(fields, row))) for row in rows if len(row) == len(fields)]
         return gpus + [Gpu("NVIDIA GPU", _of_sysfs(each), is_lost=True) for each in lost]
 
     arguments = (f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
-    return Tool("nvidia-smi", arguments, parse)
+    return Tool("nvidia-smi", arguments, parse, has_errors=True)
 
 
 def _of_nvidia(row: Mapping[str, str]) -> Gpu:
@@ -168,7 +173,8 @@ TOOLS = (
 def read_gpus(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] | None:
     """The GPUs of this host; [] without any, None if a tool does not answer."""
     for tool in TOOLS:
-        text = tool_output(tool.program, tool.arguments, path, timeout_s)
+        errors = subprocess.STDOUT if tool.has_errors else subprocess.DEVNULL
+        text = tool_output(tool.program, tool.arguments, path, timeout_s, stderr=errors)
         if text is None:
             return None
         if gpus := tool.parse(text):
@@ -222,21 +228,22 @@ def tool_output(
     path: str | None,
     timeout_s: float,
     env: Mapping[str, str] | None = None,
+    stderr: int = subprocess.DEVNULL,
 ) -> str | None:
-    """The program's output, or its beginning; "" without the program, None without an answer.
+    """The program's output, or its beginning; "" without a program that starts, None without an answer.
 
-    Whatever the program is, it ends: it may hang in a driver, or print for ever.
+    Whatever the program is, this returns: it may hang in a driver, also at its end, or print for ever.
     """
     found = shutil.which(program, path=path)
     if found is None:
         return ""
-    null = subprocess.DEVNULL
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
     try:
         tool = subprocess.Popen(
-            [found, *arguments], env=env, stdin=null, stdout=subprocess.PIPE, stderr=null
+            [found, *arguments], env=env, stdin=null, stdout=pipe, stderr=stderr
         )
-    except OSError:
-        return None
+    except OSError:  # an empty file, or a program for another processor
+        return ""
     assert tool.stdout is not None
     text, chunk = b"", b"?"
     deadline = time.monotonic() + timeout_s
@@ -249,7 +256,11 @@ def tool_output(
             text += chunk
     if chunk:
         tool.kill()
-    tool.wait()
+    try:
+        tool.wait(max(_END_S, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        tool.kill()
+        return None
     return text.decode(errors="replace")
 
 

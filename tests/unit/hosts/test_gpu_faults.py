@@ -20,9 +20,7 @@ from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi, tool
 HERE = socket.gethostname()
 FIRST, SECOND = GPU_ROW["uuid"], SECOND_GPU["uuid"]
 ECC, REASONS = "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.active"
-LOST = (
-    """echo 'Unable to determine the device handle for GPU0000:44:00.0: Unknown Error'; exit 255"""
-)
+LOST = """echo 'Unable to determine the device handle for {}: Unknown Error' >&2; exit 255"""
 # As NVIDIA's driver and util-linux' dmesg write it, some seconds ago.
 DMESG = """up=$(cut -d. -f1 /proc/uptime)
 echo "[$((up - 3700)).000000] NVRM: Xid (PCI:0000:18:00): 48, pid=1, over an hour before"
@@ -67,8 +65,9 @@ def test_faults_of_the_chosen_gpus(host):
     assert host(dmesg=log_of(79, at="55")) == ([], [])  # of another container
 
 
-def test_a_gpu_that_the_driver_does_not_reach(tmp_path):
-    health = read_health(tool(tmp_path, "nvidia-smi", LOST))
+@pytest.mark.parametrize("named", ["GPU0000:44:00.0", "GPU 0000:44:00.0", "GPU2: 0000:44:00.0"])
+def test_a_gpu_that_the_driver_does_not_reach(tmp_path, named):
+    health = read_health(tool(tmp_path, "nvidia-smi", LOST.format(named)))
     (sentence,) = faults("a", health, [0])
     assert sentence.startswith("a: its driver does not reach the GPU at 0000:44:00.0. ")
 

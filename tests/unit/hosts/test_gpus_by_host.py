@@ -146,8 +146,11 @@ def test_a_tool_without_gpus_and_one_that_hangs(tmp_path):
     assert read_gpus(path) == []
     tool(tmp_path, "xpu-smi", INTEL)
     assert len(read_gpus(path)) == 2
-    tool(tmp_path, "nvidia-smi", "exec sleep 600")
-    assert read_gpus(path, timeout_s=0.1) is None
+    (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF")  # of another processor
+    assert len(read_gpus(path)) == 2
+    for hangs in ("exec sleep 600", "exec sleep 600 >/dev/null"):
+        tool(tmp_path, "nvidia-smi", hangs)
+        assert read_gpus(path, timeout_s=0.1) is None
 
 
 # Another process traces it, so that it stays even when it is killed, as one in a driver that hangs.
