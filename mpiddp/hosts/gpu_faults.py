@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mpiddp.hosts.gpu_health import Health, Holder, read_health
 from mpiddp.hosts.gpus import Gpu, chosen_gpus, hides_all_gpus
-from mpiddp.protocol.variables import JOB
 from mpiddp.text import counted, duration, escaped, listed, size_text
 
 _LEAST = 128 << 20  # bytes; a server of MPS holds less
@@ -31,10 +30,9 @@ _XIDS = {
 
 
 def wrong_here(env: Mapping[str, str], *, timeout_s: float = 10.0) -> list[str]:
-    """What is wrong with the GPUs of this host that ranks with these variables see; [] without any.
+    """The faults of the GPUs of this host that ranks with these variables see; [] without any.
 
-    For an agent, before it begins again. It takes at most `timeout_s` and some seconds more. Memory that the
-    processes of the job itself hold, by MPIDDP_JOB, is theirs.
+    For an agent, before it begins again. It takes at most `timeout_s` and some seconds more.
     """
     host = socket.gethostname()
     if hides_all_gpus(env):
@@ -42,8 +40,7 @@ def wrong_here(env: Mapping[str, str], *, timeout_s: float = 10.0) -> list[str]:
     health = read_health(env.get("PATH"), timeout_s=timeout_s)
     if health is None:
         return [f"{host}: nvidia-smi does not answer in {timeout_s:g} s."]
-    chosen = chosen_gpus(health.gpus, env)
-    return [*faults(host, health, chosen), *held(host, health, chosen, own_job=env.get(JOB, ""))]
+    return [*faults(host, health, chosen_gpus(health.gpus, env))]
 
 
 def faults(host: str, health: Health, chosen: Sequence[int | None]) -> Iterator[str]:
@@ -63,35 +60,30 @@ def faults(host: str, health: Health, chosen: Sequence[int | None]) -> Iterator[
 
 def notes(host: str, health: Health, chosen: Sequence[int | None], ssh: str = "") -> Iterator[str]:
     """A sentence for each chosen GPU that others use, or that is slowed down. `ssh`: the login there."""
-    yield from held(host, health, chosen, ssh)
+    for number, gpu in _those(health, chosen):
+        yield from _held(host, number, gpu, health.holders, ssh)
     for number, gpu in _those(health, chosen):
         if gpu.slowed:
             heat = "" if gpu.temperature is None else f" at {gpu.temperature} °C"
             yield f"{host}: GPU {number} is slowed down{heat}: {gpu.slowed}."
 
 
-def held(
-    host: str, health: Health, chosen: Sequence[int | None], ssh: str = "", own_job: str = ""
-) -> Iterator[str]:
-    """A sentence for the memory of each chosen GPU that processes hold.
-
-    Those of `own_job` do not count, nor does what nobody is seen to hold: it may have ended just now.
-    """
-    for number, gpu in _those(health, chosen):
-        of_gpu = [each for each in health.holders if each.gpu == gpu.uuid]
-        large = [each for each in of_gpu if each.memory is None or each.memory >= _LEAST]
-        others = [each for each in large if each.user and not (own_job and each.job == own_job)]
-        for each in (each for each in others if each.is_left):
-            fact = f"{_named(each)} of an earlier job still holds {_memory(each)} of GPU {number}"
-            yield f"{host}: {fact}. To end it: {ssh}{' ' * bool(ssh)}kill -9 {each.pid}"
-        if running := [each for each in others if not each.is_left]:
-            named = listed([f"{_named(each)} holds {_memory(each)}" for each in running], most=4)
-            yield f"{host}: GPU {number} is in use: {named}."
-        sizes = [each.memory for each in of_gpu if each.user]
-        unseen = (gpu.memory or 0) - sum(size or 0 for size in sizes)
-        if not own_job and None not in sizes and unseen > _LEAST_SHARE * (gpu.memory_total or 0):
-            by = "processes that are not listed (a desktop's, another container's)"
-            yield f"{host}: GPU {number} is in use: {by} hold {size_text(unseen)}."
+def _held(host: str, number: int, gpu: Gpu, holders: Sequence[Holder], ssh: str) -> Iterator[str]:
+    """A sentence for the memory of a GPU that processes hold."""
+    of_gpu = [each for each in holders if each.gpu == gpu.uuid]
+    large = [each for each in of_gpu if each.memory is None or each.memory >= _LEAST]
+    others = [each for each in large if each.user]
+    for each in (each for each in others if each.is_left):
+        fact = f"{_named(each)} of an earlier job still holds {_memory(each)} of GPU {number}"
+        yield f"{host}: {fact}. To end it: {ssh}{' ' * bool(ssh)}kill -9 {each.pid}"
+    if running := [each for each in others if not each.is_left]:
+        named = listed([f"{_named(each)} holds {_memory(each)}" for each in running], most=4)
+        yield f"{host}: GPU {number} is in use: {named}."
+    sizes = [each.memory for each in of_gpu if each.user]
+    unseen = (gpu.memory or 0) - sum(size or 0 for size in sizes)
+    if None not in sizes and unseen > _LEAST_SHARE * (gpu.memory_total or 0):
+        by = "processes that are not listed (a desktop's, another container's)"
+        yield f"{host}: GPU {number} is in use: {by} hold {size_text(unseen)}."
 
 
 def _those(health: Health, chosen: Sequence[int | None]) -> list[tuple[int, Gpu]]:
