@@ -105,13 +105,14 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
     The key is the same for each wait for the same place, as in each evaluation, unless one takes five times
     as long as another.
     """
-    since, places = f"since {now - wait.since:.0f} s", places_of(record)
+    places, seconds = places_of(record), f"{now - wait.since:.0f} s"
     names, everyone = record.names(wait.missing), range(record.world_size)
-    waiting = f"rank {wait.waiting[0]} waits"
+    waited = f"rank {wait.waiting[0]} has waited {seconds}"
     if len(wait.waiting) > 1:
-        few = f"ranks {', '.join(map(str, wait.waiting))} wait"
-        waiting = few if len(wait.waiting) <= 2 * _NAMED else f"{len(wait.waiting)} ranks wait"
-    not_entered = f"not entered {wait.call}, which {waiting} for {since}"
+        few = f"ranks {', '.join(map(str, wait.waiting))}"
+        who = few if len(wait.waiting) <= 2 * _NAMED else f"{len(wait.waiting)} ranks"
+        waited = f"{who} have waited {seconds}"
+    not_entered = f"not entered {wait.call}, for which {waited}"
     match wait.missing:
         case _ if wait.others:
             calls = ", ".join(f"{call} of {record.names(of)}" for call, of in wait.calls.items())
@@ -119,10 +120,10 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
             sentence = f"the ranks have called different collectives: {calls}; {where}"
         case []:
             where = places_sentence(record, everyone)
-            sentence = f"{waiting} in {wait.call} {since}, which all ranks have entered; {where}"
+            sentence = f"{waited} in {wait.call}, which all ranks have entered; {where}"
         case [rank] if _works(record, places.get(rank, Place()), rank):
             at = places[rank].text
-            sentence = f"in {wait.call}, {since}, {waiting} for {names}, which is at {at}."
+            sentence = f"in {wait.call}, {waited} for {names}, which is at {at}."
         case [rank]:
             where = places[rank].clauses[0] if rank in places else "has finished"
             sentence = f"{names} has {not_entered}; it {where}."

@@ -165,7 +165,7 @@ def test_who_does_not_come_to_a_collective_is_named(how):
     options = [] if how == "times out" else ["--hang-timeout=20s"]
     output = run([*LAUNCH, "-H", "localhost:2", *options, RANKS, "hang", how], 1)
     call = r"all_reduce no\. \d+ \(float32, 1,048,576\)"
-    named = rf"rank 1 on \S+ has not entered {call}, which rank 0 waits for since \d+ s; it is in hang \("
+    named = rf"rank 1 on \S+ has not entered {call}, for which rank 0 has waited \d+ s; it is in hang \("
     if how == "differs":
         other = r"broadcast no\. \d+ \(float32, 1,048,576\) of rank 1 on "
         named = rf"the ranks have called different collectives: {call} of rank 0 on \S+, {other}"

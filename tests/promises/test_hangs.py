@@ -33,7 +33,7 @@ def test_a_hang_of_any_script(here):
     done = job.wait().assert_ok()
     (sentence,) = done.said
     hosts = here.hosts_of(3)
-    call = r"all_reduce no\. \d+ \(float32, 20\), which ranks 0, 2 wait for since 7\d s"
+    call = r"all_reduce no\. \d+ \(float32, 20\), for which ranks 0, 2 have waited 7\d s"
     is_in = r'it is in load \(unmodified\.py:\d+\): return path\.read_text\(encoding="utf-8"\)\.'
     named = rf"rank 1 on {hosts[1]} has not entered {call}; {is_in}"
     assert re.fullmatch(named, sentence), sentence
@@ -72,7 +72,7 @@ def test_a_timeout_of_a_collective(place):
     done = place.run("launch", *place.where(2), script, "sleeps", "8")
     assert done.code == 1
     is_in = re.escape("it is in <module> (waits.py:10): time.sleep(6000).")
-    call = r"all_reduce no\. 2 \(float32, 8\), which rank 0 waits for since \d+ s"
+    call = r"all_reduce no\. 2 \(float32, 8\), for which rank 0 has waited \d+ s"
     named = rf"rank 1 on {place.hosts_of(2)[1]} has not entered {call}; {is_in}"
     assert any(re.fullmatch(named, line) for line in done.said), done.stderr
 
@@ -111,7 +111,7 @@ def test_hang_timeout(place, how):
     options = ("--hang-timeout", "10", *place.where(2))
     done = place.run("launch", *options, program("one_fails.py"), how)
     assert done.code == 1
-    call = r"all_reduce no\. \d+ \(float32, 1\), which rank 0 waits for since 1\d s"
+    call = r"all_reduce no\. \d+ \(float32, 1\), for which rank 0 has waited 1\d s"
     named = rf"rank 1 on {place.hosts_of(2)[1]} has not entered {call}; it {sentence}\."
     assert any(re.fullmatch(named, line) for line in done.said), done.stderr
     assert done.said[-1] == "the job hung and was stopped."
@@ -127,7 +127,8 @@ def test_hang_timeout_of_any_script(here):
     options = ("--hang-timeout", "10", *here.where(2))
     done = here.run("launch", *options, program("unmodified.py"), str(pipe))
     assert done.code == 1
-    named = rf"rank 1 on {here.hosts[0]} has not entered all_reduce no\. \d+ \(float32, 20\), which rank 0 "
+    call = r"all_reduce no\. \d+ \(float32, 20\), for which rank 0 has waited 1\d s; "
+    named = rf"rank 1 on {here.hosts[0]} has not entered {call}"
     assert any(re.match(named, line) for line in done.said), done.stderr
     assert "return path.read_text(" in done.stderr
 

@@ -66,8 +66,8 @@ def test_who_has_not_come_is_named_70_s_later() -> None:
     assert job.looks(70.0, texts, ENTERED, LEFT, ENTERED, ENTERED) == []
     assert next_look_at(job.record) == 80.0
     assert job.looks(80.0, texts, ENTERED, LEFT, ENTERED, ENTERED) == [
-        "rank 1 on b has not entered all_reduce no. 31 (float32, 1,048,576), which ranks 0, 2, 3 wait for "
-        "since 70 s; it is in load (data.py:40): open(path)."
+        "rank 1 on b has not entered all_reduce no. 31 (float32, 1,048,576), for which ranks 0, 2, 3 have "
+        "waited 70 s; it is in load (data.py:40): open(path)."
     ]
     # It is another call, so nobody waits.
     came = [*ENTERED[:1], (31, REDUCE, 90.0, True)]
@@ -79,7 +79,7 @@ def test_a_rank_that_works_is_waited_for() -> None:
     assert job.looks(70.0, [WAITS, LOADS], ENTERED, LEFT) == []
     evaluates = "thread MainThread:\n" + LINE.format("train", 95, "evaluate", "predict(batch)")
     assert job.looks(80.0, [WAITS, evaluates], ENTERED, LEFT) == [
-        "in all_reduce no. 31 (float32, 1,048,576), since 70 s, rank 0 waits for rank 1 on b, "
+        "in all_reduce no. 31 (float32, 1,048,576), rank 0 has waited 70 s for rank 1 on b, "
         "which is at evaluate (train.py:95): predict(batch)."
     ]
 
@@ -106,7 +106,7 @@ def test_with_a_time_limit_one_look_is_enough_and_the_stack_follows() -> None:
     job.tells(12.0, ENTERED, LEFT)
     assert next_look_at(job.record) == 30.0
     (sentence,) = job.looks(30.0, [WAITS, LOADS], ENTERED, LEFT)
-    assert "which rank 0 waits for since 20 s; it is in load" in sentence
+    assert "for which rank 0 has waited 20 s; it is in load" in sentence
     assert sentence.endswith(f"\nThe Python stack of rank 1:\n{LOADS.rstrip()}")
 
 
@@ -115,7 +115,7 @@ def test_a_rank_that_has_finished_never_comes() -> None:
     for at in (70.0, 80.0):
         job.record.add(Event("done", 1, at=20.0))
         said = job.looks(at, [WAITS], ENTERED, LEFT)
-    assert said[0].endswith("which rank 0 waits for since 70 s; it has finished.")
+    assert said[0].endswith("for which rank 0 has waited 70 s; it has finished.")
 
 
 def test_collectives_that_differ_are_both_named() -> None:
