@@ -79,10 +79,8 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> Health | N
 
 def _holder(gpu: str, pid: str, memory: str) -> Holder:
     """A line of nvidia-smi, with what /proc tells of the process."""
-    size, job = (
-        (int(memory) << 20 if memory.isdigit() else None),
-        _job_of(Path("/proc", pid)),
-    )  # MiB
+    size = int(memory) << 20 if memory.isdigit() else None  # MiB
+    job = _job_of(Path("/proc", pid))
     return Holder(gpu, int(pid), size, *who(pid), job, bool(job) and not _has_agent(job))
 
 

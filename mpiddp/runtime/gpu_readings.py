@@ -1,13 +1,14 @@
 """What the GPUs of a host do while its ranks train: the agent of its first rank reads it for the launcher.
 
 In a thread, which starts the vendor's tool every ten seconds. The first failure ends it: a tool that is
-missing, hangs, or tells nothing, is not asked again.
+missing, hangs, or tells nothing of the ranks' GPUs, is not asked again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mpiddp.hosts.gpus import CHANGING, hides_all_gpus, read_gpus
 from mpiddp.runtime.gpu import gpu_of
@@ -33,17 +34,21 @@ class GpuReadings(threading.Thread):
     def run(self) -> None:
         hides_all = hides_all_gpus(self._env)
         while not hides_all and not self._is_over.wait(EVERY_S):
-            gpus = read_gpus(self._env.get("PATH"), timeout_s=LIMIT_S)
-            if not gpus or gpus[0].memory is None:
+            found = self._read()
+            if all(each[name] is None for each in found for name in CHANGING if name != "slowed"):
                 return
-            found = []
-            for local_rank, rank in enumerate(self._ranks):
-                number = gpu_of(self._world, local_rank, gpus, self._env)
-                facts = None if number is None else gpus[number]._asdict()
-                found += (
-                    [{"rank": rank, **{name: facts[name] for name in CHANGING}}] if facts else []
-                )
             self._send("gpus", ranks=found)
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The facts of each rank whose GPU is known."""
+        found = []
+        gpus = read_gpus(self._env.get("PATH"), timeout_s=LIMIT_S) or []
+        for local_rank, rank in enumerate(self._ranks):
+            number = gpu_of(self._world, local_rank, gpus, self._env)
+            if number is not None:
+                told = {name: getattr(gpus[number], name) for name in CHANGING}
+                found.append({"rank": rank, **told})
+        return found
 
     def stop(self) -> None:
         """Return when no tool runs any more, so that it is not taken for a process of the script."""

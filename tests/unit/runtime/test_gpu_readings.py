@@ -66,3 +66,10 @@ def test_a_tool_that_fails_is_not_started_again(read, monkeypatch):
 
 def test_a_job_that_hides_its_gpus_reads_none(read):
     assert read(BUSY, count=0, CUDA_VISIBLE_DEVICES="")[1] == 0
+    assert read(BUSY, count=0, CUDA_VISIBLE_DEVICES="MIG-aa01,MIG-aa02")[1] == 1  # not known
+
+
+def test_a_gpu_that_shares_the_memory_of_its_host(read):
+    shared = nvidia_smi({"memory.used": "[N/A]", "memory.total": "[N/A]", "utilization.gpu": "97"})
+    ((gpu,),), _ = read(shared)
+    assert (gpu["use"], gpu["memory"]) == (97, None)
