@@ -182,8 +182,8 @@ set_up() {
 launch_finds_hosts() {
   "$venv/bin/python" -c 'import os, sys
 from mpiddp.hosts.allocations import grants_hosts
-from mpiddp.hosts.gpus import gpu_names, hides_all_gpus
-sys.exit(not (grants_hosts(os.environ) or (not hides_all_gpus(os.environ) and gpu_names())))'
+from mpiddp.hosts.gpus import hides_all_gpus, read_gpus
+sys.exit(not (grants_hosts(os.environ) or (not hides_all_gpus(os.environ) and read_gpus())))'
 }
 
 case ${1:-} in

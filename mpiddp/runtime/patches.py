@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol.variables import NO_PATCHES
 from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, current, stop_on
@@ -145,6 +144,8 @@ def spare(script: Script, files: Mapping[int, int]) -> Script | None:
     it does not know. `files` are its streams by their numbers, and by -1 its socket to the agent. Returns
     None in this process, and in the copy what it is.
     """
+    from mpiddp.hosts.processes import signal_at_parents_end  # few scripts need it
+
     agent, between = os.getppid(), os.fork()
     if between:
         os.waitpid(between, 0)
