@@ -289,6 +289,9 @@ class Attempt:
 
     def _hold(self) -> None:
         """End the script, because another rank has failed, and wait for the launcher."""
+        if not self.rank.holds:
+            self._end(FAILED)
+            return
         if self.child.status is None or not self._has_met:
             self._is_held = True
         if not self._has_met:

@@ -53,6 +53,7 @@ _SETS_VARIABLES = re.compile(
     rb"\benviron *\[[^\n]*\] *\|?=(?!=)|"
     rb"(?<!in os\.)(?<!in )\benviron\b(?! *\[|\.(?:get|keys|values|items|copy)\()"
 )
+_STARTS_MPI = re.compile(rb"\b(?:mpi4py|petsc4py|horovod)\b|['\"]mpi['\"]")
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
@@ -109,13 +110,26 @@ class Program(NamedTuple):
         A script begins at once if it imports only the standard library and mpiddp, or if one of its files
         sets a variable. A module of an installed package, such as `-m coverage`, begins at once as well.
         """
-        if self.kind == MODULE and self.name.partition(".")[0] == "mpiddp":
+        if self._is_ours:
             return True
-        texts = texts_of(self.kind, self.name, str(Path.cwd()), import_folders())
+        texts = self._texts
         if not texts or any(map(_SETS_VARIABLES.search, texts)):
             return False
         packages = {each.partition(".")[0] for each in imported_by(texts[0])}
         return any(b"torch" in text for text in texts) or bool(packages - _WITHOUT_TORCH)
+
+    @property
+    def starts_mpi(self) -> bool:
+        """Whether it may start MPI, as one rank of its mpirun. No later process of this rank can do so."""
+        return not self._is_ours and any(map(_STARTS_MPI.search, self._texts))
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.kind == MODULE and self.name.partition(".")[0] == "mpiddp"
+
+    @property
+    def _texts(self) -> list[bytes]:
+        return texts_of(self.kind, self.name, str(Path.cwd()), import_folders())
 
     @property
     def files(self) -> list[tuple[str, str]]:

@@ -19,11 +19,13 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
+from warnings import catch_warnings, simplefilter
 from weakref import WeakKeyDictionary
 
 from mpiddp.hosts.sockets import out_of_the_way
@@ -146,12 +148,15 @@ def spare(script: Script, files: Mapping[int, int]) -> Script | None:
     """
     from mpiddp.hosts.processes import signal_at_parents_end  # few scripts need it
 
-    agent, between = os.getppid(), os.fork()
+    if threading.active_count() > 1:  # as of a profiler: a copy would lack them
+        return None
+    agent, between = os.getppid(), _fork()
     if between:
-        os.waitpid(between, 0)
+        if between > 0:
+            os.waitpid(between, 0)
         return None
     between = os.getpid()
-    if os.fork():
+    if _fork():
         os._exit(0)
     while os.getppid() == between:
         time.sleep(_ADOPTED_S)
@@ -171,6 +176,14 @@ def spare(script: Script, files: Mapping[int, int]) -> Script | None:
         stack(script)
     name_process(_SPARE)
     return script
+
+
+def _fork() -> int:
+    """What os.fork() returns; -1 if the kernel has no memory or no pid for a copy."""
+    with suppress(OSError), catch_warnings():
+        simplefilter("ignore")  # Python 3.12 warns of the threads of native libraries
+        return os.fork()
+    return -1
 
 
 def name_process(name: str) -> None:

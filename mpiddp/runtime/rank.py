@@ -42,7 +42,8 @@ class Rank:
         self.prefix = prefix_of(world.rank, world.hostname) if terminal.has_prefix else ""
         self.shown = Shown(selection, terminal.behind(self.prefix))
         # Whether it waits for the launcher after a failure, which may begin the next attempt.
-        self.holds = bool(os.environ.pop(variables.HOLDS, "")) and self.launcher is not None
+        holds = bool(os.environ.pop(variables.HOLDS, "")) and self.launcher is not None
+        self.holds = holds and not program.starts_mpi
         # Children of the shell that this process may have replaced by exec.
         self.others = frozenset(descendants(os.getpid()))
         self.spare: RankProcess | None = None  # that has imported torch, for the next attempt

@@ -100,7 +100,6 @@ def _begin(script: patches.Script) -> patches.Script:
         patches.name_process(script.name)
     env = facts["variables"]
     os.environ.update(env)
-    sys.argv += facts["args"]
     script_session()  # which connects it
     if torch := sys.modules.get("torch"):
         if threads := env.get("OMP_NUM_THREADS"):  # only now known
@@ -114,14 +113,19 @@ def _begin(script: patches.Script) -> patches.Script:
 
 
 def _told_by_agent(script: patches.Script) -> tuple[dict[str, Any], list[int]]:
-    """What the agent says once the ranks have met, and the files that come with it."""
+    """What the agent says once the ranks have met, and the files that come with it.
+
+    Its last arguments are taken at once: a copy of this process has them, too.
+    """
     has_torch = "torch" in sys.modules
     script.session.tell_agent("ready", has_torch=has_torch, pid=os.getpid())
     first, files, _, _ = socket.recv_fds(script.control, 1, _MOST_FILES)
     line = first + script.control.makefile("rb").readline()
     if not line.endswith(b"\n"):
         os._exit(1)
-    return json.loads(line), files
+    facts = json.loads(line)
+    sys.argv += facts["args"]
+    return facts, files
 
 
 def _run(kind: str, name: str) -> None:

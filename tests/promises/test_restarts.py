@@ -86,7 +86,9 @@ def test_a_stop_before_a_restart(here):
 KILLED_TWICE = """
 import os, signal, sys
 import torch.distributed as dist
+import mpiddp
 
+mpiddp.announce(resume_args=["--resume"])
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 if attempt == 1 and rank == 1:
     sys.exit(7)  # while the others restart
@@ -102,12 +104,17 @@ dist.barrier()
 
 @pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
 def test_a_restart_in_the_same_agents(place):
-    """A restart on the same hosts keeps mpirun and the ranks' agents, also after two failures in a row."""
+    """A restart on the same hosts keeps mpirun and the ranks' agents, also after two failures in a row.
+
+    Each has the arguments that resume the job.
+    """
     script = place.script(KILLED_TWICE)
     options = (*place.where(3), "--max-restarts", "2", "--log-ranks", "all")
     done = place.run("launch", *options, script, "an argument").assert_ok()
-    lines = re.findall(r"attempt (\d) of rank (\d) in (\d+) is (\d+) an argument", done.stdout)
-    started = {(int(attempt), int(rank)): (agent, pid) for attempt, rank, agent, pid in lines}
+    lines = re.findall(r"attempt (\d) of rank (\d) in (\d+) is (\d+) (.*)", done.stdout)
+    started = {(int(attempt), int(rank)): (agent, pid) for attempt, rank, agent, pid, _ in lines}
+    resumed = {args for attempt, *_, args in lines if attempt != "0"}
+    assert resumed == {"an argument --resume"}
     assert started.keys() == {(attempt, rank) for attempt in (0, 2) for rank in range(3)}
     for rank in range(3):
         (before, first), (after, last) = started[0, rank], started[2, rank]
@@ -157,6 +164,56 @@ def pss_of(pid: int) -> int:
     """The memory of a process, in which shared pages count in part, in bytes."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
     return int(re.findall(r"^Pss: +(\d+) kB", text, re.M)[0]) * 1024
+
+
+USES_MPI = """
+import os, signal
+import torch
+from mpi4py import MPI
+ranks = MPI.COMM_WORLD
+ranks.Barrier()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and ranks.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+print(ranks.allreduce(1), flush=True)
+"""
+
+
+def test_a_restart_with_mpi(here):
+    """A script that uses mpi4py is restarted in a new mpirun: MPI takes no second process as one rank."""
+    script = here.script(USES_MPI)
+    done = here.run("launch", *here.where(2), "--max-restarts", "1", script).assert_ok()
+    assert done.stdout.endswith("2\n")
+
+
+BESIDE_THE_SCRIPT = """
+import sys, threading, time
+def refuse(event, args):
+    if event == "os.fork":
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+if "mpiddp.runtime.script" in " ".join(sys.orig_argv):
+    {what}
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "sys.addaudithook(refuse)",
+        "threading.Thread(target=time.sleep, args=(1000,), name='profiler', daemon=True).start()",
+    ],
+    ids=["refused", "thread"],
+)
+def test_a_script_that_cannot_be_copied(here, what):
+    """Without a pid for a copy, a job runs all the same. A profiler's thread is there after a restart."""
+    (here.folder / "sitecustomize.py").write_text(BESIDE_THE_SCRIPT.format(what=what))
+    script = here.script(
+        "import os, sys, threading, torch\n"
+        "print([each.name for each in threading.enumerate() if each.name == 'profiler'], flush=True)\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')"
+    )
+    options = (*here.where(1), "--max-restarts", "1", "-x", f"PYTHONPATH={here.folder}")
+    done = here.run("launch", *options, script).assert_ok()
+    assert done.lines == [str(["profiler"] * ("Thread" in what))] * 2
 
 
 @pytest.mark.parametrize("killed", ["agent", "launcher"])
