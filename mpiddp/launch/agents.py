@@ -133,6 +133,11 @@ class Agents:
         return self._latest is not None and self._latest.is_held
 
     @property
+    def are_stopped(self) -> bool:
+        """Whether the user has requested a stop of their last attempt, or since."""
+        return self._latest is not None and self._latest.record.stop >= Stop.BY_USER
+
+    @property
     def complaints(self) -> str:
         """What they have found wrong with their hosts since the failure."""
         held = self._latest.record.latest["held"].values() if self._latest else ()
@@ -151,6 +156,7 @@ class Agents:
             if server is None:
                 return None
             self._server = server
+            before.record.close()
             self._output.begin_again()
         launcher, plan, options = self.launcher, self.plan, self.launcher.options
         if launcher.exchange is not None:

@@ -109,15 +109,18 @@ class Attempt:
     def begin_again(self, **facts: object) -> ControlServer | None:
         """Let the agents that wait begin the next attempt. Returns its server; None if some do not come."""
         self._listen(True)
-        self.server.stop_listening()
-        for rank in self.server.connected:
-            self.server.send(rank, encode("again", b"", **facts))
-        deadline = time.monotonic() + AGAIN_S
+        deadline = time.monotonic()
+        self._wait(deadline)  # for the end of an agent that was killed meanwhile
+        if is_whole := len(self.server.connected) == self.record.world_size:
+            self.server.stop_listening()
+            for rank in self.server.connected:
+                self.server.send(rank, encode("again", b"", **facts))
+            deadline += AGAIN_S
         while self.server.has_members and self.mpirun.code is None and time.monotonic() < deadline:
             self._wait(deadline)
         self._listen(False)
-        has_all = not self.server.has_members and self.mpirun.code is None
-        return self.server.successor() if has_all else None
+        have_come = is_whole and not self.server.has_members and self.mpirun.code is None
+        return self.server.successor() if have_come else None
 
     def end(self) -> None:
         """End the agents that wait."""

@@ -137,6 +137,7 @@ class ControlServer(ChannelServer):
 
     def successor(self) -> ControlServer:
         """The server of the next attempt of the same agents, at the same address. It knows nobody."""
+        self.drop_all()
         return ControlServer(
             self._listener, self.world_size, self.selector, channel.next_key(self.key)
         )

@@ -78,6 +78,7 @@ class Job:
     at_fault: str = ""  # the host that ended the latest attempt, by its key
     has_hinted: bool = False  # at the output that was not shown
     grown_from: Plan | None = None  # until a job on more hosts makes a step
+    is_stopped: bool = False  # by a request that came between two attempts
 
     def __post_init__(self) -> None:
         self.options, self.signals = self.launcher.options, self.launcher.signals
@@ -139,6 +140,8 @@ class Job:
         if outcome is not None:
             return outcome
         self._end_agents()
+        if self.is_stopped:  # the request came to agents that have not begun
+            return INTERRUPTED_BEFORE
         while True:
             try:
                 self.agents = Agents(self.launcher, self.plan, turn)
@@ -165,6 +168,7 @@ class Job:
         """End the agents that wait for an attempt."""
         if self.agents is not None:
             self.agents.end(self.latest or Outcome(FAILED))
+            self.is_stopped |= self.agents.are_stopped
             self.agents = None
 
     def plan_next(self, outcome: Outcome) -> Plan | Outcome | None:
@@ -224,7 +228,8 @@ class Job:
                     log.error(f"{error} The hosts of before are used until the list is right.")
                 if self._fits(named):
                     return self.plan
-                self._end_agents()
+            self._end_agents()  # as a whole: a signal is a request to them
+            with self.signals.interrupting():
                 past = Past(named, self.doubts, self.enough, self.known.max_ranks)
                 planned = make_plan(self.options, os.environ, past, self.launcher.logins)
         except KeyboardInterrupt:
@@ -263,7 +268,11 @@ class Job:
     def _must_stop(self, within_s: float = 0.0) -> bool:
         """Whether the user requests a stop, by a signal or by --stop-after, now or within so many seconds."""
         left_s = self.launcher.stop_at - time.monotonic()
-        return self.signals.has_stop(max(0.0, min(within_s, left_s))) or left_s <= within_s
+        return (
+            self.is_stopped
+            or self.signals.has_stop(max(0.0, min(within_s, left_s)))
+            or left_s <= within_s
+        )
 
 
 def _not_shown(options: LaunchOptions, plan: Plan) -> str:

@@ -149,6 +149,8 @@ class JobOutput:
 
     def begin_again(self) -> None:
         """Another attempt begins. What was said in earlier ones is said again, and explains nothing."""
+        if self._manners is not None:  # a script that was killed may have hidden what is typed
+            self.follow(self._manners)
         self._said.clear()
         self.latest.clear()
         self._tail.clear()

@@ -205,11 +205,15 @@ class ChannelServer:
         selector.register(listener, selectors.EVENT_READ, listener)
 
     def close(self) -> None:
+        self.drop_all()
+        self.stop_listening()
+        self._listener.close()
+
+    def drop_all(self) -> None:
+        """Close all connections, also those of viewers that wait."""
         members = [peer for group in self._groups for peer in group.members.values()]
         for peer in (*self._strangers, *members):
             self._forget(peer).close()
-        self.stop_listening()
-        self._listener.close()
 
     def stop_listening(self) -> None:
         """Accept no more connections. The kernel lets new ones wait."""

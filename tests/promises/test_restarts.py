@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mpiddp.protocol.channel import OUTPUT_PROCESS
 from tests.programs import elastic
 from tests.programs.elastic import GLOBAL_BATCH, Step
 from tests.support.place import Done, Hosts, Job, eventually, program
@@ -183,6 +184,32 @@ def test_a_restart_with_mpi(here):
     script = here.script(USES_MPI)
     done = here.run("launch", *here.where(2), "--max-restarts", "1", script).assert_ok()
     assert done.stdout.endswith("2\n")
+
+
+@pytest.mark.parametrize("moment", ["asked", "ended"])
+def test_a_stop_between_two_attempts(here, moment):
+    """A request to stop counts while waiting agents are asked to begin again, and while they are ended."""
+    script = here.script("1 / 0", "fails.py")
+    hosts = here.folder / "hosts.txt"
+    listed(hosts, "localhost slots=2")
+    job = here.start("launch", "--hostfile", str(hosts), "--max-restarts", "9", script)
+    job.until("failed first: ZeroDivisionError", times=3)  # the pause is 2 s now
+    agents = [each for each in here.processes(script) if comm_of(each.pid) == OUTPUT_PROCESS]
+    frozen = agents[0]
+    if moment == "ended":
+        listed(hosts, "localhost slots=1")
+        frozen = next(each for each in here.processes(script) if "prterun" in each.command)
+    here.kill(frozen, signal.SIGSTOP)
+    if moment == "asked":
+        job.until("restarting on", times=3)
+    else:
+        eventually(lambda: not [each for each in agents if each in here.processes(script)])
+    job.signal(signal.SIGTERM)
+    if moment == "ended":
+        here.kill(frozen, signal.SIGCONT)
+    done = job.wait()
+    assert (done.code, done.said[-1]) == (130, "interrupted before a restart.")
+    eventually(lambda: not here.processes())
 
 
 BESIDE_THE_SCRIPT = """
