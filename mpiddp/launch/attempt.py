@@ -310,9 +310,9 @@ class Attempt:
             self._timers.after(EXIT_S, self._end_mpirun)
 
     def _add(self, message: Message) -> None:
-        """Record what a rank has said."""
+        """Record what a rank has said, until the attempt is over and judged."""
         rank, kind, facts, at, from_script = message
-        if kind in OF_RANKS:
+        if kind in OF_RANKS and not self._has_ended.is_set():
             self.record.add(Event(kind, rank, facts, at, from_script))
 
     def _see(self) -> None:

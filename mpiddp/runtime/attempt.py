@@ -159,7 +159,8 @@ class Attempt:
         else:
             has_spare = rank.holds and child.said.get("ready", {}).get("has_torch")
             spare = rank.offer_spare() if has_spare else []
-            child.go(rank.program, {**rank.own, **env}, store, spare)
+            variables_of_script = {**rank.own, **env}
+            child.go(rank.program, variables_of_script, store, spare, is_restart=bool(rank.own))
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, and the streams that it shows."""

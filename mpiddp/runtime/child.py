@@ -235,15 +235,19 @@ class Child:
         variables: Mapping[str, str],
         store: socket.socket | None,
         spare: Sequence[tuple[int, int]] = (),
+        *,
+        is_restart: bool = False,
     ) -> None:
         """Let the script begin, with these variables. `store`: where rank 0 serves torch's store.
 
         `spare` are the files of a copy that waits for a restart: its socket, and then its streams, each after
-        its number. A copy was made before the last arguments of its program were known.
+        its number. A copy was made before the last arguments of its program were known. `is_restart`: in the
+        agent of an earlier attempt.
         """
         self._kills_before = kills_in(group_of())
         args = program.args[len(self.program.args) :]
-        facts = {"variables": variables, "args": args, "spare": [number for number, _ in spare]}
+        numbers = [number for number, _ in spare]
+        facts = {"variables": variables, "args": args, "spare": numbers, "is_restart": is_restart}
         line = json.dumps(facts).encode() + b"\n"
         files = [*(file for _, file in spare), *([store.fileno()] if store else [])]
         with contextlib.suppress(ConnectionError):  # the script has ended

@@ -37,13 +37,23 @@ _SPARE, _ADOPTED_S = "mpiddp-spare", 0.001  # its name, and how often it looks f
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 
 
+MPI_FINALIZED = (
+    "mpiddp has finalized the MPI of this rank. To use mpi4py in a script, start it with mpiddp launch; "
+    "under mpirun itself, import it before mpiddp.init()"
+)
+MPI_USED = (
+    "MPI cannot start again in this rank: this is a restart. To use mpi4py in every attempt, import it in "
+    "the script itself"
+)
+
+
 class Script(NamedTuple):
     """What a patch needs to know of its script."""
 
     session: Session
     control: socket.socket  # to the agent
     imports_torch: bool  # before its first line
-    mpi_ended: bool  # the agent has ended MPI
+    mpi_ended: str  # why MPI cannot start; "" if it can
     name: str  # of its process, as ps and top show it
 
 
@@ -193,9 +203,9 @@ def name_process(name: str) -> None:
 
 
 def finalized_mpi(script: Script) -> None:
-    """Under a raw mpirun `mpi4py.MPI` is refused: the agent has ended MPI, a second start may abort."""
+    """`mpi4py.MPI` is refused where MPI cannot start: the agent, or an earlier attempt, has used it."""
     if script.mpi_ended:
-        sys.meta_path.insert(0, FinalizedMPI())
+        sys.meta_path.insert(0, FinalizedMPI(script.mpi_ended))
 
 
 class FinalizedMPI:
@@ -206,13 +216,12 @@ class FinalizedMPI:
     the error, and continue without MPI.
     """
 
+    def __init__(self, why: str) -> None:
+        self._why = why
+
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         if fullname == "mpi4py.MPI":
-            raise ImportError(
-                "mpiddp has finalized the MPI of this rank. To use mpi4py in a script, start it with "
-                "mpiddp launch; under mpirun itself, import it before mpiddp.init()",
-                name=fullname,
-            )
+            raise ImportError(self._why, name=fullname)
 
 
 def stop_signal(script: Script) -> None:

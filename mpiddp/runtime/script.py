@@ -47,7 +47,8 @@ def main(*, imports_torch: bool) -> None:
     if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
         # What python puts there.
         sys.path.insert(0, str(Path(name).resolve().parent if kind == "script" else Path.cwd()))
-    mpi_ended = bool(World.from_env().launcher.mpis) and JOB not in os.environ
+    has_used_mpi = World.from_env().launcher.mpis and JOB not in os.environ
+    mpi_ended = patches.MPI_FINALIZED if has_used_mpi else ""
     comm = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
     script = patches.Script(session, control, imports_torch, mpi_ended, comm)
     patches.apply(patches.BEFORE_RANKS_MEET, script)
@@ -98,6 +99,8 @@ def _begin(script: patches.Script) -> patches.Script:
         script = spare
         facts, files = _told_by_agent(script)
         patches.name_process(script.name)
+    if facts["is_restart"]:
+        script = script._replace(mpi_ended=patches.MPI_USED)
     env = facts["variables"]
     os.environ.update(env)
     script_session()  # which connects it

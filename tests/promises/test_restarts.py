@@ -186,6 +186,28 @@ def test_a_restart_with_mpi(here):
     assert done.stdout.endswith("2\n")
 
 
+ASKS_FOR_MPI = """
+import importlib, os, signal
+import torch.distributed as dist
+dist.init_process_group("gloo")
+try:  # as a library does, whose files the launcher does not look at
+    ranks = importlib.import_module("mpi4" + "py.MPI").COMM_WORLD.size
+except ImportError as error:
+    ranks = str(error)
+print(ranks, flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+"""
+
+
+def test_a_library_that_asks_for_mpi(here):
+    """In a restart, a library that asks whether MPI is there gets an ImportError, and goes on without."""
+    script = here.script(ASKS_FOR_MPI)
+    done = here.run("launch", *here.where(2), "--max-restarts", "1", script).assert_ok()
+    assert done.lines[-1].startswith("MPI cannot start again in this rank: this is a restart.")
+
+
 @pytest.mark.parametrize("moment", ["asked", "ended"])
 def test_a_stop_between_two_attempts(here, moment):
     """A request to stop counts while waiting agents are asked to begin again, and while they are ended."""
