@@ -189,6 +189,9 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         cause = f"a rank was killed by {mpirun.rank_signal}"
     elif mpirun.code == DONE and not record.latest["started"]:
         cause = "mpirun ended, but no rank ever reported"
+    elif not record.latest["started"] and len(record.fact("began", "here")) < record.world_size:
+        cause += " before any rank had started. To check the hosts: mpiddp doctor"
+        return Outcome(FAILED, f"the job failed: {cause}", is_complete=False)
     return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
 
 

@@ -312,7 +312,8 @@ def test_a_rank_that_cannot_start(hosts):
     line = f"cd {folder} && exec {shlex.join([*launch, program('alone.py'), 'never'])}"
     done = hosts.run("sh", "-c", line)
     assert done.code == 1
-    assert "rank 1 on node1" in verdict(done)
+    # mpirun may end the job before rank 0 has reported its start.
+    assert re.search(r"rank 1 on node1|before any rank had started\. To check", verdict(done))
     assert not re.search(r"signal|killed|failed first", verdict(done))
 
 
