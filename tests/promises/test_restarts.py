@@ -141,19 +141,19 @@ while not os.path.exists(sys.argv[1]):
     ids=["torch", "none"],
 )
 def test_a_spare_python(here, first, spares):
-    """With --max-restarts, a Python with torch waits for each rank, and takes less than 130 MB."""
+    """With --max-restarts, a Python with torch waits for each rank: in 130 MB, with CUDA's in 180 MB."""
     script = here.script(WAITS_FOR_A_FILE.format(first=first))
     end = here.folder / "end"
     options = (*here.where(2), "--max-restarts", "1", "--log-ranks", "all")
     job = here.start("launch", *options, script, str(end))
     job.until("ready", times=2)
-    scripts = [each for each in here.processes(script) if " -c import sys" in each.command]
+    scripts = [each for each in here.processes(script) if "runtime.script" in each.command]
     waiting = [each for each in scripts if comm_of(each.pid) == "mpiddp-spare"]
     sizes = [pss_of(each.pid) for each in waiting]
     end.touch()
     job.wait().assert_ok()
     assert (len(scripts) - len(waiting), len(waiting)) == (2, spares)
-    assert all(size < 130e6 for size in sizes), sizes
+    assert all(size < (180e6 if torch.version.cuda else 130e6) for size in sizes), sizes
     assert not here.processes()
 
 
