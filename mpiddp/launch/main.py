@@ -117,10 +117,10 @@ def _run_and_report(options: LaunchOptions, started_at: float, report: Report) -
         outcome = run(options, started_at, report)
     except (UserError, JobFailed, KeyboardInterrupt) as error:
         outcome = _refused(error)
-    if outcome.code in (STOPPED, INTERRUPTED):
-        # timeout(1) and a closing terminal send each request twice; the ranks may have stopped in between.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)  # which the command of --on-end does not inherit
+    # timeout(1) and a closing terminal send each request twice; the ranks may have stopped in between.
+    repeated = (signal.SIGTERM, signal.SIGHUP) if outcome.code in (STOPPED, INTERRUPTED) else ()
+    for number in repeated:
+        signal.signal(number, lambda *_: None)  # which the command of --on-end does not inherit
     outcome.log()
     resume_args = outcome.announcement.resume_args
     resume = None
@@ -130,6 +130,10 @@ def _run_and_report(options: LaunchOptions, started_at: float, report: Report) -
         log.info(f"to resume: {resume}")
         _say_left_out(each.partition("=")[0] for each in options.exports if "=" in each)
     report.end(outcome, resume)
+    for number in repeated:
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # while Python ends, it restores the default of the others
     return outcome.code
 
 
