@@ -138,7 +138,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _mapped(path: Path, size: int) -> Any:
-    """The bytes of a file. Changes of them stay in this process."""
+    """The bytes of a file. Changes of them are seen in this process only."""
     try:  # mmap of Python would keep the file open
         whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
         return whole.numpy()

@@ -161,7 +161,7 @@ def like_of(path: Keys, likes: Mapping[Keys, Any]) -> Any:
 def placed(entry: Any, likes: Mapping[Keys, Any], *, owns: bool = False) -> Any:
     """The entry with tensors that are sharded, or whole, as those of the object. Not a collective.
 
-    With `owns`, the object keeps the tensors: those that stay on the CPU are copied out of their files.
+    With `owns`, the object keeps the tensors: those on the CPU are copied out of their files.
     """
 
     def tensor(path: Keys, value: Any) -> Any:

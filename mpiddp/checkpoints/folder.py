@@ -329,14 +329,14 @@ def best_first(folders: list[Path]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay, besides pinned ones and the newest finite one."""
+    """Which checkpoints are kept, besides pinned ones and the newest finite one."""
 
     newest: int = 2  # verified ones
     every: int | None = None  # the first one at or after each so many steps
     best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it
 
     def spared(self, folders: list[Path]) -> set[Path]:
-        """Those that stay although they are old. `folders`: the oldest first."""
+        """Those that are kept although they are old. `folders`: the oldest first."""
         spared = {each for each in folders if (each / PINNED).exists()}
         before = 0
         for folder in folders if self.every else ():

@@ -339,7 +339,7 @@ def main(argv: list[str]) -> int:
         print(f"{row.id}: {row.cause}\nFix:  {row.fix}")
         return DONE
     try:
-        # open(), as a Path would change //server/log
+        # A Path would change //server/log
         with sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
             is_empty = not file.peek(1)  # type: ignore[union-attr]
             log = explain_file(file)

@@ -78,7 +78,7 @@ def run_on_hosts(
     work_s: float = 0.0,  # for each host, once its login is done
     transport: Transport = SSH,
     most_at_once: int | None = None,  # hosts on which it runs at a time
-    logins: Logins | None = None,  # open ones; those that answer stay open
+    logins: Logins | None = None,  # open ones; those that answer remain open
     show: Callable[[Mapping[Host, Answer]], None] = lambda answers: None,  # those of each second
 ) -> dict[Host, Answer]:
     """Run `program`, the text of one, on all hosts at the same time.
@@ -271,7 +271,7 @@ class Login:
 
 
 class Logins(dict[str, Login]):
-    """Logins that stay open for further programs, by `_key`."""
+    """Logins that remain open for further programs, by `_key`."""
 
     def close(self) -> None:
         while self:

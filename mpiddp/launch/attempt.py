@@ -36,7 +36,7 @@ PROBE_S = 10.0  # ranks to start, before their hosts are asked whether they are 
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S, FAILED_END_S = 2.0, 1.0  # ranks to end after an "end" message; after the failure of one
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
-GRACE_S = 1.0  # the others to end by themselves, if their agents stay for the next attempt
+GRACE_S = 1.0  # the others to end by themselves, if their agents wait for the next attempt
 HOLD_S, AGAIN_S = 20.0, 5.0  # all agents to end their scripts; and to begin again
 EXIT_S = 10.0  # mpirun to end once no rank is left
 SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them saves
@@ -62,7 +62,7 @@ class Attempt:
     exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
     search: Callable[[], list[str]] | None = None  # for hosts that can join, with --grow
     probe: Callable[[set[str]], list[str]] | None = None  # which of these hosts are gone, and why
-    holds: bool = False  # the agents stay after a failure, for the next attempt
+    holds: bool = False  # the agents wait after a failure, for the next attempt
 
     def __post_init__(self) -> None:
         self._timers = self.server.selector

@@ -86,7 +86,7 @@ def preflight(
     transport: Transport = SSH,
     *,
     wait_s: float = 0.0,
-    logins: Logins | None = None,  # gets those of the hosts that answer, which stay open
+    logins: Logins | None = None,  # gets those of the hosts that answer, which remain open
 ) -> Checked:
     """Ask each host until it answers once, for at most `wait_s` after the first time."""
     program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
