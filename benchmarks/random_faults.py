@@ -31,7 +31,6 @@ from typing import Any
 import mpiddp
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import OneSentenceParser, duration, whole
-from mpiddp.bench.options import DefaultsShown
 from mpiddp.checkpoints import folder as folders
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.explain.explain import explain
@@ -57,8 +56,9 @@ BRIEFLY = "STOP+CONT"
 GROUP, OUTPUT, CHILD = "process group", "output process", "rank's child"
 SIGNALS = ("TERM", "INT", "HUP", "KILL", BRIEFLY, "QUIT", "USR1", "USR2", "ABRT")
 TARGETS = ("launcher", "mpirun", "daemon", "rank", CHILD, OUTPUT, GROUP)
-_RANK = r"\S*python\S* -m mpiddp (run|train)\b"  # or the agent that starts it
-_SCRIPT = r"\S*python\S* -c from mpiddp\.runtime\.script "  # what an agent starts
+_RANK = r"\S*python\S*( -P)? -m mpiddp (run|train)\b"  # or the agent that starts it
+_SCRIPT = r"\S*python\S* -c .*from mpiddp\.runtime\.script "  # what an agent starts
+SPARE = "mpiddp-spare"  # the name of the Python that waits for the next start
 _PREFIX = re.compile(r"^\[[^]]*\]:? ", re.MULTILINE)  # of a rank
 _COMMANDS = {
     "launcher": r"\S*python\S* -m mpiddp launch\b",
@@ -124,7 +124,7 @@ def draw_plan(seed: int, number: int) -> Plan:
     if way != "raw" and ranks > 1 and draw.random() < 0.4:
         where = f"node0:{ranks - ranks // 2},node1:{ranks // 2}"
     options: list[str] = []
-    if draw.random() < 0.4:
+    if draw.random() < 0.8:
         options += ["--max-restarts", str(draw.randint(1, 2))]
     if draw.random() < 0.3:
         options += ["--grace", draw.choice(("0.2", "2"))]
@@ -219,8 +219,8 @@ def of_kind(host: Host, kind: str) -> list[Process]:
 
 
 def _kind(process: Process, table: dict[int, Process]) -> str:
-    if process.name == OUTPUT_PROCESS:
-        return OUTPUT
+    if process.name in (OUTPUT_PROCESS, SPARE):
+        return OUTPUT if process.name == OUTPUT_PROCESS else SPARE
     parent = table.get(process.parent)
     if re.match(_SCRIPT, process.command) and not (parent and re.match(_SCRIPT, parent.command)):
         return "rank"
@@ -270,6 +270,7 @@ class Result:
     command: str
     faults: list[tuple[str, str, float]] = field(default_factory=list)  # signal, target, second
     codes: list[int | None] = field(default_factory=list)
+    restarts: int = 0  # by --max-restarts
     resumed: bool = False
     not_done: bool = False
     lost_saves: int = 0
@@ -281,10 +282,14 @@ class Result:
 
     @property
     def is_right(self) -> bool:
-        return not any(getattr(self, name) for name in COUNTS[1:])
+        return not any(getattr(self, name) for name in COUNTS[2:])
 
 
-COUNTS = ("resumed", "not_done", "lost_saves", "different", "hung", "orphans_later", "tracebacks")
+# The restarts and the resumes, and what must not happen.
+COUNTS = (
+    *("restarts", "resumed"),
+    *("not_done", "lost_saves", "different", "hung", "orphans_later", "tracebacks"),
+)
 
 
 def run(number: int, plan: Plan, hosts: Cluster, right: Any) -> Result:
@@ -320,6 +325,7 @@ def run(number: int, plan: Plan, hosts: Cluster, right: Any) -> Result:
     with contextlib.suppress(OSError):  # there are none
         result.different = True
         result.different = bool(unequal(weights(plan, folder), right))
+    result.restarts = output.count("mpiddp: restarting on ")
     result.tracebacks = own_tracebacks(output)
     if not result.is_right:
         result.said = output[-6000:] + "".join(f"\nleft: {process.command}" for process in left)
@@ -473,7 +479,7 @@ def main() -> int:
         prog="python -m benchmarks.random_faults",
         description="Send random signals to random jobs, or kill one long job, and compare their weights.",
         allow_abbrev=False,
-        formatter_class=DefaultsShown,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add: Callable[..., Any] = parser.add_argument
     add("--minutes", type=float, default=60.0, metavar="M", help="begin jobs until then")

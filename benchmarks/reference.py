@@ -17,16 +17,17 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from statistics import median
 
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import whole
 from mpiddp.bench import scaling
-from mpiddp.bench.figures import Result, Spread, ratios, read_results, shown, spread, turns
+from mpiddp.bench.figures import Result, option, ratios, read_results, shown, turns, wholes
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note
 from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.options import option, wholes
 from mpiddp.errors import UserError
 from mpiddp.text import counted
+from mpiddp.train.measure import STARTUP_STEPS
 from tests.support import cluster
 from tests.support.cluster import cpus, links
 from tests.support.ranks import ROOT
@@ -36,8 +37,6 @@ SLOWEST = "100 Mbit/s"
 ALONE, SHARED, PLAIN = "1 host", "2 workers on 1 host", "plain"
 REMEDIES = {
     "accumulate 4": ("--grad-accum-steps=4",),
-    "bf16": ("--grad-compression=bf16",),
-    "accumulate 4, bf16": ("--grad-accum-steps=4", "--grad-compression=bf16"),
 }
 DISCARDED = 2  # all-reduces before the first step, which fix DDP's buckets
 
@@ -62,7 +61,6 @@ class Options:
     hosts: tuple[int, ...] = option("numbers of hosts", type=wholes(2), default="2,4")
     cores: float = option("cores of each worker", type=float, default=0.4)
     steps: int = option("steps to time in each job", type=whole(1), default=20)
-    warmup: int = option("steps before the timed ones", type=whole(0), default=5)
     arch: str = option("model", default="resnet20")
     batch_size: int = option("images per worker and pass", type=whole(2), default=32)
 
@@ -114,8 +112,8 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         BenchJobFailed: it did not succeed within `timeout_s`.
     """
     used = hosts.hosts[: variant.hosts]
-    timed = scaling.Options(None, 1, options.steps, options.warmup)
-    job = ["-m", "mpiddp", "bench-rank", "scaling", json.dumps(asdict(timed))]
+    timed = scaling.Options(None, 1, options.steps)
+    job = ["-m", "mpiddp", "bench-rank", "1", "scaling", json.dumps(asdict(timed))]
     job += [f"--arch={options.arch}", f"--batch-size={options.batch_size}", "--backend=gloo"]
     command = [*launch_command("-H", variant.where), *job, *variant.training]
     with contextlib.ExitStack() as stack:
@@ -139,8 +137,8 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
     return {
         "settings": run["settings"],
         "images_per_s": run["images_per_s"],
-        "step_s": run["step_s"],
-        "num_steps": options.warmup + options.steps,
+        "step_time_p50_s": run["step_time_p50_s"],
+        "num_steps": STARTUP_STEPS + options.steps,
         "sent_bytes": sent,
         "wall_s": wall_s,
     }
@@ -164,23 +162,19 @@ def _row(name: str, results: Result) -> list[str]:
     num_workers = workers.hosts * workers.workers_per_host
     own = [run["images_per_s"] / num_workers for run in runs]
     ideal = ratios(own, [run["images_per_s"] for run in results["runs"][ALONE]])
-    step = spread([1000 * sum(run["step_s"]) / len(run["step_s"]) for run in runs])
+    step = [1000 * run["step_time_p50_s"] for run in runs]
     sent = [max(run["sent_bytes"]) / (run["num_steps"] + DISCARDED) / 1e6 for run in runs]
     return [
         name,
-        shown(_speed(name, results), ",.0f"),
-        f"{spread(ideal)['median']:.0%}",
-        f"{step['median']:.0f}",
-        f"{spread(sent)['median']:.2f}",
+        shown([run["images_per_s"] for run in runs], ",.0f"),
+        f"{median(ideal):.0%}",
+        f"{median(step):.0f}",
+        f"{median(sent):.2f}",
     ]
 
 
 def _plain(results: Result) -> str:
     return _name(results["sizes"][-1], SLOWEST)
-
-
-def _speed(name: str, results: Result) -> Spread:
-    return spread([run["images_per_s"] for run in results["runs"][name]])
 
 
 def _title(results: Result) -> str:

@@ -10,18 +10,16 @@ the writing thread. `benchmarks.ranks.saving` runs in the ranks.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import mean, median
 
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, ratios
+from mpiddp.bench.figures import Result, option, ratios
 from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.options import option
 from mpiddp.text import counted
 
 NO_SAVE, THREAD, AT_ONCE = "no save", "in a thread", "at once"
@@ -37,8 +35,8 @@ class Options:
 
 def measure(options: Options, jobs: Jobs) -> Result:
     note(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
-    job = ("-m", "benchmarks.ranks.saving", json.dumps(asdict(options)))
-    found: Result = jobs.run_job(*job, *jobs.training, ranks=jobs.slots)
+    job = ("-m", "benchmarks.ranks.saving")
+    found: Result = jobs.run_job(*job, options=options, ranks=jobs.slots)
     return found
 
 

@@ -20,10 +20,9 @@ import tempfile
 from dataclasses import dataclass
 
 from benchmarks.harness import ENV
-from mpiddp.bench.figures import Result, aligned
+from mpiddp.bench.figures import Result, aligned, option, wholes
 from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.options import option, wholes
 
 MEASURED = ("launcher", "server")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from mpiddp.report.html import COLOURS
@@ -19,19 +20,20 @@ WIDTH, LEFT, RIGHT, BAR, GAP = 640, 70, 150, 16, 14
 
 def svg(results: dict[str, Any]) -> str:
     """Two bars for each number of ranks: the median seconds, and a line from the lowest to the highest."""
-    points = results["points"]
-    longest = max(point["wall_s"][name]["high"] for point in points for name in LAUNCHERS)
+    starts = results["starts"]
+    longest = max(max(start["wall_s"]) for start in starts)
     scale, y, parts = (WIDTH - LEFT - RIGHT) / longest, 34, []
-    for point in points:
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 20}" class="end">{point["ranks"]} ranks</text>')
+    for ranks in sorted({start["ranks"] for start in starts}):
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 20}" class="end">{ranks} ranks</text>')
         for name, colour in LAUNCHERS.items():
-            wall = point["wall_s"][name]
-            low, middle, high = (LEFT + scale * wall[each] for each in ("low", "median", "high"))
+            own = [start["launcher"] == name and start["ranks"] == ranks for start in starts]
+            wall_s = starts[own.index(True)]["wall_s"]
+            low, middle, high = (LEFT + scale * each(wall_s) for each in (min, median, max))
             parts += [
                 f'<rect x="{LEFT}" y="{y}" width="{middle - LEFT:.1f}" height="{BAR}" fill="{colour}"/>',
                 f'<path d="M{low:.1f} {y + BAR / 2}H{high:.1f}"/>',
-                f'<text x="{WIDTH - RIGHT + 8}" y="{y + 13}">{wall["median"]:.2f} s'
-                f" ({wall['low']:.2f} to {wall['high']:.2f})</text>",
+                f'<text x="{WIDTH - RIGHT + 8}" y="{y + 13}">{median(wall_s):.2f} s'
+                f" ({min(wall_s):.2f} to {max(wall_s):.2f})</text>",
             ]
             y += BAR
         y += GAP

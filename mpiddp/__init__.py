@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpiddp.checkpoints.checkpoints import Checkpoints as Checkpoints
     from mpiddp.checkpoints.contents import Resumed as Resumed
-    from mpiddp.checkpoints.contents import load as load
+    from mpiddp.checkpoints.load import load as load
     from mpiddp.checkpoints.records import log_metrics as log_metrics
     from mpiddp.checkpoints.records import run_dir as run_dir
     from mpiddp.errors import JobFailed as JobFailed
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "checkpoints.checkpoints": "Checkpoints",
-    "checkpoints.contents": "Resumed load",
+    "checkpoints.contents": "Resumed",
+    "checkpoints.load": "load",
     "checkpoints.records": "log_metrics run_dir",
     "errors": "JobFailed RankFailed UserError",
     "runtime.reports": "Announced announce announced progress saving should_stop together",

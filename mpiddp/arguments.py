@@ -18,7 +18,7 @@ _EXAMPLES = """\
   mpiddp ps
   watch mpiddp ps
   mpiddp top
-  mpiddp top train.py --once --sort own
+  mpiddp top train.py --once
   mpiddp stacks
   mpiddp stacks train.py --rank 3
   mpiddp stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -17,7 +18,7 @@ from mpiddp.world import likely_ranks
 VERBS = {
     "launch": ("launch.main", "start a script, or any command, on every slot of a hostfile"),
     "run": ("runtime.agent", "run a script or command as one rank, under mpirun, srun or torchrun"),
-    "train": ("train.options", "train a ResNet, as one rank of a job or alone"),
+    "train": ("train.main", "train a ResNet, as one rank of a job or alone"),
     "ps": ("watch.table:ps", "list your jobs on this machine"),
     "top": ("watch.table:top", "watch the ranks of a job"),
     "stacks": ("watch.stop_and_stacks:stacks", "print the current source line of each rank"),
@@ -43,6 +44,8 @@ INTERNAL_VERBS = {
     "bench-rank": "bench.rank",
     "launch-function": "launch.main:launch_function",
 }
+
+_OF_A_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 # The verbs that every rank of a job runs. They join the job by themselves.
 RANK_VERBS = ("run", "train", "bench-rank")
@@ -77,6 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return errors.FAILED
         print("interrupted", file=sys.stderr)
         return errors.INTERRUPTED
+    except OSError as error:
+        if is_rank or error.filename is not None or error.errno not in _OF_A_FULL_DISK:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print(f"mpiddp: stdout: {error.strerror}.", file=sys.stderr)
+        return errors.FAILED
 
 
 def _call(verb: str, args: list[str]) -> int:

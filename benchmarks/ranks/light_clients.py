@@ -55,11 +55,11 @@ def launcher(ranks: int) -> None:
     request = Request(named, ("true",), ".")
     # As of a scheduler: no login to these hosts, which do not exist.
     starter = STARTERS[1]._replace(program=mpirun, has_scheduler=True)
-    plan = Plan(starter, request, Past(named, {}), named, None, Checked({}, {}, {}))
+    options = parse_options(["--", "true"])
+    plan = Plan(options, starter, request, Past(named, {}), named, None, Checked())
     since = time.monotonic()
     with closing(SignalQueue()) as signals, Report("true") as written:
-        own = Launcher(parse_options(["--", "true"]), signals, Console())
-        outcome = Job(own, plan, written).attempt()
+        outcome = Job(Launcher(signals, Console()), plan, written).attempt()
     assert outcome.code == 0, outcome
     report(since)
 

@@ -13,25 +13,21 @@ import torch.distributed as dist
 
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from mpiddp.bench.figures import emit, turns
-from mpiddp.bench.training import build, open_source, synthetic_job, synthetic_order
+from mpiddp.bench.training import build, synthetic_job
 from mpiddp.runtime.job.session import current
 from mpiddp.train.data import batches
-from mpiddp.train.measure import StepTimer
+from mpiddp.train.measure import StepTimer, gathered
 from mpiddp.train.run import open_checkpoints
-from mpiddp.train.train import backward, save
-from mpiddp.world import World
+from mpiddp.train.train import average_statistics, backward, save
 
 
 def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
-    with synthetic_job(World.from_env(), sys.argv[2:]) as job:
-        coordinator, config, device = job.coordinator, job.config, job.device
-        data = open_source(job)
-        steps = synthetic_order(job, data, 1).steps(epoch=0)
-        images = list(batches(data.train, steps, config, epoch=0))
-        folder = tempfile.mkdtemp(dir=options.folder)
-        root = Path(coordinator.all_gather_json(folder, timeout_s=60)[0])
-        state = build(job, data)
+    with synthetic_job(sys.argv[2:], 1) as job:
+        config, data = job.config, job.data
+        images = list(batches(data.train, job.order.steps(epoch=0), config, epoch=0))
+        root = Path(gathered(tempfile.mkdtemp(dir=options.folder))[0])
+        state = build(job)
         checkpoints = open_checkpoints(root, config, data.contents)
         checkpoints.resume()
 
@@ -42,11 +38,12 @@ def main() -> None:
         def block(variant: str, first: int) -> list[float]:
             """Run a block and return the seconds of each step."""
             dist.barrier()
-            timer = StepTimer(device)
+            timer = StepTimer(job.device)
             timer.resume()
             for index in range(options.steps):
                 backward(state, iter(images), config)
                 state.optimizer.step()
+                average_statistics(state.model)
                 state.optimizer.zero_grad(set_to_none=True)
                 if index == 0 and variant != NO_SAVE:
                     save(checkpoints, state, first + 1, config)
@@ -68,7 +65,7 @@ def main() -> None:
                 cpu_s[variant].append(time.process_time() - start)
             first += options.steps
         checkpoints.close()
-        if job.is_rank_0:
+        if job.world.rank == 0:
             shutil.rmtree(root)
             emit({"step_s": step_s, "cpu_s": cpu_s})
 

@@ -10,19 +10,15 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, TypedDict
 
 from mpiddp.arguments import duration, whole
-from mpiddp.bench.figures import Result, Spread, aligned, percentile
-from mpiddp.bench.jobs import Jobs, note
-from mpiddp.bench.options import option
-from mpiddp.errors import UserError
-from mpiddp.text import shown, size_text
+from mpiddp.bench.figures import Result, aligned, option, shown
+from mpiddp.text import shown as shown_input
 
 if TYPE_CHECKING:
     import torch
-
-    from mpiddp.world import World
 
 MIN_BYTES = 1024
 STEP = 4  # the factor from one size to the next
@@ -36,7 +32,7 @@ def size_bytes(text: str) -> int:
     size = int(match[1]) * _UNITS[match[2]] if match else 0
     if not MIN_BYTES <= size < 1 << 50:
         raise argparse.ArgumentTypeError(
-            f"expected a size of at least 1K, such as 64K, 16M or 1G, not {shown(text)!r}"
+            f"expected a size of at least 1K, such as 64K, 16M or 1G, not {shown_input(text)!r}"
         )
     return size
 
@@ -50,22 +46,13 @@ class Options:
     seconds: float = option("time for each size", type=duration, default=1.0)
     repeats: int = option("least repeats of a size", type=whole(1), default=5)
 
-    @property
-    def sizes(self) -> list[int]:
-        found = [MIN_BYTES]
-        while found[-1] * STEP <= self.max_size:
-            found.append(found[-1] * STEP)
-        return found
-
 
 class Point(TypedDict):
-    """The all-reduces of one size; their median time, and their bandwidth (p50, p10, p90)."""
+    """All-reduces of one size. `seconds`: each on its slowest rank."""
 
     backend: str
     bytes: int
-    count: int
-    time_s: float
-    bus_gb_per_s: Spread
+    seconds: list[float]
 
 
 class Results(TypedDict):
@@ -74,68 +61,38 @@ class Results(TypedDict):
     hosts: list[Result]
 
 
-def measure(options: Options, jobs: Jobs) -> Results:
-    if jobs.slots < 2:
-        raise UserError("an all-reduce needs at least 2 ranks. Example: -H localhost:2")
-    note(f"allreduce: {jobs.slots} ranks, up to {size_text(options.sizes[-1])}")
-    found: Results = jobs.run("allreduce", options, ranks=jobs.slots)
-    return found
-
-
 def table(results: Results) -> str:
-    rows = [
-        [
-            point["backend"],
-            f"{point['bytes']:,}",
-            str(point["count"]),
-            f"{1000 * point['time_s']:.3f}",
-            *(f"{each:.3f}" for each in point["bus_gb_per_s"].values()),
-        ]
-        for point in results["points"]
-    ]
-    head = ("backend", "bytes", "times", "ms", "bus GB/s", "p10", "p90")
-    title = f"All-reduce over {results['ranks']} ranks, fp32, time of the slowest rank"
-    return f"{title}\n\n{aligned(head, rows)}"
+    ranks, rows = results["ranks"], []
+    for point in results["points"]:
+        load = 2 * (ranks - 1) / ranks * point["bytes"] / 1e9
+        speeds = [load / taken for taken in point["seconds"]]
+        cells = [point["backend"], f"{point['bytes']:,}", str(len(speeds))]
+        rows.append([*cells, f"{1000 * median(point['seconds']):.3f}", shown(speeds, ".3f")])
+    head = ("backend", "bytes", "times", "ms", "bus GB/s")
+    return f"All-reduce over {ranks} ranks, fp32, time of the slowest rank\n\n{aligned(head, rows)}"
 
 
 # --- a rank ---
 
 
-def rank(world: World, options: Options, training: list[str]) -> Results:
+def rank(options: Options, training: list[str]) -> Result:
     """All-reduces of growing size, each timed separately, on this rank."""
     import torch
 
-    from mpiddp.bench.training import hosts_of
-    from mpiddp.runtime.join import join
-    from mpiddp.runtime.torch.process_group import choose_backend, device_of, process_group
+    import mpiddp
+    from mpiddp.runtime.torch.process_group import choose_backend
 
-    with join(world) as coordinator:
-        with coordinator.all_or_none():
-            backends = ["gloo", "nccl"] if choose_backend(None) == "nccl" else ["gloo"]
-            backends = [choose_backend(options.backend)] if options.backend else backends
-            for backend in backends:  # ranks that share a GPU are refused before gloo is measured
-                device_of(coordinator.world, backend)
-        hosts = hosts_of(coordinator)
-        found = []
-        for backend in backends:
-            with process_group(world, backend=backend) as joined:
-                device = torch.device(str(joined.device))
-                for size in options.sizes:
-                    seconds = _time(size, device, options.seconds, options.repeats)
-                    found.append(_point(backend, size, seconds, world.world_size))
-    return {"ranks": world.world_size, "points": found, "hosts": hosts}
-
-
-def _point(backend: str, size: int, seconds: list[float], ranks: int) -> Point:
-    speeds = [2 * (ranks - 1) / ranks * size / taken / 1e9 for taken in seconds]
-    middle, low, high = (percentile(speeds, percent) for percent in (50, 10, 90))
-    return {
-        "backend": backend,
-        "bytes": size,
-        "count": len(speeds),
-        "time_s": percentile(seconds, 50),
-        "bus_gb_per_s": {"median": middle, "low": low, "high": high},
-    }
+    # NCCL first: it refuses ranks that share a GPU.
+    automatic = dict.fromkeys([choose_backend(None), "gloo"])
+    points: list[Point] = []
+    for backend in [options.backend] if options.backend else automatic:
+        with mpiddp.process_group(backend=backend) as world:
+            device, size = torch.device(str(world.device)), MIN_BYTES
+            while size <= options.max_size:
+                seconds = _time(size, device, options.seconds, options.repeats)
+                points.append({"backend": backend, "bytes": size, "seconds": seconds})
+                size *= STEP
+    return {"ranks": world.world_size, "points": points}
 
 
 def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:

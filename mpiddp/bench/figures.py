@@ -1,26 +1,30 @@
-"""What benchmarks share: turns, spreads, ratios, tables, and the lines by which ranks send results."""
+"""What benchmarks share: options, turns, ratios, tables, and the lines by which ranks send results.
+
+The options of a benchmark are the fields of its dataclass `Options`:
+
+    rounds: int = option("rounds of all sizes", type=whole(1), default=3)
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, TypeVar
 
+from mpiddp.arguments import whole
 from mpiddp.text import align_columns
+from mpiddp.train.config import option as option
 
 T = TypeVar("T")
 Result = dict[str, Any]  # JSON
 
-PATIENCE_S = 600.0  # of a rank with others, which may still decode or compile
 _MARK = "mpiddp-bench: "
 
 
-class Spread(TypedDict):
-    """Of several measurements."""
-
-    median: float
-    low: float
-    high: float
+def wholes(low: int) -> Callable[[str], tuple[int, ...]]:
+    """A parser for ascending lists of whole numbers such as 1,2,4."""
+    return lambda text: tuple(sorted({whole(low)(each) for each in text.split(",")}))
 
 
 def emit(result: Mapping[str, Any]) -> None:
@@ -48,32 +52,21 @@ def turns(names: Sequence[T], rounds: int, warmup: int = 0) -> Iterator[tuple[in
             yield index + 1 - warmup, name
 
 
+def title(settings: Result) -> str:
+    """What the training of a benchmark was."""
+    dataset, amp, backend = (settings[each] for each in ("dataset", "amp", "backend"))
+    return f"{settings['arch']} on synthetic {dataset}, amp {amp}, {backend}"
+
+
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """The ratio in each round, whose two figures were measured shortly after each other."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-def percentile(values: Collection[float], percent: int) -> float:
-    """The value that `percent` of all values do not exceed, interpolated linearly.
-
-    Written by hand because `statistics` takes no single value. Raises IndexError for no values.
-    """
-    ordered = sorted(values)
-    index, rest = divmod(percent * (len(ordered) - 1), 100)
-    low, high = ordered[index], ordered[index + bool(rest)]
-    return low + (high - low) * rest / 100
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """The median, the lowest and the highest of several measurements."""
-    return {"median": percentile(values, 50), "low": min(values), "high": max(values)}
-
-
-def shown(values: Spread, form: str, factor: float = 1.0) -> str:
-    """ "1.05 (0.98 to 1.11)"."""
-    middle, low, high = (
-        format(each * factor, form) for each in (values["median"], values["low"], values["high"])
-    )
+def shown(values: Sequence[float], form: str, factor: float = 1.0) -> str:
+    """The median, the lowest and the highest of several measurements: "1.05 (0.98 to 1.11)"."""
+    figures = (median(values), min(values), max(values))
+    middle, low, high = (format(each * factor, form) for each in figures)
     return f"{middle} ({low} to {high})"
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpiddp.bench.figures import Result, read_results
+from mpiddp.bench.figures import read_results
 from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.text import counted
 
@@ -45,11 +45,6 @@ class Finished:
     cpu_s: float
     lines: list[str]
 
-    @property
-    def results(self) -> list[Result]:
-        """What its ranks sent with `emit`."""
-        return read_results(self.lines)
-
 
 @dataclass(frozen=True)
 class Jobs:
@@ -76,13 +71,14 @@ class Jobs:
         """
         is_chosen = any("OMP_NUM_THREADS" in each for each in (*os.environ, *self.where))
         share = 1 if is_chosen else self.per_host
-        job = ["-m", "mpiddp", "bench-rank", "--share", str(share), name]
-        return self.run_job(*job, json.dumps(asdict(options)), *self.training, ranks=ranks)
+        job = ("-m", "mpiddp", "bench-rank", str(share), name)
+        return self.run_job(*job, options=options, ranks=ranks)
 
-    def run_job(self, *job: str, ranks: int) -> Any:
-        """The same for any job: `-m`, a module, or a script, and its arguments."""
+    def run_job(self, *job: str, options: DataclassInstance, ranks: int) -> Any:
+        """The same for any job, which takes `options` as JSON, and those of the training."""
         command = [*launch_command(*self.where), "-n", str(ranks), *job]
-        [found] = time_command(command, timeout_s=self.timeout_s).results
+        command += [json.dumps(asdict(options)), *self.training]
+        [found] = read_results(time_command(command, timeout_s=self.timeout_s).lines)
         return found
 
 

@@ -2,8 +2,9 @@
 
     mpiddp bench scaling --hostfile hostfiles/two_nodes --arch resnet50
 
-Each benchmark is a module of this package. Its `Options`, `measure(options, jobs)` and `table(results)` run
-in the launching process, without torch, and its `rank(world, options, training)` in every rank of its jobs.
+Each benchmark is a module of this package. Its `Options` and `table(results)` run in the launching process,
+without torch, and its `rank(options, training)` in every rank. Its jobs are those of its `measure(options,
+jobs)`, else one job on all slots.
 """
 
 from __future__ import annotations
@@ -15,43 +16,45 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser, as_arguments, duration, examples
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
-from mpiddp.bench.options import DefaultsShown, add_options
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
 from mpiddp.launch.options import add_options as add_launch_options
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.variables import without_values
+from mpiddp.text import counted
 from mpiddp.train.config import OF_RUN
-from mpiddp.train.options import parse as parse_training
-
-_OF_ALL_SLOTS = ("n",)  # each job has its own
+from mpiddp.train.config import parse as parse_training
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A benchmark. With `takes_training` it accepts the options of `mpiddp train` too."""
 
     purpose: str
     takes_hosts: bool = True  # otherwise its jobs run on this machine
     takes_training: bool = False
+    least_ranks: int = 1
 
 
 _NOT_APPLICABLE = {*OF_RUN, "out", "log_every", "parallel"}
 BENCHMARKS = {
     "scaling": Row("images/s and efficiency by number of ranks", takes_training=True),
-    "allreduce": Row("the bandwidth of gloo's and NCCL's all-reduce by size"),
+    "allreduce": Row("the bandwidth of gloo's and NCCL's all-reduce by size", least_ranks=2),
     "start": Row("the time from the command to the first all-reduce, beside torchrun", False),
-    "restart": Row("the time from the kill of a rank to the first all-reduce after it"),
+    "restart": Row(
+        "the time from the kill of a rank to the first all-reduce after it", least_ranks=2
+    ),
     "step": Row(
         "the loop of mpiddp train beside a bare loop, and the phases of a step", takes_training=True
     ),
@@ -82,7 +85,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     """Measure, print and write; return 0, or the exit code of a failed job: 1 or 2.
 
     Args:
-        module: has `Options`, `measure` and `table`.
+        module: has `Options` and `table`, and `measure` or `rank`.
 
     Raises:
         UserError: bad input, found before the first measurement.
@@ -95,27 +98,31 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         _check_training(prog, training)  # before the ranks start
     elif training:
         parser.error(f"unrecognized arguments: {' '.join(training)}")
-    own = {each: getattr(values, each) for each in module.Options.__dataclass_fields__}
-    options = module.Options(**own)
+    own = {each.name: getattr(values, each.name) for each in fields(module.Options)}
     out = Path(values.out or f"bench/{time.strftime('%Y%m%d-%H%M%S', started)}-{name}")
     jobs = _jobs(values, where, training)
+    if jobs.slots < row.least_ranks:
+        least = counted(row.least_ranks, "rank")
+        raise UserError(f"{prog} needs at least {least}. Example: -H localhost:{row.least_ranks}")
+    measure = getattr(module, "measure", partial(_on_all_slots, name))
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
-    with _kept_if_written(out / f"{name}.json") as file:
+    file = out / f"{name}.json"
+    with _writable(out):
         try:
-            results = module.measure(options, jobs)
+            results = measure(module.Options(**own), jobs)
         except BenchJobFailed as failure:
             print(failure, file=sys.stderr)
             note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
             return BAD_INPUT if failure.code == BAD_INPUT else FAILED
         print(module.table(results))
-        hosts = results.pop("hosts", None) or [machine()]
-        exports = getattr(values, "exports", [])
         record = {
             "benchmark": name,
-            "command": shlex.join([*prog.split(), *without_values(argv, exports)]),
+            "command": shlex.join(
+                [*prog.split(), *without_values(argv, getattr(values, "exports", []))]
+            ),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
-            "environment": {"mpi": jobs.starter, "hosts": hosts},
+            "environment": {"mpi": jobs.starter, **machine()},
             "options": {**own, "training": training},
             "results": results,
         }
@@ -125,19 +132,22 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     return DONE
 
 
+def _on_all_slots(name: str, options: Any, jobs: Jobs) -> Any:
+    note(f"{name}: {counted(jobs.slots, 'rank')}")
+    return jobs.run(name, options, ranks=jobs.slots)
+
+
 @contextlib.contextmanager
-def _kept_if_written(file: Path) -> Iterator[Path]:
-    """Create a file and its folder now, as a measurement may take hours. Without contents, they go again."""
+def _writable(folder: Path) -> Iterator[None]:
+    """Create the folder, and a file in it, now: a measurement may take hours. Empty, it goes again."""
     with named_by("--out"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     try:
-        yield file
+        yield
     finally:
-        if not file.stat().st_size:
-            file.unlink()
-            with contextlib.suppress(OSError):  # it has other files
-                file.parent.rmdir()
+        with contextlib.suppress(OSError):  # it has files
+            folder.rmdir()
 
 
 def _check_training(prog: str, training: list[str]) -> None:
@@ -160,16 +170,19 @@ def _parser(
         prog=prog,
         description=f"Measure {row.purpose}; print a table and write {name}.json.{training}",
         allow_abbrev=False,
-        formatter_class=DefaultsShown,
         conflict_handler="resolve",  # --timeout is the job's here
     )
     where = add_launch_options(parser, "where", "how") if row.takes_hosts else []
-    add = parser.add_argument_group("the benchmark")
-    add_options(add, module.Options)
-    limit = "time limit of one job"
-    add.add_argument("--timeout", type=duration, default=600.0, metavar="S", help=limit)
+    group = parser.add_argument_group("the benchmark")
+    for each in fields(module.Options):
+        keywords = dict(each.metadata)
+        if "default" in keywords:
+            keywords["help"] += f" (default: {keywords['default']})"
+        group.add_argument(f"--{each.name.replace('_', '-')}", **keywords)
+    limit = "time limit of one job (default: 600)"
+    group.add_argument("--timeout", type=duration, default=600.0, metavar="S", help=limit)
     out = "folder of the results (default: bench/<time>-<name>)"
-    add.add_argument("--out", metavar="DIR", help=out)
+    group.add_argument("--out", metavar="DIR", help=out)
     return parser, [each for each in where if each.option_strings]  # without a --timeout
 
 
@@ -178,12 +191,12 @@ def _jobs(
 ) -> Jobs:
     """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
     options = as_arguments(where, values) if where else ["-H", "localhost:1"]
-    fewer = [each for each in where if each.dest not in _OF_ALL_SLOTS]
     plan = make_plan(parse_options([*options, "-m", "mpiddp", "bench-rank"]), os.environ)
     hosts = plan.request.hosts
     return Jobs(
-        tuple(as_arguments(fewer, values)),
-        plan.request.hosts.world_size,
+        # Without -n: each job has its own.
+        tuple(as_arguments([each for each in where if each.dest != "n"], values)),
+        hosts.world_size,
         max(host.ranks for host in hosts.hosts),
         plan.starter.name,
         values.timeout,

@@ -1,21 +1,21 @@
-"""`mpiddp bench-rank NAME OPTIONS TRAINING…`: one rank of a job that `mpiddp bench` has started.
+"""`mpiddp bench-rank SHARE NAME OPTIONS TRAINING…`: one rank of a job that `mpiddp bench` has started.
 
-OPTIONS are those of the benchmark as JSON. Rank 0 sends the results.
+SHARE is the number of ranks that share the threads of a host, OPTIONS are those of the benchmark as JSON, and
+TRAINING is options of `mpiddp train`. Rank 0 sends the results.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from importlib import import_module
 
 import torch
 
-from mpiddp.arguments import OneSentenceParser
 from mpiddp.bench.figures import emit
+from mpiddp.bench.machine import machine
+from mpiddp.runtime.join import join
 from mpiddp.runtime.script import keep_freed_memory
-from mpiddp.world import World
 
 
 def main(argv: list[str]) -> int:
@@ -24,24 +24,15 @@ def main(argv: list[str]) -> int:
     Raises:
         UserError, SystemExit: bad input, see `mpiddp.runtime.job.coordinator`.
     """
-    parser = OneSentenceParser(
-        prog="mpiddp bench-rank",
-        description="(internal) One rank of a benchmark; mpiddp bench starts it.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--share", type=int, default=1, help="share the threads of the host among this many ranks"
-    )
-    parser.add_argument("name", choices=("scaling", "allreduce", "step", "loader"))
-    parser.add_argument("options", type=json.loads, help="those of the benchmark")
-    parser.add_argument("training", nargs=argparse.REMAINDER, help="options of mpiddp train")
-    values = parser.parse_args(argv)
-    world = World.from_env()
-    share = max(1, (os.cpu_count() or 1) // values.share)
-    torch.set_num_threads(min(torch.get_num_threads(), share))
+    share, name, options, *training = argv
+    torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // int(share))))
     keep_freed_memory(os.environ)
-    module = import_module(f"mpiddp.bench.{values.name}")
-    result = module.rank(world, module.Options(**values.options), values.training)
+    module = import_module(f"mpiddp.bench.{name}")
+    with join() as coordinator:
+        world = coordinator.world
+        own = machine() if world.local_rank == 0 else None
+        hosts = filter(None, coordinator.all_gather_json(own, timeout_s=60.0))
+        result = module.rank(module.Options(**json.loads(options)), training)
     if world.rank == 0:
-        emit(result)
+        emit({**result, "hosts": list(hosts)})
     return 0

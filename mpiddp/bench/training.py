@@ -5,92 +5,81 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpiddp.bench.figures import PATIENCE_S, Result
-from mpiddp.bench.machine import machine
-from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.join import join
-from mpiddp.runtime.torch.process_group import process_group
-from mpiddp.train.config import Config, resolve
+import mpiddp
+from mpiddp.bench.figures import Result
+from mpiddp.train.config import Config, parse, resolve
 from mpiddp.train.data import Data, open_data
-from mpiddp.train.measure import StepTimer
-from mpiddp.train.options import parse
+from mpiddp.train.measure import measured
 from mpiddp.train.order import Order
-from mpiddp.train.state import State, build_model, build_optimizer, build_state, choose_kernels
-from mpiddp.train.train import autocast
-from mpiddp.world import World
+from mpiddp.train.records import Records
+from mpiddp.train.run import plan_order
+from mpiddp.train.state import State, build_model, build_state, choose_kernels
+from mpiddp.train.train import autocast, train
 
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks in their process group, with their common settings. `hosts` has one entry per host."""
+    """The training of a benchmark: one epoch of synthetic images."""
 
-    coordinator: Coordinator
+    world: mpiddp.World
     config: Config
-    backend: str
-    device: torch.device
-    hosts: list[Result]
+    data: Data
+    order: Order
 
     @property
-    def is_rank_0(self) -> bool:
-        """Whether this is the rank that sends the results."""
-        return self.coordinator.world.rank == 0
+    def device(self) -> torch.device:
+        return self.data.train.device
+
+    @property
+    def settings(self) -> Result:
+        """What determines the speed of a step, for the results."""
+        return {**vars(self.config), "backend": self.world.backend, "device": self.device.type}
 
 
 @contextlib.contextmanager
-def started(world: World, training: Sequence[str]) -> Iterator[Job]:
+def started(training: Sequence[str]) -> Iterator[tuple[mpiddp.World, Config]]:
     """Start the job of `mpiddp train TRAINING`, up to its process group."""
-    with join(world) as coordinator:
-        with coordinator.all_or_none():
-            options = parse(list(training))
-        with process_group(world, backend=options.backend) as joined:
-            device = torch.device(str(joined.device))
-            with coordinator.all_or_none():
-                config = resolve(options, joined.world_size, device)
-            choose_kernels(config)
-            yield Job(coordinator, config, str(joined.backend), device, hosts_of(coordinator))
+    options = parse(list(training))
+    with mpiddp.process_group(backend=options.backend) as world:
+        with mpiddp.together():
+            config = resolve(options, world.world_size, torch.device(str(world.device)))
+        choose_kernels(config)
+        yield world, config
 
 
-def synthetic_job(world: World, training: Sequence[str]) -> contextlib.AbstractContextManager[Job]:
-    """The same on synthetic images, which are whole unless the options ask for smaller ones."""
-    return started(world, ["--low-res-epochs=0", *training, "--use-syn"])
+@contextlib.contextmanager
+def synthetic_job(training: Sequence[str], steps: int) -> Iterator[Job]:
+    """Start it with so many steps. The images are whole unless the options ask for smaller ones."""
+    with started(["--low-res-epochs=0", *training, "--use-syn"]) as (world, config):
+        config = replace(config, epochs=1)
+        with mpiddp.together():
+            data = open_data(config, torch.device(str(world.device)))
+            data.train.num_images = steps * config.global_batch_size
+            order = plan_order(config, world, data)
+        yield Job(world, config, data, order)
 
 
-def hosts_of(coordinator: Coordinator) -> list[Result]:
-    """Gather each host's machine and its number of ranks. All ranks must call this."""
-    own = machine() if coordinator.world.local_rank == 0 else None
-    found = coordinator.all_gather_json(own, timeout_s=PATIENCE_S)
-    return [{**host, "ranks": coordinator.hostnames.count(host["host"])} for host in found if host]
+def build(job: Job) -> State:
+    """Build a fresh model under DDP, its optimizer and scaler as `mpiddp train` does. A collective."""
+    with mpiddp.together():
+        model = build_model(job.config, job.data, job.device)
+    return build_state(model, job.config)
 
 
-def open_source(job: Job, **changed: Any) -> Data:
-    """Open the data of the configuration, with these changes. All ranks must call this."""
-    config = replace(job.config, **changed)
-    with job.coordinator.all_or_none():
-        return open_data(config, job.device)
-
-
-def build(job: Job, data: Data) -> State:
-    """Build a fresh model under DDP, its optimizer and scaler as `mpiddp train` does.
-
-    All ranks must call this.
-    """
-    return build_state(build_bare(job, data).model, job.config, [])
-
-
-def build_bare(job: Job, data: Data) -> State:
-    """Build the same without DDP. All ranks must call this."""
-    with job.coordinator.all_or_none():
-        model = build_model(job.config, data, job.device)
-    scaler = torch.amp.GradScaler(job.device.type, enabled=job.config.amp == "fp16")
-    return State(
-        model, model, model, build_optimizer(model, job.config), scaler, StepTimer(job.device)
-    )
+def time_runner(job: Job) -> Result:
+    """The figures of a training without its saves, as `mpiddp train` itself measures them. A collective."""
+    state, total = build(job), job.order.steps_per_epoch
+    settings = (job.config, job.world, job.data, state, total)
+    records = Records(*settings, sinks=())
+    for step in train(job.config, job.data, job.order, state, 0):
+        mpiddp.should_stop()
+        records.on_step(step, saves=False)
+    return measured(state.timer, job.config.global_batch_size, job.device)
 
 
 def bare_step(state: State, config: Config, images: Tensor, labels: Tensor) -> None:
@@ -101,22 +90,3 @@ def bare_step(state: State, config: Config, images: Tensor, labels: Tensor) -> N
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=True)
-
-
-def synthetic_order(job: Job, data: Data, count: int) -> Order:
-    """Plan `count` steps in one epoch of a synthetic source, and give the source as many images."""
-    data.train.num_images = count * job.config.global_batch_size
-    world = job.coordinator.world
-    return Order(
-        num_samples=data.train.num_images,
-        global_batch_size=job.config.global_batch_size,
-        grad_accum_steps=job.config.grad_accum_steps,
-        rank=world.rank,
-        world_size=world.world_size,
-        seed=job.config.seed,
-    )
-
-
-def settings(job: Job) -> Result:
-    """The settings that determine the speed of a step, for the results."""
-    return {**vars(job.config), "backend": job.backend, "device": job.device.type}

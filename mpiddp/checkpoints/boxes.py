@@ -1,12 +1,9 @@
 """Everything is boxes: a state is a tree, and files with boxes of its tensors, which any ranks read.
 
-    tree.pt                    the state with a type in the place of each tensor
-    model.safetensors          the tensors of the entry "model" that every host has: boxes that are whole
-    shard_00001.safetensors    the boxes of rank 1 of everything else
-
-A tensor that only some ranks have, such as one of a pipeline's stage, is a single box of the lowest of them.
-The placements of a DTensor say which box of it a rank has, so the ranks need no plan that they would have to
-agree on. Beside its tensors, a file tells in JSON what the header of safetensors cannot:
+The tree has a type in the place of each tensor. A tensor that all ranks have is a single box, and so is one
+that only some have, such as that of a pipeline's stage: the lowest of them saves it. The placements of a
+DTensor say which box of it a rank has, so the ranks need no plan that they would have to agree on. Beside
+its tensors, a file tells in JSON what the header of safetensors cannot:
 
     "boxes": {"model/fc.weight": [[10, 64], [5, 0], [5, 64]]}     shape, offsets and the box's own shape
     "tied": {"lm_head.weight": "embedding.weight"}                written once
@@ -32,9 +29,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its buckets
 
-from mpiddp.checkpoints.files import CODES, SUFFIX, Turns, header_of, row_of, write_tensors
+from mpiddp.checkpoints.files import CODES, Turns, header_of, row_of, write_tensors
+from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
 from mpiddp.checkpoints.state import (
-    SHARDS,
     Keys,
     Outline,
     Union,
@@ -43,7 +40,6 @@ from mpiddp.checkpoints.state import (
     mesh_of,
     name_of,
     own_part,
-    stem_of,
 )
 
 _SMALL = 1 << 14  # elements of a tensor that is copied in one block with others
@@ -51,11 +47,6 @@ _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 _JOINED = {getattr(torch, name) for name in _NAMES.split()}  # types of which torch joins tensors
 _PART = 1 << 15  # elements that torch examines in one thread, beside those of the training
 _PER_TURN = 100  # tensors; a fraction of a turn
-
-
-def shard_of(rank: int) -> str:
-    """The file of a rank's shards."""
-    return f"{SHARDS}{rank:05d}{SUFFIX}"
 
 
 @dataclass

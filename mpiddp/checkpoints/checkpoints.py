@@ -10,7 +10,7 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from mpiddp.checkpoints.contents import Resumed, read
-from mpiddp.checkpoints.folder import Retention, list_steps, name_of_step, set_aside
+from mpiddp.checkpoints.folder import list_steps, name_of_step
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Candidate, bring, find
+from mpiddp.checkpoints.retention import Retention, set_aside
 from mpiddp.checkpoints.run import Run, RunDir
 from mpiddp.checkpoints.save import Saver, SaveSchedule
 from mpiddp.checkpoints.state import Outline
@@ -110,6 +111,7 @@ class Checkpoints:
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
         self._saver: Saver | None = None
+        self._infinite: Sequence[str] | None = None  # tensors with infinities on purpose
         self._thread: int | None = None  # of the first save
         self._step = -1  # the latest one that has been saved, or that the run resumes from
         self._records = RunRecords(self._dir, best[0] if best else "")
@@ -177,6 +179,7 @@ class Checkpoints:
                 for each in later:
                     log.info(f"renamed to {each.name}: its step is later than that of the resume")
             self._step = resumed.step
+            self._infinite = resumed._facts.infinite if copies[0].of_this_run else None
             current().stop.steps_before = resumed.step
             return resumed
 
@@ -345,7 +348,8 @@ class Checkpoints:
         step = max(0, self._step)
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
-        self._saver = Saver(run, self._records, self._keep, must_succeed=self._must_succeed)
+        known = run, self._records, self._keep, self._infinite
+        self._saver = Saver(*known, must_succeed=self._must_succeed)
         session.send("run_dir", path=str(self._dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"

@@ -1,18 +1,9 @@
-"""The contents of a checkpoint: read from the files of this host, loaded, exported.
-
-tree.pt       the state without its tensors; each rank's random number generators, and its own state
-*.safetensors its tensors, see boxes.py
-state.json    the step, the number of ranks, the entries of the state, and the program's configuration
-"""
+"""The contents of a checkpoint: read from the files of this host, and loaded."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
-import warnings
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,19 +11,14 @@ from typing import Any
 
 import torch
 
-from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.boxes import write_whole
-from mpiddp.checkpoints.files import SUFFIX, read_saved, reason_of, unpacked
-from mpiddp.checkpoints.fit import Fit, placed
-from mpiddp.checkpoints.folder import FACTS, BrokenCheckpoint
-from mpiddp.checkpoints.state import stem_of
-from mpiddp.checkpoints.values import read_boxes, read_foreign, read_old
+from mpiddp.checkpoints.files import read_saved, reason_of, unpacked
+from mpiddp.checkpoints.fit import Fit
+from mpiddp.checkpoints.folder import FACTS, SUFFIX, TREE, Facts
+from mpiddp.checkpoints.values import read_boxes, read_old
 from mpiddp.errors import JobFailed, UserError, cause_of
 
-TREE = "tree.pt"
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 _NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
-_MAX_RELISTS = 1000  # of a run that removes checkpoints faster than they are opened
 
 
 @dataclass(frozen=True)
@@ -56,8 +42,7 @@ class Resumed:
     per_rank: dict[str, Any] = field(default_factory=dict)
     world_size: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
-    # Some ranks had tensors that others did not.
-    _is_partial: bool = field(default=False, repr=False)
+    _facts: Facts = field(default=Facts(0, {}), repr=False)
     # What each rank has saved for itself.
     _ranks: list[Any] = field(default_factory=list, repr=False)
 
@@ -90,7 +75,7 @@ class Resumed:
         name, fits = "", list[Fit]()
         try:
             for name, target in objects.items():
-                entry, is_partial = self.state[name], self._is_partial
+                entry, is_partial = self.state[name], self._facts.is_partial
                 fits += Fit.each(name, entry, target, modules, is_partial=is_partial)
             for fit in fits:
                 name = fit.name
@@ -105,70 +90,23 @@ class Resumed:
             ) from None
 
 
-def load(path: str | os.PathLike[str]) -> Resumed:
-    """Read a checkpoint in any process, beside the run that writes there, for example to evaluate it.
-
-        saved = mpiddp.load("runs/a")
-        saved.load_into(model=model)
-
-    Every byte is verified. The run removes the checkpoint only after the returned value has gone. Changes
-    nothing, needs no other rank, and restores no random numbers.
-
-    Args:
-        path: the folder of a run, of which the newest finite checkpoint is read; a checkpoint, also of
-            torch.distributed.checkpoint; a .safetensors file, or a folder of them, each of which becomes an
-            entry.
-
-    Returns:
-        The checkpoint, with `per_rank` empty; of another program, with step 0.
-
-    Raises:
-        UserError: no verified checkpoint there.
-        JobFailed: a disk has failed, or memory is short.
-    """
-    given = Path(path)
-    if (state := read_foreign(given)) is not None:
-        return Resumed(0, state)
-    for _ in range(_MAX_RELISTS):
-        problems = []
-        for each in folder.best_first(folder.checkpoints_at(given)):
-            try:
-                held = folder.hold(each)
-                listed = folder.verify(each)
-                if listed.lacking:
-                    raise BrokenCheckpoint(each, f"{listed.lacking[0]} is on another host")
-                saved = read({name: each / name for name in listed.here})
-            except (BrokenCheckpoint, UserError) as error:
-                problems.append(error)
-                continue
-            except (FileNotFoundError, BlockingIOError):  # the run removes it just now
-                break
-            weakref.finalize(saved, held.close)
-            return saved
-        else:
-            first = problems[0] if problems else f"{given}: contains no verified checkpoint"
-            kind = JobFailed if getattr(first, "is_failure", False) else UserError
-            raise kind(f"{first}".rstrip(".") + ".")
-    raise JobFailed(f"{given}: its run removes each checkpoint before it can be opened.")
-
-
 def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> Resumed:
     """Read the files of a checkpoint, given by their names, and restore the generators of `rank`, if any."""
     place = next(iter(files.values())).parent
     try:
-        facts = json.loads(files[FACTS].read_bytes())
+        facts = Facts.read(files[FACTS])
         if TREE in files:
             saved = read_saved(files[TREE])
             tensors = [path for name, path in files.items() if name.endswith(SUFFIX)]
             saved["state"] = read_boxes(saved["state"], tensors)
         else:
-            saved = read_old(files, [str(key) for key in facts["keys"]])
+            saved = read_old(files, facts.keys)
         ranks = saved["ranks"]
         own = unpacked(ranks[rank].numpy().tobytes()) if 0 <= rank < len(ranks) else {}
-        known = len(ranks), dict(facts["config"]), bool(facts.get("is_partial")), ranks
         if own:
             restore_rng_states(own["rng"], local_rank)
-        return Resumed(int(facts["step"]), saved["state"], own.get("state", {}), *known)
+        beside = len(ranks), facts.config, facts, ranks
+        return Resumed(facts.step, saved["state"], own.get("state", {}), *beside)
     except (UserError, JobFailed):
         raise
     except MemoryError:
@@ -217,39 +155,3 @@ def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
     if numpy and "numpy" in states:
         keys, *rest = states["numpy"]
         numpy.random.set_state((_NUMPY_KIND, keys.numpy().astype("uint32"), *rest))
-
-
-# Exported
-
-
-def export(given: Path, out: Path, to: str = "torch") -> Resumed:
-    """Write what `load` reads, with every tensor in one piece, to the new folder `out`. Returns it.
-
-    "torch" writes a file of torch.save for each entry: `torch.load("out/model.pt")` is a plain state_dict.
-    "dcp" is for torch.distributed.checkpoint. "safetensors" is a checkpoint from which a run resumes, with a
-    file for each entry. Raises UserError or JobFailed.
-    """
-    if out.exists():
-        raise UserError(f"{out} exists already. Name a new folder.")
-    saved = load(given)
-    state = placed(saved.state, {})
-    try:
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with folder.appearing(out.absolute()) as new:
-            if to == "dcp":
-                import torch.distributed.checkpoint as dcp
-
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that this is one process
-                    dcp.save(state, checkpoint_id=new, no_dist=True)
-            elif to == "torch":
-                for key, entry in state.items():
-                    torch.save(entry, new / f"{stem_of(key)}.pt")
-            else:
-                torch.save({"state": write_whole(state, new), "ranks": saved._ranks}, new / TREE)
-                facts = {"is_partial": saved._is_partial, "not_finite": ""}
-                folder.write_facts(new, step=saved.step, config=saved.config, **facts)
-                folder.seal(new, {})
-    except OSError as error:
-        raise cause_of(error)(f"{out} cannot be written: {error.strerror}.") from None
-    return saved

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError, cause_of, named_by
 
-SUFFIX = ".safetensors"
 # What a damaged file raises.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)
 _MAX_HEADER = 1 << 30

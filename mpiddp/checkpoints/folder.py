@@ -1,43 +1,47 @@
 """A checkpoint is a folder that appears complete, is verified when read, and is never overwritten.
 
-All files are written into a hidden folder beside it: the data, a manifest with their sizes and SHA-256, and
-COMPLETE with the SHA-256 of the manifest. Each is flushed to disk. Then one rename makes the folder a
+    tree.pt                    the state without its tensors; what each rank has saved for itself
+    model.safetensors          the tensors of the entry "model" that every host has
+    shard_00001.safetensors    the boxes of rank 1 of everything else, see boxes.py
+    shards.json                if there are shards: their sizes and SHA-256, the same on every host
+    state.json                 the step, the program's configuration and more, see `Facts`
+    manifest.json              the sizes and SHA-256 of all these, as far as this host has them
+    COMPLETE                   the SHA-256 of the manifest
+
+All are written into a hidden folder beside it, and flushed to the disk. Then one rename makes the folder a
 checkpoint. torch.load does not detect a flipped bit; the manifest does. `mpiddp checkpoints` shows it.
 
     complete    COMPLETE is there and fits the manifest, so the save has ended
     intact      and every file has its size
     verified    and every file has its SHA-256
-
-A sharded checkpoint also has shards.json, the same on every host, with the sizes and SHA-256 of the files of
-shards on all hosts. So a host without a shared file system knows which files it lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
+import functools
 import hashlib
-import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+from urllib.parse import quote
 
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.files import flush, read_limited
 from mpiddp.text import shown
 
-COMPLETE = "COMPLETE"
-MANIFEST = "manifest.json"
-INDEX = "shards.json"
+TREE = "tree.pt"
 FACTS = "state.json"
-PINNED = "PINNED"  # a file of the user, who keeps the checkpoint by it
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a mount without a lock manager
+INDEX = "shards.json"
+MANIFEST = "manifest.json"
+COMPLETE = "COMPLETE"
+SUFFIX = ".safetensors"
+SHARDS = "shard_"  # begins the names of the files of shards, and no key of a state
 _MAX_BYTES = 1 << 30  # of a file of JSON
 _NAME = re.compile(r"step_([0-9]{8,18})")
 _HIDDEN = ".unfinished-"
@@ -63,6 +67,46 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What a checkpoint tells beside its state: the contents of state.json, which may have more.
+
+    Attributes:
+        step, config: those of the save.
+        is_partial: some ranks had tensors that others did not.
+        not_finite: why the state is not finite, or the latest loss; "" if both are.
+        infinite: the tensors with infinities on purpose, such as masks; None before a save has told them.
+        metrics: the latest value of the metric by which the best checkpoint is kept.
+        keys: the entries of the state, in checkpoints of earlier versions.
+    """
+
+    step: int
+    config: Mapping[str, Any]
+    is_partial: bool = False
+    not_finite: str = ""
+    infinite: Sequence[str] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    keys: Sequence[str] = ()
+
+    def write(self, new: Path) -> None:
+        text = json.dumps({"written_by": "mpiddp.Checkpoints", **vars(self)}, indent=1)
+        (new / FACTS).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Facts:
+        """Those of a state.json. Raises OSError; ValueError, TypeError or RecursionError for another file."""
+        found = json.loads(read_limited(path, path.stat().st_size))
+        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+
+    @classmethod
+    def of(cls, folder: Path) -> Facts:
+        """Those of a checkpoint. A broken one has none, and counts as finite."""
+        try:
+            return cls.read(folder / FACTS)
+        except (OSError, ValueError, TypeError, RecursionError):
+            return cls(-1, {})
+
+
+@dataclass(frozen=True)
 class Listing:
     """The files of a checkpoint by name, as its folder lists them."""
 
@@ -75,6 +119,17 @@ class Listing:
     def lacking(self) -> list[str]:
         """The files of shards that the folder lacks. Other hosts may keep them."""
         return [name for name in self.shards if name not in self.here]
+
+
+@functools.cache
+def stem_of(key: str) -> str:
+    """The name of the file of an entry, without its suffix: letters, digits, and % before anything else."""
+    return quote(key, safe="")
+
+
+def shard_of(rank: int) -> str:
+    """The file of a rank's shards."""
+    return f"{SHARDS}{rank:05d}{SUFFIX}"
 
 
 def step_of(folder: Path) -> int:
@@ -167,12 +222,6 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
     flush(final.parent)
 
 
-def write_facts(new: Path, **facts: Any) -> None:
-    """Write what is told beside the state: `step`, `config`, `is_partial`, `not_finite`, `metrics`."""
-    text = json.dumps({"written_by": "mpiddp.Checkpoints", **facts}, indent=1)
-    (new / FACTS).write_text(text, encoding="utf-8")
-
-
 def seal(new: Path, hashes: Mapping[str, str]) -> None:
     """Add the manifest and COMPLETE, and flush all files to the disk.
 
@@ -227,7 +276,7 @@ def verify(folder: Path, *, with_hashes: bool = True, share: tuple[int, int] = (
     largest_first = sorted(listed.here.items(), key=lambda each: (-each[1].bytes, each[0]))
     for number, (name, entry) in enumerate(largest_first):
         path = folder / name
-        with _reading(folder, name):
+        with reading(folder, name):
             if not path.is_file():
                 raise BrokenCheckpoint(folder, f"{name} is missing")
             if (size := path.stat().st_size) != entry.bytes:
@@ -267,13 +316,13 @@ def listing(folder: Path) -> Listing:
 
 
 def _read(folder: Path, name: str) -> bytes:
-    with _reading(folder, name):
+    with reading(folder, name):
         size = (folder / name).stat().st_size  # a read allocates its limit
         return read_limited(folder / name, min(size, _MAX_BYTES))
 
 
 @contextlib.contextmanager
-def _reading(folder: Path, name: str) -> Iterator[None]:
+def reading(folder: Path, name: str) -> Iterator[None]:
     """Raise an error of the file as damage: it may lie on a bad sector, or on a file server that is gone."""
     try:
         yield
@@ -304,121 +353,7 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
     return entries
 
 
-def facts_of(folder: Path) -> Mapping[str, Any]:
-    """What was written beside the state, see `write_facts`; {} if it cannot be read."""
-    try:
-        facts = json.loads(read_limited(folder / FACTS, (folder / FACTS).stat().st_size))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
-
-
-def not_finite(folder: Path) -> str:
-    """Why the state is not finite, as it was saved; "" if it is, or cannot be read."""
-    return str(facts_of(folder).get("not_finite", ""))
-
-
 def best_first(folders: list[Path]) -> list[Path]:
     """The newest finite one first, the oldest that is not finite last. `folders`: oldest first."""
     newest_first = list(reversed(folders))
-    return sorted(newest_first, key=lambda each: bool(not_finite(each)))
-
-
-# Kept and removed
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints are kept, besides pinned ones and the newest finite one."""
-
-    newest: int = 2  # verified ones
-    every: int | None = None  # the first one at or after each so many steps
-    best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it
-
-    def spared(self, folders: list[Path]) -> set[Path]:
-        """Those that are kept although they are old. `folders`: the oldest first."""
-        spared = {each for each in folders if (each / PINNED).exists()}
-        before = 0
-        for folder in folders if self.every else ():
-            if self.every and step_of(folder) // self.every > before // self.every:
-                spared.add(folder)
-            before = step_of(folder)
-        if self.best is not None:
-            metric, order = self.best
-            values = [(facts_of(each).get("metrics", {}).get(metric), each) for each in folders]
-            found = [(value, each) for value, each in values if value is not None]
-            extreme = min if order == "min" else max
-            spared |= {extreme(found, key=lambda each: each[0])[1]} if found else set()
-        return spared
-
-
-def prune(root: Path, keep: Retention, *, is_good: Callable[[Path], bool]) -> list[Path]:
-    """Remove the checkpoints that are older than the newest good ones, and return the removed ones.
-
-    The newest good one that is finite stays, however old it is, and so does one that a reader holds.
-    """
-    kept, has_finite = 0, False
-    removed = []
-    folders = list_steps(root)
-    spared = keep.spared(folders)
-    for folder in reversed(folders):
-        stays, is_finite = folder in spared, not not_finite(folder)
-        if kept < keep.newest or (is_finite and not has_finite):
-            good = is_good(folder)
-            stays |= good or kept < keep.newest
-            kept += good
-            has_finite |= good and is_finite
-        if not stays and _remove_unless_held(folder):
-            removed.append(folder)
-    return removed
-
-
-def hold(folder: Path) -> BinaryIO:
-    """Keep runs from removing the checkpoint until the file is closed.
-
-    Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
-    """
-    try:
-        with _reading(folder, COMPLETE):
-            file = (folder / COMPLETE).open("rb")
-    except BrokenCheckpoint:
-        folder.stat()
-        raise
-    try:
-        _lock(file, fcntl.LOCK_SH)
-        if (folder / COMPLETE).stat().st_ino != os.fstat(file.fileno()).st_ino:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _remove_unless_held(folder: Path) -> bool:
-    with contextlib.ExitStack() as opened:
-        with contextlib.suppress(OSError):  # a broken checkpoint
-            file = opened.enter_context((folder / COMPLETE).open("r+b"))
-            try:
-                _lock(file, fcntl.LOCK_EX)
-            except BlockingIOError:
-                return False
-        remove(folder)
-    return True
-
-
-def _lock(file: BinaryIO, kind: int) -> None:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-
-
-def set_aside(root: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of steps after `step`, so that they no longer count. Returns the new paths."""
-    moved = []
-    for folder in list_steps(root):
-        if step_of(folder) > step:
-            names = (folder.with_name(f"{folder.name}.old-{n}") for n in itertools.count(1))
-            moved.append(folder.rename(next(name for name in names if not name.exists())))
-    return moved
+    return sorted(newest_first, key=lambda each: bool(Facts.of(each).not_finite))

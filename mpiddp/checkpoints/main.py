@@ -18,7 +18,8 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import folder as folders
-from mpiddp.checkpoints.folder import BrokenCheckpoint, Retention
+from mpiddp.checkpoints.folder import BrokenCheckpoint
+from mpiddp.checkpoints.retention import PINNED, Retention, prune
 from mpiddp.errors import UserError, named_by
 from mpiddp.text import listed
 
@@ -47,8 +48,8 @@ def _line(folder: Path) -> str:
     megabytes = sum(file.st_size for file in files) / 1e6
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
     state = "intact" if folders.is_verified(folder, with_hashes=False) else "broken"
-    pinned = "  pinned" if (folder / folders.PINNED).exists() else ""
-    finite = "  not finite" if folders.not_finite(folder) else ""
+    pinned = "  pinned" if (folder / PINNED).exists() else ""
+    finite = "  not finite" if folders.Facts.of(folder).not_finite else ""
     return f"{folder.name}  {megabytes:10.1f} MB  {written}  {state}{finite}{pinned}"
 
 
@@ -69,7 +70,7 @@ def _prune(given: Path, keep: int) -> int:
         raise UserError(
             f"{given} is one checkpoint. Expected a run's folder or a folder of checkpoints."
         )
-    for folder in folders.prune(found[0].parent, Retention(keep), is_good=folders.is_verified):
+    for folder in prune(found[0].parent, Retention(keep), is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
@@ -80,14 +81,14 @@ def _pin(given: Path, step: int) -> int:
     name = folders.name_of_step(step)
     if name not in names:
         raise UserError(f"{given} has no {name}. It has: {listed(list(names))}.")
-    pin = names[name] / folders.PINNED
+    pin = names[name] / PINNED
     pin.touch()
     print(f"checkpoint {name}: pinned. To unpin it, remove {pin}")
     return 0
 
 
 def _export(given: Path, out: Path, to: str) -> int:
-    from mpiddp.checkpoints.contents import export  # needs torch
+    from mpiddp.checkpoints.load import export  # needs torch
 
     saved = export(given, out, to)
     name = folders.name_of_step(saved.step)

@@ -34,9 +34,8 @@ class RunRecords:
         """`metric`: the name of the value by which the best checkpoint is kept."""
         self.dir, self._metric = run, metric
         self._latest: dict[str, float] = {}  # finite value of the metric
-        self._not_finite: dict[
-            str, str
-        ] = {}  # by name, the losses whose latest value is not finite
+        # By name, the losses whose latest value is not finite.
+        self._not_finite: dict[str, str] = {}
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = False
         self.is_closed = False

@@ -67,7 +67,7 @@ def find(run: Run, path: Path | None = None) -> list[Candidate]:
         path = root / path.resolve().name  # it may be a link, whose name says nothing
     with run.together(), named_by(""):
         own = _on_this_host(run, path) if run.local_rank == 0 else []
-    found = [Candidate(*row) for rows in run.gather(own) for row in rows]
+    found = _gathered(run, own)
     copies: list[Candidate] = []
     while usable := [each for each in found if not each.damage]:
         best = max(usable, key=lambda each: (each.order, -each.rank))
@@ -86,6 +86,11 @@ def find(run: Run, path: Path | None = None) -> list[Candidate]:
     return copies
 
 
+def _gathered(run: Run, own: Sequence[Candidate]) -> list[Candidate]:
+    """Those of all ranks. All ranks must call this."""
+    return [Candidate(*row) for rows in run.gather(own) for row in rows]
+
+
 def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
     """The candidates of one save, with every byte verified. All ranks must call this."""
     if missing := set.intersection(*(set(each.lacking) for each in copies)):
@@ -93,21 +98,15 @@ def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
         return [each.damaged(BrokenCheckpoint(Path(each.path), where)) for each in copies]
     # One folder on a shared file system is verified once: the ranks of all its hosts divide its files.
     by_rank = _by_rank(run, copies)
-    own, damage, is_failure = by_rank[run.rank], "", False
+    own, broken = by_rank[run.rank], list[Candidate]()
     if own is not None:
         sharing = [at for at, each in enumerate(by_rank) if each and each.inode == own.inode]
         try:
             folder.verify(Path(own.path), share=(sharing.index(run.rank), len(sharing)))
         except BrokenCheckpoint as error:
-            damage, is_failure = own.damaged(error)[-2:]
-    told = zip(by_rank, run.gather((damage, is_failure)), strict=True)
-    problems = {each.inode: problem for each, problem in told if each and problem[0]}
-    return [
-        each._replace(damage=problem[0], is_failure=problem[1])
-        if (problem := problems.get(each.inode))
-        else each
-        for each in copies
-    ]
+            broken.append(own.damaged(error))
+    by_inode = {each.inode: each for each in _gathered(run, broken)}
+    return [by_inode.get(each.inode, each) for each in copies]
 
 
 def _by_rank(run: Run, copies: Sequence[Candidate]) -> list[Candidate | None]:
@@ -144,7 +143,7 @@ def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = Fals
     except (BrokenCheckpoint, ValueError) as error:
         return found.damaged(error)
     found = found._replace(save_id=listed.save_id, inode=listed.inode, lacking=listed.lacking)
-    return found._replace(not_finite=folder.not_finite(path))
+    return found._replace(not_finite=folder.Facts.of(path).not_finite)
 
 
 def _log_passed(found: Sequence[Candidate], copies: Sequence[Candidate]) -> None:

@@ -21,11 +21,12 @@ from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.folder import NO_LOCKS
+from mpiddp.checkpoints.retention import NO_LOCKS
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.log import log
+from mpiddp.runtime.patches import await_gloo_at_destroy, is_on
 from mpiddp.text import escaped, from_here
 
 if TYPE_CHECKING:
@@ -210,6 +211,8 @@ class Run:
                     f"mpiddp.Checkpoints needs a process group of all {self.world_size} ranks. Call "
                     "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
                 )
+        if is_on("gloo_end"):  # a script's last save may precede the end of its group by a moment
+            await_gloo_at_destroy()
         return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def _find_writers(self) -> list[int]:

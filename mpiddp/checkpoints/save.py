@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,15 +29,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.boxes import Boxes, boxes_of, headers_of, shard_of, write_boxes
-from mpiddp.checkpoints.contents import TREE, rng_states
+from mpiddp.checkpoints.boxes import Boxes, boxes_of, headers_of, write_boxes
+from mpiddp.checkpoints.contents import rng_states
 from mpiddp.checkpoints.files import Turns, packed, reason_of
-from mpiddp.checkpoints.folder import INDEX, Entry, Retention, name_of_step
+from mpiddp.checkpoints.folder import INDEX, TREE, Entry, Facts, name_of_step, shard_of
 from mpiddp.checkpoints.records import RunRecords
+from mpiddp.checkpoints.retention import Retention, prune
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.state import (
-    Keys,
     Outline,
     digest_of,
     is_sharded,
@@ -103,7 +103,7 @@ class _Job:
 
     new: Path  # the hidden folder, whose name all ranks know
     final: Path
-    facts: Mapping[str, Any]  # that are written beside the state
+    facts: Facts
     tree: Any
     boxes: Boxes
     ranks: Sequence[Tensor]  # what each rank saves for itself, on the writers
@@ -117,12 +117,18 @@ class Saver:
     """
 
     def __init__(
-        self, run: Run, records: RunRecords, keep: Retention, *, must_succeed: bool
+        self,
+        run: Run,
+        records: RunRecords,
+        keep: Retention,
+        infinite: Sequence[str] | None,
+        *,
+        must_succeed: bool,
     ) -> None:
+        """`infinite`: the tensors with infinities on purpose, such as masks; None before the first save."""
         self._run, self._records, self._root = run, records, run.dir.checkpoints
-        self._keep, self._must_succeed = keep, must_succeed
+        self._keep, self._infinite, self._must_succeed = keep, infinite, must_succeed
         self._facts: dict[str, Any] = {}  # that rank 0 tells of the records
-        self._infinite: set[Keys] | None = None  # tensors with infinities on purpose, such as masks
         self._is_warned = False  # of a state that is not finite
         self._digests: list[str] = []  # of what each rank saves
         self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
@@ -155,8 +161,7 @@ class Saver:
             final = self._root / name_of_step(step)
             # Leftovers of other processes were removed when the run opened.
             new = folder.hidden(self._root, f"{final.name}-{self._num_saves}")
-            known = {"step": step, "config": config, "is_partial": union.is_partial}
-            facts = {**known, **self._facts}
+            facts = Facts(step, config, union.is_partial, **self._facts)
             job = _Job(new, final, facts, union.tree, boxes, ranks, has_shards)
             # A thread of its own, because its priority is lowered in the middle.
             thread = ThreadPoolExecutor(1, "checkpoint")
@@ -230,14 +235,16 @@ class Saver:
             except NoAnswer:
                 raise
             except (OSError, RuntimeError, JobFailed) as error:
-                return self._sentence(error, job.facts["step"])
+                return self._sentence(error, job.facts.step)
         return ""
 
     def _write_checkpoint(self, job: _Job) -> None:
         run, hashes = self._run, dict[str, str]()
         try:
             reports = self._settle(job, "written", partial(self._write_files, job, hashes))
-            files = {shard_of(rank): Entry(*each) for rank, (each, _) in enumerate(reports) if each}
+            files = {
+                shard_of(rank): Entry(*each) for rank, (each, *_) in enumerate(reports) if each
+            }
             shards = [
                 Transfer(rank, job.new / name, files[name], (receiver,))
                 for rank, receiver in enumerate(receivers_of(run.writer_of))
@@ -246,8 +253,10 @@ class Saver:
             if self._ring is not None and job.has_shards:
                 send = partial(send_files, shards, run.rank, self._ring, job.new)
                 self._settle(job, "copied", send)
-            reasons = filter(None, (job.facts["not_finite"], *(text for _, text in reports)))
+            reasons = filter(None, (job.facts.not_finite, *(text for _, text, _ in reports)))
             reason = next(reasons, "")
+            if self._infinite is None and not reason:
+                self._infinite = sorted({name for *_, names in reports for name in names})
             self._settle(job, "complete", partial(self._complete, job, reason, hashes, shards))
         except BaseException:
             if run.is_writer:
@@ -258,7 +267,7 @@ class Saver:
         if run.is_writer:
             self._is_good[job.final] = True
             try:
-                folder.prune(self._root, self._keep, is_good=self._is_verified)
+                prune(self._root, self._keep, is_good=self._is_verified)
             except OSError as error:  # the new checkpoint is complete anyway
                 why = f"cannot remove old checkpoints: {error.strerror}"
                 log.warning(f"warning: {self._root}: {why}.")
@@ -268,7 +277,7 @@ class Saver:
 
     def _warn_of(self, final: Path, reason: str) -> None:
         """Say that the newest checkpoint is not finite, and which one is."""
-        finite = [each for each in folder.list_steps(self._root) if not folder.not_finite(each)]
+        finite = [each for each in folder.list_steps(self._root) if not Facts.of(each).not_finite]
         rest = "There is no finite checkpoint."
         if finite:
             rest = f"{from_here(finite[-1])} is kept, and a resume starts from it."
@@ -294,10 +303,10 @@ class Saver:
                 key=f"{self._prefix}/{self._num_saves}/{part}",
             )
         except NoAnswer as missing:
-            raise NoAnswer(f"the save of step {job.facts['step']}: {missing}") from None
+            raise NoAnswer(f"the save of step {job.facts.step}: {missing}") from None
         except (AnotherFailed, ChannelLost) as error:
             why = "another rank has failed" if type(error) is AnotherFailed else "the job has ended"
-            raise JobFailed(f"step {job.facts['step']} was not saved: {why}.") from None
+            raise JobFailed(f"step {job.facts.step} was not saved: {why}.") from None
         if problem is not None:
             raise problem
         if any(has_failed for _, has_failed in reports):
@@ -307,7 +316,8 @@ class Saver:
     def _write_files(self, job: _Job, hashes: dict[str, str]) -> list[Any]:
         """Write this rank's files, down to the disk.
 
-        Returns the size and the hash of its shards, or None, and why its tensors are not finite, or "".
+        Returns the size and the hash of its shards, or None; why its tensors are not finite, or ""; those
+        that have infinities on purpose.
         """
         turns = Turns(self._hurry)
         if (layout := job.boxes.layout) != self._layout:
@@ -325,13 +335,13 @@ class Saver:
         if own in hashes:
             flush(job.new / own)
             shard = [(job.new / own).stat().st_size, hashes[own]]
-        bad = job.boxes.not_finite()
-        if self._infinite is None:
-            self._infinite = {path for path, value in bad.items() if math.isinf(value)}
-        for path, value in bad.items():
-            if math.isnan(value) or path not in self._infinite:
-                return [shard, f"{shown_path(path)} has {value}"]
-        return [shard, ""]
+        bad = {shown_path(path): value for path, value in job.boxes.not_finite().items()}
+        infinite = [name for name, value in bad.items() if math.isinf(value)]
+        known = set(infinite if self._infinite is None else self._infinite)
+        for name, value in bad.items():
+            if math.isnan(value) or name not in known:
+                return [shard, f"{name} has {value}", []]
+        return [shard, "", infinite]
 
     def _complete(
         self, job: _Job, not_finite: str, hashes: dict[str, str], shards: Sequence[Transfer]
@@ -340,7 +350,7 @@ class Saver:
         run = self._run
         if not run.is_writer:
             return
-        folder.write_facts(job.new, **{**job.facts, "not_finite": not_finite})
+        replace(job.facts, not_finite=not_finite, infinite=self._infinite).write(job.new)
         for each in shards:
             if run.rank in (run.writer_of[rank] for rank in (each.source, *each.receivers)):
                 hashes[each.path.name] = each.entry.sha256

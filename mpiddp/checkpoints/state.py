@@ -7,7 +7,6 @@ is read.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -16,12 +15,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpiddp.checkpoints.folder import SHARDS, stem_of
 from mpiddp.checkpoints.run import Run
 
 Keys = tuple[Any, ...]  # the path to a value
@@ -30,7 +29,6 @@ _SCALARS = (int, float, bool, str, type(None))
 DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiStepLR has a Counter
 LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
-SHARDS = "shard_"  # begins the names of the files of shards, and no key of a state
 _PLAIN = re.compile(r"(?!-?[0-9]+$)[^/\[][^/]*")  # a key that is no number, JSON or several keys
 _SAMPLES = 8  # elements of a tensor by which ranks compare it
 _MAX_SAMPLED = 1000  # tensors
@@ -127,12 +125,6 @@ def shown_path(path: Keys, name: str = "state") -> str:
     return name + "".join(f"[{key!r}]" for key in path)
 
 
-@functools.cache
-def stem_of(key: str) -> str:
-    """The name of the key's file, without its suffix: letters, digits, and % in place of anything else."""
-    return quote(key, safe="")
-
-
 def name_of(keys: Keys) -> str:
     """The name of a tensor, which no other keys have: "fc.weight", "state/0/exp_avg", or JSON."""
     for key in keys:
@@ -201,7 +193,7 @@ def digest_of(outline: Outline, *, samples: bool) -> str:
         if mesh := mesh_of(value):  # its ranks have different parts of it
             rows.append((tuple(value.shape), _label_of(value), mesh))
         else:
-            sampled = samples and index % every == 0 and path[-1] not in _OF_EACH_RANK
+            sampled = samples and index % every == 0 and not _is_of_each_rank(path)
             rows.append((tuple(value.shape), _sample(value) if sampled else ()))
     return hashlib.sha256(repr((outline.tree, rows)).encode()).hexdigest()
 
@@ -241,9 +233,13 @@ class _Leaf(NamedTuple):
         mesh = mesh_of(value)
         has_part = not mesh or value.device_mesh.get_coordinate() is not None
         part, offsets = own_part(value) if has_part else (value, ())
-        sampled = has_part and path[-1] not in _OF_EACH_RANK
+        sampled = has_part and not _is_of_each_rank(path)
         sample = _sample(part) if sampled else ()
         return cls(value.dtype, _label_of(value), mesh, f"{offsets}" if mesh else "", sample)
+
+
+def _is_of_each_rank(path: Keys) -> bool:
+    return str(path[-1]).rpartition(".")[2] in _OF_EACH_RANK  # in "module.bn1.running_mean" as well
 
 
 def _label_of(value: Any) -> str:

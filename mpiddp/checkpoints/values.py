@@ -1,8 +1,5 @@
 """The state of a checkpoint, read from its files: whole tensors, and boxes of sharded ones, that ranks map.
 
-Checkpoints of other programs are read too: safetensors, and those of torch.distributed.checkpoint (DCP),
-without code. Torch's own reader of DCP unpickles whatever stands in the file.
-
 Earlier versions wrote files of torch.save, and shards with the paths of their tensors:
 
     model.pt         the entry "model"; None in the places of tensors in shards
@@ -14,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,21 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpiddp.checkpoints.files import DAMAGE, SUFFIX, read_saved, read_tensors, unpacked
-from mpiddp.checkpoints.folder import is_checkpoint
-from mpiddp.checkpoints.state import SHARDS, Keys, key_of, mapped, own_part, shown_path, stem_of
-from mpiddp.errors import UserError, cause_of
-
-_DCP_CLASSES = {  # all that the .metadata of DCP consists of
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex "
-        "TensorProperties _MEM_FORMAT_ENCODING StorageMeta"
-    ),
-    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
-    "torch.serialization": "_get_layout",
-    "torch": "Size",
-    "pathlib": "PosixPath PurePosixPath",
-}
+from mpiddp.checkpoints.files import read_saved, read_tensors
+from mpiddp.checkpoints.folder import SHARDS, SUFFIX, stem_of
+from mpiddp.checkpoints.state import Keys, key_of, mapped, own_part, shown_path
+from mpiddp.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -92,7 +77,7 @@ def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
         parts = found.get(key_of(path))
         if not parts:
             raise UserError(f"{shown_path(path)} is in none of its files.")
-        value = _joined(path, parts, leaf)
+        value = joined(path, parts, leaf)
         if layout := layouts.get(key_of(path)):
             return value.contiguous(memory_format=getattr(torch, layout))
         return value
@@ -100,7 +85,7 @@ def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
     return mapped(tree, value_of)
 
 
-def _joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype | None = None) -> Any:
+def joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype | None = None) -> Any:
     """The value of these parts, each with the shape of the whole, its offsets, and its own shape; or None.
 
     `dtype`: of tensors that lie in their files as bytes.
@@ -131,7 +116,7 @@ def read_old(files: Mapping[str, Path], keys: Sequence[str]) -> dict[str, Any]:
 
     def value_of(path: Keys, value: Any) -> Any:
         parts = boxes.get(json.dumps(path)) if value is None else None
-        return _joined(path, parts) if parts else value
+        return joined(path, parts) if parts else value
 
     return {"state": mapped(state, value_of), "ranks": read_saved(files["ranks.pt"])}
 
@@ -146,76 +131,3 @@ def _copy_overlap(source: Tensor, at: Sequence[int], target: Tensor, to: Sequenc
         source = source.narrow(dim, start - first, end - start)
         target = target.narrow(dim, start - second, end - start)
     target.copy_(source)
-
-
-# Of other programs
-
-
-def read_foreign(given: Path) -> dict[str, Any] | None:
-    """The state in a checkpoint of another program; None if it is none. Raises UserError or JobFailed."""
-    try:
-        if (given / ".metadata").is_file():
-            return _read_dcp(given)
-        files = [given] if given.suffix == SUFFIX else sorted(given.glob(f"*{SUFFIX}"))
-        if not files or is_checkpoint(given):
-            return None
-        return {path.stem: read_tensors(path)[0] for path in files}
-    except OSError as error:
-        raise cause_of(error)(f"{error.filename or given}: {error.strerror or error}.") from None
-    except DAMAGE as error:
-        raise UserError(
-            f"{given} is damaged, or no checkpoint of DCP or safetensors: {error}."
-        ) from None
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads the tables of DCP, and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_type or name in _DCP_CLASSES.get(module, "").split():
-            return super().find_class(module, name)
-        raise ValueError(f"its .metadata contains {module}.{name}")
-
-
-def _read_dcp(given: Path) -> dict[str, Any]:
-    try:
-        with (given / ".metadata").open("rb") as file:
-            found = _Unpickler(file).load()
-    except (pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(str(error)) from None
-    parts = defaultdict(list)
-    for index, info in found.storage_data.items():
-        if "/" in info.relative_path:
-            raise ValueError("it names a file outside of it")
-        with (given / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            value = unpacked(file.read(info.length))
-        about, shape = None, getattr(found.state_dict_metadata[index.fqn], "size", None)
-        if shape is not None:
-            offsets = None if value.shape == shape else list(index.offset)
-            about = [list(shape), offsets, list(value.shape)]
-        parts[index.fqn].append((value, about))
-    state: dict[str, Any] = {}
-    for name, each in parts.items():
-        path = tuple((found.planner_data or {}).get(name, (name,)))
-        place: Any = state
-        for key in path[:-1]:
-            place = place.setdefault(key, {})
-        place[path[-1]] = _joined(path, each)
-    return {key: _with_numbers(value) for key, value in state.items()}
-
-
-def _with_numbers(nested: Any) -> Any:
-    """The same with lists, and with the numbers of an optimizer's parameters as keys.
-
-    DCP has keys that are text, and whole numbers for the places in lists.
-    """
-    if type(nested) is not dict:
-        return nested
-    rows = {key: _with_numbers(value) for key, value in nested.items()}
-    if rows and all(type(key) is int for key in rows):
-        return [rows[key] for key in sorted(rows)]
-    if rows and all(str(key).isdigit() for key in rows):
-        return {int(key): value for key, value in rows.items()}
-    return rows

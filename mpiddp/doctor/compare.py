@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from statistics import median, median_low
 from typing import Any
 
-from mpiddp.doctor.job import LEAST_COMPARED, LEAST_SPEED
 from mpiddp.hosts.gpus import Gpu
 from mpiddp.hosts.network import blocked
-from mpiddp.text import all_of, counted, names_by_value, shown, size_text
+from mpiddp.text import all_of, counted, names_by_value, size_text
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
 Found = tuple[str, str, str]  # one of the four words, the fact, and what fixes it ("" for nothing)
@@ -23,8 +21,6 @@ Facts = Mapping[str, Mapping[str, Any]]
 
 LEAST_FILES = 1024  # open files of a rank: it has sockets to all others, and its loader's pipes
 LEAST_SHM = 512e6  # Docker's 64 MB do not hold the batches of a few workers
-LEAST_FREE, LITTLE_FREE = 100e6, 2e9  # bytes of a folder of runs: no checkpoint, few checkpoints
-MOST_SKEW_S = 2.0
 _PUSH = "copy it again: mpiddp hosts push"
 
 
@@ -55,14 +51,6 @@ def differences(what: str, values: Mapping[str, Any]) -> str:
     odd = [f"{value} on {all_of(names)}" for value, names in groups.items() if len(names) < most]
     (usual,) = [value for value, names in groups.items() if len(names) == most]
     return f"{what} is {', '.join(odd)}, {usual} on the other {counted(most, 'host')}"
-
-
-def shells(printed_before: Mapping[str, str]) -> Iterator[Found]:
-    """Whether the shell of each host starts without output, which other programs over ssh cannot bear."""
-    fix = "print only in interactive shells: begin ~/.bashrc there with [[ $- == *i* ]] || return"
-    for name, printed in printed_before.items():
-        if text := printed.strip().partition("\n")[0]:
-            yield WARN, f'the start-up files of the shell on {name} print "{shown(text)}"', fix
 
 
 def names(facts: Facts) -> Iterator[Found]:
@@ -100,16 +88,15 @@ def stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str] = ()) 
 
 
 def gpus(each: Mapping[str, Sequence[Gpu]]) -> Iterator[Found]:
-    """The GPUs of each host: count, model, memory, driver, clocks. The preflight has told what is wrong."""
+    """The GPUs of each host: count, model, driver. The preflight has told what is wrong."""
     if fact := differences("the number of GPUs", {name: len(rows) for name, rows in each.items()}):
         yield FAIL, fact, "see nvidia-smi and dmesg there: a GPU may have fallen off the bus"
     each = {name: found for name, found in each.items() if found}
-    for field in ("name", "memory_total", "driver", "clock"):
-        of_host = {name: {getattr(gpu, field) for gpu in each[name]} for name in each}
-        if field == "memory_total":
-            of_host = {name: {size_text(size or 0) for size in of_host[name]} for name in each}
-        values = {name: all_of(sorted(found)) for name, found in of_host.items()}
-        if fact := differences(f"the {field.replace('_', ' ')} of the GPUs", values):
+    for field in ("name", "driver"):
+        of_host = {
+            name: all_of(sorted({getattr(gpu, field) for gpu in each[name]})) for name in each
+        }
+        if fact := differences(f"the {field} of the GPUs", of_host):
             is_driver = field == "driver"
             yield FAIL if is_driver else WARN, fact, "install the same driver" if is_driver else ""
     for name, found in each.items():
@@ -118,44 +105,29 @@ def gpus(each: Mapping[str, Sequence[Gpu]]) -> Iterator[Found]:
 
 
 def processes(facts: Facts) -> Iterator[Found]:
-    """Limits, cores and shared memory of what ssh starts on each host, as mpirun does."""
-    for kind in ("open files", "locked memory", "processes"):
-        values = {name: found["limits"][kind] for name, found in facts.items()}
-        if kind == "open files":
-            few = {name: count for name, count in values.items() if 0 <= count < LEAST_FILES}
-            for name in few:
-                fix = f"raise nofile to {LEAST_FILES} or more there, for sshd too"
-                yield FAIL, f"a process may open {values.pop(name)} files on {name}", fix
-        texts = {name: "unlimited" if n == -1 else str(n) for name, n in values.items()}
-        if fact := differences(f"the limit of {kind}", texts):
-            yield WARN, fact, "set it alike in /etc/security/limits.conf"
+    """Limits and shared memory of what ssh starts on each host, as mpirun does."""
     for name, found in facts.items():
-        if found["infiniband"] and found["limits"]["locked memory"] != -1:
+        if 0 <= (count := found["open files"]) < LEAST_FILES:
+            fix = f"raise nofile to {LEAST_FILES} or more there, for sshd too"
+            yield FAIL, f"a process may open {count} files on {name}", fix
+        if found["infiniband"] and found["locked memory"] != -1:
             fact = f"locked memory is limited on {name}, which InfiniBand needs"
             yield FAIL, fact, "set memlock to unlimited there, for sshd too"
         if found["shm"] < LEAST_SHM:
             fact = f"/dev/shm holds {size_text(found['shm'])} on {name}"
             yield WARN, fact, "mount -o remount,size=8G /dev/shm there; in Docker: --shm-size 8g"
-    for what in ("cores", "cores for a process"):
-        if fact := differences(f"the number of {what}", {n: f[what] for n, f in facts.items()}):
-            yield WARN, fact, ""
 
 
-def folders(facts: Facts) -> Iterator[Found]:
-    """Whether each folder can be used."""
-    for label in dict.fromkeys(label for found in facts.values() for label in found["folders"]):
-        values = {name: found["folders"][label] for name, found in facts.items()}
-        has = [name for name, each in values.items() if not each["error"]]
-        for name, folder in values.items():
-            path = folder["path"]
-            if folder["error"]:
-                fact = f"the {label} folder {path} cannot be used on {name}: {folder['error']}"
-                others = f"; {all_of(has)} can" if has else ""
-                yield FAIL, fact + others, f"copy or mount it there, or allow it: ls -ld {path}"
-            elif folder["is_written"] and folder["free"] < LITTLE_FREE:
-                fact = f"the {label} folder {path} has {size_text(folder['free'])} left on {name}"
-                status = FAIL if folder["free"] < LEAST_FREE else WARN
-                yield status, fact, f"free space there: df -h {path}"
+def folders(facts: Facts, folders: Sequence[str]) -> Iterator[Found]:
+    """Whether each host can read each folder."""
+    for path in folders:
+        errors = {name: found["folders"][path] for name, found in facts.items()}
+        others = [name for name, error in errors.items() if not error]
+        for name, error in errors.items():
+            if error:
+                fact = f"the folder {path} cannot be used on {name}: {error}"
+                fact += f"; {all_of(others)} can" if others else ""
+                yield FAIL, fact, f"copy or mount it there, or allow it: ls -ld {path}"
 
 
 def files(facts: Facts) -> Iterator[Found]:
@@ -172,42 +144,6 @@ def files(facts: Facts) -> Iterator[Found]:
             yield FAIL, f"{path} is missing or unreadable on {all_of(missing)}", _PUSH
         if fact := differences(path, {name: each for name, each in hashes.items() if each}):
             yield FAIL, fact, _PUSH
-
-
-def clocks(skews: Mapping[str, float]) -> Iterator[Found]:
-    """Whose clock differs from that of most hosts; of two, either may be the wrong one."""
-    usual = median_low(skews.values()) if skews else 0.0
-    for name, skew in skews.items():
-        if abs(skew - usual) > MOST_SKEW_S:
-            side = "ahead of" if skew > usual else "behind"
-            fact = f"the clock of {name} is {abs(skew - usual):.1f} s {side} the others"
-            yield WARN, fact, f"start a time service: ssh {name} sudo timedatectl set-ntp true"
-
-
-def speeds(found: Mapping[str, float]) -> Iterator[Found]:
-    """Which hosts multiply matrices slowly, of the products a second of each rank's device."""
-    usual = median(found.values()) if len(found) >= LEAST_COMPARED else 0.0
-    for name, speed in found.items():
-        if speed < LEAST_SPEED * usual:
-            fact = f"{name} is slow: {100 * speed / usual:.0f} % of the others' speed"
-            yield WARN, fact, f"ssh {name} top"
-
-
-def links(facts: Facts, addresses: Mapping[str, str]) -> Iterator[Found]:
-    """Whether the links of the job's network have the same speed and MTU. `addresses`: of each host there."""
-    own = {
-        name: link
-        for name, address in addresses.items()
-        for link in facts[name]["links"]
-        if link["address"] == address
-    }
-    if not own:
-        yield UNKNOWN, "no host told of its link", ""
-    if fact := differences("the MTU", {name: each["mtu"] for name, each in own.items()}):
-        yield WARN, fact, "ip link set dev INTERFACE mtu N, alike on the hosts and the switch"
-    speeds = {name: each["speed"] for name, each in own.items() if each["speed"]}
-    if fact := differences("the speed of the link", speeds):
-        yield WARN, fact, "see the cable and the switch: ethtool INTERFACE"
 
 
 def reach(

@@ -1,7 +1,7 @@
 """`mpiddp doctor`: what will break on these hosts, before a job does.
 
     mpiddp doctor --hostfile hostfiles/two_nodes
-    mpiddp doctor -H node1,node2 --script train.py --data /data/imagenet --run-dir runs/a
+    mpiddp doctor -H node1,node2 --script train.py --data /data/imagenet
     mpiddp doctor --hostfile hostfiles/two_nodes --quick --json
 
 preflight → facts of each host → all pairs over TCP → a small real job → lines, over one login a host.
@@ -26,32 +26,30 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, as_arguments
-from mpiddp.doctor import compare
+from mpiddp.doctor import compare, there
 from mpiddp.doctor import job as small_job
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
-from mpiddp.doctor.job import HEAVY, LIGHT
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import files, interfaces, network
 from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
-from mpiddp.hosts.remote import ask_hosts, program_that_prints
-from mpiddp.hosts.ssh import Logins
+from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.launch import plan, preflight
+from mpiddp.launch.network import find_network
 from mpiddp.launch.options import add_options, parse_options
-from mpiddp.launch.place import addresses_in, find_network
 from mpiddp.launch.starters import find_starter
 from mpiddp.text import all_of, counted, escaped
 from mpiddp.world import leave_enclosing_job
 
-_FACTS_S, _STACK_S = 40.0, 70.0
+_FACTS_S = 110.0  # of a host whose name server and disks are slow
 _PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel's own choice is among them
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
 _ORDER = (FAIL, WARN, UNKNOWN, OK)
 _NEEDED = ("preflight", "ssh", "versions", "network")  # by the job
 _COMPARED = ("torch", "mpi4py")  # by the preflight
 
-Ask = Callable[..., tuple[dict[Host, Any], dict[Host, str], dict[Host, Answer]]]  # of `ask_hosts`
+Ask = Callable[..., dict[Host, Answer]]  # `ask_hosts` with the Python of the ranks
 
 
 def main(argv: list[str]) -> int:
@@ -72,29 +70,20 @@ def main(argv: list[str]) -> int:
                 ask_hosts, python=str(plan.PYTHON), transport=hosts.transport, logins=logins
             )
             asked = [host for host in hosts.usable if host not in checked.silent]
-            by_host, failures, answers = ask(asked, _facts_program(options, hosts), work_s=_FACTS_S)
-            found = {host.name: each for host, each in by_host.items()}
-            lines += [
-                Line("ssh", FAIL, *_split(why))
-                for host, why in failures.items()
-                if host not in checked.complaints
-            ]
+            folders = _folders(options)
             library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
-            load = partial(_load, ask, [*by_host], library or str(starter.libmpi or ""))
-            known = _COMPARED if checked.infos else ()
-            if found:
-                addresses = _addresses(hosts, checked, launch.interface)
-                lines += _of_facts(found, {host.name: answers[host] for host in by_host})
-                lines += _versions(load(LIGHT), known)
-                lines += _pairs(ask, [*by_host], found, addresses)
-            line, ranks = _run_job(lines, job)
-            if ranks:
-                slow = compare.speeds({name: each["speed"] for name, each in ranks.items()})
-                lines += results("speed", slow, "no rank's device is slower than the others")
-            if found:
-                own = {name: each["stack"] for name, each in ranks.items()}  # torch is loaded
-                lines += _versions(own or load(HEAVY), known)
-            lines.append(line)
+            library = library or str(starter.libmpi or "")
+            program = _facts_program(options, hosts, folders, library)
+            answers = ask(asked, program, work_s=_FACTS_S)
+            for host, answer in answers.items():
+                if answer.why and host not in checked.complaints:
+                    check = "versions" if answer.has_failed_there else "ssh"
+                    lines.append(Line(check, FAIL, *_split(answer.why)))
+            if answered := [host for host, answer in answers.items() if not answer.why]:
+                found = {host.name: answers[host].value for host in answered}
+                lines += _of_facts(found, folders, _COMPARED if checked.infos else ())
+                lines += _pairs(ask, answered, _addresses(hosts, checked, launch.interface))
+            lines.append(_run_job(lines, job))
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
     print(as_json(lines, names, seconds) if options.json else text(lines, len(names), seconds))
@@ -106,7 +95,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = OneSentenceParser(
         prog="mpiddp doctor",
         description="Check the hosts of a job, and all pairs of them: names, ssh, versions, GPUs, limits, "
-        "folders, clocks, the network, and a small real job. Each line is ok, warn, fail or unknown.",
+        "folders, the network, and a small real job. Each line is ok, warn, fail or unknown.",
         epilog="Exit codes: 0 nothing failed, 1 a check failed, 2 it could not run.",
         allow_abbrev=False,
     )
@@ -114,12 +103,6 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--script", metavar="FILE", help="compare this script on all hosts")
     add("--data", metavar="DIR", help="check this folder of data on all hosts")
-    add(
-        "--run-dir",
-        metavar="DIR",
-        default="runs",
-        help="the folder for checkpoints (default: runs)",
-    )
     add("--quick", action="store_true", help="the preflight of a launch alone")
     add("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
@@ -136,75 +119,57 @@ def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
     said = can_start if checked.infos else "no other host was to be asked"
     lines = lines or [Line("preflight", OK, f"{said}, with {mpi}")]
     noted = [(WARN, *_split(note)) for notes in checked.notes.values() for note in notes]
-    each = {host.name: health.gpus for host, health in checked.health.items()}
+    each = {host.name: gpus for host, gpus in checked.gpus.items()}
     said = "the same on every host, unused and without errors"
     said = said if any(each.values()) else "no host has any"
     return lines + results("GPUs", [*noted, *compare.gpus(each)], said)
 
 
-def _facts_program(options: argparse.Namespace, hosts: Hosts) -> str:
-    """It prints what a host says of itself."""
+def _folders(options: argparse.Namespace) -> list[str]:
+    """The folders that every host needs: the working folder, and that of the data."""
     folder = plan.working_folder(os.environ)
-    folders = {"working": folder, "run": str(Path(folder, options.run_dir))}
-    if options.data is not None:
-        folders["data"] = str(Path(folder, options.data))
-    script = options.script or ""
+    return [folder, *([] if options.data is None else [str(Path(folder, options.data))])]
+
+
+def _facts_program(
+    options: argparse.Namespace, hosts: Hosts, folders: Sequence[str], library: str
+) -> str:
+    """It prints what a host says of itself. `library` is that of MPI, "" for the one that mpi4py finds."""
+    script, folder = options.script or "", folders[0]
     if script and not os.path.isfile(Path(folder, script)):  # noqa: PTH113 - it raises nothing
         raise UserError(f"--script {script} not found (looked in {folder}).")
     wanted = {
         "names": [host.name for host in hosts.usable],
         "folders": folders,
         "program": ("script" if script else "", script, folder, files.import_folders()),
+        "library": library,
     }
-    return program_that_prints(preflight.TRAVELLING, f"doctor_facts({wanted!a})")
+    return program_that_prints((interfaces, files, there), f"facts({wanted!a})")
 
 
-def _of_facts(found: compare.Facts, answers: Mapping[str, Answer]) -> list[Line]:
-    shells = compare.shells({name: each.printed_before for name, each in answers.items()})
-    clocks = compare.clocks(
-        {name: found[name]["clock"] - each.at for name, each in answers.items()}
-    )
-    return [
-        *results("ssh", shells, "every host runs python3 from a shell that is not interactive"),
-        *results("names", compare.names(found), "every host resolves every name to the same host"),
-        *results("files", compare.files(found), "no file of a script differs"),
-        *results("folders", compare.folders(found), "present, readable and with space"),
-        *results("clock", clocks, f"all within {compare.MOST_SKEW_S:g} s"),
-        *results("limits", compare.processes(found), "cores, ulimit and /dev/shm suffice"),
-    ]
-
-
-def _load(
-    ask: Ask, hosts: Sequence[Host], library: str, packages: tuple[str, ...]
-) -> dict[str, dict[str, str]]:
-    """What the interpreter of the ranks loads of these packages on each host, see `small_job.stack`.
-
-    `library` is that of MPI, "" for the one that mpi4py finds.
-    """
-    program = program_that_prints((small_job,), f"stack({packages!r}, {library!r})")
-    found, failures, _ = ask(hosts, program, work_s=_STACK_S)
-    broken = {host: dict.fromkeys(packages, f"broken: {why}") for host, why in failures.items()}
-    return {host.name: each for host, each in (found | broken).items()}
-
-
-def _versions(stacks: Mapping[str, Mapping[str, str]], known: Sequence[str]) -> list[Line]:
-    """Whether all hosts load the same. The preflight has compared those of `known`."""
+def _of_facts(found: compare.Facts, folders: Sequence[str], known: Sequence[str]) -> list[Line]:
+    """What is wrong on a host, and what differs. The preflight has compared the versions of `known`."""
+    stacks = {name: each["stack"] for name, each in found.items()}
     same = {f"{what} {value}" for each in stacks.values() for what, value in each.items()}
     same = {each for each in same if each.startswith(("python ", "torch ", "mpi4py "))}
-    ok_text = f"the same on every host: {', '.join(sorted(same))}"
-    return results("versions", compare.stacks(stacks, known), ok_text)
+    alike = f"the same on every host: {', '.join(sorted(same))}"
+    return [
+        *results("names", compare.names(found), "every host resolves every name to the same host"),
+        *results("files", compare.files(found), "no file of a script differs"),
+        *results("folders", compare.folders(found, folders), "every host can read them"),
+        *results("limits", compare.processes(found), "ulimit and /dev/shm suffice"),
+        *results("versions", compare.stacks(stacks, known), alike),
+    ]
 
 
 def _addresses(hosts: Hosts, checked: preflight.Checked, requested: str | None) -> dict[str, str]:
     """The address of each host on the job's network, or else that to which ssh connects."""
-    network = find_network(hosts, checked.infos.values(), requested, dry_run=True)
+    network = find_network(hosts, checked.infos, requested, dry_run=True)
     by_ssh = {host.name: info.address for host, info in checked.infos.items() if info.address}
-    return by_ssh | addresses_in(network, hosts, checked.infos)
+    return {**by_ssh, **network.addresses}
 
 
-def _pairs(
-    ask: Ask, hosts: Sequence[Host], found: compare.Facts, addresses: Mapping[str, str]
-) -> list[Line]:
+def _pairs(ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str]) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
     if len(hosts) < 2:
         return []
@@ -213,23 +178,20 @@ def _pairs(
     for port in random.sample(_PORTS, _MOST_PORTS):
         program = program_that_prints((interfaces, network), f"meet({known!a}, {port})")
         work_s = 2 * network.longest_s(len(known))
-        answers, *_ = ask([each for each in hosts if each.name in known], program, work_s=work_s)
-        if None not in answers.values():  # the port is free on all hosts
-            reached = {host.name: each for host, each in answers.items()}
+        answers = ask([each for each in hosts if each.name in known], program, work_s=work_s)
+        met = {host.name: each.value for host, each in answers.items() if not each.why}
+        if None not in met.values():  # the port is free on all hosts
+            reached = met
             break
     count = sum(map(len, reached.values()))
-    links, pairs = compare.links(found, known), compare.reach(reached, known, port)
-    return [
-        *results("network", links, "the links have the same speed and MTU"),
-        *results("network", pairs, f"all {count} directions open"),
-    ]
+    return results("network", compare.reach(reached, known, port), f"all {count} directions open")
 
 
-def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str, dict[str, Any]]]:
-    """Run the job, if nothing that it needs has failed: its line, and what its rank on each host says."""
+def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
+    """Run the job, if nothing that it needs has failed."""
     if failed := [line.check for line in lines if line.check in _NEEDED and line.status == FAIL]:
         why = f"not run: it needs what has failed ({all_of(list(dict.fromkeys(failed)))})"
-        return Line("job", UNKNOWN, why), {}
+        return Line("job", UNKNOWN, why)
     fix = shlex.join(["mpiddp", "launch", *job])
     try:
         done = subprocess.run(
@@ -241,18 +203,18 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> tuple[Line, dict[str,
             timeout=_JOB_S,
         )
     except subprocess.TimeoutExpired:
-        return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix), {}
+        return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix)
     _, proof, found = done.stdout.rpartition(small_job.PROOF)
     if done.returncode != DONE or not proof:
         said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
         last = (said or done.stderr.splitlines() or ["no output"])[-1].removeprefix("mpiddp: ")
-        return Line("job", FAIL, f"exit code {done.returncode}: {last}", fix), {}
-    ranks = {rank["hostname"]: rank for rank in json.loads(found.splitlines()[0])}
-    if wrong := [name for name, rank in ranks.items() if rank["wrong"]]:
-        return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", fix), ranks
-    slowest = max(rank["seconds"] for rank in ranks.values())
+        return Line("job", FAIL, f"exit code {done.returncode}: {last}", fix)
+    ranks = json.loads(found.splitlines()[0])
+    if wrong := [rank["hostname"] for rank in ranks if rank["wrong"]]:
+        return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", fix)
+    slowest = max(rank["seconds"] for rank in ranks)
     fact = f"an all-reduce of 16 MB is right on {counted(len(ranks), 'host')}, {slowest:.2f} s"
-    return Line("job", OK, fact), ranks
+    return Line("job", OK, fact)
 
 
 def text(lines: Sequence[Line], hosts: int, seconds: float) -> str:

@@ -102,7 +102,6 @@ class Plan:
 
     fault: its name in the table. last: the step after which the script ends; 0 for where it ends by itself.
     in_files: ignore saves into memory; only a file can be torn.
-    ahead: the batches that the script has got when it first calls its model.
     """
 
     fault: str = UNDISTURBED.name
@@ -110,7 +109,6 @@ class Plan:
     step: int = 0
     last: int = 0
     in_files: bool = False
-    ahead: int = 1
 
     @property
     def row(self) -> Fault:

@@ -26,10 +26,7 @@ from mpiddp.errors import DONE, FAILED, UserError, named_by, print_error
 from mpiddp.launch.options import LaunchOptions, option_parser
 from mpiddp.text import align_columns, counted
 
-_HEAD = (
-    *("fault", "result", "samples repeated", "samples skipped", "checkpoint lost"),
-    *("weights equal", "leftover processes"),
-)
+_HEAD = ("fault", "result", "steps lost", "checkpoint lost", "weights equal", "leftover processes")
 _VERDICTS = {None: "-", True: "pass", False: "FAIL"}
 _YES_OR_NO = {None: "-", True: "yes", False: "no"}
 
@@ -102,11 +99,10 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _row(result: Result) -> tuple[str, ...]:
-    samples = (result.samples_repeated, result.samples_skipped)
     return (
         result.fault,
         _VERDICTS[result.passed],
-        *("-" if number is None else str(number) for number in samples),
+        "-" if result.steps_lost is None else str(result.steps_lost),
         _YES_OR_NO[result.checkpoint_lost],
         _YES_OR_NO[result.weights_equal],
         str(result.leftover_processes),

@@ -57,11 +57,10 @@ class _Observer:
     def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
         self.folder, self.rank, self.plan = folder, rank, plan
         self.fault = PlannedFault(plan, folder, rank)
-        # Those that the model has not seen: the loader, and the numbers of the samples.
-        self.batches: list[tuple[object, list[int]]] = []
+        # The samples of the newest batch, until the model is called. A script may get batches to skip them.
+        # If it gets them ahead, the newest is another one in all runs alike, and still tells orders apart.
+        self.batch: list[int] = []
         self._samples: list[int] = []  # of this step
-        self._ahead = 0  # batches that the script has before it calls its model
-        self._is_resumed = any(folder.glob(f"rank_{rank}_*.jsonl"))
         self.step = 0  # of the run: that of the resume until the first one of this process
         self._optimizer: Optimizer | None = None  # the first one that makes a step
         self._model: nn.Module | None = None  # the first that is called
@@ -71,17 +70,13 @@ class _Observer:
         self._file = file_of(folder, rank, time.time_ns()).open("w", buffering=1, encoding="utf-8")
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
-        """Remember the outermost module of the first forward pass. Each call of it takes a batch."""
+        """Remember the outermost module of the first forward pass. A call of it takes the newest batch."""
         if self._model is None:
             self._model = module
             self._first_buffers = _digest(list(module.buffers()))
-        if module is not self._model or not torch.is_grad_enabled() or not self.batches:
-            return
-        if not self._ahead:
-            self._ahead = len(self.batches)
-            if self._is_resumed:  # a script may skip the batches of before by getting them
-                del self.batches[: -self.plan.ahead]
-        self._samples += self.batches.pop(0)[1]
+        if module is self._model and torch.is_grad_enabled():
+            self._samples += self.batch
+            self.batch = []
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._optimizer is not None:
@@ -94,7 +89,6 @@ class _Observer:
         self._write(
             kind="first",
             **state,
-            ahead=self._ahead,
             # A model may be divided or wrapped so that it has other parameters; then none is known.
             is_of_model=not of_model or any(id(each) in of_model for each in parameters),
         )
@@ -105,10 +99,8 @@ class _Observer:
             return
         self.step += 1
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if not self._samples:  # the model that is called is not the first that was
-            self._samples = [number for _, numbers in self.batches for number in numbers]
-            self.batches.clear()
-        samples, self._samples = self._samples, []
+        samples = self._samples or self.batch  # another model than the first one may be called
+        self._samples, self.batch = [], []
         self._write(kind="step", rates=rates, samples=samples, **self._state(optimizer))
         self.fault.after_step(self.step)
         if self.plan.last and self.step >= self.plan.last:
@@ -203,21 +195,15 @@ def _watch_batches(observer: _Observer) -> None:
     from torch.utils.data import dataloader
 
     Loader: Any = dataloader._BaseDataLoaderIter
-    draw, deliver = Loader._next_index, Loader.__next__
+    reset, draw, deliver = Loader._reset, Loader._next_index, Loader.__next__
 
-    def beginning(call: Callable[..., None]) -> Callable[..., None]:
-        """An epoch begins. What a `break` has left of the one before is never delivered, or never used."""
-
-        def begin(self: Any, loader: object, *args: Any, **kwargs: Any) -> None:
-            self.__dict__.update(_drill_drawn=[], _drill_loader=loader)
-            observer.batches[:] = [each for each in observer.batches if each[0] is not loader]
-            call(self, loader, *args, **kwargs)
-
-        return begin
+    def reset_drawn(self: Any, *args: Any, **kwargs: Any) -> None:
+        self._drill_drawn = []  # what a `break` has left of the epoch before is never delivered
+        reset(self, *args, **kwargs)
 
     def next_index(self: Any) -> Any:
         drawn = draw(self)
-        self._drill_drawn.append(drawn)
+        self.__dict__.setdefault("_drill_drawn", []).append(drawn)
         return drawn
 
     def deliver_next(self: Any) -> Any:
@@ -225,9 +211,7 @@ def _watch_batches(observer: _Observer) -> None:
         numbers = self._drill_drawn.pop(0) if self._drill_drawn else []
         if torch.is_grad_enabled():
             many = numbers if isinstance(numbers, (list, tuple)) else [numbers]
-            whole = [int(each) for each in many if each is not None]
-            observer.batches.append((self._drill_loader, whole))
+            observer.batch = [int(each) for each in many if each is not None]
         return batch
 
-    Loader.__init__, Loader._reset = beginning(Loader.__init__), beginning(Loader._reset)
-    Loader._next_index, Loader.__next__ = next_index, deliver_next
+    Loader._reset, Loader._next_index, Loader.__next__ = reset_drawn, next_index, deliver_next

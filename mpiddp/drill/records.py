@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,17 +79,6 @@ class Recording:
     def reached(self) -> int:
         """The steps of rank 0's first attempt."""
         return len(self.ranks[0].attempts[0].steps)
-
-    @property
-    def ahead(self) -> int:
-        """The batches that rank 0 had when it first called its model."""
-        first = self.ranks[0].attempts[0].first
-        return first["ahead"] if first else 1
-
-    def samples(self) -> Counter[int]:
-        """How often each sample was in the steps that count."""
-        steps = (step for rank in self.ranks for step in rank.steps[1:])
-        return Counter(number for step in steps for number in step["samples"])
 
 
 def file_of(folder: Path, rank: int, started_ns: int) -> Path:

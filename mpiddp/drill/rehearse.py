@@ -79,17 +79,17 @@ class Drill:
 
     def _plan(self, fault: Fault, undisturbed: Recording) -> Plan:
         """When the fault hits: after the first save, if the undisturbed run has saved, and before its end."""
-        saved, length, ahead = undisturbed.saved_steps, undisturbed.length, undisturbed.ahead
+        saved, length = undisturbed.saved_steps, undisturbed.length
         second = saved[min(1, len(saved) - 1)] if saved else 0
         if fault.is_of_save:
-            return Plan(fault.name, 0, second, self.last, undisturbed.saves_files, ahead)
+            return Plan(fault.name, 0, second, self.last, undisturbed.saves_files)
         rng = self._random(fault)
         rank = rng.randrange(self.command.ranks - fault.fewer_ranks_first)
         # After the second save there is an older one too, to which a damaged newest one can give way. In the
         # later half a run has finished epochs.
         early = max(length // 2, second + 1)
         step = rng.randint(min(early, length - 1), max(1, length - 1))
-        return Plan(fault.name, rank, max(1, step), self.last, ahead=ahead)
+        return Plan(fault.name, rank, max(1, step), self.last)
 
     def _random(self, fault: Fault) -> random.Random:
         return random.Random(f"{self.seed} {fault.name}")

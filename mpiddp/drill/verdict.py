@@ -20,7 +20,10 @@ _DAMAGED = re.compile(
     r"PytorchStreamReader|failed finding central directory|EOFError|UnpicklingError: (pickle|invalid)|"
     r"unexpected EOF|is truncated|zip archive"
 )
-_ERROR = re.compile(r"^(?:\[rank \d+[^\]]*\] )?((?:[\w.]+\.)?\w*(?:Error|Exception): .*)", re.M)
+# Behind the launcher's prefix, and torch's own: "[rank 1 node1] [rank1]: RuntimeError: …".
+_ERROR = re.compile(
+    r"^(?:\[rank \d+[^\]]*\] )?(?:\[rank\d+\]: )?((?:[\w.]+\.)?\w*(?:Error|Exception): .*)", re.M
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PHRASE_LENGTH = 160
 
@@ -40,8 +43,6 @@ class Result:
     codes: tuple[int | None, ...] = ()
     differs_from: int | None = None
     steps_lost: int | None = None
-    samples_repeated: int | None = None
-    samples_skipped: int | None = None
     checkpoint_lost: bool | None = None
     weights_equal: bool | None = None
     leftover_processes: int = 0
@@ -55,6 +56,11 @@ class _Case:
     before: Recording
     after: Recording
     ended: list[Ended]  # the first command, and the resume
+
+    @property
+    def at(self) -> int | None:
+        """The step from which rank 0 resumed last."""
+        return self.after.ranks[0].last_resume
 
     @property
     def differs_from(self) -> int | None:
@@ -80,20 +86,15 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
     if not disturbed.injected:
         why = "the script ended before" if last.code == DONE else last_error(last)
         return Result(fault.name, None, f"did not occur: {why}", disturbed.codes)
-    before, after = undisturbed.recording, disturbed.recording
-    case = _Case(fault, before, after, disturbed.ended)
-    cause = next(_causes(case), "")
-    at, saved = after.ranks[0].last_resume, after.saved_before_fault
-    repeated, skipped = after.samples() - before.samples(), before.samples() - after.samples()
+    case = _Case(fault, undisturbed.recording, disturbed.recording, disturbed.ended)
+    cause, at, saved = next(_causes(case), ""), case.at, case.after.saved_before_fault
     return Result(
         fault.name,
         not cause,
         cause,
         disturbed.codes,
         differs_from=case.differs_from,
-        steps_lost=None if at is None else after.reached - at,
-        samples_repeated=repeated.total() if case.is_comparable else None,
-        samples_skipped=skipped.total() if case.is_comparable else None,
+        steps_lost=None if at is None else case.after.reached - at,
         checkpoint_lost=None if at is None or not saved else at < max(saved),
         weights_equal=case.weights_equal,
         leftover_processes=disturbed.leftover,
@@ -160,7 +161,7 @@ def _habits(case: _Case) -> Iterator[str]:
 def _resume(case: _Case) -> Iterator[str]:
     """What is wrong with the resume as a whole."""
     fault, before, after, last = case.fault, case.before, case.after, case.ended[-1]
-    at, saved = after.ranks[0].last_resume, after.saved_before_fault
+    at, saved = case.at, after.saved_before_fault
     # A script whose first weights are others each time resumes from no known step, also if it begins anew.
     failed = at is None and last.code != DONE
     if not before.saves and not at and not failed:

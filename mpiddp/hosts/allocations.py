@@ -9,6 +9,7 @@ variables of each scheduler, with their sources.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts.hostfile import Host, Hosts, granted_hosts, read_hostfile
+from mpiddp.hosts.gpus import tool_output
+from mpiddp.hosts.hostfile import Host, Hosts, parse_hostfile, read_hostfile
 from mpiddp.hosts.names import MAX_HOSTS, expand_nodelist
 from mpiddp.hosts.transport import BLAUNCH, QRSH, SSH, SSH_IN_PBS, Transport
 from mpiddp.text import parse_whole, shown
@@ -28,10 +30,11 @@ MPIJOB_HOSTFILES = (
     *("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"),
     "PRTE_MCA_prte_default_hostfile",
 )
-# Variables with a number of hosts that are not listed, who sets them, and what to do instead.
+# Variables with a number of hosts whose names are not read, who sets them, and what to do instead.
 UNLISTED = {
     "PET_NNODES": ("a PyTorchJob or TrainJob", "Start the script with torchrun, or use an MPIJob."),
     "AWS_BATCH_JOB_NUM_NODES": ("AWS Batch", "Start the script with torchrun on each node."),
+    "SKYPILOT_NUM_NODES": ("SkyPilot", 'On node 0, write: echo "$SKYPILOT_NODE_IPS" > hosts.'),
 }
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
 _FLUX_S = 20.0  # for an answer
@@ -81,15 +84,11 @@ def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
             raise ValueError(f"{variable}={shown(env[variable])} is not a number of GPUs")
         sums.append(sum(map(int, numbers)))
     on_node, per_node, total = sums
-    is_even = not on_node or per_node or total in (0, on_node * len(names))
-    if is_even:
-        return [on_node or per_node or 1] * len(names)
-    if len(names) != 2 or on_node >= total:
+    if on_node and not per_node and total not in (0, on_node * len(names)):
         raise ValueError(
             f"SLURM_GPUS={total} does not tell which of {len(names)} hosts has how many"
         )
-    other = total - on_node
-    return [other, on_node] if env.get("SLURMD_NODENAME") == names[1] else [on_node, other]
+    return [on_node or per_node or 1] * len(names)
 
 
 def pbs(env: Mapping[str, str]) -> Hosts | None:
@@ -107,8 +106,8 @@ def lsf(env: Mapping[str, str]) -> Hosts | None:
         return _of_file(env, "LSB_DJOB_HOSTFILE", source, "LSB_JOBID")
     words = env[name].split()
     pairs = zip_longest(words[::2], words[1::2], fillvalue="")
-    rows = [[host, f"slots={count}"] for host, count in pairs]
-    return replace(granted_hosts(rows, name), source=source)
+    lines = "\n".join(f"{host} slots={count}" for host, count in pairs)
+    return _granted(parse_hostfile(os.fsencode(lines), name, may_repeat=True), source)
 
 
 def grid_engine(env: Mapping[str, str]) -> Hosts | None:
@@ -120,24 +119,18 @@ def grid_engine(env: Mapping[str, str]) -> Hosts | None:
 
 def flux(env: Mapping[str, str]) -> Hosts | None:
     """Flux: the `flux` program knows the hosts of the instance that FLUX_URI names."""
-    program = "flux getattr hostlist"
+    arguments = ("getattr", "hostlist")
+    answer = tool_output("flux", arguments, env.get("PATH"), _FLUX_S, env, subprocess.STDOUT)
+    last = "no answer" if answer is None else answer.strip().rpartition("\n")[2]
     try:
-        answer = subprocess.run(
-            program.split(),
-            env={**env},
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_FLUX_S,
-            check=True,
-        )
-        names = expand_nodelist(answer.stdout.strip())
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        reason = shown(str(getattr(error, "stderr", None) or error).strip().rpartition("\n")[2])
-        raise UserError(f"FLUX_URI is set, but {program} fails: {reason}. {NAME_THEM}") from None
+        names = expand_nodelist(last)
+    except ValueError:
+        reason = shown(last) or "it is not on PATH, or prints nothing"
+        raise UserError(
+            f"FLUX_URI is set, but flux getattr hostlist fails: {reason}. {NAME_THEM}"
+        ) from None
     # An instance may have several brokers on a host.
-    rows = [[name] for name in dict.fromkeys(names)]
-    return replace(granted_hosts(rows, program), source="the Flux instance")
+    return Hosts("the Flux instance", tuple(map(Host, dict.fromkeys(names))))
 
 
 def mpijob(env: Mapping[str, str]) -> Hosts | None:
@@ -151,28 +144,13 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
     return _of_file(env, name, f"the hostfile of {name}", "K_MPI_JOB_ROLE")
 
 
-def skypilot(env: Mapping[str, str]) -> Hosts | None:
-    """SkyPilot: SKYPILOT_NODE_IPS has a line for each host. The task's commands run on every host."""
-    name = "SKYPILOT_NODE_IPS"
-    hosts = granted_hosts([[address] for address in env[name].split()], name)
-    if len(hosts.hosts) > 1 and env.get("SKYPILOT_NODE_RANK", "0") != "0":
-        raise UserError(
-            f"this is node {shown(env['SKYPILOT_NODE_RANK'])} of a SkyPilot task, and mpiddp launch on "
-            'node 0 starts the ranks of all nodes. Write: if [ "$SKYPILOT_NODE_RANK" = 0 ]; then mpiddp '
-            "launch …; fi"
-        )
-    gpus = env.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
-    slots = int(gpus) if re.fullmatch("[1-9][0-9]{0,2}", gpus) else None
-    return Hosts("the SkyPilot task", tuple(replace(host, slots=slots) for host in hosts.hosts))
-
-
 def unlisted(env: Mapping[str, str]) -> None:
-    """Refuse a job of several hosts, whose names no variable has."""
+    """Refuse a job of several hosts whose names are not read."""
     for count, (name, instead) in UNLISTED.items():
         if env.get(count, "").strip() not in ("", "1"):
             raise UserError(
                 f"{count}={shown(env[count])}: {name} has started this process on one of several hosts, "
-                f"and does not list them. {instead} {NAME_THEM}"
+                f"whose names mpiddp does not read. {instead} {NAME_THEM}"
             )
 
 
@@ -182,8 +160,11 @@ def _job(env: Mapping[str, str], scheduler: str, id: str) -> str:
 
 def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Hosts:
     """The hosts in the file that the variable `name` names. `source` is the job, for messages."""
-    found = read_hostfile(_needed(env, name, proof))
-    # Without the positions in a file that the user has not written.
+    return _granted(read_hostfile(_needed(env, name, proof)), source)
+
+
+def _granted(found: Hosts, source: str) -> Hosts:
+    """The hosts without the positions in a file that the user has not written."""
     return Hosts(source, tuple(replace(host, line=None) for host in found.hosts))
 
 
@@ -212,12 +193,11 @@ class Scheduler(NamedTuple):
         return any(env.get(name) for name in self.proof)
 
 
-# The first row that has other hosts counts. Flux and SkyPilot start their jobs inside those of other
-# schedulers; a variable of an MPIJob may also be the user's own setting inside a job of Slurm.
+# The first row that has other hosts counts. Flux starts its jobs inside those of other schedulers; a variable
+# of an MPIJob may also be the user's own setting inside a job of Slurm.
 # KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
 SCHEDULERS = (
     Scheduler("Flux", ("FLUX_URI",), flux, followed_by=("", "flux")),
-    Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS",), skypilot),
     Scheduler("Slurm", ("SLURM_JOB_ID",), slurm, starter="srun", followed_by=("slurm", "slurm")),
     Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, SSH_IN_PBS, followed_by=("tm", "pbs")),
     Scheduler(
@@ -235,7 +215,7 @@ SCHEDULERS = (
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler("Kubeflow or AWS Batch", tuple(UNLISTED), unlisted),
+    Scheduler("Kubeflow, AWS Batch or SkyPilot", tuple(UNLISTED), unlisted),
 )
 
 

@@ -1,12 +1,16 @@
-"""Why a host has given no answer: a sentence with the command that fixes it, by what ssh itself says."""
+"""What a host answers, or a sentence with the command that fixes it, by what ssh itself says."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
-from dataclasses import dataclass, field
-from functools import cache
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
@@ -14,7 +18,7 @@ from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import shown
 
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
-INSTALL = "Install it there."  # a Python
+_OR_PUSH = "or copy them there: mpiddp hosts push"
 _CONFIG_S = 5.0
 
 # What ssh prints where a jump host (ProxyJump) fails: the reason, then that the host said nothing. Where only
@@ -59,32 +63,52 @@ _COMPLAINTS = {
 class Answer:
     """The output of a program on a host."""
 
+    host: Host
+    python: str  # a path or a name
+    transport: Transport
     exit_code: int | None  # None: not in time; NO_PROGRAM: there is no such Python; 255: ssh failed
     stdout: str
     stderr: str
     has_begun: bool = True  # the login succeeded
     printed_before: str = ""  # by the start-up files of the shell there
-    at: float = field(default=0.0, compare=False)  # when the program had ended, since 1970
 
     @property
     def has_failed_there(self) -> bool:
         """Whether the login succeeded and the program did not: it is missing, too old, or does not start."""
         return self.has_begun and self.exit_code not in (None, 255)
 
+    @property
+    def value(self) -> Any:
+        """The JSON that it has printed, None for none."""
+        return self._printed[0] if self._printed else None
 
-def no_answer(
-    host: Host, python: str, answer: Answer, transport: Transport = SSH, fix: str = INSTALL
-) -> str:
-    """The sentence for a program that has not answered. `fix` is that for a host without this Python."""
+    @cached_property
+    def why(self) -> str:
+        """A sentence about why it has printed no JSON, "" if it has."""
+        return "" if self._printed else _no_answer(self)
+
+    @cached_property
+    def _printed(self) -> list[Any]:
+        for line in self.stdout.splitlines()[::-1] if self.exit_code == 0 else ():
+            with suppress(ValueError):  # a shell of the host may print lines around it
+                return [json.loads(line)]
+        return []
+
+
+def _no_answer(answer: Answer) -> str:
+    host, python, transport = answer.host, answer.python, answer.transport
+    is_ours = os.sep in python  # else it is any Python
     if answer.exit_code == NO_PROGRAM:
-        return f"{host.name}: {python} is missing. {fix}"
+        fix = f"Install it, and Python in {sys.base_prefix}, at the same path on every host, {_OR_PUSH}"
+        return f"{host.name}: {python} is missing. {fix if is_ours else 'Install it there.'}"
     if answer.has_begun and answer.exit_code is None:
         hint = f"The host is gone, or a file server does not answer. Try: {ssh_line(host)} df"
         return f"{host.name}: {python} has started there, and does not end in time. {hint}"
     errors, limit_s = answer.stderr.strip().splitlines(), transport.login_s
     if answer.has_failed_there:
         last = [f"exit code {answer.exit_code}", *errors][-1]
-        return f"{host.name}: {python} does not run there: {last.rstrip('.')}."
+        fix = " Install the same Python there as here." if is_ours else ""
+        return f"{host.name}: {python} does not run there: {last.rstrip('.')}.{fix}"
     no_end = f"no answer in {limit_s:g} s"
     if not transport.is_ssh:
         reason = ["no output" if answer.exit_code else no_end, *errors][-1].rstrip(".")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
-from mpiddp.hosts.gpu_health import Health, Holder, read_health
-from mpiddp.hosts.gpus import Gpu, chosen_gpus, hides_all_gpus
+from mpiddp.hosts.gpu_health import read_health
+from mpiddp.hosts.gpus import Gpu, Holder, chosen_gpus, hides_all_gpus
 from mpiddp.text import counted, duration, escaped, listed, size_text
 
 _LEAST = 128 << 20  # bytes; a server of MPS holds less
@@ -37,41 +37,41 @@ def wrong_here(env: Mapping[str, str], *, timeout_s: float = 10.0) -> list[str]:
     host = socket.gethostname()
     if hides_all_gpus(env):
         return []
-    health = read_health(env.get("PATH"), timeout_s=timeout_s)
-    if health is None:
+    gpus = read_health(env.get("PATH"), timeout_s=timeout_s)
+    if gpus is None:
         return [f"{host}: nvidia-smi does not answer in {timeout_s:g} s."]
-    return [*faults(host, health, chosen_gpus(health.gpus, env))]
+    return [*faults(host, gpus, chosen_gpus(gpus, env))]
 
 
-def faults(host: str, health: Health, chosen: Sequence[int | None]) -> Iterator[str]:
+def faults(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iterator[str]:
     """A sentence for each fault of the chosen GPUs of a host."""
-    for number, gpu in _those(health, chosen):
-        of_gpu = {each.number: each for each in health.xids if gpu.address[:-2] == each.address}
+    for number, gpu in _those(gpus, chosen):
+        latest = {each.number: each.ago_s for each in sorted(gpu.xids, key=lambda xid: -xid.ago_s)}
         if gpu.is_lost:
             yield f"{host}: its driver does not reach the GPU at {gpu.address}. Restart the host."
         if gpu.errors:
             errors = counted(gpu.errors, "uncorrected memory error")
             reset = f"Reset it there: nvidia-smi -r -i {number}"
             yield f"{host}: GPU {number} has {errors} (ECC). {reset}."
-        for xid in (of_gpu[each] for each in _XIDS if each in of_gpu):
-            fact = f"reported Xid {xid.number} ({_XIDS[xid.number]}) {duration(xid.ago_s)} ago"
+        for xid in (each for each in _XIDS if each in latest):
+            fact = f"reported Xid {xid} ({_XIDS[xid]}) {duration(latest[xid])} ago"
             yield f"{host}: GPU {number} {fact}. Restart the host."
 
 
-def notes(host: str, health: Health, chosen: Sequence[int | None], ssh: str = "") -> Iterator[str]:
+def notes(
+    host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str = ""
+) -> Iterator[str]:
     """A sentence for each chosen GPU that others use, or that is slowed down. `ssh`: the login there."""
-    for number, gpu in _those(health, chosen):
-        yield from _held(host, number, gpu, health.holders, ssh)
-    for number, gpu in _those(health, chosen):
+    for number, gpu in _those(gpus, chosen):
+        yield from _held(host, number, gpu, ssh)
         if gpu.slowed:
             heat = "" if gpu.temperature is None else f" at {gpu.temperature} °C"
             yield f"{host}: GPU {number} is slowed down{heat}: {gpu.slowed}."
 
 
-def _held(host: str, number: int, gpu: Gpu, holders: Sequence[Holder], ssh: str) -> Iterator[str]:
+def _held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:
     """A sentence for the memory of a GPU that processes hold."""
-    of_gpu = [each for each in holders if each.gpu == gpu.uuid]
-    large = [each for each in of_gpu if each.memory is None or each.memory >= _LEAST]
+    large = [each for each in gpu.holders if each.memory is None or each.memory >= _LEAST]
     others = [each for each in large if each.user]
     for each in (each for each in others if each.is_left):
         fact = f"{_named(each)} of an earlier job still holds {_memory(each)} of GPU {number}"
@@ -79,15 +79,15 @@ def _held(host: str, number: int, gpu: Gpu, holders: Sequence[Holder], ssh: str)
     if running := [each for each in others if not each.is_left]:
         named = listed([f"{_named(each)} holds {_memory(each)}" for each in running], most=4)
         yield f"{host}: GPU {number} is in use: {named}."
-    sizes = [each.memory for each in of_gpu if each.user]
+    sizes = [each.memory for each in gpu.holders if each.user]
     unseen = (gpu.memory or 0) - sum(size or 0 for size in sizes)
     if None not in sizes and unseen > _LEAST_SHARE * (gpu.memory_total or 0):
         by = "processes that are not listed (a desktop's, another container's)"
         yield f"{host}: GPU {number} is in use: {by} hold {size_text(unseen)}."
 
 
-def _those(health: Health, chosen: Sequence[int | None]) -> list[tuple[int, Gpu]]:
-    return [(at, gpu) for at, gpu in enumerate(health.gpus) if at in chosen]
+def _those(gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> list[tuple[int, Gpu]]:
+    return [(at, gpu) for at, gpu in enumerate(gpus) if at in chosen]
 
 
 def _named(holder: Holder) -> str:

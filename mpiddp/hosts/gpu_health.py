@@ -8,12 +8,11 @@ from __future__ import annotations
 import pwd
 import re
 import time
-from collections.abc import Sequence
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, read_gpus, tool_output
+from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, Holder, Xid, read_gpus, tool_output
 
 MORE_S = 3.0  # for who uses the GPUs, and for each log of the kernel
 SINCE_S = 3600  # of these logs
@@ -29,59 +28,27 @@ _LOGS = (
 _XID = re.compile(r"(?m)^\[ *(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9A-Fa-f:]{10,13})[^)]*\): (\d+)")
 
 
-class Holder(NamedTuple):
-    """A process that holds memory of a GPU."""
-
-    gpu: str  # its UUID
-    pid: int
-    memory: int | None  # bytes
-    user: str  # "" where this host does not show the process, as that of another container
-    command: str
-    job: str  # of mpiddp, "" for none: the value of MPIDDP_JOB
-    is_left: bool  # that job has no agent on this host any more
-
-
-class Xid(NamedTuple):
-    """An error of a GPU in the kernel's log."""
-
-    address: str  # of PCI, without the function: "0000:44:00"
-    number: int
-    ago_s: float
-
-
-class Health(NamedTuple):
-    """The GPUs of a host, and what else it tells of them."""
-
-    gpus: Sequence[Gpu] = ()
-    holders: Sequence[Holder] = ()
-    xids: Sequence[Xid] = ()
-
-    @classmethod
-    def of_json(cls, rows: Sequence[Sequence[Sequence[Any]]]) -> Health:
-        """What a host has sent as JSON."""
-        gpus, holders, xids = rows
-        return cls(
-            [Gpu(*each) for each in gpus],
-            [Holder(*each) for each in holders],
-            [Xid(*each) for each in xids],
-        )
-
-
-def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> Health | None:
-    """What this host tells of its GPUs; None if a tool does not answer."""
+def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] | None:
+    """The GPUs of this host with all that it tells of them; None if a tool does not answer."""
     gpus = read_gpus(path, timeout_s=timeout_s)
-    if gpus is None or not any(gpu.uuid for gpu in gpus):  # nvidia-smi alone tells more
-        return None if gpus is None else Health(gpus)
+    if not gpus or not any(gpu.uuid for gpu in gpus):  # nvidia-smi alone tells more
+        return gpus
     users = tool_output("nvidia-smi", _USERS, path, MORE_S) or ""
-    rows = re.findall(r"(?m)^(\S+), (\d+), (\S+)$", users)
-    return Health(gpus, [_holder(*each) for each in rows], _xids(path))
+    holders: dict[str, list[Holder]] = defaultdict(list)
+    for uuid, pid, memory in re.findall(r"(?m)^(\S+), (\d+), (\S+)$", users):
+        holders[uuid].append(_holder(pid, memory))
+    xids = _xids(path)
+    return [
+        gpu._replace(holders=holders[gpu.uuid], xids=xids[gpu.address[:-2]])  # without the function
+        for gpu in gpus
+    ]
 
 
-def _holder(gpu: str, pid: str, memory: str) -> Holder:
+def _holder(pid: str, memory: str) -> Holder:
     """A line of nvidia-smi, with what /proc tells of the process."""
     size = int(memory) << 20 if memory.isdigit() else None  # MiB
     job = _job_of(Path("/proc", pid))
-    return Holder(gpu, int(pid), size, *who(pid), job, bool(job) and not _has_agent(job))
+    return Holder(int(pid), size, *who(pid), bool(job) and not _has_agent(job))
 
 
 def who(pid: str) -> tuple[str, str]:
@@ -117,14 +84,14 @@ def _has_agent(job: str) -> bool:
     return False
 
 
-def _xids(path: str | None) -> list[Xid]:
-    """The errors of the last hour, each once with its latest time, where a log of the kernel can be read."""
-    latest: dict[tuple[str, int], float] = {}
+def _xids(path: str | None) -> dict[str, list[Xid]]:
+    """By address, the errors of the last hour, where a log of the kernel can be read."""
+    found: dict[str, list[Xid]] = defaultdict(list)
     for program, arguments in _LOGS:
         for at, address, number in _XID.findall(
             tool_output(program, arguments, path, MORE_S) or ""
         ):
-            key, ago_s = (address.lower()[-10:], int(number)), time.monotonic() - float(at)
-            if ago_s < SINCE_S:
-                latest[key] = min(ago_s, latest.get(key, ago_s))
-    return [Xid(*key, ago_s) for key, ago_s in latest.items()]
+            xid = Xid(int(number), time.monotonic() - float(at))
+            if xid.ago_s < SINCE_S:
+                found[address.lower()[-10:]].append(xid)
+    return found

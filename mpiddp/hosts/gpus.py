@@ -1,7 +1,7 @@
 """The GPUs of a host: as their vendor's tool describes them, and the variables that choose among them.
 
-The tools are nvidia-smi, rocm-smi, amd-smi and xpu-smi. torch would know the GPUs too, but importing it
-takes seconds, and a host is asked before anything starts.
+The tools are nvidia-smi and rocm-smi. torch would know the GPUs too, but importing it takes seconds, and a
+host is asked before anything starts.
 
 A number in a variable is a GPU of one host. So the value of the launcher's host is not passed to the others;
 only a value that hides all GPUs is, because it asks for a job without them.
@@ -14,17 +14,18 @@ import json
 import os
 import re
 import select
-import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # For a host whose GPUs do not answer. NCCL would not work there either.
 NO_ANSWER = (
-    "{name}: nvidia-smi (rocm-smi, amd-smi, xpu-smi) does not answer. Repair the driver, or set "
-    "CUDA_VISIBLE_DEVICES= to run without GPUs."
+    "{name}: nvidia-smi (or rocm-smi) does not answer. Repair the driver, or set CUDA_VISIBLE_DEVICES= to "
+    "run without GPUs."
 )
 _MOST_BYTES = 16 << 20  # of a tool's output; a kernel's log may have so many
 # What NVIDIA's driver lists, also in a container without nvidia-smi, and the GPUs that a container may use.
@@ -32,15 +33,10 @@ _LISTED, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 _END_S = 0.5  # at least, for a tool to end once it has closed its output
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
 
-# CUDA (and HIP, which reads it too), HIP, ROCr, and Level Zero.
-VISIBLE = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-)
-# For GPU numbers of a hostfile. ROCr's would renumber the GPUs before HIP chooses among them.
+# For GPU numbers of a hostfile: CUDA's (HIP reads it, too), HIP's and Level Zero's. ROCr's would renumber the
+# GPUs before HIP chooses among them.
 _BY_NUMBER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+VISIBLE = (*_BY_NUMBER, "ROCR_VISIBLE_DEVICES")
 _ORDER = "CUDA_DEVICE_ORDER"
 _HIDES_ALL = ("", "-1")
 
@@ -58,6 +54,23 @@ _SLOWED = {
 }
 
 
+class Holder(NamedTuple):
+    """A process that holds memory of a GPU."""
+
+    pid: int
+    memory: int | None  # bytes
+    user: str  # "" where this host does not show the process, as that of another container
+    command: str
+    is_left: bool  # by a job of mpiddp that has no agent on this host any more
+
+
+class Xid(NamedTuple):
+    """An error of a GPU in the kernel's log."""
+
+    number: int
+    ago_s: float
+
+
 class Gpu(NamedTuple):
     """A GPU as its tool describes it, in the order of its number. "" and None: the tool does not tell."""
 
@@ -71,60 +84,53 @@ class Gpu(NamedTuple):
     slowed: str = ""  # why
     errors: int | None = None  # of its memory, not corrected by ECC, since the driver has started
     driver: str = ""
-    clock: str = ""  # the highest, in MHz
     is_lost: bool = False  # the driver does not reach it
+    # These of `read_health` alone.
+    holders: Sequence[Holder] = ()
+    xids: Sequence[Xid] = ()
+
+    @classmethod
+    def of_json(cls, *row: Any) -> Gpu:
+        """A GPU that a host has sent as JSON."""
+        gpu = cls(*row)
+        holders = [Holder(*each) for each in gpu.holders]
+        return gpu._replace(holders=holders, xids=[Xid(*each) for each in gpu.xids])
 
 
 # The fields of a GPU that change while it works.
 CHANGING = ("use", "memory", "memory_total", "temperature", "slowed")
 
 
-class Tool(NamedTuple):
-    """A vendor's program, which describes the GPUs in the order of their numbers."""
-
-    program: str
-    arguments: tuple[str, ...]
-    parse: Callable[[str], list[Gpu]]
-    has_errors: bool = False  # it also reads what the program prints on stderr
-
-
 # The fields of nvidia-smi in the order of `Gpu`. `nvidia-smi --help-query-gpu` explains them.
-_NEW_FIELD = (
-    "clocks_event_reasons.active"  # a driver before 535 refuses it, and tells nothing else then
-)
 _FIELDS = (
     *("name", "pci.bus_id", "uuid", "utilization.gpu", "memory.used", "memory.total"),
-    *("temperature.gpu", _NEW_FIELD, "ecc.errors.uncorrected.volatile.total"),
-    *("driver_version", "clocks.max.sm"),
+    *("temperature.gpu", "clocks_event_reasons.active", "ecc.errors.uncorrected.volatile.total"),
+    "driver_version",
 )
 
 
-def _nvidia_smi(fields: Sequence[str]) -> Tool:
-    def parse(text: str) -> list[Gpu]:
-        lost = re.findall(rf"Unable to determine the device handle for {_NAMED_GPU}", text)
-        rows = [line.split(", ") for line in text.splitlines()]
-        gpus = [_of_nvidia(dict(zip(fields, row))) for row in rows if len(row) == len(fields)]
-        return gpus + [Gpu("NVIDIA GPU", _of_sysfs(each), is_lost=True) for each in lost]
-
-    arguments = (f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
-    return Tool("nvidia-smi", arguments, parse, has_errors=True)
+def _of_nvidia(text: str) -> list[Gpu]:
+    """From a line of nvidia-smi for each GPU, and its error about each that the driver has lost."""
+    rows = [line.split(", ") for line in text.splitlines()]
+    gpus = [_of_row(*row) for row in rows if len(row) == len(_FIELDS)]
+    lost = re.findall(rf"Unable to determine the device handle for {_NAMED_GPU}", text)
+    return gpus + [Gpu("NVIDIA GPU", _of_sysfs(each), is_lost=True) for each in lost]
 
 
-def _of_nvidia(row: Mapping[str, str]) -> Gpu:
-    name, address, uuid, use, memory, total, temperature, reasons, errors, driver, clock = (
-        row.get(field, "") for field in _FIELDS
-    )
+def _of_row(name: str, address: str, uuid: str, *more: str) -> Gpu:
+    use, memory, total, temperature, reasons, errors, driver = more
     bits = int(reasons, 16) if re.fullmatch("0x[0-9A-Fa-f]{1,16}", reasons) else 0
     slowed = ", ".join(why for bit, why in _SLOWED.items() if bits & bit)
     used, size = (_whole(each, 1 << 20) for each in (memory, total))  # MiB
     numbers = (_whole(use), used, size, _whole(temperature))
-    return Gpu(name, _of_sysfs(address), uuid, *numbers, slowed, _whole(errors), driver, clock)
+    return Gpu(name, _of_sysfs(address), uuid, *numbers, slowed, _whole(errors), driver)
 
 
 def _of_rocm(text: str) -> list[Gpu]:
     """From rocm-smi's JSON: {"card0": {"GPU use (%)": "0", …}, "system": {…}}."""
     try:
-        cards = json.loads(text[text.find("{") :])  # a warning may stand before it
+        # Warnings may stand around it.
+        cards, _ = json.JSONDecoder().raw_decode(text, max(0, text.find("{")))
     except ValueError:
         return []
     gpus = []
@@ -140,51 +146,31 @@ def _of_rocm(text: str) -> list[Gpu]:
     return gpus
 
 
-def _of_amd(text: str) -> list[Gpu]:
-    return [
-        Gpu(address, _of_sysfs(address)) for address in re.findall(rf'"bdf": *"({_ADDRESS})"', text)
-    ]
-
-
-def _of_intel(text: str) -> list[Gpu]:
-    names = re.findall(r'"device_name": *"([^"]*)"', text)
-    addresses = re.findall(rf'"pci_bdf_address": *"({_ADDRESS})"', text)
-    return [Gpu(name, _of_sysfs(address)) for name, address in zip(names, addresses)]
-
-
-# Sources: nvidia-smi -h; rocm-smi's and amd-smi's command line in ROCm's documentation; XPU Manager's
-# "discovery -j".
-TOOLS = (
-    _nvidia_smi(_FIELDS),
-    _nvidia_smi([each for each in _FIELDS if each != _NEW_FIELD]),
-    Tool(
-        "rocm-smi",
-        (
-            *("--showproductname", "--showbus", "--showuse", "--showmeminfo", "vram"),
-            *("--showtemp", "--json"),
-        ),
+# The vendors' programs, which describe the GPUs in the order of their numbers: its arguments, and what reads
+# its output. Sources: nvidia-smi -h; rocm-smi's command line in ROCm's documentation.
+_TOOLS: dict[str, tuple[str, Callable[[str], list[Gpu]]]] = {
+    "nvidia-smi": (f"--query-gpu={','.join(_FIELDS)} --format=csv,noheader,nounits", _of_nvidia),
+    "rocm-smi": (
+        "--showproductname --showbus --showuse --showmeminfo vram --showtemp --json",
         _of_rocm,
     ),
-    Tool("amd-smi", ("list", "--json"), _of_amd),
-    Tool("xpu-smi", ("discovery", "-j"), _of_intel),
-)
+}
 
 
 def read_gpus(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] | None:
-    """The GPUs of this host; [] without any, None if a tool does not answer."""
-    for tool in TOOLS:
-        errors = subprocess.STDOUT if tool.has_errors else subprocess.DEVNULL
-        text = tool_output(tool.program, tool.arguments, path, timeout_s, stderr=errors)
+    """The GPUs of this host; [] without any, None if a tool does not answer.
+
+    A driver before 535 refuses a field of nvidia-smi. Then they are only counted.
+    """
+    for tool, (arguments, parse) in _TOOLS.items():
+        # nvidia-smi names a lost GPU on stderr. rocm-smi warns there.
+        text = tool_output(tool, arguments.split(), path, timeout_s, stderr=subprocess.STDOUT)
         if text is None:
             return None
-        if gpus := tool.parse(text):
+        if gpus := parse(text):
             return gpus
-    return [Gpu("NVIDIA GPU", address) for address in _listed_by_driver()]
-
-
-def _listed_by_driver() -> list[str]:
-    """The PCI addresses of NVIDIA's GPUs, in the order of nvidia-smi's numbers."""
-    return sorted(each.name for each in _LISTED.glob("*"))[: len([*_DEVICES.glob("nvidia[0-9]*")])]
+    count = len([*_DEVICES.glob("nvidia[0-9]*")])
+    return [Gpu("NVIDIA GPU", each.name) for each in sorted(_LISTED.glob("*"))[:count]]
 
 
 def chosen_gpus(
@@ -224,7 +210,7 @@ def _whole(text: object, unit: int = 1) -> int | None:
 
 def tool_output(
     program: str,
-    arguments: tuple[str, ...],
+    arguments: Sequence[str],
     path: str | None,
     timeout_s: float,
     env: Mapping[str, str] | None = None,
@@ -234,33 +220,42 @@ def tool_output(
 
     Whatever the program is, this returns: it may hang in a driver, also at its end, or print for ever.
     """
-    found = shutil.which(program, path=path)
+    from shutil import which  # takes 2 ms of each rank, and most look at no GPU
+
+    found = which(program, path=path)
     if found is None:
         return ""
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
     try:
         tool = subprocess.Popen(
-            [found, *arguments], env=env, stdin=null, stdout=pipe, stderr=stderr
+            [found, *arguments],
+            env=env,
+            stdin=null,
+            stdout=pipe,
+            stderr=stderr,
+            start_new_session=True,
         )
     except OSError:  # an empty file, or a program for another processor
         return ""
     assert tool.stdout is not None
     text, chunk = b"", b"?"
     deadline = time.monotonic() + timeout_s
-    with tool.stdout as stdout:
-        while chunk and len(text) < _MOST_BYTES:
-            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                tool.kill()  # without waiting for its end: a driver holds even a killed process
-                return None
-            chunk = os.read(stdout.fileno(), _MOST_BYTES)
-            text += chunk
-    if chunk:
-        tool.kill()
     try:
-        tool.wait(max(_END_S, deadline - time.monotonic()))
+        with tool.stdout as stdout:
+            while chunk and len(text) < _MOST_BYTES:
+                if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    return None
+                chunk = os.read(stdout.fileno(), _MOST_BYTES)
+                text += chunk
+        if not chunk:
+            tool.wait(max(_END_S, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        tool.kill()
         return None
+    finally:
+        if tool.returncode is None:
+            # It may be a script, whose children hang. A driver holds even what is killed: nothing waits.
+            with suppress(OSError):
+                os.killpg(tool.pid, signal.SIGKILL)
     return text.decode(errors="replace")
 
 

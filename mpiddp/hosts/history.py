@@ -1,10 +1,10 @@
 """What earlier jobs have shown of each host, for `mpiddp hosts history` and the launcher: JSON lines.
 
-    {"at": 1795329022.1, "job": "7c4f…", "hosts": ["gpu16", "gpu17"], "failed": {"gpu17": "rank 3 was …"}}
+    {"at": 1795329022.1, "job": "7c4f…", "hosts": {"gpu16": "", "gpu17": "rank 3 was killed …"}}
 
-They stand beside the hostfile. A line has the hosts that took part in an attempt, and those that ended it or
-did not answer its preflight. Nothing depends on it: a folder that cannot be written and a disk that is full
-cost a line, and never a job. Hosts are named by their keys, see `Host.key`.
+They stand beside the hostfile. A line has the hosts that took part in an attempt, and why some of them ended
+it or did not answer its preflight. Nothing depends on it: a folder that cannot be written and a disk that is
+full cost a line, and never a job. Hosts are named by their keys, see `Host.key`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,19 +37,12 @@ VERBS = {
 }
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A line of the file."""
 
     at: float  # in seconds since 1970
     job: str  # equal in all lines of one launch, whose attempts count as one job
-    hosts: tuple[str, ...]  # that took part
-    failed: Mapping[str, str]  # a sentence for each host that ended it, or did not answer
-
-    @property
-    def concerned(self) -> list[str]:
-        """All hosts of which it says something."""
-        return list(dict.fromkeys((*self.hosts, *self.failed)))
+    hosts: Mapping[str, str]  # why each ended it or did not answer, "" if it only took part
 
 
 class Record(NamedTuple):
@@ -69,11 +61,11 @@ def record_of(host: str, events: Sequence[Event]) -> Record:
     """What the events say of a host, oldest first. A job counts as its worst attempt."""
     jobs: dict[str, bool] = {}
     reason, failed_at = "", 0.0
-    for event in (each for each in events if host in each.concerned):
-        has_failed = host in event.failed
-        jobs[event.job] = jobs.pop(event.job, False) or has_failed  # the latest job is the last
-        if has_failed:
-            reason, failed_at = event.failed[host], event.at
+    for event in (each for each in events if host in each.hosts):
+        why = event.hosts[host]
+        jobs[event.job] = jobs.pop(event.job, False) or bool(why)  # the latest job is the last
+        if why:
+            reason, failed_at = why, event.at
     ends = [*jobs.values()][-LAST_JOBS:]
     return Record(len(ends), sum(ends), reason, failed_at)
 
@@ -106,45 +98,45 @@ def parse(line: bytes) -> Event | None:
     """The event in a line, None if it is none."""
     try:
         facts = json.loads(line)
-        hosts, failed = tuple(facts.get("hosts", [])), dict(facts.get("failed", {}))
-        event = Event(float(facts["at"]), facts.get("job", ""), hosts, failed)
+        hosts = {host: str(why) for host, why in facts["hosts"].items()}
+        return Event(float(facts["at"]), str(facts["job"]), hosts)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    words = [event.job, *hosts, *failed, *failed.values()]
-    return event if all(isinstance(word, str) for word in words) and event.concerned else None
 
 
 def doubts(path: Path | None, hosts: Sequence[Host]) -> dict[str, str]:
     """Why a job would do better without some of the hosts, by their keys."""
     events = read(path)
-    failed = {key for event in events for key in event.failed}
+    failed = {key for event in events for key, why in event.hosts.items() if why}
     known = [(host, record_of(host.key, events)) for host in hosts if host.key in failed]
     return {host.key: f"{host.name} {each}" for host, each in known if each.failed >= FLAKY}
 
 
 def note(path: Path | None, used: Collection[str], failed: Mapping[str, str]) -> None:
-    """Write down what this launch has shown, see `Event`."""
-    append(path, Event(time.time(), _JOB, tuple(used), dict(failed)))
+    """Write down what this launch has shown: the hosts that took part, and why some failed."""
+    append(path, Event(time.time(), _JOB, {**dict.fromkeys(used, ""), **failed}))
 
 
 def append(path: Path | None, event: Event) -> None:
     """Append an event by one write, which no other can divide on a local disk."""
     if path is not None:
         with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
-            file.write(_line(event).encode())
+            file.write(_line(event))
+
+
+def _line(event: Event) -> bytes:
+    hosts = {host: why[:_LONGEST_REASON] for host, why in event.hosts.items()}
+    facts = {"at": round(event.at, 3), "job": event.job, "hosts": hosts}
+    return f"{json.dumps(facts)}\n".encode()
 
 
 def forget(path: Path, hosts: Collection[str]) -> None:
     """Remove the events of hosts. Raises OSError."""
-    replace_file(path, "".join(_line(event, but=hosts) for event in read(path)).encode())
-
-
-def _line(event: Event, *, but: Collection[str] = ()) -> str:
-    """The event as a line of the file, without some hosts."""
-    failed = {host: why[:_LONGEST_REASON] for host, why in event.failed.items() if host not in but}
-    hosts = [host for host in event.hosts if host not in but]
-    facts = {"at": round(event.at, 3), "job": event.job, "hosts": hosts, "failed": failed}
-    return json.dumps({name: fact for name, fact in facts.items() if fact}) + "\n"
+    left = [
+        event._replace(hosts={host: event.hosts[host] for host in event.hosts if host not in hosts})
+        for event in read(path)
+    ]
+    replace_file(path, b"".join(_line(event) for event in left if event.hosts))
 
 
 def main(options: argparse.Namespace) -> int:
@@ -152,7 +144,7 @@ def main(options: argparse.Namespace) -> int:
     path = file_of(options.file)
     events = read(path)
     host = (options.host or "").lower()
-    concerned = dict.fromkeys(each for event in events for each in event.concerned)
+    concerned = dict.fromkeys(each for event in events for each in event.hosts)
     known = [each for each in concerned if host in ("", each)]
     if path is None or not known:
         of = f"a host {escaped(host)}" if host else "any host"

@@ -106,7 +106,7 @@ def slots_of(hosts: Hosts, host: Host) -> int:
 
 def read_hostfile(path: str | Path) -> Hosts:
     """Read a hostfile. Raises UserError with file, line and a hint, and JobFailed if a machine failed."""
-    source = str(path)
+    source = str(path) or '""'
     try:
         with Path(path).open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -118,8 +118,11 @@ def read_hostfile(path: str | Path) -> Hosts:
     return parse_hostfile(data, source)
 
 
-def parse_hostfile(data: bytes, source: str) -> Hosts:
-    """The hosts in a hostfile's bytes, as `read_hostfile`. `source` is the file's name in errors."""
+def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hosts:
+    """The hosts in a hostfile's bytes, as `read_hostfile`. `source` is the file's name in errors.
+
+    With `may_repeat`, the slots of a host are the sum of all its lines.
+    """
     lines = enumerate(_text(data, source).split("\n"), start=1)
     split = {number: _tokens(line.partition("#")[0]) for number, line in lines}
     rows = {number: tokens for number, tokens in split.items() if tokens}
@@ -137,17 +140,11 @@ def parse_hostfile(data: bytes, source: str) -> Hosts:
         raise UserError(f"{source} lists no host. {EXAMPLE}")
     # A line for each slot. A list without a repeated host says nothing about the slots.
     are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
-    if is_of_grid_engine or (are_bare and len({host.key for host in found}) < len(found)):
-        found = _merged(found)
-    return _checked(Hosts(source, tuple(found)))
-
-
-def granted_hosts(rows: Sequence[Sequence[str]], source: str) -> Hosts:
-    """The hosts that a scheduler lists: for each a name, and maybe "slots=N". Raises UserError."""
-    if not rows:
-        raise UserError(f"{source} lists no host.")
-    found = [host for row in rows for host in _parse_hosts(source, row)]
-    if all(host.slots is not None for host in found):
+    if (
+        may_repeat
+        or is_of_grid_engine
+        or (are_bare and len({host.key for host in found}) < len(found))
+    ):
         found = _merged(found)
     return _checked(Hosts(source, tuple(found)))
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpiddp.errors import DONE, UserError
-from mpiddp.hosts.complaints import Answer, no_answer
+from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.ssh import other_hosts, run_on_hosts
+from mpiddp.hosts.ssh import ask_hosts, other_hosts
 from mpiddp.hosts.transport import Transport
 
 _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
@@ -40,8 +40,7 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
             subprocess.run(["ssh-copy-id", "-i", str(key), *port, "--", host.ssh_target])
         closed = _closed(others, hosts.transport)
     if closed:
-        failures = (no_answer(h, "", each, hosts.transport) for h, each in closed.items())
-        raise UserError("\n".join(failures))
+        raise UserError("\n".join(answer.why for answer in closed.values()))
     names = ", ".join(host.name for host in others) or "every host"
     print(f"ssh reaches {names} without a question")
     return DONE
@@ -49,7 +48,7 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
 
 def _closed(hosts: Sequence[Host], transport: Transport) -> dict[Host, Answer]:
     """The hosts to which ssh cannot log in without a question."""
-    answers = run_on_hosts(hosts, "", transport=transport)
+    answers = ask_hosts(hosts, "print(0)", transport=transport)
     return {host: answer for host, answer in answers.items() if not answer.has_begun}
 
 

@@ -14,8 +14,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks them
@@ -154,11 +154,10 @@ def end_all(find: Callable[[], Collection[int]], *, grace_s: float) -> Collectio
     return left
 
 
-@dataclass(frozen=True)
-class OomKills:
+class OomKills(NamedTuple):
     """The processes that the kernel has killed for lack of memory, in one control group since it exists."""
 
-    count: int
+    kills: int
     limit_bytes: int | None  # the group's limit of memory, None for no limit
 
 

@@ -46,7 +46,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
                 try:
                     print(f"{host.name}: {_pull(host, folder, config, hosts.transport)}")
                 except JobFailed as failed:
-                    print(f"{host.name}: {failed}", file=sys.stderr)
+                    print(failed, file=sys.stderr)
                     code = FAILED
     finally:
         for path in missing:

@@ -1,7 +1,7 @@
 """`mpiddp hosts push`: this folder, and the environment that runs this, to the same path on every host.
 
     mpiddp hosts push hostfiles/two_nodes
-    mpiddp hosts push hostfiles/two_nodes --dry-run ~/project ~/miniconda3/envs/project
+    mpiddp hosts push hostfiles/two_nodes ~/project ~/miniconda3/envs/project
 
 rsync sends what has changed, and all changes of a folder appear at the end, by renames. What it replaces is
 kept in .mpiddp-replaced of the folder. What only a host has stays there, but not in the environment.
@@ -26,8 +26,7 @@ from mpiddp.errors import DONE, JobFailed, UserError, named_by
 from mpiddp.hosts.complaints import ssh_complaint
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
-from mpiddp.hosts.remote import ask_hosts
-from mpiddp.hosts.ssh import LOGIN, config_file, other_hosts
+from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, names_by_value, shown, size_text
 
@@ -74,9 +73,6 @@ def add_arguments(parser: OneSentenceParser) -> None:
         metavar="NAME",
         help=f"leave out this entry of a folder, as {', '.join(LEFT_OUT[:3])} (repeatable)",
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what each host lacks; send nothing"
-    )
     goes_on = "go on without hosts that fail, as long as H hosts remain"
     parser.add_argument("--min-hosts", type=whole(1), metavar="H", help=goes_on)
 
@@ -101,14 +97,13 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         hosts.hosts,
         folders or default_folders(str(Path.cwd())),
         left_out=(*LEFT_OUT, *options.leave_out),
-        dry_run=options.dry_run,
         min_hosts=options.min_hosts,
         transport=hosts.transport,
     )
     if failures:
-        print(by_host(failures), file=sys.stderr)
-    verb = "would be sent" if options.dry_run else f"sent in {time.monotonic() - began:.1f} s"
-    print(summary(sent, verb) if sent or failures else "there is no other host")
+        print(*failures.values(), sep="\n", file=sys.stderr)
+    said = summary(sent, time.monotonic() - began)
+    print(said if sent or failures else "there is no other host")
     return DONE
 
 
@@ -127,19 +122,14 @@ def _environment() -> list[str]:
     return [str(each) for each in dict.fromkeys(found)]
 
 
-def summary(sent: Mapping[Host, int], verb: str) -> str:
+def summary(sent: Mapping[Host, int], seconds: float) -> str:
     """What each host lacked, the same amounts together."""
     texts = {
-        host.name: f"{size_text(count)} {verb}" if count else "nothing has changed"
+        host.name: f"{size_text(count)} sent in {seconds:.1f} s" if count else "nothing has changed"
         for host, count in sent.items()
     }
     lines = names_by_value(texts).items()
     return "\n".join(f"{compress_names(names)}: {text}" for text, names in lines)
-
-
-def by_host(failures: Mapping[Host, str]) -> str:
-    """A line for each host that failed."""
-    return "\n".join(f"{host.name}: {why}" for host, why in failures.items())
 
 
 def push(
@@ -147,34 +137,29 @@ def push(
     folders: Sequence[str],
     *,
     left_out: Sequence[str] = LEFT_OUT,
-    dry_run: bool = False,
     min_hosts: int | None = None,  # that must get it, with this one; None: all
     transport: Transport = SSH,
 ) -> tuple[dict[Host, int], dict[Host, str]]:
     """Make the folders of all other hosts as they are here, except what only they have.
 
     The environment becomes the same, also where it is within another folder. Returns the bytes that each host
-    lacked (0: nothing has changed), and why others have not got everything. Raises UserError if too few can
-    take it (nothing was sent), and JobFailed if too few have got it.
+    lacked (0: nothing has changed), and a sentence for each that has not got everything. Raises UserError if
+    too few can take it (nothing was sent), and JobFailed if too few have got it.
     """
     if (least := min_hosts or len(hosts)) > len(hosts):
         raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")
     names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}
     others = other_hosts(hosts)
-    prepare = _PREPARE.format(
-        folders=[] if dry_run else [*names], no_rsync=_INSTALL.format("there", " there")
-    )
-    found, unreached, _ = ask_hosts(others, prepare, transport=transport)
-    failures = {host: why.removeprefix(f"{host.name}: ") for host, why in unreached.items()}
-    failures |= {host: error for host, error in found.items() if error}
+    prepare = _PREPARE.format(folders=[*names], no_rsync=_INSTALL.format("there", " there"))
+    answers = ask_hosts(others, prepare, transport=transport)
+    failures = {host: each.why for host, each in answers.items() if each.why}
+    failures |= {h: f"{h.name}: {each.value}" for h, each in answers.items() if each.value}
     if len(hosts) - len(failures) < least:
-        raise UserError(by_host(failures))
+        raise UserError("\n".join(failures.values()))
 
     def send(host: Host) -> int | str:
         try:
-            return sum(
-                _send(host, each, names[each], config, transport, dry_run=dry_run) for each in names
-            )
+            return sum(_send(host, each, names[each], config, transport) for each in names)
         except JobFailed as failed:
             return str(failed)
 
@@ -183,7 +168,7 @@ def push(
         results = dict(zip(accepted, threads.map(send, accepted), strict=True))
     failures |= {host: each for host, each in results.items() if isinstance(each, str)}
     if len(hosts) - len(failures) < least:
-        raise JobFailed(by_host(failures))
+        raise JobFailed("\n".join(failures.values()))
     return {host: each for host, each in results.items() if isinstance(each, int)}, failures
 
 
@@ -206,8 +191,6 @@ def _send(
     names: Sequence[str],
     config: str,
     transport: Transport = SSH,
-    *,
-    dry_run: bool = False,
 ) -> int:
     """Send these entries of a folder. Returns the bytes of the files that the host lacked, 1 for none.
 
@@ -221,7 +204,6 @@ def _send(
         *("--delete", "--delete-delay", *([] if folder in environment else kept)),
         *("--exclude=__pycache__", "--exclude=*.history.jsonl"),  # each host has its own
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
-        *(["--dry-run"] if dry_run else []),
         *("-r", "--no-relative", "--from0", "--files-from=-"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
         # A command line is too short for 100,000 names.
@@ -252,11 +234,11 @@ def sizes_of(done: subprocess.CompletedProcess[bytes]) -> list[int]:
 
 
 def why_failed(host: Host, done: subprocess.CompletedProcess[bytes], transport: Transport) -> str:
-    """The sentence of an rsync that failed, without the host's name."""
+    """The sentence of an rsync that failed."""
     errors = done.stderr.decode(errors="replace")
     if re.search("rsync: (command not found|not found|Permission denied)", errors):
-        return _INSTALL.format("there", " there")
+        return f"{host.name}: {_INSTALL.format('there', ' there')}"
     if own := re.search("(?m)^rsync: (?!.*(?:unexpectedly closed|safe_write failed))(.*)", errors):
-        return f"{shown(own[1])} (rsync's exit code {done.returncode})"
+        return f"{host.name}: {shown(own[1])} (rsync's exit code {done.returncode})"
     said = re.sub("(?m)^rsync(:| error:) .*\n?", "", errors)
-    return ssh_complaint(host, said, transport).removeprefix(f"{host.name}: ")
+    return ssh_complaint(host, said, transport)

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from mpiddp.arguments import OneSentenceParser, duration, whole
+from mpiddp.arguments import OneSentenceParser, duration
 from mpiddp.errors import DONE, FAILED, UserError
-from mpiddp.hosts.complaints import NO_PROGRAM, Answer, no_answer
+from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
-from mpiddp.hosts.ssh import run_on_hosts
-from mpiddp.hosts.transport import SSH, Transport
+from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.text import duration as duration_text
 from mpiddp.text import escaped, names_by_value
 
@@ -71,9 +70,6 @@ sys.exit(code)
 def add_arguments(parser: OneSentenceParser) -> None:
     parser.usage = "mpiddp hosts run [options] FILE -- COMMAND [ARGS ...]"
     parser.add_argument(
-        "--parallel", type=whole(1), metavar="K", help="run on K hosts at a time (default: on all)"
-    )
-    parser.add_argument(
         "--timeout", type=duration, metavar="30s", help="end the command after this time"
     )
 
@@ -87,21 +83,18 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     # The literals of Python are the only form in which the command travels: no shell reads it.
     values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED}
     program = "".join(f"{name} = {value!a}\n" for name, value in values.items()) + _AGENT
-    failures, transport = dict[str, str](), hosts.transport
+    failures = dict[str, str]()
 
     def show(answers: Mapping[Host, Answer]) -> None:
-        failed = {
-            host.name: _failure(host, answer, options.timeout, transport)
-            for host, answer in answers.items()
-        }
+        failed = {host.name: _failure(each, options.timeout) for host, each in answers.items()}
         said = {host.name: each.stderr.partition(_ENDED)[0] for host, each in answers.items()}
         _show({host.name: each.stdout for host, each in answers.items()}, sys.stdout)
         _show(said, sys.stderr)
         _show(failed, sys.stderr)
         failures.update(failed)
 
-    limits = {"work_s": options.timeout or math.inf, "most_at_once": options.parallel}
-    run_on_hosts(hosts.hosts, program, **limits, transport=transport, show=show)
+    work_s = options.timeout or math.inf
+    ask_hosts(hosts.hosts, program, work_s=work_s, transport=hosts.transport, show=show)
     return FAILED if any(failures.values()) else DONE
 
 
@@ -113,9 +106,7 @@ def _show(texts: Mapping[str, str], stream: TextIO) -> None:
     stream.flush()
 
 
-def _failure(
-    host: Host, answer: Answer, timeout_s: float | None, transport: Transport = SSH
-) -> str:
+def _failure(answer: Answer, timeout_s: float | None) -> str:
     """Why the command did not end with exit code 0 on a host, "" if it did."""
     code = answer.exit_code
     if code is None and answer.has_begun and timeout_s is not None:
@@ -124,4 +115,4 @@ def _failure(
         return f"exit code {code}" if code else ""
     if answer.has_begun and code != NO_PROGRAM:
         return "the connection was lost"
-    return no_answer(host, "python3", answer, transport).removeprefix(f"{host.name}: ")
+    return answer.why.removeprefix(f"{answer.host.name}: ")

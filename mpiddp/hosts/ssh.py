@@ -1,8 +1,11 @@
-"""Run a program of Python on many hosts at once over ssh, or another transport, and collect their output.
+"""Run a program of Python on many hosts at once over ssh, or another transport, and collect their answers.
 
-All connections of a job have one ssh configuration, `ssh_config`, over the user's own. ssh never prompts the
-user. It checks host keys as the user has configured. What ssh itself complains about becomes a sentence with
-the command that fixes it.
+program = program_that_prints((interfaces, gpus, facts), "links()")
+answers = ask_hosts(hosts, program, work_s=30)
+
+A host has none of our modules: the program brings their sources along. All connections of a job have one ssh
+configuration, `ssh_config`, over the user's own. ssh never prompts the user. It checks host keys as the user
+has configured. What ssh itself complains about becomes a sentence with the command that fixes it.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import ModuleType
 from typing import BinaryIO
 
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer, settings
@@ -70,14 +75,42 @@ Host *
 """
 
 
-def run_on_hosts(
+# The first lines of each program.
+CHECK_PYTHON = """
+import sys
+if sys.version_info < (3, 8):
+    sys.exit("it is Python %d.%d, and 3.8 or newer is needed" % sys.version_info[:2])
+"""
+_LOAD = """
+import types
+for name, source in SOURCES.items():
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+"""
+
+
+def program_that_prints(modules: Sequence[ModuleType], call: str) -> str:
+    """A program that prints the JSON of a call of a function of the last one of `modules`. It is ASCII.
+
+    Each module stands after those that it imports.
+    """
+    sources: dict[str, str] = {}
+    for module in modules:
+        # The names by which they import each other, with empty parent packages.
+        for name in accumulate(module.__name__.split("."), "{}.{}".format):
+            sources.setdefault(name, "")
+        sources[module.__name__] = Path(str(module.__file__)).read_text(encoding="utf-8")
+    then = f"import json; print(json.dumps(sys.modules[{modules[-1].__name__!r}].{call}))"
+    return f"{CHECK_PYTHON}\nSOURCES = {sources!a}\n{_LOAD}{then}\n"
+
+
+def ask_hosts(
     hosts: Sequence[Host],
     program: str,
     *,
     python: str = "python3",  # a path or a name
     work_s: float = 0.0,  # for each host, once its login is done
     transport: Transport = SSH,
-    most_at_once: int | None = None,  # hosts on which it runs at a time
     logins: Logins | None = None,  # open ones; those that answer remain open
     show: Callable[[Mapping[Host, Answer]], None] = lambda answers: None,  # those of each second
 ) -> dict[Host, Answer]:
@@ -91,7 +124,7 @@ def run_on_hosts(
     kept = logins if transport.is_ssh else None  # that of a scheduler may want the end of stdin
     limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
-    at_once = max(1, min(unused // _FILES_PER_HOST, most_at_once or len(hosts)))
+    at_once = max(1, unused // _FILES_PER_HOST)
     most_pending = logins_at_once(hosts, transport)
     waiting, running = [*reversed(hosts)], list[Login]()
     answers, new = dict[Host, Answer](), dict[Host, Answer]()
@@ -103,9 +136,8 @@ def run_on_hosts(
                 while waiting and len(running) < at_once and pending < most_pending:
                     host = waiting.pop()
                     each = kept.pop(_key(host), None) if kept else None
-                    each = each or Login(
-                        python, shell_command(host, _SHELL_LINE, transport, config)
-                    )
+                    command = shell_command(host, _SHELL_LINE, transport, config)
+                    each = each or Login(python, command)
                     each.ask(host, program, transport.login_s, work_s, is_last=kept is None)
                     running.append(each)
                     selector.register(each.stdout, selectors.EVENT_READ, each)
@@ -117,7 +149,7 @@ def run_on_hosts(
                 for each in [each for each in running if each in ended or each.deadline <= now]:
                     selector.unregister(each.stdout)
                     running.remove(each)
-                    new[each.host] = answers[each.host] = each.answer()
+                    new[each.host] = answers[each.host] = each.answer(python, transport)
                     show_at = min(show_at, now + _TOGETHER_S)
                     if kept is None or not each.has_answered or _key(each.host) in kept:
                         each.close()
@@ -198,6 +230,7 @@ class Login:
 
     def __init__(self, python: str, command: Sequence[str]) -> None:
         self._to_send = f"{python}\n".encode()
+        self._is_ssh = command[0] == "ssh"
         self.deadline, self._work_s = math.inf, 0.0
         self.output = bytearray()  # of the present program
         self._before: bytes | None = None  # what was printed before the login succeeded
@@ -247,24 +280,29 @@ class Login:
             self.deadline += self._work_s
         return bool(chunk) and not self.has_answered
 
-    def answer(self) -> Answer:
+    def answer(self, python: str, transport: Transport) -> Answer:
         exit_code = 0 if self.has_answered else None
         if exit_code is None:
             with suppress(subprocess.TimeoutExpired):
                 exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
         errors = os.pread(self._stderr, os.fstat(self._stderr).st_size, 0).decode(errors="replace")
         printed = self.output.decode(errors="replace").removesuffix(f"{_ANSWERED}\n")
-        if self._before is None:
-            return Answer(exit_code, "", errors, has_begun=False, printed_before=printed)
-        before = self._before.decode(errors="replace")
-        return Answer(exit_code, printed, errors, printed_before=before, at=time.time())
+        before = (self._before or b"").decode(errors="replace")
+        texts = (printed, errors, True, before) if self.has_begun else ("", errors, False, printed)
+        return Answer(self.host, python, transport, exit_code, *texts)
 
     def close(self) -> None:
         self._stdin.close()
         self.stdout.close()
+        ends_s = 0.0
         if is_this_host(self.host.name):  # as over ssh, the program sees that nobody reads any more
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_END_S)
+            ends_s = _END_S
+        elif (
+            self.has_answered and not self._is_ssh
+        ):  # Grid Engine kills a job one of whose qrsh is killed
+            ends_s = max(_END_S, self.deadline - time.monotonic())
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(ends_s)
         self.process.kill()
         self.process.wait()
         os.close(self._stderr)

@@ -1,8 +1,10 @@
 """The agents of one mpirun, over the attempts that they make.
 
-    agents = Agents.start(options, plan, known, ...)   # preflight's plan -> mpirun -> agents
-    outcome = agents.attempt(...)                      # a failed one leaves the agents waiting
-    agents.end(outcome)
+    agents = start(launcher, plan, turn)    # preflight's plan -> mpirun -> agents
+    attempt = Attempt(agents, turn)
+    outcome = attempt.run()                 # a failed one may leave the agents waiting
+    agents.begin_again(next_turn)           # either for another attempt,
+    attempt.end()                           # or they end
 
 An agent outlives its script. So a restart on the same hosts begins in the same agents: no preflight, no new
 mpirun, and no new login.
@@ -12,37 +14,38 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import socket
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts import private
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.ssh import Logins
-from mpiddp.launch.attempt import Attempt
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue, listen
-from mpiddp.launch.events import Announcement, Record, Stop
-from mpiddp.launch.handover import gone, hand_over
+from mpiddp.launch.events import Announcement
+from mpiddp.launch.handover import hand_over
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
-from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.output import JobOutput
-from mpiddp.launch.plan import Plan, search_once
+from mpiddp.launch.plan import Plan
 from mpiddp.launch.variables import left_out, of_mpirun, take_private
-from mpiddp.launch.verdict import Outcome, verdict
+from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol import variables as names
-from mpiddp.protocol.server import TimedSelector
+from mpiddp.protocol.channel import encode
+from mpiddp.protocol.server import Event, TimedSelector
+
+AGAIN_S = 5.0  # all agents to begin again
 
 
 @dataclass(frozen=True)
 class Launcher:
     """What a launcher has over all attempts of its job."""
 
-    options: LaunchOptions
     signals: SignalQueue
     console: Console
     stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
@@ -50,6 +53,10 @@ class Launcher:
     log_dir: str | Path | None = None  # for the records of the attempts
     logins: Logins = field(default_factory=Logins)  # of the preflight, until mpirun starts
     run_id: str = field(default_factory=lambda: os.urandom(8).hex())
+
+    def record_path(self, attempt: int) -> Path | None:
+        """The file of the record of an attempt, by its number."""
+        return Path(self.log_dir, f"attempt_{attempt}.jsonl") if self.log_dir else None
 
 
 @dataclass(frozen=True)
@@ -73,140 +80,140 @@ class Turn:
         }
 
 
+@dataclass(eq=False)
 class Agents:
-    """The agents of one mpirun, which has started."""
+    """The agents of one mpirun, which has started, and the launcher's ends of what leads to them."""
 
-    def __init__(self, launcher: Launcher, plan: Plan, turn: Turn) -> None:
-        """Start them. Raises CutOff for hosts that the others do not reach."""
-        self.launcher, self.plan, self._first = launcher, plan, turn
-        options, request = launcher.options, plan.request
-        hosts = request.names_of_ranks
-        self._others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
-        has_scheduler, self._job = plan.starter.has_scheduler, os.urandom(8).hex()
-        has_prefix = {"auto": len(hosts) > 1, "always": True}.get(options.prefix, False)
-        own = {
-            names.JOB: self._job,
-            names.OUTPUT: options.log_ranks,
-            names.TERMINAL: str(options.terminal._replace(has_prefix=has_prefix)),
-            names.RUN_ID: launcher.run_id,
-            names.MAX_RESTARTS: str(options.max_restarts),
-            names.HOLDS: "1" if turn.holds else "",
-            **turn.variables(),
-        }
-        with ExitStack() as stack:
-            folder = stack.enter_context(private_folder(os.environ))
-            selector = stack.enter_context(TimedSelector())
-            # A container may have a /tmp of its own, without this launcher's socket.
-            has_path = not (self._others or has_scheduler or options.job[0] == "--")
-            where = folder / "control" if has_path else request.network.control_address
-            self._server = ControlServer(listen(where), len(hosts), selector)
-            stack.callback(lambda: self._server.close())
-            given = {name: value for name, value in own.items() if value} | self._server.settings
-            job, variables = (*request.job, *turn.known.resume_args), {**request.variables, **given}
-            kept: dict[str, str] = {}
-            self._kept = private.new_name() if self._others and not has_scheduler else ""
-            if self._kept:
-                stack.callback(private.remove, self._kept)
-                kept = take_private(variables, options.variables)
-                kept[names.LEFT_OUT] = ",".join([socket.gethostname(), *left_out(request)])
-                variables[names.PRIVATE] = self._kept
-                with launcher.signals.interrupting():
-                    hand_over(request, self._server, self._kept, kept, launcher.logins)
-            launcher.logins.close()
-            request = request._replace(job=job, variables=variables)
-            command = plan.starter.compose(request, str(folder))
-            env = of_mpirun(os.environ, kept) if kept else os.environ
-            self._mpirun = MpirunProcess(plan.starter, command, env)
-            shown = {
-                "has_prefix": has_prefix,
-                "has_stamps": options.timestamps,
-                "shows_end": options.verbose,
-            }
-            self._output = JobOutput(len(hosts), selector, *self._mpirun.streams, **shown)
-            self._stack = stack.pop_all()
-        self._latest: Attempt | None = None
-        self._is_over = False  # mpirun has ended, and nothing of it is left
+    launcher: Launcher
+    plan: Plan
+    server: ControlServer
+    mpirun: MpirunProcess
+    output: JobOutput
+    opened: ExitStack  # closes all of these
+    first: Turn
+    others: list[Host] = field(default_factory=list)  # the hosts beside this one
+    job: str = ""  # marks all processes of the job, in their environment
+    kept: str = ""  # under this name, the other hosts keep what is private
+
+    def __post_init__(self) -> None:
+        """Listen to signals and to viewers, too."""
+        selector, signals = self.server.selector, self.launcher.signals
+        selector.register(signals, selectors.EVENT_READ, signals)
+        if (viewers := self.launcher.console.listener) is not None:
+            selector.register(viewers, selectors.EVENT_READ, viewers)
 
     @property
-    def are_waiting(self) -> bool:
-        """Whether they wait for the next attempt."""
-        return self._latest is not None and self._latest.is_held
+    def has_logged_in(self) -> bool:
+        """Whether their mpirun reaches other hosts, over logins and not by a scheduler."""
+        return bool(self.others) and not self.plan.starter.has_scheduler
 
-    @property
-    def are_stopped(self) -> bool:
-        """Whether the user has requested a stop of their last attempt, or since."""
-        return self._latest is not None and self._latest.record.stop >= Stop.BY_USER
+    def wait(self, until: float = float("inf")) -> tuple[list[Event], list[int]]:
+        """Wait for sockets, signals and timers, at most until then, and copy output.
 
-    @property
-    def complaints(self) -> str:
-        """What they have found wrong with their hosts since the failure."""
-        held = self._latest.record.latest["held"].values() if self._latest else ()
-        return "\n".join(dict.fromkeys(filter(None, (each.facts["error"] for each in held))))
-
-    def attempt(self, turn: Turn) -> Outcome | None:
-        """Make an attempt to its end; unless they wait then, no process of it is left that can be reached.
-
-        None if they do not begin the attempt.
+        Returns the events, and the stop signals, whose sender may have reacted to them.
         """
-        before = self._latest
-        if before is not None:
-            args = () if self._first.known.resume_args else turn.known.resume_args
-            facts = {"variables": turn.variables(), "args": args, "holds": turn.holds}
-            server = before.begin_again(**facts)
-            if server is None:
-                return None
-            self._server = server
-            before.record.close()
-            self._output.begin_again()
-        launcher, plan, options = self.launcher, self.plan, self.launcher.options
-        if launcher.exchange is not None:
-            launcher.exchange.begin(self._server)
-        hosts, there = plan.request.names_of_ranks, {host.name for host in self._others}
-        facts_of_record: dict[str, Any] = {
-            "here": [rank for rank, host in enumerate(hosts) if host not in there],
-            "attempt": turn.number,
-            "hang_timeout_s": options.hang_timeout_s,
-        }
-        kept_in = launcher.log_dir
-        kept_at = Path(kept_in, f"attempt_{turn.number}.jsonl") if kept_in is not None else None
-        record = self._stack.enter_context(closing(Record(hosts, kept_at, **facts_of_record)))
-        is_over_ssh = bool(self._others) and not plan.starter.has_scheduler
-        self._latest = attempt = Attempt(
-            options,
-            record,
-            self._server,
-            self._mpirun,
-            self._output,
-            launcher.signals,
-            launcher.console,
-            launcher.stop_at,
-            launcher.exchange,
-            partial(search_once, options, plan, [*turn.avoided]) if turn.grows else None,
-            partial(gone, plan.request) if is_over_ssh else None,
-            turn.holds,
+        messages, signals = list[Event](), self.launcher.signals
+        ready = self.server.selector.ready(until)
+        for data in ready:
+            if data is self.output:
+                self.output.copy()
+            elif data is not signals:
+                messages += self.server.receive(data)
+        numbers = signals.receive() if signals in ready else []
+        if signals.has_resized:
+            signals.has_resized = False
+            if (terminal := self.plan.options.terminal).files:
+                self.server.send_all("size", columns=terminal.columns, rows=terminal.rows)
+        return messages, numbers
+
+    def begin_again(self, turn: Turn) -> bool:
+        """Let the agents that wait begin the next attempt, with its server.
+
+        False if some do not come, or if the user stops the job meanwhile.
+        """
+        server, deadline = self.server, time.monotonic()
+        self.wait(deadline)  # for the end of an agent that was killed meanwhile
+        if len(server.connected) < server.world_size:
+            return False
+        server.stop_listening()
+        args = () if self.first.known.resume_args else turn.known.resume_args
+        facts = {"variables": turn.variables(), "args": args, "holds": turn.holds}
+        for rank in server.connected:
+            server.send(rank, encode("again", b"", **facts))
+        deadline += AGAIN_S
+        while server.has_members and self.mpirun.code is None and time.monotonic() < deadline:
+            self.wait(deadline)
+            for reaction in server.selector.due():
+                reaction()
+        is_stopped = self.launcher.signals.has_stop()
+        if is_stopped or server.has_members or self.mpirun.code is not None:
+            return False
+        self.server = server.successor()
+        self.output.begin_again()
+        return True
+
+    def clean_up(self, outcome: Outcome, silent: Collection[str]) -> None:
+        """mpirun has ended: leave no process of the job on any host that can be reached.
+
+        `outcome` is that of their last attempt, in which the `silent` hosts have stopped answering.
+        """
+        self.output.settle(is_said=outcome.is_complete, log_dir=self.plan.options.log_dir)
+        self.server.drop_all()
+        self.opened.close()
+        if self.has_logged_in and outcome.code not in (DONE, BAD_INPUT, STOPPED):
+            left = [host for host in self.others if host.name not in silent]
+            request = self.plan.request
+            kill_orphans(left, self.job, self.kept, request.job[0], request.hosts.transport)
+
+
+def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
+    """Start the agents of `plan`. Raises CutOff for hosts that the others do not reach."""
+    options, request = plan.options, plan.request
+    hosts, has_scheduler = request.names_of_ranks, plan.starter.has_scheduler
+    has_prefix = {"auto": len(hosts) > 1, "always": True}.get(options.prefix, False)
+    others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
+    job = os.urandom(8).hex()
+    own = {
+        names.JOB: job,
+        names.OUTPUT: options.log_ranks,
+        names.TERMINAL: str(options.terminal._replace(has_prefix=has_prefix)),
+        names.RUN_ID: launcher.run_id,
+        names.MAX_RESTARTS: str(options.max_restarts),
+        names.HOLDS: "1" if turn.holds else "",
+        **turn.variables(),
+    }
+    with ExitStack() as stack:
+        folder = stack.enter_context(private_folder(os.environ))
+        selector = stack.enter_context(TimedSelector())
+        # A container may have a /tmp of its own, without this launcher's socket.
+        has_path = not (others or has_scheduler or options.job[0] == "--")
+        where = folder / "control" if has_path else request.network.control_address
+        server = ControlServer(listen(where), len(hosts), selector)
+        stack.callback(server.close)
+        given = {name: value for name, value in own.items() if value} | server.settings
+        variables, private_ones = {**request.variables, **given}, dict[str, str]()
+        kept = private.new_name() if others and not has_scheduler else ""
+        if kept:
+            stack.callback(private.remove, kept)
+            private_ones = take_private(variables, options.variables)
+            private_ones[names.LEFT_OUT] = ",".join([socket.gethostname(), *left_out(request)])
+            variables[names.PRIVATE] = kept
+            with launcher.signals.interrupting():
+                hand_over(plan, server, kept, private_ones, launcher.logins)
+        launcher.logins.close()
+        command_of_rank = (*request.job, *turn.known.resume_args)
+        request = request._replace(job=command_of_rank, variables=variables)
+        command = plan.starter.compose(request, str(folder))
+        env = of_mpirun(os.environ, private_ones) if kept else os.environ
+        mpirun = MpirunProcess(plan.starter, command, env)
+        output = JobOutput(
+            len(hosts),
+            selector,
+            *mpirun.streams,
+            has_prefix=has_prefix,
+            has_stamps=options.timestamps,
+            shows_end=options.verbose,
+            selection=options.log_ranks,
         )
-        if before is not None and before.record.stop is Stop.BY_USER:  # meanwhile
-            attempt.request_stop(before.record.fact("stop", "reason"))
-        attempt.run()
-        outcome = verdict(record)
-        if not attempt.is_held:
-            self._clean_up(outcome)
-        return outcome
-
-    def end(self, outcome: Outcome) -> None:
-        """End them, if they have not ended. `outcome` is that of their last attempt."""
-        if self._latest is not None and not self._is_over:
-            self._latest.end()
-            self._clean_up(outcome)
-
-    def _clean_up(self, outcome: Outcome) -> None:
-        """mpirun has ended: leave no process of the job on any host that can be reached."""
-        assert self._latest is not None
-        self._is_over = True
-        self._output.settle(is_said=outcome.is_complete, log_dir=self.launcher.options.log_dir)
-        self._stack.close()
-        request, is_over_ssh = self.plan.request, not self.plan.starter.has_scheduler
-        if self._others and outcome.code not in (DONE, BAD_INPUT, STOPPED) and is_over_ssh:
-            silent = self._latest.record.silent_hosts
-            left: list[Host] = [host for host in self._others if host.name not in silent]
-            kill_orphans(left, self._job, self._kept, request.job[0], request.hosts.transport)
+        ends = (server, mpirun, output, stack.pop_all())
+        return Agents(launcher, plan, *ends, turn, others, job, kept)

@@ -1,4 +1,4 @@
-"""One attempt at a job, whose mpirun has started: record what happens and react, until nothing of it is left.
+"""One attempt at a job by its agents: record what happens and react, until these wait, or have ended.
 
 All that happens goes into one record (`mpiddp.launch.events`), whose phase decides about the reactions. Other
 modules judge it: `watch`, `status` and `verdict`. The loop waits for sockets, signals and timers.
@@ -6,26 +6,23 @@ modules judge it: `watch`, `status` and `verdict`. The loop waits for sockets, s
 
 from __future__ import annotations
 
-import selectors
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
-from mpiddp.errors import DONE
 from mpiddp.hosts.processes import end_all, signal_all
-from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue
-from mpiddp.launch.events import ENDS, LAUNCHER, OF_RANKS, Announcement, Event, Phase, Record, Stop
+from mpiddp.launch.agents import Agents, Turn
+from mpiddp.launch.events import ENDS, OF_RANKS, Announcement, Phase, Record, Stop
+from mpiddp.launch.handover import gone
 from mpiddp.launch.looks import Looks
-from mpiddp.launch.mpirun import MpirunProcess
-from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.output import JobOutput
+from mpiddp.launch.output import OUTPUT_S
+from mpiddp.launch.plan import search_once
 from mpiddp.launch.status import job_facts, status_lines
-from mpiddp.launch.verdict import HUNG_UP, MpirunEnd
+from mpiddp.launch.verdict import HUNG_UP, Outcome, verdict
 from mpiddp.protocol.channel import encode
-from mpiddp.protocol.server import Message
+from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.terminal import Manners
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 
@@ -36,189 +33,129 @@ PROBE_S = 10.0  # ranks to start, before their hosts are asked whether they are 
 SPREAD_S = 3.0  # a failure to reach all ranks by itself
 END_S, FAILED_END_S = 2.0, 1.0  # ranks to end after an "end" message; after the failure of one
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
-GRACE_S = 1.0  # the others to end by themselves, if their agents wait for the next attempt
-HOLD_S, AGAIN_S = 20.0, 5.0  # all agents to end their scripts; and to begin again
+HOLD_S = 20.0  # all agents to end their scripts
 EXIT_S = 10.0  # mpirun to end once no rank is left
 SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them saves
 ORPHANS_S = 2.0  # mpirun's orphans to end by themselves
 SILENCE_S = 1.0  # a host to acknowledge a message
-OUTPUT_S = 5.0  # output that neither continues nor ends; the last lines after a request to stop
 AT_ONCE_S = 0.5  # the last lines after a second signal
 CHECK_S = 1.0  # the next check of the ranks' steps, or of their saves
 
 
-@dataclass(eq=False)
 class Attempt:
-    """An attempt whose mpirun has just started: its loop, and its reactions."""
+    """An attempt by agents that have just started, or begun again: its loop, and its reactions."""
 
-    options: LaunchOptions
-    record: Record
-    server: ControlServer
-    mpirun: MpirunProcess
-    output: JobOutput
-    signals: SignalQueue
-    console: Console = field(default_factory=Console)
-    stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
-    exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
-    search: Callable[[], list[str]] | None = None  # for hosts that can join, with --grow
-    probe: Callable[[set[str]], list[str]] | None = None  # which of these hosts are gone, and why
-    holds: bool = False  # the agents wait after a failure, for the next attempt
-
-    def __post_init__(self) -> None:
+    def __init__(self, agents: Agents, turn: Turn) -> None:
+        launcher, plan = agents.launcher, agents.plan
+        self.agents, self.turn, self.options = agents, turn, plan.options
+        self.server, self.mpirun, self.output = agents.server, agents.mpirun, agents.output
+        if launcher.exchange is not None:
+            launcher.exchange.begin(self.server)
+        hosts, there = plan.request.names_of_ranks, {host.name for host in agents.others}
+        self.record = Record(
+            hosts,
+            launcher.record_path(turn.number),
+            here=[rank for rank, host in enumerate(hosts) if host not in there],
+            attempt=turn.number,
+            hang_timeout_s=self.options.hang_timeout_s,
+        )
+        self.are_waiting = False  # all agents, for the next attempt
         self._timers = self.server.selector
-        parts = (self.options, self.record, self.server, self.output, self.console)
-        self._looks = Looks(*parts, self._end_job)
-        self._found: list[str] = []  # by the search
-        self._gone: list[str] = []  # by the probe
+        self._looks = Looks(agents, self.record, self._end_job)
+        self._found: list[str] = []  # hosts that can join, by the search of --grow
         self._has_ended = threading.Event()
         # All ranks may import torch from a slow file system.
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
-        self._timers.after(self.stop_at - time.monotonic(), self.request_stop)
-        if self.probe is not None:
-            self._ask_in_thread(self._probe_late, PROBE_S, self._gone)
-        if not self.mpirun.starter.has_scheduler:  # srun may wait for other job steps to end
+        self._timers.after(launcher.stop_at - time.monotonic(), self.request_stop)
+        self._gone = self._ask_in_thread(self._probe_late, PROBE_S) if agents.has_logged_in else []
+        if not plan.starter.has_scheduler:  # srun may wait for other job steps to end
             self.record.note("limit", seconds=self._start_timeout_s)
         self._see()
 
-    def _ask_in_thread(
-        self, ask: Callable[[], list[str]], every_s: float | None, answers: list[str]
-    ) -> None:
-        """Ask again and again in a thread: files, names and logins to hosts may hang."""
+    def _ask_in_thread(self, ask: Callable[[], list[str]], every_s: float | None) -> list[str]:
+        """Ask again and again in a thread: files, names and logins to hosts may hang.
+
+        Returns the list of the answers, which grows.
+        """
+        answers = list[str]()
 
         def run() -> None:
             while not self._has_ended.wait(every_s):
                 answers.extend(ask())
 
         threading.Thread(target=run, daemon=True).start()
+        return answers
 
     # --- the loop ---
 
-    def run(self) -> None:
-        """Wait and react until no process of the job is left here, or until all agents wait."""
-        self._listen(True)
-        while self.mpirun.code is None and not self.is_held:
+    def run(self) -> Outcome:
+        """Wait and react until all agents wait, or until no process of it is left that can be reached."""
+        while self.mpirun.code is None and not self.are_waiting:
             self._wait()
-        if self.is_held:
+            are_held = len(self.record.latest["held"]) == self.record.world_size
+            self.are_waiting = are_held and not self.output.open_ranks
+        if self.are_waiting:
             self._has_ended.set()
             self._timers.timers.clear()
-            self._keep_last_errors()
         else:
             self._finish()
-        self._listen(False)
-
-    def begin_again(self, **facts: object) -> ControlServer | None:
-        """Let the agents that wait begin the next attempt. Returns its server; None if some do not come."""
-        self._listen(True)
-        deadline = time.monotonic()
-        self._wait(deadline)  # for the end of an agent that was killed meanwhile
-        if is_whole := len(self.server.connected) == self.record.world_size:
-            self.server.stop_listening()
-            for rank in self.server.connected:
-                self.server.send(rank, encode("again", b"", **facts))
-            deadline += AGAIN_S
-        while self.server.has_members and self.mpirun.code is None and time.monotonic() < deadline:
-            self._wait(deadline)
-        self._listen(False)
-        have_come = is_whole and not self.server.has_members and self.mpirun.code is None
-        return self.server.successor() if have_come else None
+        for rank, lines in self.output.last_errors.items():
+            self.record.add(Event("tail", rank, {"lines": lines}))
+        self.record.close()
+        self.outcome = verdict(self.record)
+        if not self.are_waiting:
+            self.agents.clean_up(self.outcome, self.record.silent_hosts)
+        return self.outcome
 
     def end(self) -> None:
         """End the agents that wait."""
-        self._listen(True)
         self._end_after(0.0, END_S)
         while self.mpirun.code is None:
             self._wait()
         self._finish()
-        self._listen(False)
-
-    def _listen(self, is_on: bool) -> None:
-        """Listen to signals and to viewers, or no longer."""
-        for each, file in ((self.signals, self.signals), (self.console.listener,) * 2):
-            if is_on and file is not None:
-                self._timers.register(file, selectors.EVENT_READ, each)
-            elif file is not None:
-                self._timers.unregister(file)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether all agents wait, and all that the ranks have printed is there."""
-        is_held = len(self.record.latest["held"]) == self.record.world_size
-        return is_held and self.mpirun.code is None and not self.output.open_ranks
+        self.agents.clean_up(self.outcome, self.record.silent_hosts)
 
     def _finish(self) -> None:
         """mpirun has ended. End what it has left, and copy the last output."""
         has_failed_early = self.mpirun.code and self.record.phase is Phase.STARTING
-        if has_failed_early and (gone := self._probe_late()):  # as its ssh may have found
-            self.record.note("end", failed=False, why="\n".join(gone))
+        if has_failed_early and (lost := self._probe_late()):  # as its ssh may have found
+            self.record.note("end", failed=False, why="\n".join(lost))
         self._end_ranks()  # whose last messages may be in transit
-        deadline = time.monotonic() + SILENCE_S
-        while self.server.connected and time.monotonic() < deadline:
-            self._wait(deadline)
-        for message in self.server.drop_silent_hosts():
-            self._add(message)
+        until = time.monotonic() + SILENCE_S
+        while self.server.connected and time.monotonic() < until:
+            self._wait(until)
+        for event in self.server.drop_silent_hosts():
+            self._add(event)
         grace_s = 0.0 if self.record.stop is Stop.AT_ONCE else ORPHANS_S
         if left := ", ".join(map(str, end_all(self.mpirun.left, grace_s=grace_s))):
             blocked = "cannot be killed: they are blocked in the kernel."
             self.output.log(f"processes {left} {blocked}", is_error=True)
-        self._copy_last_output()
+        self._timers.cancel(*self._timers.timers.keys() - {self.request_stop})
+        self.output.finish(self._wait, self._late_output, self._patience_s)
+        signal_all(partial(self.mpirun.left, agents=True), signal.SIGKILL)
         self._has_ended.set()
-        self._keep_last_errors()
-        mpirun, starter = self.mpirun, self.mpirun.starter
-        end = MpirunEnd(
-            starter.program.name, mpirun.code or DONE, starter.proves_signals, mpirun.was_ended
-        )
-        self.record.note("mpirun", **end._asdict())
-
-    def _keep_last_errors(self) -> None:
-        for rank, lines in self.output.last_errors.items():
-            self.record.add(Event("tail", rank, {"lines": lines}))
+        self.record.note("mpirun", **self.mpirun.end._asdict())
 
     def _wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until then, and handle what has happened."""
-        ready = self._timers.ready(until)
-        for data in ready:
-            if data is self.output:
-                self.output.copy()
-            elif data is not self.signals:
-                for message in self.server.receive(data):
-                    self.on_message(message)
-        # After the messages, which the signal's sender may have reacted to.
-        for number in self.signals.receive() if self.signals in ready else ():
+        events, numbers = self.agents.wait(until)
+        for event in events:
+            self.on_event(event)
+        for number in numbers:
             self.on_signal(number)
-        if self.signals.has_resized:
-            self.signals.has_resized = False
-            if (terminal := self.options.terminal).files:
-                self.server.send_all("size", columns=terminal.columns, rows=terminal.rows)
         for reaction in self._timers.due():
             reaction()
 
-    def _copy_last_output(self) -> None:
-        """Copy the rest of the output, as far as it comes in time and somebody reads it."""
-        self._timers.cancel(*self._timers.timers.keys() - {self.request_stop})
-        began_at = time.monotonic()
-        while (late := self._late_output()) and self._may_wait_since(began_at):
-            if time.monotonic() - self.output.copied_at > OUTPUT_S:
-                missing = f"the last output of {late} has not arrived; it may be missing here."
-                self.output.log(missing, is_error=True)
-                break
-            self._wait(time.monotonic() + 0.02)
-        if late:
-            signal_all(partial(self.mpirun.left, agents=True), signal.SIGKILL)
-        self.output.finish()
-        while self.output.blocked_s and self._may_wait_since(began_at):
-            self._wait(time.monotonic() + 0.05)
-
-    def _may_wait_since(self, began_at: float) -> bool:
-        """Whether a terminal that is stopped may delay the end. A second signal ends the wait."""
-        limit_s = AT_ONCE_S if self.record.stop is Stop.AT_ONCE else OUTPUT_S
-        return self.record.stop is Stop.NONE or time.monotonic() <= began_at + limit_s
+    def _patience_s(self) -> float:
+        """For how long a terminal that is stopped may delay the end. A second signal ends the wait."""
+        limits = {Stop.NONE: float("inf"), Stop.AT_ONCE: AT_ONCE_S}
+        return limits.get(self.record.stop, OUTPUT_S)
 
     def _late_output(self) -> str:
         """The ranks whose output has not ended, except those on silent hosts or that do not end."""
-        connected, silent = self.server.connected, self.record.silent_hosts
-        late = [rank for rank in self.output.open_ranks if rank not in connected]
-        if late := [rank for rank in late if self.record.hosts[rank] not in silent]:
-            return self.record.names(late)
+        record, late = self.record, {*self.output.open_ranks} - self.server.connected
+        if late := {rank for rank in late if record.hosts[rank] not in record.silent_hosts}:
+            return record.names(sorted(late))
         return "a rank" if self.mpirun.left(agents=True) else ""
 
     # --- what happens ---
@@ -243,29 +180,30 @@ class Attempt:
         if not self.server.connected:
             self._end_mpirun()
             return
-        self.server.request_stop(number, *self.server.connected)
+        self.server.ask(self.server.connected, "stop", signal=number)
         self._begin_grace()
         if record.latest["supports_stop"]:
             stopping = "the ranks are saving and stopping; another signal kills them at once."
             self.output.log(f"{reason}: {stopping}")
 
-    def on_message(self, message: Message) -> None:
-        """React to a message of a rank, or of a viewer."""
-        record, facts, rank = self.record, message.facts, message.rank
+    def on_event(self, event: Event) -> None:
+        """React to what a rank says, or to a viewer."""
+        record, facts, rank = self.record, event.facts, event.rank
+        exchange, console = self.agents.launcher.exchange, self.agents.launcher.console
         was_starting = record.phase is Phase.STARTING
-        self._add(message)
-        match message.kind:
+        self._add(event)
+        match event.kind:
             case "output":
                 self.output.add(rank=rank, **facts)
             case "input" if self.options.stdin == "none":
                 facts["connection"].close()
             case "input":
                 self.output.send_stdin(facts["connection"])
-            case "function" | "answer" if self.exchange is not None:
-                self.exchange.take(message, self.server)
+            case "function" | "answer" if exchange is not None:
+                exchange.take(event, self.server)
             case "view_job":
                 state = job_facts(record, self.output.latest, time.monotonic())
-                self.console.answer(facts["viewer"], **state)
+                console.answer(facts["viewer"], **state)
             case "view_stacks":
                 self._looks.answer(facts["viewer"])
             case "full":
@@ -278,7 +216,7 @@ class Attempt:
                 if num_started == record.world_size:
                     record.note("limit", seconds=self._start_timeout_s)
                 if record.stop is Stop.BY_USER:
-                    self.server.request_stop(record.fact("stop", "signal"), rank)
+                    self.server.ask([rank], "stop", signal=record.fact("stop", "signal"))
             case "joining":
                 if len(record.latest["joining"]) == 1:
                     record.note("limit", seconds=facts["timeout_s"])
@@ -292,8 +230,7 @@ class Attempt:
                 self._looks.ask_at_failure()
             case "failed" if self._may_hold and record.phase < Phase.ENDING:
                 self._looks.ask_at_failure()
-                self._begin_end(has_failed=True)
-                self._timers.after(GRACE_S, self._hold)
+                self._hold()
             case "failed" | "lost" if rank in record.failures and record.phase < Phase.ENDING:
                 self._looks.ask_at_failure()
                 # Most starters end the other ranks, and the ranks' own watch always does. Only this process
@@ -301,24 +238,21 @@ class Attempt:
                 spread_s = 0.0 if record.silent_hosts else SPREAD_S
                 self._end_after(spread_s, FAILED_END_S, has_failed=True)
         self._looks.see_early()
-        if self._hold in self._timers.timers and not {*record.left} - record.failures.keys():
-            self._hold()  # every rank has failed
-        is_end = message.kind in ENDS - {"failed"} and not message.from_script
+        is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait
             self._end_after(0.0, FAILED_END_S, has_failed=True)
         if record.done and not self.server.connected and record.phase < Phase.ENDING:
             self._timers.after(EXIT_S, self._end_mpirun)
 
-    def _add(self, message: Message) -> None:
+    def _add(self, event: Event) -> None:
         """Record what a rank has said, until the attempt is over and judged."""
-        rank, kind, facts, at, from_script = message
-        if kind in OF_RANKS and not self._has_ended.is_set():
-            self.record.add(Event(kind, rank, facts, at, from_script))
+        if event.kind in OF_RANKS and not self._has_ended.is_set():
+            self.record.add(event)
 
     def _see(self) -> None:
         """Look at the job once a second."""
-        every_s, now = min(CHECK_S, self.options.hang_timeout_s or CHECK_S), time.monotonic()
-        self._timers.after(every_s, self._see)
+        now = time.monotonic()
+        self._timers.after(min(CHECK_S, self.options.hang_timeout_s or CHECK_S), self._see)
         match self.record.phase:
             case Phase.STARTING:
                 self._see_start(now)
@@ -349,7 +283,7 @@ class Attempt:
         """
         started = self.record.latest["started"]
         late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
-        return self.probe(late) if self.probe and late else []
+        return gone(self.agents.plan.request, late) if late and self.agents.has_logged_in else []
 
     # --- steps, stacks, growth ---
 
@@ -357,8 +291,9 @@ class Attempt:
         """All ranks have joined."""
         self.output.hold_mpirun()
         self._looks.ask_for_calls()
-        if self.search is not None:
-            self._ask_in_thread(self.search, self.options.grow_s, self._found)
+        if self.turn.grows:
+            search = partial(search_once, self.agents.plan, self.turn.avoided)
+            self._found = self._ask_in_thread(search, self.options.grow_s)
 
     def _see_steps(self, now: float) -> None:
         if self._found:
@@ -382,7 +317,7 @@ class Attempt:
         else:
             self.output.log(f"{found}: stopping to restart.")
             record.note("stop", by=Stop.TO_GROW.name, reason=found, signal=int(signal.SIGTERM))
-            self.server.request_stop(signal.SIGTERM, *self.server.connected)
+            self.server.ask(self.server.connected, "stop", signal=signal.SIGTERM)
 
     # --- stopping, saving, ending ---
 
@@ -435,21 +370,15 @@ class Attempt:
     @property
     def _may_hold(self) -> bool:
         """Whether the same agents can make the next attempt."""
-        record = self.record
-        is_whole = len(self.server.connected) == record.world_size and not record.done
-        return self.holds and is_whole and record.stop is Stop.NONE
+        is_whole = len(self.server.connected) == self.record.world_size and not self.record.done
+        return self.turn.holds and is_whole and self.record.stop is Stop.NONE
 
     def _hold(self) -> None:
         """Let all agents end their scripts, and wait for the next attempt."""
-        self._timers.cancel(self._hold)
-        if not self._may_hold:
-            self._end_after(0.0, FAILED_END_S, has_failed=True)
-            return
+        self._end_after(HOLD_S, FAILED_END_S, has_failed=True)
         self.record.note("hold")
         for rank in self.server.connected:
             self.server.send(rank, encode("hold"))
-        self._timers.after(HOLD_S, self._end_ranks)
-        self._timers.after(HOLD_S + FAILED_END_S, self._end_mpirun)
 
     def _end_ranks(self) -> None:
         self.server.send_all("end", code=1)

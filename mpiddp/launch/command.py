@@ -38,9 +38,6 @@ class JobNetwork(NamedTuple):
     networks: tuple[str, ...] = ()
     control_address: str = "127.0.0.1"  # this machine's for all ranks; "" in a dry run without one
     addresses: Mapping[str, str] = _NOTHING  # in `networks`, of each host that tells its own
-    start_s: float = (
-        60.0  # in which a program starts on all hosts, if their logins go on as the latest did
-    )
 
     @property
     def other_family(self) -> int:

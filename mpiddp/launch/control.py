@@ -12,8 +12,9 @@ import select
 import shutil
 import signal
 import socket
+import sys
 import time
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -21,8 +22,8 @@ from types import FrameType
 from mpiddp.errors import cause_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.protocol import channel
-from mpiddp.protocol.channel import Peer, encode
-from mpiddp.protocol.server import PER_RANK, ChannelServer, Message, TimedSelector
+from mpiddp.protocol.channel import encode
+from mpiddp.protocol.server import PER_RANK, ChannelServer, Event, Peer, TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.text import escaped
 
@@ -51,6 +52,7 @@ class SignalQueue:
         self._first_at: dict[int, float] = {}
         self.interrupts = False  # whether a stop signal raises KeyboardInterrupt
         self.has_resized = False  # the terminal, since somebody has looked
+        self._has_stop = False  # whether a stop signal has arrived
         # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
         numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
@@ -92,12 +94,13 @@ class SignalQueue:
             if number in STOP_SIGNALS and now - self._first_at.get(number, -repeat_s) >= repeat_s:
                 self._first_at[number] = now
                 new.append(number)
+                self._has_stop = True
         return new
 
-    def has_stop(self, within_s: float) -> bool:
-        """Whether one of STOP_SIGNALS has arrived, or arrives within `within_s`."""
+    def has_stop(self, within_s: float = 0.0) -> bool:
+        """Whether one of STOP_SIGNALS has ever arrived, or arrives within `within_s`."""
         deadline = time.monotonic() + within_s
-        while not self.receive():
+        while not (self.receive() or self._has_stop):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
@@ -142,32 +145,23 @@ class ControlServer(ChannelServer):
             self._listener, self.world_size, self.selector, channel.next_key(self.key)
         )
 
-    def request_stacks(self) -> KeysView[int]:
-        """Request the stacks of every connected rank: of its script, if that talks to this server itself."""
-        for rank in self.connected:
-            self.send(rank, encode("stacks"), to_script=rank in self._scripts)
-        return self.connected
-
-    def request_calls(self) -> None:
-        """Request of every script what collectives it has called."""
-        for rank in self._scripts:
-            self.send(rank, encode("calls"), to_script=True)
-
-    def request_stop(self, number: int, *ranks: int) -> None:
-        """Request a stop of these ranks, as far as they are connected, by this signal."""
+    def ask(self, ranks: Iterable[int], kind: str, **facts: object) -> None:
+        """Send a message to these ranks, as far as they are connected: to their scripts, where these are."""
+        line = encode(kind, b"", **facts)
         for rank in ranks:
-            if rank in self._scripts:
-                self.send(rank, encode("stop", signal=number), to_script=True)
-            kind = "stopping" if rank in self._scripts else "stop"
-            self.send(rank, encode(kind, signal=number))
+            self.send(rank, line, to_script=rank in self._scripts)
 
-    def drop_silent_hosts(self) -> list[Message]:
+    def ask_scripts(self, kind: str) -> None:
+        """Send a message to every script."""
+        self.ask(self._scripts, kind)
+
+    def drop_silent_hosts(self) -> list[Event]:
         """Drop the ranks whose hosts have not acknowledged over TCP what was sent to them."""
         if self._listener.family == socket.AF_UNIX:  # this host's own kernel always answers
             return []
         peers = self._ranks.values()
         silent = [each for each in peers if any(fcntl.ioctl(each.connection, _SIOCOUTQ, bytes(4)))]
-        return [message for peer in silent for message in self.lose(peer, silent=True)]
+        return [event for peer in silent for event in self.lose(peer, silent=True)]
 
 
 class Console:
@@ -213,11 +207,9 @@ class Exchange:
     launcher never unpickles anything. Whoever does checks the MAC first.
     """
 
-    def __init__(self, function: bytes = b"", max_result_bytes: int = 0) -> None:
+    def __init__(self, function: bytes = b"") -> None:
         self._function = function  # as `mpiddp.spawning.spawn.pickled_call` makes it
         self._digest = channel.mac("", "function", function)
-        in_base64 = 2 * max_result_bytes  # at least: 4/3
-        self._value_limit = max(channel.VALUE_LIMIT, len(function), in_base64)
         self.world_size = 0
         # In the latest attempt, by rank: pickles in base64.
         self.results: dict[int, bytes] = {}
@@ -225,15 +217,16 @@ class Exchange:
 
     def begin(self, server: ChannelServer) -> None:
         """An attempt begins, with a new server. The answers of an earlier one no longer count."""
-        server.value_limit = self._value_limit
+        if self._function:  # it, and the results, are as large as the caller wants
+            server.value_limit = sys.maxsize - channel.LINE_LIMIT
         self.world_size = server.world_size
         self.results, self.errors = {}, {}
 
-    def take(self, message: Message, server: ChannelServer) -> None:
+    def take(self, event: Event, server: ChannelServer) -> None:
         """A rank asks for the function, or answers."""
-        rank, facts = message.rank, message.facts
+        rank, facts = event.rank, event.facts
         key = channel.member_key(server.key, channel.SCRIPT, rank)
-        if message.kind == "function":
+        if event.kind == "function":
             head = encode("function", mac=channel.mac(key, self._digest))
             # In parts: the ranks share the function's bytes.
             for part in (head.rstrip(), b"\t", self._function, b"\n"):

@@ -11,8 +11,7 @@ import contextlib
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -23,9 +22,9 @@ from mpiddp.launch.collectives import Call, Group, calls_of
 from mpiddp.launch.gpu_use import GpuUse
 from mpiddp.launch.pace import Pace
 from mpiddp.launch.places import Place, place_of
+from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.text import escaped
 
-LAUNCHER = -1  # the rank of an event of the launcher itself
 MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, until all have joined, and then
 _LARGEST = 16 << 20  # bytes of a file, which then has no more steps
 _NAMED = 4  # ranks in one sentence
@@ -62,21 +61,6 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     "tail": ("lines",),  # the last of stderr, of MPIRUN, MPIRUN_AT_END or a rank
 }
 KINDS = OF_RANKS | OF_LAUNCHER.keys()
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a rank has said, or the launcher has done. In a file, it is a line of JSON with these fields.
-
-    `at` is time.monotonic()'s, in seconds. `from_script`: the script of the rank has said it, whose agent has
-    a connection of its own.
-    """
-
-    kind: str
-    rank: int = LAUNCHER
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    at: float = field(default_factory=time.monotonic)
-    from_script: bool = False
 
 
 class Phase(IntEnum):
@@ -162,6 +146,7 @@ class Record:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+            self._file = None
 
     def note(self, kind: str, **facts: object) -> None:
         """The launcher does this now."""
@@ -291,6 +276,12 @@ class Record:
     def silent_hosts(self) -> set[str]:
         """The ones of `hosts` that stopped answering."""
         return {self.hosts[rank] for rank, event in self.failures.items() if is_silent(event)}
+
+    @property
+    def complaints(self) -> str:
+        """What agents that wait have found wrong with their hosts since the failure."""
+        errors = [event.facts["error"] for event in self.latest["held"].values()]
+        return "\n".join(dict.fromkeys(filter(None, errors)))
 
     def host_of(self, rank: int) -> str:
         """The rank's own name of its host, once it has reported it; else the requested host."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import mean
 from typing import Any
 
 IDLE = 10.0  # percent of use, in all of the latest readings
@@ -53,4 +52,7 @@ def find_idle(gpus: Mapping[int, GpuUse], ranks: Sequence[int]) -> tuple[list[in
     known = {rank: use for rank, use in recent.items() if use is not None}
     idle = [rank for rank, use in known.items() if use < IDLE]
     others = [use for rank, use in known.items() if rank not in idle]
-    return idle, f", and those of the others are in use ({mean(others):.0f}%)" if others else ""
+    if not others:
+        return idle, ""
+    mean = sum(others) / len(others)  # statistics would take 4 ms of each start
+    return idle, f", and those of the others are in use ({mean:.0f}%)"

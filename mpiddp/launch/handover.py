@@ -19,10 +19,10 @@ from typing import Any
 from mpiddp.errors import JobFailed
 from mpiddp.hosts import interfaces, network, private, processes
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.remote import ask_hosts, program_that_prints
-from mpiddp.hosts.ssh import Logins
+from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.launch.command import Request
 from mpiddp.launch.control import ControlServer
+from mpiddp.launch.plan import Plan
 from mpiddp.protocol import channel
 from mpiddp.protocol.variables import ADDRESS
 from mpiddp.text import listed, names_by_value
@@ -41,7 +41,7 @@ class CutOff(JobFailed):
 
 
 def hand_over(
-    request: Request,
+    plan: Plan,
     server: ControlServer,
     name: str,
     variables: Mapping[str, str],
@@ -51,13 +51,14 @@ def hand_over(
 
     `logins` are those of the preflight; without one, a host gets another.
     """
+    request, start_s = plan.request, plan.checked.start_s
     hosts, addresses = request.hosts.hosts, request.network.addresses
     port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
     knows_all = len(hosts) > 1 and len(addresses) == len(hosts)
     wanted = {
         "launcher": server.settings[ADDRESS],
         "key": server.key,
-        "meet": (addresses, port, request.network.start_s, _MOST) if knows_all else (),
+        "meet": (addresses, port, start_s, _MOST) if knows_all else (),
         "name": name,
         "variables": variables,
     }
@@ -66,12 +67,13 @@ def hand_over(
     try:
         with _answering(server):
             program = program_that_prints(TRAVELLING, f"ready({wanted!a})")
-            work_s = request.network.start_s + 4 * network.CONNECT_S
-            found, failures, answers = ask(hosts, program, work_s=work_s, logins=logins)
+            work_s = start_s + 4 * network.CONNECT_S
+            answers = ask(hosts, program, work_s=work_s, logins=logins)
+        found = {host: each.value for host, each in answers.items() if not each.why}
         kept, cut_off = [*found], _cut_off(found, wanted)
-        for host, why in failures.items():
-            if answers[host].has_failed_there or host.name not in cut_off:
-                cut_off[host.name] = why
+        for host, each in answers.items():
+            if each.why and (each.has_failed_there or host.name not in cut_off):
+                cut_off[host.name] = each.why
         if cut_off:
             raise CutOff(cut_off)
     except (JobFailed, KeyboardInterrupt):
@@ -104,9 +106,9 @@ def _cut_off(found: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any])
 def gone(request: Request, names: Collection[str]) -> list[str]:
     """A sentence for each of these hosts that answers no login any more."""
     hosts = [each for each in request.hosts.hosts if each.name in names]
-    _, failures, answers = ask_hosts(hosts, "print(0)", transport=request.hosts.transport)
-    lost = {host: each for host, each in failures.items() if not answers[host].has_begun}
-    return [f"lost {host.name} before its ranks started: {each}" for host, each in lost.items()]
+    answers = ask_hosts(hosts, "print(0)", transport=request.hosts.transport)
+    lost = {host: each.why for host, each in answers.items() if not each.has_begun}
+    return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
 
 @contextmanager

@@ -99,7 +99,7 @@ class Screen:
     """The file descriptor `target`, the launcher's `name`.
 
     No write waits for the reader: what it does not take is kept until `flush`. A reader that goes away loses
-    the output, not the job. `is_shared`: the job has several ranks.
+    the output, not the job. `is_shared`: several ranks are shown there.
     """
 
     def __init__(
@@ -108,10 +108,11 @@ class Screen:
         self.file = _unshared(target)
         self._unsent = bytearray()
         self._has_stamps = has_stamps
-        self._name = name
+        self.name = name
         self._is_shared = is_shared
         self.is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._has_complained = False
+        self.has_failed = False  # to write: a full disk, say, and not a reader that went away
         self.left_out = 0  # lines of frames of C++
         self._at: Source | None = None  # whose open line the cursor is in
         self._open: set[Source] = set()  # with an open line that waits for its end
@@ -171,7 +172,13 @@ class Screen:
         """Show whole lines above the open line that is drawn, or below the one that the cursor is in."""
         begin = b"\n" if self._at is not None else b""
         if lines and self._grown is not None:  # the end of that line, or another
-            begin, self._grown = b"\r" if self._grown[0] is source else b"\n", None
+            grower, text = self._grown
+            done = self._before(source) + text if source is grower else b""
+            if done and lines.startswith(done):
+                begin, lines = b"", lines[len(done) :]
+            else:
+                begin = b"\r" if grower is source else b"\n"
+            self._grown = None
         self._at = None
         self._draw(begin + lines)
 
@@ -189,9 +196,14 @@ class Screen:
             return
         text = _as_drawn(bytes(source.line))
         if self._grown != (source, text):
-            begin = b"" if self._grown is None else b"\r" if self._grown[0] is source else b"\n"
+            before, whole = self._grown, self._before(source) + text
             self._grown, self._grown_at = (source, text), time.monotonic()
-            self._write(begin + self._before(source) + text)
+            if before is None or before[0] is not source:
+                self._write((b"\n" if before else b"") + whole)
+            elif text.startswith(before[1]):
+                self._write(text[len(before[1]) :])
+            else:
+                self._write(b"\r" + whole)
 
     def show_status(self, lines: Sequence[str]) -> None:
         """Show these lines below all others on a terminal, in place of the last ones, once it reads."""
@@ -243,9 +255,10 @@ class Screen:
             if not self._has_complained:
                 self._has_complained = True
                 is_gone = isinstance(failed, BrokenPipeError)
+                self.has_failed = not is_gone
                 reason = "its reader went away" if is_gone else failed.strerror
                 lost = "The job continues, and its output there is lost."
-                error(f"{self._name}: {reason}. {lost}")
+                error(f"{self.name}: {reason}. {lost}")
 
 
 def _unshared(target: int) -> int:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mpiddp.launch.control import Console, ControlServer
-from mpiddp.launch.events import Event, Phase, Record
-from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.output import JobOutput
+from mpiddp.launch.agents import Agents
+from mpiddp.launch.events import Phase, Record
 from mpiddp.launch.pace import WINDOW_S
 from mpiddp.launch.watch import (
     find_stragglers,
@@ -18,7 +16,8 @@ from mpiddp.launch.watch import (
     places_sentence,
     straggler_sentence,
 )
-from mpiddp.protocol.channel import Peer, encode
+from mpiddp.protocol.channel import encode
+from mpiddp.protocol.server import Event, Peer
 
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 
@@ -26,18 +25,11 @@ STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an 
 class Looks:
     """The looks at one attempt. `end_job` ends it, for the reason that it is given."""
 
-    def __init__(
-        self,
-        options: LaunchOptions,
-        record: Record,
-        server: ControlServer,
-        output: JobOutput,
-        console: Console,
-        end_job: Callable[[str], None],
-    ) -> None:
-        self._options, self._record, self._server = options, record, server
-        self._output, self._console, self._end_job = output, console, end_job
-        self._timers = server.selector
+    def __init__(self, agents: Agents, record: Record, end_job: Callable[[str], None]) -> None:
+        self._options, self._console = agents.plan.options, agents.launcher.console
+        self._server, self._output = agents.server, agents.output
+        self._record, self._end_job = record, end_job
+        self._timers = agents.server.selector
         self._viewers: list[Peer] = []  # that wait for the stacks
         self._has_asked_at_failure = False
 
@@ -68,14 +60,15 @@ class Looks:
 
     def ask_for_calls(self) -> None:
         """Ask the scripts for their collectives, again and again."""
-        self._server.request_calls()
+        self._server.ask_scripts("calls")
         self._timers.after(WINDOW_S, self.ask_for_calls)
 
     def ask_for_stacks(self) -> None:
         """Ask the ranks for their stacks, unless they are on their way."""
         if self._see_stacks in self._timers.timers:
             return
-        self._record.note("asked", ranks=sorted(self._server.request_stacks()))
+        self._record.note("asked", ranks=sorted(self._server.connected))
+        self._server.ask(self._server.connected, "stacks")
         self._timers.after(STACKS_S, self._interrupt)
         self._timers.after(STACKS_S + INTERRUPTED_S if self._record.mute else 0.0, self._see_stacks)
 

@@ -17,7 +17,6 @@ import shlex
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +58,6 @@ def _refused(error: BaseException) -> Outcome:
 
 
 def _launch(argv: list[str]) -> int:
-    started_at = time.monotonic()
     open_closed_streams()
     is_nested = leave_enclosing_job(os.environ)
     options = parse_options(argv)
@@ -81,8 +79,8 @@ def _launch(argv: list[str]) -> int:
         # Imported here, so that --help and a wrong option answer at once.
         from mpiddp.launch.plan import make_plan
 
-        starter, request, *_ = make_plan(options, os.environ)
-        command = starter.compose(request)
+        plan = make_plan(options, os.environ)
+        command = plan.starter.compose(plan.request)
         hidden = command.settings.keys() & options.variables.keys()
         print(command.explained(hidden))
         _say_left_out(hidden)
@@ -106,15 +104,15 @@ def _launch(argv: list[str]) -> int:
     own = without_values(argv[: -len(options.command)], options.exports)
     again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *own, *options.command]
     with Report(job, again, reports, options.on_end or (), folder) as report:
-        return _run_and_report(options, started_at, report)
+        return _run_and_report(options, report)
 
 
-def _run_and_report(options: LaunchOptions, started_at: float, report: Report) -> int:
+def _run_and_report(options: LaunchOptions, report: Report) -> int:
     """Run the job, and say how it has ended and what resumes it."""
     from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
 
     try:
-        outcome = run(options, started_at, report)
+        outcome = run(options, report)
     except (UserError, JobFailed, KeyboardInterrupt) as error:
         outcome = _refused(error)
     # timeout(1) and a closing terminal send each request twice; the ranks may have stopped in between.
@@ -148,7 +146,6 @@ def _say_left_out(names: Iterable[str]) -> None:
 
 def launch_function(argv: list[str]) -> int:
     """Launch the job of the caller at the other end of the socket `argv[0]`. The exit codes are launch's."""
-    started_at = time.monotonic()
     open_closed_streams()
     # The caller may ignore it, as a shell's background process does, and still send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -159,7 +156,7 @@ def launch_function(argv: list[str]) -> int:
     except (OSError, StopIteration):  # the caller has ended
         return FAILED
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
-    exchange = Exchange(function, call["max_result_bytes"])
+    exchange = Exchange(function)
     try:
         from mpiddp.launch.job import run
 
@@ -175,13 +172,11 @@ def launch_function(argv: list[str]) -> int:
         given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
         options = replace(options, variables={**options.variables, **given})
         with Report(Path(options.command[-1]).name) as report:
-            outcome = _final(run(options, started_at, report, exchange), exchange)
+            outcome = _final(run(options, report, exchange), exchange)
         if outcome.known_cause:  # the caller's exception has the verdict
             log.error(outcome.known_cause)
-    except (UserError, JobFailed) as error:
-        outcome = Outcome(BAD_INPUT if isinstance(error, UserError) else FAILED, str(error))
-    except KeyboardInterrupt:  # nothing has started yet
-        outcome = Outcome(INTERRUPTED, "interrupted.")
+    except (UserError, JobFailed, KeyboardInterrupt) as error:
+        outcome = _refused(error)
     with contextlib.suppress(OSError):  # the caller has ended
         _report(outcome, exchange, caller)
     return outcome.code

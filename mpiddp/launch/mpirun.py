@@ -15,16 +15,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mpiddp.errors import cause_of
+from mpiddp.errors import DONE, JobFailed, cause_of
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.private import is_private
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
-from mpiddp.hosts.remote import ask_hosts, program_that_prints
+from mpiddp.hosts.ssh import ask_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log
 from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.handover import TRAVELLING
+from mpiddp.launch.verdict import MpirunEnd
 from mpiddp.protocol.channel import OUTPUT_PROCESS
 from mpiddp.protocol.variables import JOB
 
@@ -55,9 +56,12 @@ class MpirunProcess:
             if starter.stop_signal != signal.SIGTERM:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
-        try:
-            for path, text in command.files.items():
+        for path, text in command.files.items():
+            try:
                 Path(path).write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise JobFailed(f"{path} cannot be written: {error.strerror}.") from None
+        try:
             self._process = subprocess.Popen(
                 command.argv,
                 env={**with_own_folder(starter.program, env), **command.settings},
@@ -77,6 +81,14 @@ class MpirunProcess:
     def code(self) -> int | None:
         """Its exit code, -N if signal N killed it, None while it runs."""
         return self._process.poll()
+
+    @property
+    def end(self) -> MpirunEnd:
+        """How it has ended."""
+        starter = self.starter
+        return MpirunEnd(
+            starter.program.name, self.code or DONE, starter.proves_signals, self.was_ended
+        )
 
     def stop(self) -> None:
         """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.
@@ -149,12 +161,11 @@ def kill_orphans(
         return
     program = program_that_prints(TRAVELLING, f"sweep({f'{JOB}={job}'!r}, {private_name!r})")
     quick = transport._replace(login_s=ORPHANS_S)
-    killed, failures, _ = ask_hosts(hosts, program, python=python, transport=quick)
-    for host in failures:
-        log.info(
-            f"{host.name} cannot be reached, so no leftover process was killed there; "
-            "its ranks end by themselves."
-        )
-    for host, pids in killed.items():
-        if pids:
-            log.info(f"killed leftover processes of the job on {host.name}: {len(pids)}.")
+    for host, answer in ask_hosts(hosts, program, python=python, transport=quick).items():
+        if answer.why:
+            log.info(
+                f"{host.name} cannot be reached, so no leftover process was killed there; "
+                "its ranks end by themselves."
+            )
+        elif answer.value:
+            log.info(f"killed leftover processes of the job on {host.name}: {len(answer.value)}.")

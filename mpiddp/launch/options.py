@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import SSH
-from mpiddp.launch import log
+from mpiddp.launch import log, script
 from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
@@ -27,10 +24,8 @@ from mpiddp.protocol.terminal import Terminal
 from mpiddp.text import parse_whole, shown
 
 _HIDDEN = argparse.SUPPRESS
-_BY_GPU = (
-    "gpu",
-    "auto",
-)  # torchrun's words for one rank per GPU, which is what slots are by default
+# torchrun's words for one rank per GPU, which is what slots are by default.
+_BY_GPU = ("gpu", "auto")
 # Those of its options that one host does not need.
 _OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
 
@@ -150,8 +145,7 @@ where (default: the scheduler's allocation, or this machine)
   npernode --npernode (--nproc-per-node) N  number of ranks on each host (default: all slots)
   exclude --exclude HOSTS  hosts to leave out: node3,node4
   push --push  first make this folder and its environment the same on every host, as mpiddp hosts push does
-  bind --bind {none,numa,core,gpu}  bind each rank to nothing, a NUMA node, a core, or the cores near its \
-GPU (default: none)
+  bind --bind {none,numa,core}  bind each rank to nothing, a NUMA node, or a core (default: none)
 how
   mpirun --mpirun PATH  mpirun of the MPI to use (its library is used too)
   master_addr --master-addr ADDR  rank 0's address, as the other ranks reach it
@@ -191,7 +185,7 @@ host
 after a logout
 * dry_run --dry-run  print the command with a reason for each flag; start nothing
   quiet -q --quiet  print only errors from mpiddp: no hints, no status
-  verbose -v --verbose  print each choice and its reason, and the host and device of every rank
+  verbose -v --verbose  print each choice and its reason, and the host of every rank
 """
 
 
@@ -300,15 +294,12 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     parser = option_parser()
     given = vars(parser.parse_args(argv))
     _as_torchrun(parser, given)
-    job = _job(given.pop("module"), given.pop("script"))
-    refuse_misplaced(job, verb)
+    job = script.read_job(given.pop("module"), given.pop("script"))
+    script.refuse_misplaced(job, verb)
     if job[:3] == ("-m", "mpiddp", "train"):
         # The ranks would refuse a wrong option only after they have joined.
-        module = import_module("mpiddp.train.options")
-        options = module.parse(list(job[3:]))
-        given["backend"] = options.backend or "auto"
-        if options.per_rank_log and given["log_ranks"] == DEFAULT_RANKS:
-            given["log_ranks"] = "all"
+        module = import_module("mpiddp.train.config")
+        given["backend"] = module.parse(list(job[3:])).backend or "auto"
     prefix = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
@@ -356,52 +347,3 @@ def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
             )
         arguments += found
     return tuple(arguments)
-
-
-# Options that people write behind the script by mistake. With the first, they expect that nothing starts.
-_STARTS_NOTHING = ("--dry-run", "--help", "-h")
-_MISPLACED = (*_STARTS_NOTHING, "--hostfile", "-H", "-n")
-_OWN_PARSER = re.compile(
-    r"\b(argparse|\w*ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b"
-)
-
-
-def refuse_misplaced(job: Sequence[str], verb: str) -> None:
-    """Point out an option of the launcher that stands behind a script whose own parser does not name it."""
-    script, *arguments = job
-    flags = [each for each in (text.partition("=")[0] for text in arguments) if each in _MISPLACED]
-    if not flags or script in ("-m", "--"):
-        return
-    text = Path(script).read_text(encoding="utf-8", errors="replace").replace("_", "-")
-    for flag in flags:
-        is_named = re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text)
-        if is_named or (flag in ("--help", "-h") and _OWN_PARSER.search(text)):
-            continue
-        sentence = f"{flag} comes after {script}, so it goes to the script, which does not name it."
-        if flag in _STARTS_NOTHING:
-            raise UserError(
-                f"{sentence} Write it before the script: {verb} {flag} {script}. If the script takes it "
-                f"all the same: mpiddp launch … -- python {script} {flag}"
-            )
-        log.info(f"{sentence} An option of {verb} comes before the script.")
-
-
-def _job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
-    # argparse gives no option a "--", nor what follows it.
-    job = script if module is None else ["-m", *module, *script]
-    program = "".join(job[:1])
-    if not job[program in ("-m", "--") :]:
-        raise UserError(
-            "nothing to launch. Name a script or a module. Example: mpiddp launch -n 2 train.py, or: "
-            "mpiddp launch -n 2 -m mpiddp train"
-        )
-    if ":" in job:
-        raise UserError('an argument of the job is ":", where an mpirun begins another program.')
-    if not (program in ("-m", "--") or os.path.isfile(program)):  # noqa: PTH113 - no error
-        if os.path.exists(program):  # noqa: PTH110 - no error
-            raise UserError(f"{program} is not a regular file. Expected a Python script.")
-        hint = (
-            f" To start any program: mpiddp launch … -- {program}" if shutil.which(program) else ""
-        )
-        raise UserError(f"{program} not found (looked in {Path.cwd()}).{hint}")
-    return tuple(job)

@@ -22,7 +22,7 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import IO
 from mpiddp.launch import log
 from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.log import GROWTH_S, Screen, Source
-from mpiddp.protocol.channel import STREAMS, notice_silence
+from mpiddp.protocol.channel import DEFAULT_RANKS, STREAMS, is_shown, notice_silence
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.terminal import Manners, prefix_of
 
@@ -39,6 +39,7 @@ _CHUNK = 1 << 16  # bytes, the size of a pipe
 _TAIL = 1 << 16  # bytes that are kept of stderr of all ranks, and of what waits for the verdict
 _LATEST = 256  # bytes that are kept of what each rank has written last
 _CTRL_D = b"\x04"
+OUTPUT_S = 5.0  # that neither continues nor ends
 _BACKGROUND_S = 0.5  # until the next question whose the terminal is
 
 
@@ -62,8 +63,8 @@ class JobOutput:
     """The job's stdout and stderr: at first `streams`, which are mpirun's.
 
     `selector` reports what can be copied with this object as its data; then `copy` is to be called.
-    has_prefix: each of their lines begins with the rank and its host. shows_end: also show what mpirun says
-    of the end of the job.
+    `selection` tells which ranks are shown, see `is_shown`. has_prefix: each of their lines begins with the
+    rank and its host. shows_end: also show what mpirun says of the end of the job.
     """
 
     def __init__(
@@ -74,11 +75,20 @@ class JobOutput:
         has_prefix: bool = False,
         has_stamps: bool = False,
         shows_end: bool = False,
+        selection: str = DEFAULT_RANKS,
     ) -> None:
         self._has_prefix, self._shows_end = has_prefix, shows_end
-        kind = {"is_shared": world_size > 1, "has_stamps": has_stamps}
-        stdout, stderr = (Screen(each, STREAMS[each], **kind) for each in (1, 2))
         is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
+        shown = {
+            each: sum(is_shown(selection, rank, each) for rank in range(world_size))
+            for each in (1, 2)
+        }
+        if is_one:
+            shown[1] = max(shown.values())
+        stdout, stderr = (
+            Screen(each, STREAMS[each], is_shared=shown[each] > 1, has_stamps=has_stamps)
+            for each in (1, 2)
+        )
         self._screens = {1: stdout, 2: stdout if is_one else stderr}
         # One terminal has room for a status.
         self.shows_status = is_one and stdout.is_terminal and not log.is_quiet
@@ -179,6 +189,11 @@ class JobOutput:
         """When something was copied last, by time.monotonic(): now, while a reader delays it."""
         return time.monotonic() if self._blocked else self._copied_at
 
+    @property
+    def lost(self) -> str:
+        """The name of a stream that could not be written, "" if both could."""
+        return next((each.name for each in self._screens.values() if each.has_failed), "")
+
     # --- copying ---
 
     def copy(self) -> None:
@@ -228,6 +243,10 @@ class JobOutput:
         if not chunk:
             return False
         rank = stream.rank
+        if rank < 0:
+            chunk = chunk.replace(
+                b"\0", b""
+            )  # Open MPI ends some messages so, and grep sees no text then
         self.latest[rank] = (self.latest.get(rank, b"") + chunk)[-_LATEST:]
         if stream.number == 2:
             self._tail.append((rank, chunk))
@@ -255,8 +274,21 @@ class JobOutput:
         for file in [file for file, stream in self._streams.items() if stream.rank >= 0]:
             self._end(file)
 
-    def finish(self) -> None:
-        """Take what mpirun's pipes still hold, and end all streams. To write it is left to `copy`."""
+    def finish(
+        self, wait: Callable[[float], None], late: Callable[[], str], limit_s: Callable[[], float]
+    ) -> None:
+        """Copy the rest, as far as it comes in time and somebody reads it, and end all streams.
+
+        `wait` reacts to what happens until then, `late` names the ranks whose output has not ended, and
+        `limit_s` is for how long a terminal that is stopped may delay the end.
+        """
+        began_at = time.monotonic()
+        while (ranks := late()) and time.monotonic() <= began_at + limit_s():
+            if time.monotonic() - self.copied_at > OUTPUT_S:
+                missing = f"the last output of {ranks} has not arrived; it may be missing here."
+                self.log(missing, is_error=True)
+                break
+            wait(time.monotonic() + 0.02)
         self._is_ending = True
         for file, stream in list(self._streams.items()):
             while stream.rank < 0 and self._take(stream, is_last=True):
@@ -268,6 +300,8 @@ class JobOutput:
                 self._input.shutdown(socket.SHUT_RDWR)
         if self._manners is not None:
             self.follow(self._manners)
+        while self._blocked and time.monotonic() <= began_at + limit_s():
+            wait(time.monotonic() + 0.05)
 
     def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
         """Show what mpirun has said at the end; if the verdict says it, write it to `log_dir` instead."""

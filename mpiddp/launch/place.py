@@ -1,4 +1,4 @@
-"""Which of the named hosts a job takes, the slots and ranks of each, and the network that they share.
+"""Which of the named hosts a job takes, and the slots and ranks of each.
 
 The hosts are those that passed the preflight, without spares. Slots are a host's line, else its GPUs; ranks
 fill them within -n and --npernode. What earlier jobs and attempts have shown of the hosts counts as well
@@ -10,22 +10,17 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from ipaddress import ip_address, ip_network
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpu_health import Health
-from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus, read_gpus
+from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, Gpu, hides_all_gpus, read_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
-from mpiddp.hosts.interfaces import Interface, interfaces
-from mpiddp.hosts.names import addresses_of, is_this_host
+from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
-from mpiddp.launch.command import JobNetwork, Starter
+from mpiddp.launch.command import Starter
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.variables import of_host
 from mpiddp.text import counted, listed, shown
 
@@ -85,11 +80,11 @@ def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) 
 # --- slots and ranks ---
 
 
-def _slots(hosts: Hosts, host: Host, health: Health | None, options: LaunchOptions) -> int:
+def _slots(hosts: Hosts, host: Host, known: Sequence[Gpu] | None, options: LaunchOptions) -> int:
     """A host's slots: those of its line, else its GPUs. A scheduler's, which may be cores, are no more."""
     backend, is_here, is_alone = options.backend, is_this_host(host.name), len(hosts.hosts) == 1
     is_gloo, slots = backend == "gloo", host.slots or 0
-    if host.slots is None and health is None and not is_here:  # nobody has asked it
+    if host.slots is None and known is None and not is_here:  # nobody has asked it
         if not options.dry_run:
             return slots_of(hosts, host)
         log.info(f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1")
@@ -97,8 +92,8 @@ def _slots(hosts: Hosts, host: Host, health: Health | None, options: LaunchOptio
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
     may_share = is_alone and slots > 1 and not is_gloo
     matters = is_here and (host.slots is None or host.gpus or may_share)
-    is_asked = health is not None or matters
-    gpus = _visible_gpus(host, health, options.variables) if is_asked else 0
+    is_asked = known is not None or matters
+    gpus = _visible_gpus(host, known, options.variables) if is_asked else 0
     if options.needs_gpus and is_asked and not gpus:
         raise UserError(f"{host.name} has no GPU, and --nproc-per-node gpu starts a rank on each.")
     if host.slots is None:
@@ -122,15 +117,15 @@ def _slots(hosts: Hosts, host: Host, health: Health | None, options: LaunchOptio
     return slots
 
 
-def _visible_gpus(host: Host, health: Health | None, variables: Mapping[str, str]) -> int:
+def _visible_gpus(host: Host, known: Sequence[Gpu] | None, variables: Mapping[str, str]) -> int:
     """The number of a host's GPUs that its hostfile entry, or else the variables of its ranks, leave visible.
 
-    Without `health`, the host is this machine. The preflight has named others whose tool does not answer.
+    Without `known` ones, the host is this machine. The preflight has named others whose tool does not answer.
     """
     env = of_host(host, os.environ, variables)
     if hides_all_gpus(env):
         return 0
-    found = read_gpus(env.get("PATH")) if health is None else health.gpus
+    found = read_gpus(env.get("PATH")) if known is None else known
     if found is None:
         raise UserError(NO_ANSWER.format(name=host.name))
     installed = len(found)
@@ -147,7 +142,7 @@ def _visible_gpus(host: Host, health: Health | None, variables: Mapping[str, str
 
 def place(
     hosts: Hosts,
-    healths: Mapping[Host, Health],
+    known: Mapping[Host, Sequence[Gpu]],  # the GPUs of hosts that were asked
     starter: Starter,
     options: LaunchOptions,
     past: Past,
@@ -159,7 +154,7 @@ def place(
     fewer ranks may start.
     """
     n, npernode = options.n, options.npernode
-    room = {host: _slots(hosts, host, healths.get(host), options) for host in hosts.hosts}
+    room = {host: _slots(hosts, host, known.get(host), options) for host in hosts.hosts}
     if not options.names_hosts:
         log.info(f"no hosts given: using {hosts.source}, slots={sum(room.values())}")
     for host, slots in room.items():
@@ -197,113 +192,3 @@ def place(
         both = f"{own[0].name} and {own[1].name} are both this machine"
         raise UserError(f"{hosts.where(own[1])}: {both}. Merge them into one.")
     return replace(hosts, hosts=tuple(placed))
-
-
-def key_of(name: str, named: Hosts) -> str:
-    """The key in the list of hosts of one that mpirun got as `name`: this machine under its own name."""
-    here = (host.key for host in named.hosts if is_this_host(host.name))
-    return next(here, name.lower()) if is_this_host(name) else name.lower()
-
-
-# --- the network ---
-
-
-def find_network(
-    placed: Hosts, infos: Collection[HostInfo], requested: str | None, *, dry_run: bool = False
-) -> JobNetwork:
-    """The network that the hosts share, by --interface (`requested`) or the preflight's results."""
-    logins = {info.host.name: info.address for info in infos}
-    others = [host.name for host in placed.hosts if not is_this_host(host.name)]
-    by_family = [
-        [_route(name, logins.get(name, ""), family) for name in others]
-        for family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    # All of one family: IPv4, unless it leads to fewer hosts, or through routers that ssh has not passed.
-    near = [ip_network(each.network) for each in interfaces()]
-    known = {*logins.values()}
-
-    def worth(routes: list[tuple[str, str] | None]) -> tuple[int, int]:
-        ends = [route[1] for route in routes if route]
-        are_sure = [end in known or any(ip_address(end) in each for each in near) for end in ends]
-        return len(ends), sum(are_sure)
-
-    routes = max(by_family, key=worth)
-    found = _shared_network(routes, infos) if requested is None else requested_network(requested)
-    interface, networks = found
-    address = "127.0.0.1"
-    if others:
-        address = interface.address if interface else next((r[0] for r in routes if r), "")
-    if not address and not dry_run:
-        raise UserError(
-            f"no address of this machine is known that {others[-1]} can reach. "
-            "Name this machine's interface to it: --interface NAME"
-        )
-    return JobNetwork(interface, networks, address)
-
-
-def addresses_in(
-    network: JobNetwork, placed: Hosts, infos: Mapping[Host, HostInfo]
-) -> dict[str, str]:
-    """The address of each host in the job's networks, by the name that mpirun gets."""
-    found, mine = dict[str, str](), network.interface
-    own = {key_of(host.name, placed): info for host, info in infos.items()}
-    if mine is None:
-        return {}
-    for host in placed.hosts:
-        if is_this_host(host.name):
-            found[host.name] = mine.address
-        elif info := own.get(key_of(host.name, placed)):
-            for each in info.interfaces:
-                is_ours = (":" in each.address) == (network.other_family == 4)
-                if is_ours and any(map(each.matches, network.networks)):
-                    found.setdefault(host.name, each.address)
-    return found
-
-
-def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
-    """This machine's interface of --interface, and what it is on every host: names, or its networks."""
-    present = interfaces()
-    found = [interface for interface in present if interface.matches(requested)]
-    if not found:
-        names = " and ".join(f"{each.name} ({each.address})" for each in present)
-        here = socket.gethostname()
-        raise UserError(f'interface "{requested}" is not on {here}, which has {names}.')
-    if requested in [each.address for each in found]:  # others have other addresses in that network
-        return found[0], tuple(each.network for each in found)
-    return found[0], tuple(requested.split(","))
-
-
-def _shared_network(
-    routes: Collection[tuple[str, str] | None], infos: Collection[HostInfo]
-) -> tuple[Interface | None, tuple[str, ...]]:
-    """This machine's interface of all routes to the others, and its network if they are all in it."""
-    sources = {route[0] if route else None for route in routes}
-    present = interfaces() if len(sources) == 1 else []
-    mine = [each.name for each in present if each.address in sources and not each.is_loopback]
-    known = [{(each.name, each.network) for each in info.interfaces} for info in infos]
-    # IPv4 comes first, also where ssh takes IPv6: it is what gloo takes of an interface with both.
-    for own in (each for each in present if each.name in mine):
-        network, is_source = ip_network(own.network), own.address in sources
-        is_everywhere = known and all((own.name, own.network) in each for each in known)
-        if is_source and not all(route and ip_address(route[1]) in network for route in routes):
-            return own, ()
-        if is_everywhere:
-            # Open MPI 5 warns about a network if a host also has IPv6, but not about an interface's name.
-            return own, (own.name,)
-        if is_source:
-            return own, (own.network,)
-    return None, ()
-
-
-def _route(name: str, login: str, family: socket.AddressFamily) -> tuple[str, str] | None:
-    """This machine's address and the host's, as a connection would have them; None without a route.
-
-    A name may be an alias that only ssh knows: `login` is the address to which ssh has connected. Nothing is
-    sent.
-    """
-    found = [address[0] for of, address in addresses_of(name) if of == family]
-    for address in filter(None, [*found, login]):
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as packet:
-            packet.connect((address, 9))  # an error: there is no address, or no route
-            return str(packet.getsockname()[0]), str(packet.getpeername()[0])
-    return None

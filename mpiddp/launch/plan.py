@@ -18,7 +18,8 @@ from typing import NamedTuple
 from mpiddp.errors import JobFailed, UserError, cause_of, check_program
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
-from mpiddp.hosts.gpus import VISIBLE, hides_all_gpus
+from mpiddp.hosts.gpu_health import read_health
+from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
 from mpiddp.hosts.hostfile import (
     Host,
     Hosts,
@@ -28,11 +29,12 @@ from mpiddp.hosts.hostfile import (
 )
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.hosts.ssh import Logins
-from mpiddp.launch import gate, log, place
-from mpiddp.launch.command import JobNetwork, Request, Starter
+from mpiddp.launch import log, place
+from mpiddp.launch.command import Request, Starter
+from mpiddp.launch.network import find_network, requested_network
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past
-from mpiddp.launch.preflight import Checked, Needs, preflight, twins
+from mpiddp.launch.preflight import Checked, Needs, check_gpus, preflight
 from mpiddp.launch.starters import find_starter
 from mpiddp.launch.variables import forwarded, gpu_table, told
 from mpiddp.protocol import variables as names
@@ -52,6 +54,7 @@ _read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart
 class Plan(NamedTuple):
     """One attempt at a job: the starter, and the request for it."""
 
+    options: LaunchOptions
     starter: Starter
     request: Request
     past: Past
@@ -64,6 +67,16 @@ class Plan(NamedTuple):
         """The hosts to choose from."""
         return self.past.named
 
+    @property
+    def used(self) -> list[str]:
+        """The keys of the hosts that take ranks, as in the list of hosts."""
+        return [self.key_of(host.name) for host in self.request.hosts.hosts]
+
+    def key_of(self, name: str) -> str:
+        """The key, in that list, of a host that mpirun got as `name`: this machine under its own name."""
+        here = (host.key for host in self.named.hosts if is_this_host(host.name))
+        return next(here, name.lower()) if is_this_host(name) else name.lower()
+
 
 def make_plan(
     options: LaunchOptions,
@@ -73,9 +86,11 @@ def make_plan(
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
-    past: None for the first attempt, which reads the hosts, and knows of earlier jobs. logins: gets those of
-    the preflight. Raises UserError for bad input and JobFailed if a machine failed.
+    past: None for the first attempt, which reads the hosts, knows of earlier jobs, pushes, and waits for
+    hosts: a job has pauses of its own between two attempts. logins: gets those of the preflight. Raises
+    UserError for bad input and JobFailed if a machine failed.
     """
+    is_first = past is None
     named = past.named if past else read_hosts(options, env)
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
@@ -91,26 +106,25 @@ def make_plan(
     memory = None if has_none else history.file_of(options.hostfile)
     past = past or Past(named, history.doubts(memory, named.usable))
     _, least = place.wanted_hosts(options, past)
-    if options.push and not options.dry_run:
+    if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
-    since = time.monotonic()
-    checked = run_preflight(options, named, starter, env, logins)
-    start_s = min(3 + 2 * (time.monotonic() - since), JobNetwork().start_s)
+    wait_s = (options.wait_s or 0.0) if is_first else 0.0
+    checked = run_preflight(options, named, starter, env, logins, wait_s=wait_s)
     _note(memory, named, checked.silent)
-    return _plan(options, env, starter, past, memory, checked, start_s)
+    return _plan(options, env, starter, past, memory, checked)
 
 
-def plan_without(options: LaunchOptions, plan: Plan, failures: Mapping[str, str]) -> Plan:
+def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     """The plan for the hosts that are left, without those that failed since, by the names mpirun got.
 
     Raises UserError as the preflight does if too few are left.
     """
-    by_key = {place.key_of(name, plan.named): why for name, why in failures.items()}
+    by_key = {plan.key_of(name): why for name, why in failures.items()}
     new = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
     _note(plan.memory, plan.named, new)
     checked = plan.checked._replace(complaints={**plan.checked.complaints, **new}, notes={})
-    start_s, env = plan.request.network.start_s, plan.request.env
-    return _plan(options, env, plan.starter, plan.past, plan.memory, checked, start_s)
+    env = plan.request.env
+    return _plan(plan.options, env, plan.starter, plan.past, plan.memory, checked)
 
 
 def _note(memory: Path | None, named: Hosts, silent: Mapping[Host, str]) -> None:
@@ -126,7 +140,6 @@ def _plan(
     past: Past,
     memory: Path | None,
     checked: Checked,
-    start_s: float,
 ) -> Plan:
     """The plan by what the preflight has found."""
     wanted, least = place.wanted_hosts(options, past)
@@ -134,18 +147,16 @@ def _plan(
     for host in chosen.usable if past.enough is None else ():  # said once
         for note in checked.notes.get(host, ()):
             log.info(note)
-    placed = place.place(chosen, checked.health, starter, options, past, wanted)
-    infos = [checked.infos[host] for host in chosen.hosts if host in checked.infos]
-    network = place.find_network(placed, infos, options.interface, dry_run=options.dry_run)
-    addresses = place.addresses_in(network, placed, checked.infos)
-    network = network._replace(addresses=addresses, start_s=start_s)
+    placed = place.place(chosen, checked.gpus, starter, options, past, wanted)
+    infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
+    network = find_network(placed, infos, options.interface, dry_run=options.dry_run)
     if options.verbose:
         log.info(f"{starter.name}, {starter.program}")
         if len(placed.hosts) > 1 and not starter.has_scheduler:
             log.info(f"{placed.transport.name} reaches the other hosts")
         if own := network.interface:
             log.info(f"{own.name} ({own.address}) leads to the other hosts")
-    if options.verbose or options.dry_run:  # the ranks of --verbose print what they find
+    if options.verbose or options.dry_run:
         last = -1
         for host in placed.hosts:
             first, last = last + 1, last + host.ranks
@@ -159,14 +170,14 @@ def _plan(
         folder=working_folder(env),
         env=env,
         network=network,
-        bind="none" if options.bind == "gpu" else options.bind,  # the ranks do it
+        bind=options.bind,
         mpi_args=options.mpi_args,
     )
     request = request._replace(variables=rank_variables(options, starter, request))
     if options.dry_run and len(placed.hosts) > 1:
         for sentence in told(env, request.variables):
             log.info(sentence)
-    return Plan(starter, request, past, chosen, memory, checked)
+    return Plan(options, starter, request, past, chosen, memory, checked)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -222,11 +233,10 @@ def _push(named: Hosts, folder: str, least: int) -> None:
     since = time.monotonic()
     folders, transport = push.default_folders(folder), named.transport
     sent, failures = push.push(named.usable, folders, min_hosts=least, transport=transport)
-    for line in push.by_host(failures).splitlines():
-        log.error(f"not pushed to {line}")
+    for sentence in failures.values():
+        log.error(f"not pushed: {sentence}")
     if any(sent.values()):
-        said = push.summary(sent, f"sent in {time.monotonic() - since:.1f} s")
-        log.info(said.replace("\n", "; "))
+        log.info(push.summary(sent, time.monotonic() - since).replace("\n", "; "))
 
 
 def run_preflight(
@@ -235,6 +245,8 @@ def run_preflight(
     starter: Starter,
     env: Mapping[str, str],
     logins: Logins | None = None,
+    *,
+    wait_s: float = 0.0,
 ) -> Checked:
     """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
 
@@ -247,11 +259,15 @@ def run_preflight(
         check_program(program, env.get("PATH"))
     exports = options.variables
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
-    if starter.has_scheduler or options.dry_run or not options.check:
-        return Checked({}, {}, {})
-    if is_alone:
-        return gate.check_here(named.usable[0], env, exports) if uses_gpus else Checked({}, {}, {})
-    interface = place.requested_network(options.interface)[1] if options.interface else ()
+    has_none = starter.has_scheduler or options.dry_run or not options.check
+    if has_none or (is_alone and not uses_gpus):
+        return Checked()
+    if is_alone:  # this machine takes all ranks, and is asked nothing else
+        host, gpus = named.usable[0], read_health(env.get("PATH"))
+        if gpus is None:
+            return Checked(complaints={host: NO_ANSWER.format(name=host.name)})
+        return check_gpus(Checked(gpus={host: gpus}), env, exports)
+    interface = requested_network(options.interface)[1] if options.interface else ()
     needs = Needs(
         python=str(PYTHON),
         mpirun=str(starter.program),
@@ -263,10 +279,8 @@ def run_preflight(
         script=None if first in ("--", "-m") else first,
         uses_gpus=uses_gpus,
     )
-    wait_s = options.wait_s or 0.0
     checked = preflight(named.usable, needs, named.transport, wait_s=wait_s, logins=logins)
-    checked = checked._replace(complaints={**twins(checked.infos), **checked.complaints})
-    return gate.check(checked, env, exports) if uses_gpus else checked
+    return check_gpus(checked, env, exports) if uses_gpus else checked
 
 
 def working_folder(env: Mapping[str, str]) -> str:
@@ -296,8 +310,6 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         names.GPUS: "" if starter.has_scheduler else gpu_table(hosts, env, exports),
         names.INTERFACE: networks if options.interface else "",
         names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
-        names.BIND: "gpu" if options.bind == "gpu" else "",
-        names.VERBOSE: "1" if options.verbose else "",
         names.LOG_DIR: options.log_dir,
         "MASTER_ADDR": options.master_addr,
     }
@@ -308,12 +320,13 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
 # --- hosts that can join a running job ---
 
 
-def search_once(options: LaunchOptions, plan: Plan, avoided: Collection[str] = ()) -> list[str]:
+def search_once(plan: Plan, avoided: Collection[str] = ()) -> list[str]:
     """Search once for hosts that `plan` could use, except those `avoided`: ["node1 can join"], or [].
 
     It contacts hosts that could add ranks, and the first of the job, whose versions they must have. A list of
     hosts in error, as while it is edited, and a machine that fails, are for the next search.
     """
+    options = plan.options
     if options.n is not None and plan.request.hosts.world_size >= options.n:
         return []
     used = {host.key for host in plan.hosts.hosts}

@@ -2,7 +2,8 @@
 
 It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there. With
 `--wait-for-hosts 10m` it asks those that do not answer again: the pods of a cluster start one by one, and a
-name may not resolve at first.
+name may not resolve at first. A host whose GPUs have a fault is not used, as one with another complaint. What
+may only disturb the job is said once.
 """
 
 from __future__ import annotations
@@ -12,28 +13,31 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from platform import python_version
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-from mpiddp.hosts import facts, files, gpu_health, gpus, interfaces, names
-from mpiddp.hosts.complaints import NO_PROGRAM, Answer
-from mpiddp.hosts.gpu_health import Health
-from mpiddp.hosts.gpus import NO_ANSWER
+from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names
+from mpiddp.hosts.complaints import Answer, ssh_line
+from mpiddp.hosts.gpu_faults import faults
+from mpiddp.hosts.gpu_faults import notes as notes_on
+from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus, hides_all_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.remote import ask_hosts, program_that_prints
-from mpiddp.hosts.ssh import Logins
+from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
+from mpiddp.launch.variables import of_host
 from mpiddp.text import all_of, duration, listed
 
 PAUSE_S = 1.0  # between two attempts to reach a host
+LEAST_START_S, LONGEST_START_S = 3.0, 60.0  # for a program to start on all hosts
+_ANYWAY = "To start anyway: --no-check"
 _PUSH = "Copy it there: mpiddp launch --push …, or mpiddp hosts push HOSTFILE"
 _NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports. They need only a Python.
-TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, gpu_health, files, facts)
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, gpu_health, facts)
 
 
 @dataclass(frozen=True)
@@ -62,22 +66,30 @@ class HostInfo:
     mpirun: str | None  # the first line of its --version
     torch: str | None
     mpi4py: str | None
-    health: Health | None  # of its GPUs; None if the vendor's tool does not answer
+    gpus: Sequence[Gpu] | None  # None if the vendor's tool does not answer
     interfaces: tuple[Interface, ...]
     python: str = ""  # its version
     has_script: bool = True
     address: str = ""  # of this host, to which ssh has connected
     machine: str = ""  # equal for two names of one machine; "" if it is not known
 
+    @classmethod
+    def of_json(cls, host: Host, fields: dict[str, Any]) -> HostInfo:
+        """What a host has sent as JSON."""
+        gpus = fields["gpus"] and [Gpu.of_json(*each) for each in fields["gpus"]]
+        own = tuple(Interface(**each) for each in fields["interfaces"])
+        return cls(host, **{**fields, "gpus": gpus, "interfaces": own})
+
 
 class Checked(NamedTuple):
     """What a preflight has found; nothing if none was run."""
 
-    infos: Mapping[Host, HostInfo]  # what each host has
-    complaints: Mapping[Host, str]  # why some hosts cannot be used, a sentence for each
-    silent: Mapping[Host, str]  # of the complaints, those about hosts that have not answered
-    health: Mapping[Host, Health] = MappingProxyType({})  # of the GPUs of each host that was asked
+    infos: Mapping[Host, HostInfo] = MappingProxyType({})  # what each host has
+    complaints: Mapping[Host, str] = MappingProxyType({})  # why some cannot be used, in a sentence
+    silent: Mapping[Host, str] = MappingProxyType({})  # of these, those of hosts without an answer
+    gpus: Mapping[Host, Sequence[Gpu]] = MappingProxyType({})  # of each host that was asked
     notes: Mapping[Host, Sequence[str]] = MappingProxyType({})  # about GPUs that can be used
+    start_s: float = LEAST_START_S  # for a program to start on all hosts, by the latest logins
 
 
 def preflight(
@@ -90,21 +102,18 @@ def preflight(
 ) -> Checked:
     """Ask each host until it answers once, for at most `wait_s` after the first time."""
     program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
-    found, failures, answers = dict[Host, Any](), dict[Host, str](), dict[Host, Answer]()
-    waits_until, waiting, said = time.monotonic() + wait_s, [*hosts], list[Host]()
+    answers, began_at = dict[Host, Answer](), time.monotonic()
+    waits_until, waiting, said = began_at + wait_s, [*hosts], list[Host]()
     while True:
-        new, failed, newest = ask_hosts(
+        answers |= ask_hosts(
             waiting,
             program,
             work_s=facts.LONGEST_S,
             python=needs.python,
             transport=transport,
-            fix=f"Install it, and Python in {sys.base_prefix}, at the same path on every host, "
-            "or copy them there: mpiddp hosts push",
             logins=logins,
         )
-        found, failures, answers = found | new, failures | failed, answers | newest
-        silent = [each for each in answers if not (each in found or answers[each].has_failed_there)]
+        silent = [h for h, each in answers.items() if each.why and not each.has_failed_there]
         # Only people change a host's key.
         waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
         left_s = waits_until - time.monotonic()
@@ -118,26 +127,40 @@ def preflight(
     infos, complaints = dict[Host, HostInfo](), dict[Host, str]()
     first: HostInfo | None = None  # without a complaint
     for host, answer in answers.items():
-        if host in found:
-            own = tuple(Interface(**each) for each in found[host].pop("interfaces"))
-            if (health := found[host].pop("health")) is not None:
-                health = Health.of_json(health)
-            info = infos[host] = HostInfo(host, **found[host], interfaces=own, health=health)
+        if not (complaint := answer.why):
+            info = infos[host] = HostInfo.of_json(host, answer.value)
             complaint = _complaint(info, first or info, needs)
             first = first or (None if complaint else info)
-        else:
-            complaint = failures[host]
-            if answer.has_failed_there and answer.exit_code != NO_PROGRAM:
-                complaint += " Install the same Python there as here."
         if complaint:
             complaints[host] = complaint
     if transport.hint and silent:
         complaints[silent[-1]] += f"\n{transport.hint}"
-    asked = {host: info.health or Health() for host, info in infos.items()}
-    return Checked(infos, complaints, {host: complaints[host] for host in silent}, asked)
+    return Checked(
+        infos,
+        {**_twins(infos), **complaints},
+        silent={host: complaints[host] for host in silent},
+        gpus={host: info.gpus or () for host, info in infos.items()},
+        start_s=min(LEAST_START_S + 2 * (time.monotonic() - began_at), LONGEST_START_S),
+    )
 
 
-def twins(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
+def check_gpus(checked: Checked, env: Mapping[str, str], exports: Mapping[str, str]) -> Checked:
+    """`checked` with a complaint for each host with a fault, and with notes, about the GPUs of its ranks.
+
+    exports: the variables of -x.
+    """
+    broken, noted = dict[Host, str](), dict[Host, list[str]]()
+    for host, known in checked.gpus.items():
+        if known and not hides_all_gpus(own := of_host(host, env, exports)):
+            chosen = chosen_gpus(known, own, host.gpus)
+            if found := [f"{each} {_ANYWAY}" for each in faults(host.name, known, chosen)]:
+                broken[host] = "\n".join(found)
+            ssh = "" if is_this_host(host.name) else ssh_line(host)
+            noted[host] = [*notes_on(host.name, known, chosen, ssh)]
+    return checked._replace(complaints={**broken, **checked.complaints}, notes=noted)
+
+
+def _twins(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
     """A sentence for each host that is another one under a second name."""
     found, names = dict[Host, str](), dict[str, str]()
     for host, info in infos.items():
@@ -153,7 +176,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
     Its versions must be those of the first host without a problem.
     """
     name, interface, program = info.host.name, needs.interface, needs.program
-    here, there = (".".join(each.split(".")[:2]) for each in (python_version(), info.python))
+    here, there = (".".join(each.split(".")[:2]) for each in (sys.version, info.python))
     if there and there != here:
         problem = f"{needs.python} is Python {there} there, {here} here. Install the same Python"
         return f"{name}: {problem} at the same path on every host."
@@ -168,7 +191,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
         return f"{name}: {program} is {where}. Install it on every host."
     if not info.has_script:
         return f"{name}: {needs.script} is missing. {_PUSH}."
-    if info.health is None and needs.uses_gpus:
+    if info.gpus is None and needs.uses_gpus:
         return NO_ANSWER.format(name=name)
     if interface and not any(each.matches(interface) for each in info.interfaces):
         present = all_of(list(dict.fromkeys(each.name for each in info.interfaces)))

@@ -151,4 +151,6 @@ def _ending(outcome: Outcome) -> dict[str, Any]:
 
 
 def _unwritten(error: OSError) -> str:
-    return f"--report: cannot write {os.fsdecode(error.filename)}: {error.strerror}."
+    part = Path(os.fsdecode(error.filename))  # see `part_of`
+    path = part.with_name(part.name.removeprefix(".").removesuffix(".part"))
+    return f"--report: cannot write {path}: {error.strerror}."

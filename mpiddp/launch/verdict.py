@@ -15,16 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch import log
-from mpiddp.launch.events import (
-    MPIRUN,
-    MPIRUN_AT_END,
-    Announcement,
-    Event,
-    Record,
-    Stop,
-    is_silent,
-)
+from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Announcement, Record, Stop, is_silent
 from mpiddp.launch.watch import sentence_at_failure
+from mpiddp.protocol.server import Event
 from mpiddp.text import escaped, signal_name, size_text
 
 # Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
@@ -115,7 +108,7 @@ def verdict(record: Record) -> Outcome:
     )
     if found.code != FAILED:
         return found
-    if found.first and first and (sentence := _lack_of_memory(first)):
+    if found.first and first and (sentence := _lack_of_memory(record, first)):
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
     early = ""
@@ -273,8 +266,17 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     # Such an error may name another rank.
     names_culprit = facts.get("is_verdict", False)
     failure = None if names_culprit else FirstFailure(first.rank, record.host_of(first.rank), error)
+    others = " The other ranks were stopped." if record.world_size > 1 else ""
     if first.kind == "failed" and (facts["code"] == STOPPED or _is_refusal(record, first)):
-        return Outcome(facts["code"], error, failure)
+        has_said_why = error or first.rank in record.latest["tail"]
+        if facts["code"] == STOPPED:  # the others may have left in the same way
+            left = [
+                *record.done,
+                *(n for n, each in record.failures.items() if each.facts.get("code") == STOPPED),
+            ]
+            has_said_why = error or len({*left}) == record.world_size
+        sentence = f"{name} ended first, with exit code {facts['code']}.{others}"
+        return Outcome(facts["code"], error if has_said_why else sentence, failure)
     failures = [each for _, each in sorted(record.failures.items())]
     # These, or their scripts, were killed: they have ended without a word of their own.
     killed = [each for each in failures if each.kind == "lost" or each.facts.get("signal")]
@@ -282,7 +284,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     gone = [each for each in killed if first in killed and each.at - first.at < _AT_ONCE_S]
     hosts = list(dict.fromkeys(record.host_of(each.rank) for each in gone))
     before, is_complete = _left_early(record, first.at, is_needed=_may_follow(first)), True
-    others = " The other ranks were stopped." if record.world_size > 1 else ""
+    daemon = None
     if is_silent(first):
         host, before = record.host_of(first.rank), ""
         silent = [each.rank for each in failures if is_silent(each)]
@@ -294,10 +296,11 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
         is_complete = bool(by)
         if by == "" and len(hosts) > 1:
             before = others = ""
-            sentence = (
-                f"the ranks on {', '.join(hosts)} ended at the same moment without an error, as when "
-                "the MPI daemon on one of these hosts is killed."
-            )
+            daemon = _lost_daemon(record)
+            cause = "as when the MPI daemon on one of these hosts is killed"
+            if daemon is not None:
+                cause = f"because the MPI daemon on {record.host_of(daemon)} was lost"
+            sentence = f"the ranks on {', '.join(hosts)} ended at the same moment without an error, {cause}."
         elif by:
             sentence = f"{name} was killed by {by}."
         else:
@@ -312,8 +315,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     elif facts["traceback"]:
         file = record.latest["log"].get(first.rank)
         where = f" (its traceback: {escaped(file.facts['path'])})" if file else ""
-        line = error.strip().partition("\n")[0].rstrip(".")
-        sentence = f"{name} failed first: {line}{where}."
+        sentence = f"{name} failed first: {_in_one_line(error)}{where}."
     else:
         reason = f": {error}" if error else ""
         sentence = f"{name} ended first, with exit code {facts['code']}{reason}."
@@ -321,7 +323,27 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     sentence = f"{before}{sentence}{others}{newline}{table}"
     is_of_one_host = bool(gone) and (is_silent(first) or len(hosts) == 1)
     host_at_fault = record.hosts[first.rank] if is_of_one_host else ""
+    if daemon is not None:
+        host_at_fault = record.hosts[daemon]
     return Outcome(FAILED, sentence, failure, is_complete, host_at_fault)
+
+
+def _in_one_line(error: str) -> str:
+    """The first line of an error, and if that only wraps another one, of a worker for example, that too."""
+    head, *rest = filter(None, map(str.strip, error.splitlines()))
+    if any("Traceback (most recent call last)" in line for line in rest):
+        return f"{head.rstrip('.:')}: {rest[-1].rstrip('.')}"
+    return f"{head} {rest[0]}".rstrip(".") if head.endswith(":") and rest else head.rstrip(".")
+
+
+def _lost_daemon(record: Record) -> int | None:
+    """A rank on the host whose MPI daemon was lost, if mpirun tells it: Open MPI 5 does."""
+    tail = record.latest["tail"].get(MPIRUN_AT_END)
+    text = "\n".join(tail.facts["lines"]) if tail else ""
+    if not (found := re.search(r"Remote daemon *:.* on node (\S+)", text)):
+        return None
+    ranks = range(record.world_size)
+    return next((n for n in ranks if found[1] in (record.hosts[n], record.host_of(n))), None)
 
 
 def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool = False) -> str:
@@ -341,15 +363,24 @@ def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool
 # --- known causes ---
 
 
-def _lack_of_memory(first: Event) -> str:
-    """What the kernel's count of its kills says, which the rank's agent has read again at the end."""
-    if not (count := first.facts.get("oom_kills", 0)):
+def _lack_of_memory(record: Record, first: Event) -> str:
+    """What the kernel's count of its kills says, which each rank's agent has read again at the end.
+
+    The kernel may kill the agent too. Then those of the other ranks of the host tell.
+    """
+    place, tell = f"of rank {first.rank}", [first]
+    if first.kind == "lost":
+        host = record.hosts[first.rank]
+        place = f"on {record.host_of(first.rank)}"
+        tell = [each for each in record.failures.values() if record.hosts[each.rank] == host]
+    facts = next((each.facts for each in tell if each.facts.get("oom_kills")), None)
+    if facts is None:
         return ""
+    count, limit = facts["oom_kills"], facts["memory_limit"]
     killed = "a process" if count == 1 else f"{count} processes"
-    limit = first.facts.get("memory_limit")
     full = f"its control group's limit of {size_text(limit)}" if limit else "its host's memory"
     return (
-        f"the kernel has killed {killed} of rank {first.rank}, because {full} was reached (oom_kill). "
+        f"the kernel has killed {killed} {place}, because {full} was reached (oom_kill). "
         "Fix: a smaller batch, fewer DataLoader workers, or more memory. "
         "More: mpiddp explain system-out-of-memory"
     )

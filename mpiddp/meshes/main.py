@@ -9,7 +9,6 @@ It starts nothing and needs no torch. `mpiddp.mesh(dp=32, tp=8, pp=2)` makes the
 from __future__ import annotations
 
 import argparse
-import json
 import os
 
 from mpiddp.arguments import OneSentenceParser, whole
@@ -37,10 +36,7 @@ def main(argv: list[str]) -> int:
     sizes = resolve(requested, hosts, tp_across_hosts=across, layers=training.layers)
     layout = Layout(sizes, tuple(hosts))
     sent = traffic(layout, training)
-    if options.json:
-        print(json.dumps(report.record(layout, sent)))
-    else:
-        print(report.text(layout, sent, training))
+    print(report.text(layout, sent, training))
     return 0
 
 
@@ -80,7 +76,6 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     ):
         purpose += f" (default: {default})"
         add(f"--{name}", type=whole(1), default=default, metavar="N", help=purpose)
-    add("--json", action="store_true", help="print one line of JSON, with every group")
     return parser.parse_intermixed_args(argv)
 
 

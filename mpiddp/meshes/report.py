@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from mpiddp.meshes.dimensions import cluster_text, size_text
 from mpiddp.meshes.layout import Layout
@@ -24,21 +23,6 @@ def text(layout: Layout, traffic: Sequence[Traffic], training: Training) -> str:
     head = f"{cluster_text(Counter(layout.hosts))}: {size_text(layout.sizes)}"
     parts = [head, _hosts(layout), _groups(layout)]
     return "\n\n".join([*filter(None, parts), *([_traffic(traffic, training)] if traffic else [])])
-
-
-def record(layout: Layout, traffic: Sequence[Traffic]) -> dict[str, Any]:
-    """The same as JSON. A dimension without a figure has no bytes."""
-    dimensions: dict[str, dict[str, Any]] = {
-        name: {"size": size, "groups": layout.groups(name)} for name, size in layout.sizes.items()
-    }
-    for each in traffic:
-        dimensions[each.dimension] |= {
-            "operation": each.operation,
-            "inside_bytes_per_gpu": each.inside,
-            "network_bytes_per_host": each.network,
-        }
-    mesh = dict(layout.sizes)
-    return {"hosts": dict(Counter(layout.hosts)), "mesh": mesh, "dimensions": dimensions}
 
 
 def _hosts(layout: Layout) -> str:

@@ -8,7 +8,7 @@ news, so nobody polls.
 
     server -> member   challenge, received, taken, called, gathered, no_answer, claimed, failed
     member -> server   hello, gather, claim, fail, leave
-    launcher -> rank   stop, stopping, stacks, calls, size, end, hold, again, function, answer
+    launcher -> rank   stop, stacks, calls, size, end, hold, again, function, answer
     rank -> launcher   those of MESSAGES
 
 Both ends prove that they have the member's key, which is never sent: the member by the server's challenge,
@@ -21,8 +21,8 @@ Each stream of a rank that the launcher shows has a connection of its own. It be
 launcher's stdin.
 
 A rank's script is a process of its own, with a second connection. "stop" has the signal that the launcher has
-got, and "stopping" tells the rank that its script has got a "stop". The script of `mpiddp.spawn` asks for its
-"function", and sends its "answer", see `mpiddp.launch.control.Exchange`.
+got, and goes to the script once that is connected. The script of `mpiddp.spawn` asks for its "function", and
+sends its "answer", see `mpiddp.launch.control.Exchange`.
 
 After a failure the launcher may "hold" the ranks: each ends its script, says that it is "held", and waits.
 "again" begins the next attempt, in which it connects anew, with a key derived from the last one.
@@ -30,15 +30,12 @@ After a failure the launcher may "hold" the ranks: each ends its script, says th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
 import socket
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `mac`
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -189,54 +186,6 @@ class Lines:
         if len(self._open) > self.limit or any(len(line) > self.limit for line in lines):
             raise ValueError("a line that is too long")
         return lines
-
-
-@dataclass(eq=False, slots=True)
-class Peer:
-    """A connection, which the selector reports with this object as its data. Nothing here waits for it.
-
-    `rank` is None until it has proved that it belongs to the job. `group` is the number of its group, 0 of
-    a rank, n of its n-th script. One that does not read waits for few answers, so it never has twice the
-    limit of its `lines` to read.
-    """
-
-    connection: socket.socket
-    selector: selectors.BaseSelector
-    challenge: str = field(default_factory=lambda: os.urandom(16).hex())
-    lines: Lines = field(default_factory=lambda: Lines(UNPROVED_LINE_LIMIT))
-    rank: int | None = None
-    group: int = 0
-    _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
-    _is_written: bool = False  # the selector reports when the connection takes more
-
-    def send(self, line: bytes) -> None:
-        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
-        self._unsent.append(line)
-        if sum(map(len, self._unsent)) > 2 * self.lines.limit:
-            self._unsent.clear()
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
-        elif len(self._unsent) == 1:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send more of what has not been sent."""
-        try:
-            while self._unsent:
-                first = self._unsent[0]
-                sent = self.connection.send(first)
-                if sent < len(first):
-                    self._unsent[0] = memoryview(first)[sent:]
-                    break
-                del self._unsent[0]
-        except BlockingIOError:
-            pass
-        except OSError:  # the next read fails too
-            self._unsent.clear()
-        if bool(self._unsent) is not self._is_written:
-            self._is_written = not self._is_written
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_written else 0)
-            self.selector.modify(self.connection, events, self)
 
 
 def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], bytes]]:

@@ -8,19 +8,21 @@ other effect. It never waits for a connection: what one does not take yet is que
 from __future__ import annotations
 
 import errno
+import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpiddp.errors import FAILED
 from mpiddp.protocol import channel
-from mpiddp.protocol.channel import Peer, decode, encode
+from mpiddp.protocol.channel import Lines, decode, encode
 
+LAUNCHER = -1  # the rank of an event of the launcher itself
 _LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
@@ -64,6 +66,54 @@ class TimedSelector(selectors.DefaultSelector):
             event = min(self.timers, key=self.timers.__getitem__)
             del self.timers[event]
             yield event
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A connection, which the selector reports with this object as its data. Nothing here waits for it.
+
+    `rank` is None until it has proved that it belongs to the job. `group` is the number of its group, 0 of
+    a rank, n of its n-th script. One that does not read waits for few answers, so it never has twice the
+    limit of its `lines` to read.
+    """
+
+    connection: socket.socket
+    selector: selectors.BaseSelector
+    challenge: str = field(default_factory=lambda: os.urandom(16).hex())
+    lines: Lines = field(default_factory=lambda: Lines(channel.UNPROVED_LINE_LIMIT))
+    rank: int | None = None
+    group: int = 0
+    _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
+    _is_written: bool = False  # the selector reports when the connection takes more
+
+    def send(self, line: bytes) -> None:
+        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
+        self._unsent.append(line)
+        if sum(map(len, self._unsent)) > 2 * self.lines.limit:
+            self._unsent.clear()
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
+        elif len(self._unsent) == 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send more of what has not been sent."""
+        try:
+            while self._unsent:
+                first = self._unsent[0]
+                sent = self.connection.send(first)
+                if sent < len(first):
+                    self._unsent[0] = memoryview(first)[sent:]
+                    break
+                del self._unsent[0]
+        except BlockingIOError:
+            pass
+        except OSError:  # the next read fails too
+            self._unsent.clear()
+        if bool(self._unsent) is not self._is_written:
+            self._is_written = not self._is_written
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_written else 0)
+            self.selector.modify(self.connection, events, self)
 
 
 @dataclass
@@ -164,22 +214,25 @@ class Group:
                 member.send(line)
 
 
-class Message(NamedTuple):
-    """A message from a rank, with its time by time.monotonic(), in seconds.
+@dataclass(frozen=True)
+class Event:
+    """What a rank has said, what the server sees of its connection, or what the launcher does.
 
     `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER or of
-    VIEWS. An "answer" brings facts["body"], and a view facts["viewer"], the peer that waits for it.
-    "claim": the rank begins to fail, and reports it later. "lost": the connection ended, and facts["silent"]
-    is whether the host stopped answering. HANDED_OVER: facts["connection"] belongs to the receiver of this
-    message; that of "output" brings facts["stream"] (1 or 2) of the rank on facts["host"].
-    "full", of no rank (-1): for want of facts["error"], no more connections are accepted.
-    `from_script`: from the script of a rank, whose agent has a connection of its own.
+    VIEWS; or one of the launcher's (`mpiddp.launch.events`). An "answer" brings facts["body"], and a view
+    facts["viewer"], the peer that waits for it. "claim": the rank begins to fail, and reports it later.
+    "lost": the connection ended, and facts["silent"] is whether the host stopped answering. HANDED_OVER:
+    facts["connection"] belongs to the receiver; that of "output" brings facts["stream"] (1 or 2) of the rank
+    on facts["host"]. "full", of no rank: for want of facts["error"], no more connections are accepted.
+
+    `at` is time.monotonic()'s, in seconds. `from_script`: the script of the rank has said it, whose agent has
+    a connection of its own.
     """
 
-    rank: int
     kind: str
-    facts: dict[str, Any]
-    at: float
+    rank: int = LAUNCHER
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    at: float = field(default_factory=time.monotonic)
     from_script: bool = False
 
 
@@ -239,7 +292,7 @@ class ChannelServer:
         """End the other ranks, because this one has gone, unless they end already."""
         self._groups[0].receive(rank, "fail", {"code": FAILED, "gone": rank}, b"")
 
-    def receive(self, data: object) -> list[Message]:
+    def receive(self, data: object) -> list[Event]:
         """The new messages for the owner, of a ready socket, by its data. Viewers have a listener, too."""
         if isinstance(data, socket.socket):
             return self._accept(data)
@@ -247,7 +300,7 @@ class ChannelServer:
         if data.connection.fileno() < 0:  # closed since the selector returned it
             return []
         data.flush()
-        messages: list[Message] = []
+        messages: list[Event] = []
         now = time.monotonic()
         try:
             chunk = data.connection.recv(channel.CHUNK)
@@ -263,18 +316,17 @@ class ChannelServer:
             chunk = b""
         return messages if chunk else messages + self.lose(data)
 
-    def lose(self, peer: Peer, *, silent: bool = False) -> list[Message]:
+    def lose(self, peer: Peer, *, silent: bool = False) -> list[Event]:
         """Drop a connection that has ended."""
         self._forget(peer).close()
         if peer.rank is None:
             return []
         self._groups[peer.group].lose(peer.rank)
-        now = time.monotonic()
-        return [Message(peer.rank, "lost", {"silent": silent}, now, from_script=peer.group > 0)]
+        return [Event("lost", peer.rank, {"silent": silent}, from_script=peer.group > 0)]
 
     # --- connections ---
 
-    def _accept(self, listener: socket.socket) -> list[Message]:
+    def _accept(self, listener: socket.socket) -> list[Event]:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, _ = listener.accept()
@@ -283,7 +335,7 @@ class ChannelServer:
                     return []
                 # The selector would report the socket without end. Now it reports only its errors.
                 self.selector.modify(listener, selectors.EVENT_WRITE, listener)
-                full = Message(-1, "full", {"error": error.strerror}, time.monotonic())
+                full = Event("full", facts={"error": error.strerror})
                 return [full] if listener is self._listener else []
             # If there are too many strangers, the oldest makes room. A rank answers at once, so the oldest is
             # none. A rank that is dropped all the same comes again.
@@ -297,7 +349,7 @@ class ChannelServer:
             peer.send(encode("challenge", challenge=peer.challenge))
         return []
 
-    def _take(self, peer: Peer, line: bytes, now: float) -> list[Message]:
+    def _take(self, peer: Peer, line: bytes, now: float) -> list[Event]:
         """Take a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
         facts, value = decode(line)
         rank, kind = peer.rank, facts.pop("type")
@@ -315,14 +367,14 @@ class ChannelServer:
                 return []
         elif kind == "answer":
             facts["body"] = value
-        return [Message(rank, kind, facts, now, from_script=peer.group > 0)]
+        return [Event(kind, rank, facts, now, from_script=peer.group > 0)]
 
-    def _introduce(self, peer: Peer, kind: str, facts: dict[str, Any], now: float) -> list[Message]:
+    def _introduce(self, peer: Peer, kind: str, facts: dict[str, Any], now: float) -> list[Event]:
         """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
         peer.lines.limit = self.value_limit + channel.LINE_LIMIT
         # Who opens a Unix socket of a launcher is of its user: its folder is closed to others.
         if kind in channel.VIEWS and peer.connection.family == socket.AF_UNIX:
-            return [Message(-1, kind, {"viewer": peer}, now)]
+            return [Event(kind, facts={"viewer": peer}, at=now)]
         rank = facts["rank"]
         role = facts.get("role", channel.RANK) if kind == "hello" else channel.RANK
         key = channel.member_key(self.key, role, rank)
@@ -341,7 +393,7 @@ class ChannelServer:
                 raise ValueError(handed)
             # At once: only the challenge was sent before.
             peer.send(encode("received", proof=proof))
-            return [Message(rank, kind, {**handed, "connection": self._forget(peer)}, now)]
+            return [Event(kind, rank, {**handed, "connection": self._forget(peer)}, now)]
         if role == channel.HOST:
             peer.send(encode("received", proof=proof))
             return []

@@ -14,9 +14,8 @@ from bokeh.models import BasicTickFormatter, DataRange1d, NumeralTickFormatter
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from mpiddp.report.curves import Curve, thinned
 from mpiddp.report.html import COLOURS, letter, text
-from mpiddp.report.read import Run
+from mpiddp.report.read import Curve, Run
 
 _PIXELS = 1000  # of a chart on a wide screen
 _MAX_POINTS = 60_000  # over all charts, of 22 bytes each in the page
@@ -57,7 +56,7 @@ def _curves(runs: Sequence[Run]) -> list[tuple[str, Any]]:
         value = next(iter(drawn[name].values())).values[0]
         chart = _chart(steps, DataRange1d(default_span=abs(value) / 5 or 1.0))
         for index, curve in drawn[name].items():
-            _draw_curve(chart, runs[index], thinned(curve, pixels), index)
+            _draw_curve(chart, runs[index], curve.thinned(pixels), index)
         charts.append((name, chart))
     return charts
 

@@ -22,7 +22,7 @@ from mpiddp.files import replace_file
 from mpiddp.report import tables
 from mpiddp.report.html import MAX_RUNS, STYLE, items, legend, section, text
 from mpiddp.report.read import UNKNOWN, Run, is_run, read_run
-from mpiddp.text import align_columns, counted, duration, escaped, listed, shown
+from mpiddp.text import align_columns, counted, escaped, listed, shown
 
 _HEAD = ("RUN", "STATE", "STEP", "ACCURACY", "LOSS", "RATE", "DURATION")
 
@@ -77,8 +77,6 @@ def page(runs: Sequence[Run]) -> str:
             section("Curves", charts.curves and marks + charts.curves),
             section("Time lost", tables.time_lost(runs)),
             section("Settings", tables.compared("setting", [run.config for run in runs])),
-            # mpiddp/train/records.py writes it: command, hosts, packages, git commit.
-            section("Environment", tables.compared("fact", [run.start_record for run in runs])),
             section("What could not be read", items(note for run in runs for note in run.notes)),
         ]
     )
@@ -125,31 +123,28 @@ def list_runs(argv: list[str]) -> int:
     if not runs:
         raise UserError(f"{folder} contains no run. Expected a folder of runs, or of one run.")
     if options.json:
-        print(json.dumps([_facts(path, run) for path, run in runs], indent=2))
+        print(json.dumps([*map(_facts, runs)], indent=2))
         return DONE
-    rows = [_HEAD, *(_row(path, run) for path, run in runs)]
+    rows = [_HEAD, *map(_row, runs)]
     columns = [each for each in zip(*rows, strict=True) if set(each[1:]) != {UNKNOWN}]
-    kept = [column[0] for column in columns]
-    right = [index for index, name in enumerate(kept) if name not in ("RUN", "STATE")]
+    right = [index for index, (name, *_) in enumerate(columns) if name not in ("RUN", "STATE")]
     print(align_columns(list(zip(*columns, strict=True)), right=right))
     return DONE
 
 
-def _runs(folders: Sequence[Path]) -> list[tuple[Path, Run | str]]:
-    """Each folder that is a run's, or why it cannot be read: it is another user's, or lost+found."""
-    found = list[tuple[Path, Run | str]]()
+def _runs(folders: Sequence[Path]) -> list[Run]:
+    """Each folder that is a run's, or that cannot be read: it is another user's, or lost+found."""
+    found = []
     for folder in folders:
         try:
             if is_run(folder):
-                found.append((folder, read_run(folder, only_end=True)))
+                found.append(read_run(folder, only_end=True))
         except OSError as error:
-            found.append((folder, f"({error.strerror})"))
+            found.append(Run(folder, f"({error.strerror})"))
     return found
 
 
-def _row(path: Path, run: Run | str) -> tuple[str, ...]:
-    if isinstance(run, str):
-        return (escaped(path.name), run, *[UNKNOWN] * (len(_HEAD) - 2))
+def _row(run: Run) -> tuple[str, ...]:
     return (
         escaped(run.name),
         run.state,
@@ -157,15 +152,13 @@ def _row(path: Path, run: Run | str) -> tuple[str, ...]:
         run.shown("{:.2%}", "test_accuracy"),
         run.shown("{:.4g}", "train_loss", "loss"),
         run.shown("{:,.0f} images/s", "images_per_s"),
-        UNKNOWN if run.seconds is None else duration(run.seconds),
+        tables.time_text(run.seconds),
     )
 
 
-def _facts(path: Path, run: Run | str) -> dict[str, Any]:
-    if isinstance(run, str):
-        return {"path": str(path), "name": path.name, "state": run}
+def _facts(run: Run) -> dict[str, Any]:
     return {
-        "path": str(path),
+        "path": str(run.path),
         "name": run.name,
         "state": run.state,
         "step": run.step,

@@ -2,7 +2,6 @@
 
 config.json, summary.json, metrics.jsonl    the settings, the results, a record of each step
 attempts.jsonl                              how each start began, what its GPUs did, how its ranks ended
-starts/start_0001.json                      command, versions and git commit of each start
 
 A run may be going on, have died while it wrote, or be of another version. So every file may be missing,
 torn or strange: what can be read is read, and `Run.notes` has a sentence for each file that cannot.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ from mpiddp.checkpoints.run import RunDir, is_locked
 from mpiddp.errors import UserError
 from mpiddp.explain.explain import explain
 from mpiddp.explain.failures import Weight
-from mpiddp.report.curves import Curve
 from mpiddp.text import counted
 
 _TAIL_BYTES = 1 << 20
@@ -30,6 +29,46 @@ _MAX_CURVES = 40
 _NOT_CURVES = ("step", "epoch")
 _LARGEST = 1e300
 UNKNOWN = "-"
+
+
+class Curve:
+    """The values of one name by step, in steps that increase.
+
+    A step that comes again replaces what it repeats: its records were written before a restart.
+    nan_since: the first of the last steps whose value is no number.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("d"), array("d")
+        self.nan_since: int | None = None
+
+    def add(self, step: float, value: float | None) -> None:
+        """Add a value; None for one that is no number."""
+        if value is None:
+            self.nan_since = int(step) if self.nan_since is None else self.nan_since
+            return
+        self.nan_since = None
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop()
+            self.values.pop()
+        self.steps.append(step)
+        self.values.append(value)
+
+    def thinned(self, parts: int) -> tuple[array[float], array[float]]:
+        """At most 2 * `parts` points, in order: the smallest and the largest value of each part of the steps.
+
+        A mean would hide the one loss that explodes among a thousand.
+        """
+        steps, values = self.steps, self.values
+        if len(steps) <= 2 * parts:
+            return steps, values
+        kept: dict[int, None] = {}
+        for part in range(parts):
+            begin, end = part * len(steps) // parts, (part + 1) * len(steps) // parts
+            within = values[begin:end]
+            extremes = {begin + within.index(min(within)), begin + within.index(max(within))}
+            kept |= dict.fromkeys(sorted(extremes))
+        return array("d", [steps[i] for i in kept]), array("d", [values[i] for i in kept])
 
 
 @dataclass(frozen=True)
@@ -74,14 +113,13 @@ class Run:
     """A run as its folder shows it."""
 
     path: Path
-    state: str  # "running", "done", "stopped", "failed", or "-" for a run of an earlier version
-    config: dict[str, Any]
-    summary: dict[str, Any]
-    curves: dict[str, Curve]
-    saves: dict[int, float]  # the time of each step's checkpoint, in seconds since 1970
-    starts: list[Start]
-    notes: list[str]
-    start_record: dict[str, Any]  # of its newest start: command, versions, git
+    state: str  # running, done, stopped, failed, - for one of an earlier version, (why it cannot be read)
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    curves: dict[str, Curve] = field(default_factory=dict)
+    saves: dict[int, float] = field(default_factory=dict)  # seconds since 1970, by step
+    starts: list[Start] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -172,9 +210,7 @@ def read_run(folder: Path, *, only_end: bool = False) -> Run:
     elif starts:
         is_cut = starts[-1].outcome == "done" and bool(config)
         state = "stopped" if is_cut else starts[-1].outcome or "failed"
-    files = [] if only_end else sorted((folder / "starts").glob("start_*.json"))
-    record = _json(files[-1], notes) if files else {}
-    return Run(folder, state, config, summary, curves, saves, starts, notes, record)
+    return Run(folder, state, config, summary, curves, saves, starts, notes)
 
 
 def _starts(run: RunDir, notes: list[str]) -> list[Start]:

@@ -1,4 +1,4 @@
-"""The facts of runs as tables: what ran, its failures, the time lost, settings, environment."""
+"""The facts of runs as tables: what ran, its failures, the time lost, settings."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def _facts_of(run: Run) -> dict[str, str]:
     """What ran, without what no file tells."""
     found = {
         "folder": str(run.path.absolute()),
-        "command": str(run.start_record.get("command", UNKNOWN)),
         "state": run.state,
         "started": date(run.starts[0].begins) if run.starts else UNKNOWN,
-        "duration": _duration(run.seconds),
+        "duration": time_text(run.seconds),
         "starts": str(len(run.starts) or UNKNOWN),
         "ranks": _placement(run),
         "versions": run.starts[-1].versions if run.starts else UNKNOWN,
@@ -84,9 +83,13 @@ def time_lost(runs: Sequence[Run]) -> str:
                 idle = max(0.0, start.begins - before.ends)
                 repeated = max(0.0, before.ends - saves[-1]) if saves else None
             cause = before.failure or before.outcome or "a rank ended without a word"
-            lost = (_duration(repeated), _duration(idle), cause)
+            lost = (time_text(repeated), time_text(idle), cause)
             rows.append((f"{_of(index, runs)}{date(start.begins)}", f"{start.step:,}", *lost))
     return table(("restart", "from step", "work repeated", "nothing ran", "after"), rows)
+
+
+def time_text(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else duration(seconds)
 
 
 def date(seconds: float) -> str:
@@ -146,10 +149,6 @@ def _gpus(ranks: Sequence[dict[str, Any]]) -> str:
     slow = [each["slowed"] for each in ranks if isinstance(each.get("slowed"), list)]
     parts += sorted({str(why) for reasons in slow for why in reasons})
     return ", ".join(parts) or UNKNOWN
-
-
-def _duration(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else duration(seconds)
 
 
 def _of(index: int, runs: Sequence[Run]) -> str:

@@ -22,9 +22,9 @@ from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.protocol.channel import OUTPUT_PROCESS
 from mpiddp.protocol.terminal import give_size
 from mpiddp.runtime.attempt import Attempt
-from mpiddp.runtime.child import MODULE, SCRIPT, parse
+from mpiddp.runtime.program import MODULE, SCRIPT, parse
 from mpiddp.runtime.rank import Rank
-from mpiddp.world import World, is_joined
+from mpiddp.world import is_joined
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         program.check()
         os.execvp(argv[0], argv)
     # Not by os._exit: MPICH tells its mpirun in a handler of atexit that a rank has finalized MPI.
-    return run(Rank(program, World.from_env()))
+    return run(Rank.from_env(program))
 
 
 def run(rank: Rank) -> int:
@@ -53,13 +53,13 @@ def run(rank: Rank) -> int:
     allow_open(_SOCKETS_PER_RANK * rank.world.world_size + OPEN_BESIDES)
     if rank.launcher is None:
         give_size(1)
+    attempt = Attempt(rank)
     try:
         while True:
-            attempt = Attempt(rank)
             code = attempt.run()
             if attempt.again is None:
                 return code
-            rank.begin_again(attempt.again)
+            attempt = Attempt(attempt.rank.next(attempt.again), attempt.spare)
     finally:
-        if rank.spare is not None:
-            rank.spare.discard()
+        if attempt.spare is not None:
+            attempt.spare.discard()

@@ -7,17 +7,19 @@ import select
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from enum import Enum, auto
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, UserError, named_by, print_error
-from mpiddp.hosts import private
 from mpiddp.hosts.processes import adopt_orphans, usage_of
 from mpiddp.hosts.sockets import reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
-from mpiddp.runtime.child import reap
+from mpiddp.runtime.child import PASSED, Child, reap
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator, Server
@@ -32,43 +34,54 @@ _REQUESTS = frozenset(
 )
 
 
-class Held(Exception):
-    """The launcher holds this rank, which has not met the others yet."""
+class Why(Enum):
+    """Why a rank ends."""
+
+    ITSELF = auto()  # its program has ended, or will
+    REQUEST = auto()  # so far, the launcher has requested a stop of its program
+    HELD = auto()  # some rank has failed, and the launcher may begin the next attempt
+    OTHERS = auto()  # another rank, the launcher or the daemon of the MPI has ended
+
+
+class Cut(Exception):
+    """The program is not to go on, and this rank does not report its end: `Attempt.why` is HELD or OTHERS."""
 
 
 class Attempt:
-    """One attempt of a rank, from the start of its program to its end."""
+    """One attempt of a rank, from the start of its program to its end.
 
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.world, self._launcher = rank, rank.world, rank.launcher
-        self.process = rank.process()
-        self.child = self.process.child
-        self.name = f"rank {self.world.rank} on {self.world.hostname}"
+    `spare` is the child that an earlier attempt has made for this one.
+    """
+
+    def __init__(self, rank: Rank, spare: Child | None = None) -> None:
+        self.rank, self.world = rank, rank.world
+        self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
+        self.spare: Child | None = None  # that has imported torch, for the next attempt
+        self.child = spare or self._new_child()
+        if spare is not None and not (spare.can_begin and rank.program.imports_torch):
+            spare.discard()  # the script has changed meanwhile
+            self.child = self._new_child()
         self.coordinator = Coordinator(self.world, None)  # until it is connected
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
         self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
-        self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
-        self._has_met = False  # the other ranks
-        self._is_held = False  # by the launcher, because some rank has failed
-        self._stop_signal = 0  # with which the launcher has requested a stop
-        self._ends_on_request = False
-        self._code: int | None = None  # with which this rank ends because of another
-        self._ends_at: float | None = None  # when another rank's failure ends this one
+        self._why = Why.ITSELF
+        self._code = FAILED  # of this rank
+        self._ends_at: float | None = None  # when the program ends for what has happened elsewhere
+        self._signals: int | None = None  # that have arrived, once the ranks have met
+        self._readings = ExitStack()  # of the GPUs of this host
 
     def run(self) -> int:
         """Make the attempt. Returns the exit code of this rank, unless it is to begin `again`."""
-        code = FAILED
+        stops = False
         try:
             self._begin()
-            ending = self._serve()
-            code = ending.code
-            self._is_held |= ending.is_failure and self._holds
-        except Held:
-            pass
+            stops = self._serve()
+        except Cut:
+            self._clear(_END_S if self.child.is_command else 0.0)
         except BaseException as error:
             ending = ending_of(error)
-            if self._launcher is not None or not isinstance(error, Refused):
+            if self.rank.launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
             ranks = self.coordinator
             if isinstance(error, JobFailed | UserError) and (ranks.has_launcher or ranks.hostnames):
@@ -78,49 +91,46 @@ class Attempt:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
-        if self._is_held:
-            return self._wait_for_launcher(code)
-        if self._code is not None:
-            return self._code
-        if self._ends_on_request or code == DONE:
+        if self._why is Why.HELD:
+            self._wait_for_launcher()
+        elif self._why is not Why.OTHERS and (stops or self._code == DONE):
             # The first rank that exits with a code other than 0 ends the others, which may still save.
-            self.coordinator.leave(waits=self._ends_on_request)
-        return code
+            self.coordinator.leave(waits=stops)
+        return self._code
 
-    @property
-    def _holds(self) -> bool:
-        """Whether this rank waits after its failure, instead of ending the others."""
-        is_asked = self._stop_signal or self._ends_on_request or self._code is not None
-        return self.rank.holds and not is_asked
+    def _new_child(self) -> Child:
+        return Child(self.rank.program, self.world, self.rank.shown, self.rank.others)
 
-    def _wait_for_launcher(self, code: int) -> int:
-        """The script has ended. Wait until the launcher begins the next attempt, or ends this rank."""
-        self.process.close()
+    def _wait_for_launcher(self) -> None:
+        """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
+        self.child.close()
+        self._ends_at = None
         wrong = []
         if (self.coordinator.world.local_rank or 0) == 0:  # one rank of each host looks
             from mpiddp.hosts.gpu_faults import wrong_here
 
             wrong = wrong_here(os.environ, timeout_s=_GPUS_S)
         self.coordinator.send("held", error="\n".join(wrong)[:TEXT_LIMIT])
-        while self.again is None and self._code is None:
+        while self.again is None and self._why is Why.HELD:
             self._wait()
         if self.again is not None and self.coordinator.connection is not None:
             self.coordinator.connection.close()
-        return self._code or code
 
     def _begin(self) -> None:
         """Start the script, and meet the other ranks meanwhile."""
-        child, world, launcher, rank = self.child, self.world, self._launcher, self.rank
+        child, world, rank = self.child, self.world, self.rank
+        os.environ.clear()  # of what an earlier attempt has set
+        os.environ.update({**rank.variables, **rank.own})
         problem: UserError | JobFailed | None = None
         try:
             prepare(world)
             rank.program.check()
             if not (child.is_command or child.runs):
-                self.process.start(os.environ)
+                child.start(os.environ)
         except (UserError, JobFailed) as error:
             problem = error
-        if launcher is not None:
-            self._connect(launcher)
+        if rank.launcher is not None:
+            self._connect(rank.launcher)
         if isinstance(problem, JobFailed):  # else all ranks refuse it
             raise problem
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
@@ -133,13 +143,13 @@ class Attempt:
             self.coordinator, env, store = meet(self.coordinator, info)
         finally:
             if rank.kept:  # all ranks have taken it
+                from mpiddp.hosts import private
+
                 private.remove(rank.kept)
-                rank.kept = ""
         # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
         # of the script's. Not later: the spare process is one.
         adopt_orphans()
-        rank.catch_signals()
-        self._has_met = True
+        self._signals = caught_signals()
         ranks = self.coordinator
         if ranks.connection is not None:
             key = ranks.server.member_key(world.rank, CHANNEL_SCRIPT)
@@ -155,10 +165,12 @@ class Attempt:
             store = None
         if child.is_command:
             with ranks.all_or_none():
-                self.process.start(os.environ)
+                child.start(os.environ)
         else:
-            has_spare = rank.holds and child.said.get("ready", {}).get("has_torch")
-            spare = rank.offer_spare() if has_spare else []
+            spare = []
+            if rank.holds and child.said.get("ready", {}).get("has_torch"):
+                self.spare = self._new_child()  # of which the script makes a copy of itself
+                spare = self.spare.offer()
             variables_of_script = {**rank.own, **env}
             child.go(rank.program, variables_of_script, store, spare, is_restart=bool(rank.own))
 
@@ -169,7 +181,7 @@ class Attempt:
         self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
         self.coordinator.send("started", host=world.hostname, pid=os.getpid())
-        self.process.connect(launcher)
+        self.child.connect(launcher)
         if folder := os.environ.get(variables.LOG_DIR):
             self._log_to(Path(folder).absolute(), "--log-dir")
 
@@ -179,7 +191,7 @@ class Attempt:
         paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}
         with named_by(option):
             folder.mkdir(parents=True, exist_ok=True)
-            for stream in self.process.streams:
+            for stream in self.child.outputs:
                 stream.write_to(paths[stream.number])
         self.coordinator.send("log", path=str(paths[2]))
 
@@ -195,65 +207,67 @@ class Attempt:
         while ranks.connection and child.status is None and not ranks.given("joined", timeout_s):
             self._wait()
 
-    def _serve(self) -> Ending:
-        """Wait for all that may happen until the script has ended. End what it has left."""
+    def _serve(self) -> bool:
+        """Wait for all that may happen until the program has ended. Returns whether it ends on request."""
         child = self.child
-        readings = self._read_gpus()
+        self._read_gpus()
         while child.status is None:
             self._wait()
         ending = child.ending()
-        is_success = not (ending.is_failure or self._stop_signal or self._code)
-        if readings and is_success:
-            readings.stop()
-        streams = self.process.streams
-        left = child.left_behind() if is_success and streams else {}
-        if left:
-            named = ", ".join(f"pid {pid} ({command})" for pid, command in left.items())
-            streams[-1].say(f"ended what the script has left behind: {named}.")
-        self._report(ending)
-        if child.end(_END_S):  # what is left cannot be killed
-            for stream in streams:
-                stream.source.close()
-        if readings:
-            readings.stop()
-        while not self.process.is_done:
-            self._wait()
-        return ending
+        if self._why is Why.ITSELF and not ending.is_failure:
+            self._readings.close()  # whose processes are not the program's
+            child.name_what_is_left()
+        stops = self._report(ending)
+        if self._why is not Why.OTHERS:
+            self._code = ending.code
+        self._clear(_END_S)
+        return stops
 
-    def _read_gpus(self) -> GpuReadings | None:
+    def _clear(self, grace_s: float) -> None:
+        """End the program with all that it has started, and read the rest of its output."""
+        child = self.child
+        child.end(grace_s)
+        self._readings.close()
+        while child.pid and not all(stream.is_done for stream in child.streams):
+            self._wait()
+
+    def _read_gpus(self) -> None:
         """Read what the GPUs of this host do from now on, if this is its first rank."""
         ranks = self.coordinator
-        if self._launcher is None or ranks.world.local_rank != 0:
-            return None
-        here = [at for at, host in enumerate(ranks.hostnames) if host == self.world.hostname]
-        readings = GpuReadings(ranks.world, here, os.environ, ranks.send)
-        readings.start()
-        return readings
+        if self.rank.launcher is not None and ranks.world.local_rank == 0:
+            here = [at for at, host in enumerate(ranks.hostnames) if host == self.world.hostname]
+            readings = GpuReadings(here, os.environ, ranks.send)
+            readings.start()
+            self._readings.callback(readings.stop)
 
     def _wait(self) -> None:
-        """Act on what happens next."""
-        child, channel, process, rank = self.child, self.coordinator, self.process, self.rank
+        """Act on what happens next. Raises Cut if it ends the program."""
+        child, channel = self.child, self.coordinator
         connection = None if channel.is_lost else channel.connection
         poll = select.poll()
-        process.register(poll)
-        for file in (child.control, rank.wakeup, connection):
+        for stream in child.streams:
+            stream.register(poll)
+        for file in (child.control, self._signals, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
         ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS))
-        if manners := process.act(ready):
-            channel.send("terminal", **manners._asdict())
+        for stream in child.streams:
+            if manners := stream.act(ready):
+                channel.send("terminal", **manners._asdict())
         reap()  # then, what an ended script has said last is there
         child.hear()
         if log := child.said.pop("log_to", None):
             self._log_to(Path(log["folder"]))
-        if rank.spare is not None:
-            rank.spare.child.hear()
-            child.others.add(rank.spare.child.pid)
+        if stopping := child.said.pop("stopping", None):
+            self._note_request(stopping["signal"])
+        if self.spare is not None:
+            self.spare.hear()
+            child.others.add(self.spare.pid)
         if connection is not None and connection.fileno() in ready:
             channel.receive()
-        self._see_failure()
-        if rank.wakeup is not None and rank.wakeup in ready:
-            for number in os.read(rank.wakeup, 4096):
+        self._see_others()
+        if self._signals is not None and self._signals in ready:
+            for number in os.read(self._signals, 4096):
                 if number != signal.SIGCHLD:
                     child.pass_on(number)
 
@@ -261,89 +275,107 @@ class Attempt:
         """Act on a message of the launcher."""
         match facts:
             case {"type": "end", "code": int(code)}:
-                self._end(code)
-            case {"type": "stop" | "stopping" as kind, "signal": int(number)}:
-                # "stopping": the script talks to the launcher itself.
-                if kind == "stop" and not self._stop_signal:
-                    self.child.pass_on(number)
-                self._stop_signal = number
-            case {"type": "size", "columns": int(columns), "rows": int(rows)}:
-                self._resize(columns, rows)
-            case {"type": "hold"}:
-                self._hold()
+                self._cut(Why.OTHERS, code)
+            case {"type": "hold"} if not self.rank.holds:
+                self._cut(Why.OTHERS)
+            case {"type": "hold"} if self._signals is None:
+                self._cut(Why.HELD)
+            case {"type": "hold"} if self.child.status is None:
+                self._ends_at = time.monotonic() + GRACE_S
             case {"type": "again"}:
                 self.again = facts
+            case {"type": "stop", "signal": int(number)}:
+                if self._why is Why.ITSELF:
+                    self.child.pass_on(number)
+                self._note_request(number)
+            case {"type": "size", "columns": int(columns), "rows": int(rows)}:
+                self._resize(columns, rows)
             case {"type": "stacks"}:
                 if (text := self.child.stack()) is not None:  # else the script answers
                     usage = usage_of(self.child.pid or os.getpid())
                     self.coordinator.send("stacks", text=text[-TEXT_LIMIT:], **usage)
 
+    def _note_request(self, number: int) -> None:
+        """The launcher has requested a stop by this signal."""
+        self.child.passed.add(number)
+        if self._why is Why.ITSELF:
+            self._why = Why.REQUEST
+
     def _resize(self, columns: int, rows: int) -> None:
         """Give the script's terminals the launcher's new size, and tell the script as a terminal does."""
-        rank = self.rank
-        terminal = rank.shown.terminal._replace(columns=columns, rows=rows).behind(rank.prefix)
-        rank.shown = rank.shown._replace(terminal=terminal)
-        for process in (self.process, rank.spare):
-            if process is not None:
-                process.resize(terminal)
+        self.rank = self.rank.resized(columns, rows)
+        for child in (self.child, self.spare):
+            for stream in child.streams if child else ():
+                stream.resize(self.rank.shown.terminal)
         self.child.pass_on(signal.SIGWINCH)
 
-    def _hold(self) -> None:
-        """End the script, because another rank has failed, and wait for the launcher."""
-        if not self.rank.holds:
-            self._end(FAILED)
-            return
-        if self.child.status is None or not self._has_met:
-            self._is_held = True
-        if not self._has_met:
-            raise Held
-        self.child.end(_END_S if self.child.is_command else 0.0)
-
-    def _see_failure(self) -> None:
-        """End with the daemon of the MPI, another rank that has failed, or the server of the job."""
-        ranks = self.coordinator
-        if self._code is not None:
+    def _see_others(self) -> None:
+        """End with the daemon of the MPI. End some time after the launcher holds, or a failure elsewhere."""
+        ranks, child, now = self.coordinator, self.child, time.monotonic()
+        if self._why is Why.OTHERS:
             return
         if self.rank.daemon not in (None, os.getppid()):
-            self._end(FAILED)
+            self._cut(Why.OTHERS)
         elif ranks.code_of_failure or ranks.is_lost:
-            self._ends_at = self._ends_at or time.monotonic() + GRACE_S
-            if time.monotonic() >= self._ends_at:
-                self._end(ranks.code_of_end())
+            self._ends_at = self._ends_at or now + GRACE_S
+            if now >= self._ends_at:
+                self._cut(Why.OTHERS, ranks.code_of_end())
+        elif self._ends_at and child.status is None:
+            if "over" in child.said:  # it has failed itself, and has only to end
+                child.end(0.0)
+            elif now >= self._ends_at:
+                self._cut(Why.HELD)
 
-    def _end(self, code: int) -> None:
-        """End the script and all that it has started, because of another rank."""
-        self._code = self._code or code
-        if not self.child.pid or not self._has_met:
-            raise SystemExit(self._code)
-        self.child.end(_END_S if self.child.is_command else 0.0)
+    def _cut(self, why: Why, code: int = FAILED) -> None:
+        """End for this reason, with this code. Raises Cut, unless the program has ended already."""
+        is_over = self.child.status is not None or self._why in (Why.HELD, Why.OTHERS)
+        if self._why is not Why.OTHERS:
+            self._why, self._code = why, code
+        if not is_over:
+            raise Cut
 
-    def _report(self, ending: Ending) -> None:
-        """Tell the launcher, or else the other ranks, how this rank ends."""
-        if self._code is not None or self._is_held:
-            return
-        child = self.child
+    def _report(self, ending: Ending) -> bool:
+        """Tell the launcher, or else the other ranks, how this rank ends. Returns whether on request."""
+        if self._why is Why.OTHERS:
+            return False
+        child, has_launcher = self.child, self.rank.launcher is not None
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
         # so its ranks look at that alone.
-        was_asked = self._stop_signal if self._launcher is not None else child.passed & _REQUESTS
-        passed = {self._stop_signal, *child.passed}
-        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in passed)}
+        was_asked = self._why is Why.REQUEST if has_launcher else child.passed & _REQUESTS
+        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in child.passed)}
         # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
         is_exit = not (ending.signal or ending.traceback or ending.error)
         has_stopped = ending.code == STOPPED and "stopped" in child.said
-        self._ends_on_request = has_stopped or bool(was_asked and (ending.code in ends or is_exit))
-        if self._ends_on_request or not ending.is_failure:
+        stops = has_stopped or bool(was_asked and (ending.code in ends or is_exit))
+        if stops or not ending.is_failure:
             if ending.code == STOPPED and not has_stopped:
                 self.coordinator.send("stopped")  # a command says so by its code alone
             # Not by os._exit(0) in the middle of its work.
             has_left = child.is_command or "left" in child.said or ending.is_failure
             self.coordinator.send("done" if has_left else "exited")
-            return
-        if self._launcher is not None:
+            return stops
+        if has_launcher:
             self.coordinator.send("failed", **ending.facts, **child.lack_of_memory)
         elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
-            line = ending.line(self.name)
+            line = ending.line(self.coordinator.name(self.world.rank))
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
-        if not self._holds:
+        if self.rank.holds and self._why is Why.ITSELF:
+            self._why = Why.HELD
+        else:
             self.coordinator.send("fail", code=ending.code)
+        return False
+
+
+@cache
+def caught_signals() -> int:
+    """A file that is readable when a signal has arrived, and contains its number: from the first call on.
+
+    Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
+    """
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (*PASSED, signal.SIGCHLD):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
+    return reader

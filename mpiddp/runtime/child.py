@@ -1,4 +1,4 @@
-"""What a rank runs, and its process.
+"""The process of a rank's program, and its streams.
 
 The child leads a process group of its own: a signal to the rank's group reaches the agent alone, which
 passes it on once. The agent adopts the orphans of its child, so it finds every process that the child has
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import linecache
 import os
 import re
 import select
@@ -19,15 +18,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpiddp.errors import UserError, cause_of, check_program, named_by
-from mpiddp.hosts.files import files_of, import_folders, imported_by, texts_of
+from mpiddp.errors import cause_of
 from mpiddp.hosts.processes import (
     OomKills,
     command_of,
@@ -37,29 +33,16 @@ from mpiddp.hosts.processes import (
     kills_in,
     signal_at_parents_end,
 )
-from mpiddp.protocol.channel import LINE_LIMIT, Lines
-from mpiddp.protocol.variables import AGENT_STORE, ERROR_FILE, GPUS, PLACEMENT, RUN_ID
+from mpiddp.protocol.channel import LINE_LIMIT, STREAMS, Lines, is_shown
+from mpiddp.protocol.terminal import Terminal
+from mpiddp.protocol.variables import ERROR_FILE
+from mpiddp.runtime.job.coordinator import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
+from mpiddp.runtime.output import Input, Stream
+from mpiddp.runtime.program import COMMAND, Program, command_environment
 from mpiddp.text import escaped
-from mpiddp.world import RANK_SOURCES
+from mpiddp.world import World
 
-SCRIPT, MODULE, COMMAND = "script", "module", "command"
-# Python's own packages that run other code, which may use torch.
-_RUNS_OTHERS = {"concurrent", "importlib", "multiprocessing", "runpy"}
-_WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - _RUNS_OTHERS
-# Lines that set or unset a variable; environ["X"], environ.get("X") and "X" in environ only read one.
-_SETS_VARIABLES = re.compile(
-    rb"\bdel +(?:os\.)?environ\b|\b(?:putenv|unsetenv|dotenv|load_dotenv)\b|"
-    rb"\benviron *\[[^\n]*\] *\|?=(?!=)|"
-    rb"(?<!in os\.)(?<!in )\benviron\b(?! *\[|\.(?:get|keys|values|items|copy)\()"
-)
-_STARTS_MPI = re.compile(rb"\b(?:mpi4py|petsc4py|horovod)\b|['\"]mpi['\"]")
-# The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
-_OF_MPI = (
-    *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
-    *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
-    *(name for source in RANK_SOURCES if source.mpis for name in source.variables),
-)
 # A user's signal.py in the working folder, which -c puts first, is not Python's own.
 _START = (
     "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; "
@@ -76,92 +59,11 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 
 
-class Program(NamedTuple):
-    """The program of a rank: its kind, its name, and its arguments."""
+class Shown(NamedTuple):
+    """What the launcher shows of a rank: the streams that --log-ranks selects, as in this terminal."""
 
-    kind: str
-    name: str
-    args: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Raise UserError, or JobFailed for a broken disk, if it is not there."""
-        name, path = self.name, Path(self.name)
-        if self.kind == COMMAND:
-            check_program(name, os.environ.get("PATH"))
-        elif self.kind == MODULE:
-            first = name.partition(".")[0]
-            folders = [str(Path.cwd()), *sys.path]  # as python -m looks
-            if not first or not (PathFinder.find_spec(first, folders) or find_spec(first)):
-                where = f"{Path.cwd()} and in the installed packages"
-                raise UserError(f"module {name} not found (looked in {where}).")
-        else:
-            with named_by(""):
-                if not path.exists():
-                    raise UserError(f"{name} not found (looked in {Path.cwd()}).")
-                if not path.is_file():
-                    folder = "a folder, not a script. To run a module: mpiddp run -m MODULE"
-                    raise UserError(f"{name} is {folder if path.is_dir() else 'no regular file.'}")
-                path.open("rb").close()
-
-    @property
-    def imports_torch(self) -> bool:
-        """Whether torch may be imported ahead: it may be used, and nothing sets a variable that it reads.
-
-        A script begins at once if it imports only the standard library and mpiddp, or if one of its files
-        sets a variable. A module of an installed package, such as `-m coverage`, begins at once as well.
-        """
-        if self._is_ours:
-            return True
-        texts = self._texts
-        if not texts or any(map(_SETS_VARIABLES.search, texts)):
-            return False
-        packages = {each.partition(".")[0] for each in imported_by(texts[0])}
-        return any(b"torch" in text for text in texts) or bool(packages - _WITHOUT_TORCH)
-
-    @property
-    def starts_mpi(self) -> bool:
-        """Whether it may start MPI, as one rank of its mpirun. No later process of this rank can do so."""
-        return not self._is_ours and any(map(_STARTS_MPI.search, self._texts))
-
-    @property
-    def _is_ours(self) -> bool:
-        return self.kind == MODULE and self.name.partition(".")[0] == "mpiddp"
-
-    @property
-    def _texts(self) -> list[bytes]:
-        return texts_of(self.kind, self.name, str(Path.cwd()), import_folders())
-
-    @property
-    def files(self) -> list[tuple[str, str]]:
-        """Its files that have to be the same on all hosts, each with its SHA-256."""
-        return files_of(self.kind, self.name, str(Path.cwd()), import_folders())
-
-
-def parse(argv: list[str]) -> Program:
-    """The program in the arguments of `mpiddp run`."""
-    kind = {"--": COMMAND, "-m": MODULE}.get("".join(argv[:1]), SCRIPT)
-    job = argv if kind == SCRIPT else argv[1:]
-    if not job or (kind == SCRIPT and job[0].startswith("-")):  # such as --help
-        from mpiddp.arguments import OneSentenceParser  # 5 ms of each rank
-
-        parser = OneSentenceParser(
-            prog="mpiddp run",
-            usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
-            description="Run an unmodified env:// script, or any command, as one rank of a job, after "
-            "all ranks have joined.",
-        )
-        parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
-        parser.parse_args([*job[:1], "script"] if job else [])
-    return Program(kind, job[0], tuple(job[1:]))
-
-
-def command_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the command of a rank that has joined, from those of the rank."""
-    # The command may start a torchrun with other ranks. The agent has applied GPUS.
-    left_out = (*_OF_MPI, GPUS, PLACEMENT, AGENT_STORE)
-    found = {name: value for name, value in env.items() if not name.startswith(left_out)}
-    found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
-    return found
+    selection: str  # "" without a launcher: the program has the streams of the MPI
+    terminal: Terminal
 
 
 class Child:
@@ -170,9 +72,20 @@ class Child:
     `others` are processes below the agent that are not the child's.
     """
 
-    def __init__(self, program: Program, others: Iterable[int]) -> None:
+    def __init__(self, program: Program, world: World, shown: Shown, others: Iterable[int]) -> None:
         self.program, self.is_command = program, program.kind == COMMAND
         self.others = {*others}
+        self._world, self._shown = world, shown
+        name = f"rank {world.rank} on {world.hostname}"
+        numbers = STREAMS if shown.selection else ()
+        self.outputs = [Stream(each, name, shown.terminal) for each in numbers]
+        self.streams: list[Stream | Input] = [*self.outputs]
+        if shown.selection and world.rank == 0:
+            self.streams.append(Input(shown.terminal))
+        # Their ends in the child, by its own file descriptors. They are closed here when it starts.
+        self._files = {each.number: each.theirs for each in self.streams}
+        if shown.selection and world.rank != 0:
+            self._files[0] = os.open(os.devnull, os.O_RDONLY)
         self.pid = 0  # until it has started
         self.status: int | None = None  # its exit code, -N for signal N, once it has ended
         self.said: dict[str, dict[str, Any]] = {}  # by the script, by type
@@ -187,9 +100,15 @@ class Child:
     def runs(self) -> bool:
         return self.pid > 0 and self.status is None
 
-    def start(self, files: Mapping[int, int], variables: Mapping[str, str]) -> None:
-        """Start it with these open files, by its own file descriptors. They are closed here."""
-        program = self.program
+    @property
+    def can_begin(self) -> bool:
+        """Whether another child has made this one, which waits."""
+        self.hear()
+        return self.runs and self.control is not None
+
+    def start(self, variables: Mapping[str, str]) -> None:
+        """Start it with these variables."""
+        program, files = self.program, self._files
         self._kills_before = kills_in(group_of())
         ours, theirs = socket.socketpair()
         argv, env, passed = [program.name, *program.args], dict(variables), [theirs.fileno()]
@@ -224,10 +143,16 @@ class Child:
         for number in tuple(self.passed):  # before there was a command
             self.pass_on(number)
 
-    def offer(self) -> int:
-        """Let another child make this one, a copy of itself, with this end of its socket, see `go`."""
+    def offer(self) -> list[tuple[int, int]]:
+        """The files with which another child makes this one, a copy of itself, see `go`."""
         self.control, theirs = socket.socketpair()
-        return theirs.detach()
+        return [(-1, theirs.detach()), *self._files.items()]
+
+    def connect(self, launcher: Server) -> None:
+        """Let the launcher show the streams, and send its stdin."""
+        for each in self.streams:
+            if each.number == 0 or is_shown(self._shown.selection, self._world.rank, each.number):
+                each.connect(launcher, self._world)
 
     def go(
         self,
@@ -287,6 +212,8 @@ class Child:
             return ""
         if self.control is None:  # nobody would read it
             return None
+        import linecache  # takes a millisecond of each start
+
         self._frames = []
         self.pass_on(signal.SIGURG)
         deadline = time.monotonic() + _STACK_S
@@ -317,28 +244,46 @@ class Child:
     def ending(self) -> Ending:
         """What wait() says, with the script's own reason."""
         assert self.status is not None
-        return ending_of_process(self.status, os.environ.get(ERROR_FILE, ""))
+        status = self.status
+        if status == -signal.SIGKILL and "over" in self.said:
+            status = int(self.said["over"]["code"])  # with which it was about to end
+        return ending_of_process(status, os.environ.get(ERROR_FILE, ""))
 
     @property
     def lack_of_memory(self) -> dict[str, int | None]:
         """The kernel's kills in the rank's control group since the child began, if there were any."""
         now, before = kills_in(group_of()), self._kills_before
-        if now is None or before is None or now.count <= before.count:
+        if now is None or before is None or now.kills <= before.kills:
             return {}
-        return {"oom_kills": now.count - before.count, "memory_limit": now.limit_bytes}
+        return {"oom_kills": now.kills - before.kills, "memory_limit": now.limit_bytes}
 
-    def left_behind(self) -> dict[int, str]:
-        """The processes that outlive the program, once helpers have had time to end: pids and commands."""
+    def name_what_is_left(self) -> None:
+        """Say which processes outlive the program, once helpers have had time to end."""
+        if not self.outputs:
+            return
         deadline = time.monotonic() + _HELPERS_S
         while (left := descendants(os.getpid(), but=self.others)) and time.monotonic() < deadline:
             time.sleep(_WRITTEN_S)
-        return {pid: command_of(pid) or name for pid, name in left.items()}
+        if left:
+            named = ", ".join(f"pid {pid} ({command_of(pid) or left[pid]})" for pid in left)
+            self.outputs[-1].say(f"ended what the script has left behind: {named}.")
 
-    def end(self, grace_s: float) -> Collection[int]:
-        """End all that is left, see `end_all`. Returns the processes that cannot be killed."""
-        left = end_all(lambda: descendants(os.getpid(), but=self.others), grace_s=grace_s)
+    def close(self) -> None:
+        """Close the streams."""
+        for each in self.streams:
+            each.close()
+
+    def discard(self) -> None:
+        """Kill a child that waits, and close its streams."""
+        self.pass_on(signal.SIGKILL)
+        self.close()
+
+    def end(self, grace_s: float) -> None:
+        """End all that is left, see `end_all`. Nobody waits for the output of what cannot be killed."""
+        if end_all(lambda: descendants(os.getpid(), but=self.others), grace_s=grace_s):
+            for stream in self.outputs:
+                stream.source.close()
         reap()
-        return left
 
 
 _running: dict[int, Child] = {}  # by pid

@@ -13,7 +13,7 @@ import pickle
 import sys
 import traceback
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,8 @@ def main() -> None:
                 result = None
             # A result that is refused ends the other ranks, which may still save.
             session.finish()
-            body = pickled_result(result, facts, coordinator.name(coordinator.world.rank))
-            answer(coordinator, body, is_result=True)
+            rank = coordinator.name(coordinator.world.rank)
+            answer(coordinator, pickled_result(result, facts["name"], rank), is_result=True)
         except (UserError, JobFailed, SystemExit):
             raise  # the launcher itself learns of them
         except BaseException as error:  # asyncio.CancelledError is no Exception
@@ -96,24 +96,17 @@ def answer(coordinator: Coordinator, body: bytes, *, is_result: bool) -> None:
     coordinator.ask("answer", value, is_result=is_result, mac=proof)
 
 
-def pickled_result(result: object, facts: Mapping[str, Any], rank: str) -> bytes:
-    """The pickle of a rank's result."""
+def pickled_result(result: object, name: str, rank: str) -> bytes:
+    """The pickle of what the function of this name has returned."""
     import cloudpickle
 
-    name, limit = facts["name"], facts["max_result_bytes"]
     try:
-        body: bytes = cloudpickle.dumps(result)
+        return bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise UserError(
             f"{rank}: {name} has returned an object of {type(result).__qualname__} that cannot be pickled: "
             f"{said(error)}."
         ) from None
-    if len(body) > limit:
-        raise UserError(
-            f"{rank}: the result of {name} has {len(body)} bytes, more than max_result_bytes={limit}. "
-            "Return less, write it to a file, or raise max_result_bytes."
-        )
-    return body
 
 
 def pickled_error(error: BaseException) -> bytes:

@@ -10,9 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpiddp.hosts.gpus import CHANGING, hides_all_gpus, read_gpus
-from mpiddp.runtime.gpu import gpu_of
-from mpiddp.world import World
+from mpiddp.hosts.gpus import CHANGING, chosen_gpus, hides_all_gpus, read_gpus
 
 EVERY_S, LIMIT_S = 10.0, 5.0
 
@@ -21,14 +19,10 @@ class GpuReadings(threading.Thread):
     """The readings for the `ranks` of this host, in their order. `send` sends the launcher a message."""
 
     def __init__(
-        self,
-        world: World,
-        ranks: Sequence[int],
-        env: Mapping[str, str],
-        send: Callable[..., None],
+        self, ranks: Sequence[int], env: Mapping[str, str], send: Callable[..., None]
     ) -> None:
         super().__init__(daemon=True)
-        self._world, self._ranks, self._env, self._send = world, ranks, dict(env), send
+        self._ranks, self._env, self._send = ranks, dict(env), send
         self._is_over = threading.Event()
 
     def run(self) -> None:
@@ -40,15 +34,14 @@ class GpuReadings(threading.Thread):
             self._send("gpus", ranks=found)
 
     def _read(self) -> list[dict[str, Any]]:
-        """The facts of each rank whose GPU is known."""
-        found = []
+        """The facts of each rank whose GPU is known, see `process_group.device_of`."""
         gpus = read_gpus(self._env.get("PATH"), timeout_s=LIMIT_S) or []
-        for local_rank, rank in enumerate(self._ranks):
-            number = gpu_of(self._world, local_rank, gpus, self._env)
-            if number is not None:
-                told = {name: getattr(gpus[number], name) for name in CHANGING}
-                found.append({"rank": rank, **told})
-        return found
+        numbers = chosen_gpus(gpus, self._env)
+        return [
+            {"rank": rank, **{name: getattr(gpus[number], name) for name in CHANGING}}
+            for rank, number in zip(self._ranks, numbers, strict=False)
+            if number is not None
+        ]
 
     def stop(self) -> None:
         """Return when no tool runs any more, so that it is not taken for a process of the script."""

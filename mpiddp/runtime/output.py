@@ -57,6 +57,11 @@ class Stream:
         """Whether it is at its end, and all has been sent."""
         return self.source.closed and not self._unsent
 
+    def resize(self, terminal: Terminal) -> None:
+        """Give it a new size, if it is a terminal."""
+        if not self.source.closed:
+            terminal.resize(self.source.fileno())
+
     def register(self, poll: select.poll) -> None:
         """Let `poll` report what `act` needs."""
         if not self.source.closed and len(self._unsent) < _MOST_UNSENT:
@@ -129,6 +134,9 @@ class Input:
     line, that terminal follows what the script sets here.
     """
 
+    number = 0
+    is_done = True  # what nobody has read is lost
+
     def __init__(self, terminal: Terminal) -> None:
         pair = terminal.open(0)
         self.is_terminal = pair is not None
@@ -143,6 +151,11 @@ class Input:
         """Read the launcher's stdin."""
         self._connection, _ = connect_to_server(launcher, world, INPUT)
         self._connection.setblocking(False)
+
+    def resize(self, terminal: Terminal) -> None:
+        """Give it a new size, if it is a terminal."""
+        if self.sink is not None:
+            terminal.resize(self.sink)
 
     def register(self, poll: select.poll) -> None:
         """Let `poll` report what `act` needs."""

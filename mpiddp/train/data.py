@@ -176,8 +176,7 @@ def _mirrored(size: int, pad: int) -> Tensor:
 
     Shifted images are those of He et al. 2015, section 4.2; the border is mirrored, not black.
     """
-    position = torch.arange(-pad, size + pad).abs()
-    return torch.where(position < size, position, 2 * (size - 1) - position)
+    return F.pad(torch.arange(float(size))[None], (pad, pad), mode="reflect")[0].long()
 
 
 class SyntheticImages:
@@ -209,10 +208,8 @@ class SyntheticImages:
         return images.contiguous(memory_format=torch.channels_last), labels
 
 
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all epochs, because the allocator keeps separate memory for each stream."""
-    return torch.cuda.Stream(device)
+# One stream for all epochs, because the allocator keeps separate memory for each stream.
+_side_stream = cache(torch.cuda.Stream)
 
 
 def prefetched(found: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

@@ -37,20 +37,16 @@ class Ema:
     def lent_to(self, model: nn.Module) -> Iterator[None]:
         """Give the model the average while the body runs, and its own weights afterwards."""
         own = {name: value.clone() for name, value in model.state_dict().items()}
-        _copy(self._average, model.state_dict())
+        model.load_state_dict(self._average)
         try:
             yield
         finally:
-            _copy(own, model.state_dict())
+            model.load_state_dict(own)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._average
 
+    @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        _copy(saved, self._average)
-
-
-@torch.no_grad()
-def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-    for name, value in target.items():
-        value.copy_(source[name])
+        for name, value in self._average.items():
+            value.copy_(saved[name])

@@ -28,23 +28,22 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.train.config import Config
 
 Key = tuple[int, int]  # image number, epoch
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels in [0, 1]
 RESIZE = 256 / 224  # the shorter side before the center crop, the usual evaluation on ImageNet
-# Pillow recognizes a file by its contents, whatever its name, and reads some formats with other programs:
-# EPS with Ghostscript. A file of one of these formats may have the suffix of another, as some of ImageNet's.
-FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP"}
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+# Pillow recognizes a file by its contents, whatever its suffix: ImageNet has a PNG that is named .JPEG. It
+# reads some formats with other programs: EPS with Ghostscript.
+FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
 # Pillow refuses images of more than 179 million pixels, and would warn of each with more than half of that.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 log = logging.getLogger("mpiddp")
 
-_HINT = " Replace it, or use --skip-bad-images."
 IGNORED = -100  # the label of an image that was skipped: cross_entropy leaves it out
 _LOOK_S = 1.0  # between two looks whether the rank lives
-_MISSING = (FileNotFoundError, PermissionError, IsADirectoryError)
 
 
 def open_folder(
@@ -53,22 +52,17 @@ def open_folder(
     """The splits for training and testing, and the hash of the names and labels of their files."""
     train = ImageFolder(folder / "train", config, device, augment=True)
     test = ImageFolder(folder / "val", config, device, augment=False)
-    if test.classes != train.classes:
-        one_sided = sorted({*train.classes} ^ {*test.classes})[0]
+    if one_sided := {*train.classes} ^ {*test.classes}:
         raise UserError(
-            f"{folder}: train/ and val/ contain different classes. {one_sided} is in one of them."
+            f"{folder}: train/ and val/ contain different classes. {min(one_sided)} is in one of them."
         )
-    names = (
-        f"{split.classes[label]}/{path.rpartition(os.sep)[2]}"
-        for split in (train, test)
-        for path, label in split.samples
-    )
+    names = ("/".join(path.split("/")[-2:]) for path, _ in (*train.samples, *test.samples))
     content = "\n".join(names).encode(errors="surrogateescape")
     return train, test, sha256(content).hexdigest()[:16]
 
 
 class ImageFolder:
-    """One split of the folder."""
+    """One split of the folder: its classes, and (path, label) of its images."""
 
     def __init__(self, folder: Path, config: Config, device: torch.device, *, augment: bool):
         if not folder.is_dir():
@@ -76,26 +70,26 @@ class ImageFolder:
                 f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
             )
         # Numbered as in torchvision. macOS leaves a hidden file beside each one in an archive.
-        entries = [each for each in folder.iterdir() if not each.name.startswith(".")]
-        self.classes = tuple(sorted(each.name for each in entries if each.is_dir()))
+        entries = sorted(each for each in folder.glob("[!.]*") if each.is_dir())
+        self.classes = tuple(each.name for each in entries)
         self.samples = tuple(  # paths as strings, which are smaller to pickle for unforked workers
             (str(path), label)
-            for label, name in enumerate(self.classes)
-            for path in sorted((folder / name).iterdir())
-            if path.suffix.lower() in FORMATS and not path.name.startswith(".")
+            for label, entry in enumerate(entries)
+            for path in sorted(entry.glob("[!.]*"))
+            if path.suffix.lower() in SUFFIXES
         )
         with_images = {label for _, label in self.samples}
         empty = [name for label, name in enumerate(self.classes) if label not in with_images]
         if empty or not self.classes:
             raise UserError(
                 f"{folder}: {f'the folder {empty[0]}' if empty else 'it'} contains no images "
-                f"({', '.join(sorted(FORMATS))}). Each folder there is a class."
+                f"({', '.join(SUFFIXES)}). Each folder there is a class."
             )
         self.num_images = len(self.samples)
         self.device, self._config = device, config
         mean, std = (torch.tensor(each, device=device).view(3, 1, 1) for each in (MEAN, STD))
         self._scale, self._shift = 1 / (255 * std), -mean / std
-        self._decoder = _Decoder(self.samples, config.image_size, config.seed, augment)
+        self._decoder = _Decoder(self.samples, config, augment=augment)
         self._order: list[list[Key]] = []  # of the epoch
         self._skipped: set[str] = set()  # a sentence for each image
 
@@ -105,18 +99,15 @@ class ImageFolder:
             return
         self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
         for images, labels, problems in self._loader:
-            self._report(problems)
+            for problem in problems:
+                if not self._config.skip_bad_images or isinstance(problem, JobFailed):
+                    raise problem
+                self._skipped.add(str(problem))
+                log.warning(
+                    f"warning: {problem} Skipped: {len(self._skipped)} on this rank so far."
+                )
             images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)  # channels_last
             yield images * self._scale + self._shift, labels.to(self.device, non_blocking=True)
-
-    def _report(self, problems: list[Exception]) -> None:
-        """Raise the first of these, unless --skip-bad-images allows them."""
-        for problem in problems:
-            if not self._config.skip_bad_images or isinstance(problem, JobFailed):
-                raise problem
-            sentence = str(problem).removesuffix(_HINT)
-            self._skipped.add(sentence)
-            log.warning(f"warning: {sentence} Skipped: {len(self._skipped)} on this rank so far.")
 
     @cached_property
     def _loader(self) -> DataLoader[Any]:
@@ -167,34 +158,39 @@ class _Decoder(torch.utils.data.Dataset[Any]):
     would lose their type. Such an image is black, and its label is IGNORED.
     """
 
-    def __init__(self, samples: tuple[tuple[str, int], ...], size: int, seed: int, augment: bool):
-        self.samples, self.size, self.seed, self.augment = samples, size, seed, augment
+    def __init__(self, samples: Sequence[tuple[str, int]], config: Config, *, augment: bool):
+        self.samples, self.config, self.augment = samples, config, augment
 
     def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor, list[Exception]]:
-        images = torch.zeros(len(keys), self.size, self.size, 3, dtype=torch.uint8)
+        size, seed = self.config.image_size, self.config.seed
+        images = torch.zeros(len(keys), size, size, 3, dtype=torch.uint8)
         labels = torch.empty(len(keys), dtype=torch.int64)
         pixels, problems = images.numpy(), list[Exception]()
         for position, (number, epoch) in enumerate(keys):
             path, labels[position] = self.samples[number]
             # The image's number seeds the draw, so it does not depend on workers, ranks or a resume.
-            draw = random.Random(f"{self.seed}/{epoch}/{number}") if self.augment else None
+            draw = random.Random(f"{seed}/{epoch}/{number}") if self.augment else None
             try:
-                pixels[position] = read_image(path, self.size, draw)
+                pixels[position] = read_image(path, size, draw)
             except Exception as error:  # Pillow raises a dozen types for damaged files
                 labels[position] = IGNORED
-                errno = getattr(error, "errno", None)  # Pillow's own errors have none
-                reason = os.strerror(errno) if errno else str(error)
-                sentence = f"{path}: the image cannot be read ({reason})."
-                if errno and not isinstance(error, _MISSING):
-                    problems.append(JobFailed(sentence))
-                else:
-                    problems.append(UserError(f"{sentence}{_HINT}"))
+                problems.append(self._problem(path, error))
         return images, labels, problems
+
+    def _problem(self, path: str, error: Exception) -> Exception:
+        """The error of the job for that of an image: a disk may have failed, or the image is bad."""
+        if isinstance(error, OSError) and error.errno:  # Pillow's own errors have none
+            kind, reason = cause_of(error), os.strerror(error.errno)
+        else:
+            kind, reason = UserError, str(error)
+        can_skip = kind is UserError and not self.config.skip_bad_images
+        hint = " Replace it, or use --skip-bad-images." if can_skip else ""
+        return kind(f"{path}: the image cannot be read ({reason}).{hint}")
 
 
 def read_image(path: str, size: int, draw: random.Random | None) -> Image.Image:
     """The image at size × size: a part that is drawn, mirrored or not; without `draw` its middle."""
-    with Image.open(path, formats=tuple(FORMATS.values())) as file:
+    with Image.open(path, formats=FORMATS) as file:
         width, height = file.size
         left, top, right, bottom = (
             draw_box(width, height, draw) if draw else middle_box(width, height)

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,13 @@ class StepTimer:
         return self._seconds
 
 
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, by rank: [world_size]. A collective: every rank must call it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
     """Replace each time by that of the slowest rank. A collective: every rank must call it."""
     all_ranks = torch.tensor(seconds, dtype=torch.float64, device=device)
@@ -81,13 +89,10 @@ def measured(timer: StepTimer, global_batch_size: int, device: torch.device) -> 
     *times, total = slowest([*own, sum(own)], device)
     # Without a time, the run has resumed after its last step.
     middle, high = np.percentile(times, (50, 95)).tolist() if times else (None, None)
-    spent = [timer.spent[each] for each in SPENT]
-    seconds = torch.tensor(spent, dtype=torch.float64, device=device)
-    dist.all_reduce(seconds)
-    means = (seconds / dist.get_world_size()).tolist()
+    of_ranks = gathered(dict(timer.spent))
     return {
         "images_per_s": len(times) * global_batch_size / total if times else None,
         "step_time_p50_s": middle,
         "step_time_p95_s": high,
-        "phases": dict(zip(SPENT, means, strict=True)),
+        "phases": {phase: mean(each.get(phase, 0.0) for each in of_ranks) for phase in SPENT},
     }

@@ -6,8 +6,6 @@ hsdp    a copy on every host, over the ranks of the host
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,27 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpiddp.errors import UserError
+import mpiddp
 from mpiddp.train.config import Config
 from mpiddp.train.resnet import BasicBlock, Bottleneck
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def find_copies(parallel: str, hosts: Sequence[str]) -> list[list[int]]:
-    """The ranks that share each copy of the model, [copies][ranks]; [] under DDP. `hosts` is by rank."""
-    if parallel == "ddp":
-        return []
-    if parallel == "fsdp":
-        return [list(range(len(hosts)))]
-    counts = Counter(hosts)
-    if len(set(counts.values())) > 1:
-        raise UserError(
-            "--parallel hsdp shards the model within a host, so every host needs the same number of ranks; "
-            f"found {', '.join(f'{count} on {name}' for name, count in counts.items())}. Give the hosts "
-            "equal slots, or use --parallel fsdp."
-        )
-    return [[rank for rank, each in enumerate(hosts) if each == host] for host in counts]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -43,22 +25,21 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # of torch's FSDPModule
 
 
-def shard(model: nn.Module, config: Config, copies: list[list[int]]) -> nn.Module:
+def shard(model: nn.Module, config: Config, num_hosts: int) -> nn.Module:
     """Shard the parameters in place over the ranks of each copy. A collective.
 
     A block gathers its own parameters before it computes, and frees them afterwards. With --amp, the gathered
-    parameters and the activations have its dtype, and gradients are averaged in fp32. BatchNorm computes in
+    parameters and the activations are of its dtype, and gradients are averaged in fp32. BatchNorm computes in
     fp32, as under autocast.
     """
     # Few trainings need torch's DTensor, which takes a while to import.
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    device = next(model.parameters()).device
-    ranks = torch.tensor(copies).squeeze(0)  # [ranks] of one copy, else [copies, ranks]
-    names = ("replicate", "shard")[-ranks.ndim :]
-    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)
+    sizes: dict[str, Any] = {"dp_shard": -1}
+    if config.parallel == "hsdp" and num_hosts > 1:
+        sizes["dp_replicate"] = num_hosts
+    mesh = mpiddp.mesh(device_type=next(model.parameters()).device.type, **sizes)
     policy = MixedPrecisionPolicy()
     if config.amp != "off":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.amp], reduce_dtype=torch.float32)
@@ -77,5 +58,5 @@ def shard(model: nn.Module, config: Config, copies: list[list[int]]) -> nn.Modul
 def ranks_with_same_shards(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks of all copies that hold the shards of this rank; None for those of DDP, or of one copy."""
     mesh: Any = getattr(next(model.parameters()), "device_mesh", None)
-    has_copies = mesh is not None and "replicate" in mesh.mesh_dim_names
-    return mesh.get_group("replicate") if has_copies else None
+    has_copies = mesh is not None and "dp_replicate" in mesh.mesh_dim_names
+    return mesh.get_group("dp_replicate") if has_copies else None

@@ -1,26 +1,22 @@
-"""What a training starts from: the model, its weights, DDP with fixed buckets, the optimizer.
+"""What a training starts from: the model, DDP with fixed buckets, the optimizer.
 
-    state = build_state(build_model(config, data, device), config, copies=[])
+    state = build_state(build_model(config, data, device), config)
 
 `sharded` is for --parallel fsdp and hsdp.
 """
 
-# No `from __future__ import annotations`: DDP checks its hook's annotations as types, not as strings.
+from __future__ import annotations
+
 import inspect
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.futures import Future
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import mpiddp
-from mpiddp.errors import UserError
 from mpiddp.train.config import Config
 from mpiddp.train.data import Data
 from mpiddp.train.ema import Ema
@@ -65,8 +61,6 @@ def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
     model: nn.Module = ARCHS[config.arch](num_classes=data.num_classes, stem=config.stem)
     if config.zero_init:
         zero_init(model)
-    if config.weights is not None:
-        load_weights(model, config.weights)
     if config.sync_bn:
         model = synchronized(model, device)
     layout = torch.channels_last if config.parallel == "ddp" else torch.contiguous_format
@@ -89,48 +83,23 @@ def stride_as_gradients(model: nn.Module) -> None:
             parameter.data = parameter.data.as_strided(parameter.shape, strides)
 
 
-def load_weights(model: nn.Module, path: str) -> None:
-    """Load a torchvision state_dict, but no last layer of another number of classes. Raises UserError.
-
-    `path`: a file of torch.save, or a folder of checkpoints.
-    """
-    try:
-        if Path(path).is_dir():
-            weights = mpiddp.load(path).state["model"]
-        else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-        own, weights, head = model.state_dict(), dict(weights), ("fc.weight", "fc.bias")
-        fresh = {key: own[key] for key in head if weights[key].shape != own[key].shape}
-        model.load_state_dict({**weights, **fresh})
-    except UserError as error:
-        raise UserError(f"--weights {error}") from None
-    except OSError as error:
-        raise UserError(f"--weights {path}: {error.strerror} (looked in {Path.cwd()}).") from None
-    except UnpicklingError:  # torch's own sentence advises to run the file's code
-        raise UserError(
-            f"--weights {path}: it is not a file that torch.save wrote. Expected a state_dict."
-        ) from None
-    except Exception as error:  # no dict, a value that is no tensor, a shape of another model
-        reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise UserError(f"--weights {path}: expected a state_dict of --arch: {reason}.") from None
-
-
-def build_state(model: nn.Module, config: Config, copies: list[list[int]]) -> State:
-    """The state of a training with this model: sharded over `copies`, else under DDP. A collective."""
-    ddp = shard(model, config, copies) if copies else wrap_in_ddp(model, config)
+def build_state(model: nn.Module, config: Config, num_hosts: int = 1) -> State:
+    """The state of a training with this model: in shards, or else under DDP. A collective."""
+    uses_ddp = config.parallel == "ddp"
+    ddp = wrap_in_ddp(model, config) if uses_ddp else shard(model, config, num_hosts)
     scored = model
-    if config.compile != "off":
-        ddp = torch.compile(ddp, mode=config.compile)  # type: ignore[assignment]
-        scored = torch.compile(model, mode=config.compile)  # type: ignore[assignment]
+    if config.compile == "on":
+        ddp = torch.compile(ddp)  # type: ignore[assignment]
+        scored = torch.compile(model)  # type: ignore[assignment]
     torch.manual_seed(config.seed + 1 + dist.get_rank())
     first = next(model.parameters())
     timer = StepTimer(first.device)
-    if not copies:
+    if uses_ddp:
         # A backward pass ends with the gradient of the first parameter. Then DDP waits for the other ranks.
         first.register_post_accumulate_grad_hook(lambda parameter: timer.phase_ends("backward"))
+    ema = None if config.ema_decay is None else Ema(model)
     # Unless --amp is fp16, it passes gradients through unscaled.
     scaler = torch.amp.GradScaler(first.device.type, enabled=config.amp == "fp16")
-    ema = None if config.ema_decay is None else Ema(model)
     return State(model, ddp, scored, build_optimizer(model, config), scaler, timer, ema)
 
 
@@ -138,14 +107,12 @@ def wrap_in_ddp(model: nn.Module, config: Config) -> nn.Module:
     """The model under DistributedDataParallel, with its final buckets; one rank needs none. A collective."""
     if dist.get_world_size() == 1:
         return model
-    # Each rank keeps its own BatchNorm statistics while it trains; `averaged_buffers` averages them for an
-    # evaluation or a save. torch 2.13 renamed the option.
+    # DDP would give all ranks BatchNorm's statistics of rank 0, and `average_statistics` gives them the mean.
+    # torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     keep_own: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **keep_own)
     freeze_buckets(ddp, config)
-    if config.grad_compression == "bf16":
-        ddp.register_comm_hook(ddp.process_group, _in_bf16)
     return ddp
 
 
@@ -161,23 +128,9 @@ def freeze_buckets(ddp: DistributedDataParallel, config: Config) -> None:
     with torch.random.fork_rng(devices=[]):
         for _ in range(2):
             ddp(images).sum().backward()
-    clear_gradients(ddp, config)
+    ddp.zero_grad()
     for buffer, saved in zip(ddp.buffers(), buffers, strict=True):
         buffer.copy_(saved)
-
-
-def _in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-    """torch's own hook, which DDP would refuse by its name without NCCL. gloo supports it too."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-    return bf16_compress_hook(group, bucket)
-
-
-def clear_gradients(ddp: nn.Module, config: Config) -> None:
-    """Clear the gradients of the last step."""
-    # Otherwise the first micro-batch's gradients would be where a CUDA graph writes the second's.
-    keeps = config.compile not in ("off", "default") and config.grad_accum_steps > 1
-    ddp.zero_grad(set_to_none=not keeps)
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

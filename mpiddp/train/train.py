@@ -28,7 +28,7 @@ from mpiddp.train.data import Batch, Data, Dataset, batches
 from mpiddp.train.folder import IGNORED
 from mpiddp.train.order import Order
 from mpiddp.train.sharded import DTYPES, is_sharded
-from mpiddp.train.state import State, clear_gradients
+from mpiddp.train.state import State
 
 REFERENCE_BATCH = 256  # images: the global batch of --lr (Goyal et al. 2017, section 2.1)
 MAX_WARMUP_EPOCHS = 5
@@ -125,10 +125,10 @@ def train(config: Config, data: Data, order: Order, state: State, step: int) -> 
         while step < (epoch + 1) * length:
             lr = learning_rate(step, length, config)
             loss_sum = train_step(state, images_of_epoch, lr, config)
+            average_statistics(state.model)
             step += 1
             if state.ema is not None and (step - 1) % config.ema_steps == 0:
-                with averaged_buffers(state.model):
-                    state.ema.update(state.model, ema_weight(step, length, config))
+                state.ema.update(state.model, ema_weight(step, length, config))
             state.timer.tick()
             ends_epoch, is_last = step % length == 0, step == length * config.epochs
             yield Step(step, epoch, lr, loss_sum, ends_epoch, is_last)
@@ -199,7 +199,7 @@ def backward(state: State, images_of_epoch: Iterator[Batch], config: Config) -> 
     and --sync-bn wait within the passes, and have no such phase. Returns the sum of the losses of this rank's
     images: a scalar on the device.
     """
-    clear_gradients(state.ddp, config)
+    state.optimizer.zero_grad()
     loss_sum = torch.zeros((), device=next(state.model.parameters()).device)
     waits_last = not (is_sharded(state.ddp) or config.sync_bn)
     # The ranks take the mean of their gradients; this makes it the mean over all images.
@@ -235,6 +235,21 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=DTYPES.get(config.amp), enabled=enabled)
 
 
+def average_statistics(model: nn.Module) -> None:
+    """Average BatchNorm's running statistics, so that all ranks have the same model. A collective.
+
+    A step computes with the statistics of its own images, so the training does not depend on this.
+    """
+    if dist.get_world_size() == 1:
+        return
+    own = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    total = torch.cat([buffer.reshape(-1) for buffer in own])
+    dist.all_reduce(total)
+    means = (total / dist.get_world_size()).split([buffer.numel() for buffer in own])
+    # One kernel for all of them, as torch's optimizers update parameters.
+    torch._foreach_copy_(own, [mean.view_as(to) for to, mean in zip(own, means, strict=True)])
+
+
 # --- evaluation ---
 
 
@@ -257,7 +272,7 @@ def evaluate(state: State, dataset: Dataset, config: Config) -> Score:
     )  # these fill the last batch, and do not count
     numbers = numbers.clamp(max=dataset.num_images - 1)
     totals = torch.zeros(3, dtype=torch.float64, device=dataset.device)  # correct, loss, images
-    with state.ema.lent_to(model) if state.ema else averaged_buffers(model):
+    with state.ema.lent_to(model) if state.ema else contextlib.nullcontext():
         model.eval()
         with autocast(config, dataset.device):
             found = dataset.batches(numbers.split(size), epoch=0)
@@ -275,66 +290,33 @@ def evaluate(state: State, dataset: Dataset, config: Config) -> Score:
     return Score(*(totals[:2] / totals[2]).tolist())
 
 
-@contextlib.contextmanager
-def averaged_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Average BatchNorm's running statistics over the ranks while the body runs. A collective.
-
-    So all ranks evaluate and save the same model, and the training that follows does not change. Gives the
-    body this rank's own statistics, for `restore_buffers`.
-    """
-    own = torch.cat([buffer.reshape(-1) for buffer in _statistics(model)])
-    total = own.clone()
-    dist.all_reduce(total)
-    restore_buffers(model, total / dist.get_world_size())
-    try:
-        yield own
-    finally:
-        restore_buffers(model, own)
-
-
-def restore_buffers(model: nn.Module, own: Tensor) -> None:
-    """Give the model the statistics that `averaged_buffers` has given: one after another, [elements]."""
-    buffers = _statistics(model)
-    parts = own.split([buffer.numel() for buffer in buffers])
-    for buffer, values in zip(buffers, parts, strict=True):
-        buffer.copy_(values.view_as(buffer))
-
-
-def _statistics(model: nn.Module) -> list[Tensor]:
-    """The buffers that matter and differ from rank to rank: BatchNorm does not use its count of batches."""
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-
-
 # --- checkpoints ---
 
 
 def save(checkpoints: mpiddp.Checkpoints, state: State, step: int, config: Config) -> None:
     """Start to save the checkpoint of this step. A collective: every rank must call it.
 
-    The model can be loaded by any program: it is the bare one, with averaged BatchNorm statistics. The
-    learning rate and the order of the images are functions of the step.
+    Any program can load the model, because it is the bare one. The learning rate and the order of the images
+    are functions of the step.
     """
-    with averaged_buffers(state.model) as own:
-        saved = {
-            "model": state.model.state_dict(),
-            "optimizer": state.optimizer.state_dict(),
-            "scaler": state.scaler.state_dict(),
-            "training": {"options": vars(config)},
-        }
-        if state.ema is not None:
-            saved["ema"] = state.ema.state_dict()
-        checkpoints.save(step, saved, per_rank={"buffers": own})
+    saved = {
+        "model": state.model.state_dict(),
+        "optimizer": state.optimizer.state_dict(),
+        "scaler": state.scaler.state_dict(),
+    }
+    if state.ema is not None:
+        saved["ema"] = state.ema.state_dict()
+    checkpoints.save(step, saved)
 
 
 def resume(saved: mpiddp.Resumed | None, state: State, config: Config) -> int:
     """Restore this checkpoint, and return the number of steps that it has made; 0 without one.
 
-    A job with another number of ranks keeps the averaged statistics and freshly seeded generators.
+    A job with another number of ranks has freshly seeded generators.
     """
     if saved is not None:
         load(saved, state)
         if saved.world_size == dist.get_world_size():
-            restore_buffers(state.model, saved.per_rank["buffers"])
             return saved.step
     seed = config.seed + 1 + dist.get_rank()
     torch.manual_seed(seed)

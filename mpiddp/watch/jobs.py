@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
+from mpiddp.hosts.private import is_private
 from mpiddp.protocol.channel import NAMED_AT, VIEW_JOB, VIEWED_AT, encode, viewed_folders
 from mpiddp.text import listed, shown
 from mpiddp.watch.detached import detached_jobs
@@ -120,10 +120,7 @@ def sockets() -> list[Path]:
     found = []
     for folder in (each for path in viewed_folders() for each in path.parent.glob(f"{path.name}*")):
         with contextlib.suppress(OSError):
-            status = folder.lstat()
-            # Another user may make a folder of any name in /tmp.
-            is_private = status.st_uid == os.getuid() and not status.st_mode & 0o077
-            if is_private and stat.S_ISDIR(status.st_mode):
+            if is_private(folder):  # another user may make a folder of any name in /tmp
                 found.append(folder / VIEWED_AT)
     return found
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import time
 
-from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED, INTERRUPTED, UserError
 from mpiddp.text import listed, shown
 from mpiddp.watch.detached import DetachedJob, detached_jobs, read_log
-from mpiddp.watch.jobs import running_jobs
+from mpiddp.watch.jobs import job_parser, running_jobs
 
 _EVERY_S = 0.2
+_DEFAULT = "the latest job"
 
 
 def logs(argv: list[str]) -> int:
     """Run `mpiddp logs ARGV`. Raises UserError for bad usage, or no such job."""
-    parser = _parser("logs", "Print the output of a job that was started with --detach.")
+    purpose = "Print the output of a job that was started with --detach."
+    parser = job_parser("logs", purpose, _DEFAULT)
     parser.add_argument(
         "-f", "--follow", action="store_true", help="go on until the job ends, or Ctrl-C"
     )
@@ -38,7 +39,7 @@ def wait(argv: list[str]) -> int:
     purpose = (
         "Wait until a job that was started with --detach has ended. The exit code is the job's."
     )
-    job = _find(_parser("wait", purpose).parse_args(argv).job)
+    job = _find(job_parser("wait", purpose, _DEFAULT).parse_args(argv).job)
     try:
         job.wait()
     except KeyboardInterrupt:
@@ -52,12 +53,6 @@ def wait(argv: list[str]) -> int:
 def _say_it_goes_on(job: DetachedJob) -> None:
     if job.is_running:
         print(f"\njob {job.name} goes on. To stop it: mpiddp stop {job.name}")
-
-
-def _parser(verb: str, purpose: str) -> OneSentenceParser:
-    parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose, allow_abbrev=False)
-    parser.add_argument("job", nargs="?", metavar="JOB", help="name (default: the latest job)")
-    return parser
 
 
 def _find(name: str | None) -> DetachedJob:

@@ -1,7 +1,7 @@
 """`mpiddp ps` and `mpiddp top`: the jobs of this user on this machine, and the ranks of one.
 
 mpiddp ps
-mpiddp top 4711 --sort wait --host node2     # redrawn every second on a terminal, or printed once
+mpiddp top 4711     # redrawn every second on a terminal, or printed once
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
 from mpiddp.protocol.channel import VIEW_JOB
-from mpiddp.text import align_columns, counted, did_you_mean, duration, escaped, seconds, size_text
+from mpiddp.text import align_columns, counted, duration, escaped, seconds, size_text
 from mpiddp.watch.jobs import Facts, HasEnded, Job, find_job, hosts_of, job_parser, running_jobs
 
 _EVERY_S = 1.0
@@ -29,22 +29,22 @@ def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}/s"
 
 
-# The columns: the fact of a rank, its text, and whether a sorted table begins with the largest.
-COLUMNS: dict[str, tuple[str, Callable[[Any], str], bool]] = {
-    "rank": ("rank", str, False),
-    "host": ("host", escaped, False),
-    "state": ("state", escaped, False),
-    "step": ("step", str, False),
-    "rate": ("rate", _rate, False),
-    "own": ("own_s", seconds, True),
-    "wait": ("wait_s", seconds, True),
-    "cpu": ("cores", "{:.0%}".format, True),
-    "memory": ("memory", size_text, True),
-    "gpu": ("gpu_use", "{:.0f}%".format, False),
-    "gpu-memory": ("gpu_memory", size_text, True),
-    "temp": ("gpu_temperature", "{} °C".format, True),
-    "slowed": ("gpu_slowed", escaped, True),
-    "ago": ("ago_s", duration, True),
+# The columns: the fact of a rank, and its text.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "rank": ("rank", str),
+    "host": ("host", escaped),
+    "state": ("state", escaped),
+    "step": ("step", str),
+    "rate": ("rate", _rate),
+    "own": ("own_s", seconds),
+    "wait": ("wait_s", seconds),
+    "cpu": ("cores", "{:.0%}".format),
+    "memory": ("memory", size_text),
+    "gpu": ("gpu_use", "{:.0f}%".format),
+    "gpu-memory": ("gpu_memory", size_text),
+    "temp": ("gpu_temperature", "{} °C".format),
+    "slowed": ("gpu_slowed", escaped),
+    "ago": ("ago_s", duration),
 }
 _OF_GPUS = ("gpu", "gpu-memory", "temp", "slowed")  # shown where a rank has any
 
@@ -86,15 +86,13 @@ def job_lines(jobs: list[Job]) -> str:
 
 
 def top(argv: list[str]) -> int:
-    """Run `mpiddp top ARGV`. Raises UserError for bad usage, no such job or host, or no answer."""
+    """Run `mpiddp top ARGV`. Raises UserError for bad usage, no such job, or no answer."""
     parser = job_parser(
         "top",
         "Watch the ranks of a job until Ctrl-C: steps per second, compute and waiting time of a step, CPU, "
         "memory, seconds since the last step, and last line.",
     )
     parser.add_argument("--once", action="store_true", help="print it once, as without a terminal")
-    parser.add_argument("--sort", choices=COLUMNS, default="rank", help="the column to sort by")
-    parser.add_argument("--host", default="", help="only the ranks of this host")
     options = parser.parse_args(argv)
     try:
         job = find_job(options.job)
@@ -102,13 +100,10 @@ def top(argv: list[str]) -> int:
         print(ended)
         return DONE
     facts = job.ask(VIEW_JOB)
-    if options.host and options.host not in hosts_of(facts):
-        hint = did_you_mean(options.host, hosts_of(facts))
-        raise UserError(f"--host {options.host}: the job has no such host.{hint}")
     is_drawn = not options.once and os.isatty(1) and os.environ.get("TERM", "dumb") != "dumb"
     try:
         while is_drawn:
-            _draw(head_lines(facts), sorted_ranks(facts, options.sort, options.host))
+            _draw(facts)
             time.sleep(_EVERY_S)
             try:
                 facts = job.ask(VIEW_JOB)
@@ -116,8 +111,7 @@ def top(argv: list[str]) -> int:
                 if not job.path.exists():  # it has ended
                     raise
                 facts = {**facts, "phase": "no answer"}  # as at a restart
-        ranks = sorted_ranks(facts, options.sort, options.host)
-        print("\n".join([*head_lines(facts), *rank_lines(ranks)]))
+        print("\n".join([*head_lines(facts), *rank_lines(facts["ranks"])]))
     except KeyboardInterrupt:
         print()
     except UserError as error:
@@ -125,23 +119,14 @@ def top(argv: list[str]) -> int:
     return DONE
 
 
-def _draw(head: Sequence[str], ranks: Sequence[Facts]) -> None:
+def _draw(facts: Facts) -> None:
     """Fill the terminal, as large as it is now: the head is wrapped, and the table's lines are cut."""
     size = shutil.get_terminal_size()
-    wrapped = [part for line in head for part in textwrap.wrap(line, size.columns)]
-    table = [line[: size.columns] for line in rank_lines(ranks)]
+    wrapped = [part for line in head_lines(facts) for part in textwrap.wrap(line, size.columns)]
+    table = [line[: size.columns] for line in rank_lines(facts["ranks"])]
     # Over what is there: a terminal that is cleared first would flicker.
     text = "".join(f"{_ERASE_LINE}{line}\n" for line in [*wrapped, "", *table][: size.lines - 1])
     print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
-
-
-def sorted_ranks(facts: Facts, sort: str, host: str) -> list[Facts]:
-    """The ranks of a host, "" for all, sorted by a column. Those without the fact come last."""
-    fact, _, is_largest_first = COLUMNS[sort]
-    ranks = [rank for rank in facts["ranks"] if host in ("", rank["host"])]
-    known = [rank for rank in ranks if fact in rank]
-    known.sort(key=lambda rank: rank[fact], reverse=is_largest_first)
-    return known + [rank for rank in ranks if fact not in rank]
 
 
 def head_lines(facts: Facts) -> list[str]:
@@ -162,7 +147,7 @@ def rank_lines(ranks: Sequence[Facts]) -> list[str]:
     """The table of ranks: a line of names, and one for each."""
     shown = {
         name: (fact, text)
-        for name, (fact, text, _) in COLUMNS.items()
+        for name, (fact, text) in COLUMNS.items()
         if name not in _OF_GPUS or any(fact in rank for rank in ranks)
     }
     rows = [[*map(str.upper, shown), "LAST LINE"]]

@@ -24,7 +24,7 @@ from mpiddp import errors
 from mpiddp.cli import VERBS
 from mpiddp.launch.options import option_parser
 from mpiddp.protocol.channel import DEFAULT_RANKS
-from mpiddp.train.options import option_parser as train_parser
+from mpiddp.train.config import option_parser as train_parser
 from tests.support import commands as list_of_commands
 from tests.support.ranks import ROOT, clean_env
 

@@ -135,21 +135,6 @@ def capture() -> None:
         emit({"sum": numbers[0].item(), "reads": len(read), "groups": max(read)})
 
 
-def watched(verb: list[str]) -> int:
-    """Run a verb, and count the replays of graphs."""
-    found = {"graph_replays": 0}
-    replay = torch.cuda.CUDAGraph.replay
-
-    def counted(graph: torch.cuda.CUDAGraph) -> None:
-        found["graph_replays"] += 1
-        replay(graph)
-
-    torch.cuda.CUDAGraph.replay = counted  # type: ignore[assignment, method-assign]
-    code = cli.main(verb)
-    emit(found)
-    return code
-
-
 def main(what: str, *arguments: str) -> int:
     world = World.from_env()
     if world.world_size > 1:
@@ -164,8 +149,6 @@ def main(what: str, *arguments: str) -> int:
         hang(*arguments)
     elif what == "capture":
         capture()
-    elif what == "watched":
-        return watched(list(arguments))
     else:
         return cli.main([what, *arguments])
     return 0

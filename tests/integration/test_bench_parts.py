@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-from mpiddp.bench.figures import ratios, turns
 from mpiddp.bench.jobs import BenchJobFailed, time_command
-from mpiddp.train.options import option_parser as train_parser
+from mpiddp.train.config import option_parser as train_parser
 from tests.support.place import Here
 from tests.support.ranks import ROOT, run_command, script
 
@@ -21,26 +20,18 @@ def test_a_command_has_a_limit():
         time_command([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.2)
 
 
-def test_turns_change_their_order_in_every_round():
-    order = list(turns("abc", 4, warmup=1))
-    by_round = [[name for at, name in order if at == number] for number in range(5)]
-    assert ["".join(names) for names in by_round] == ["abc", "cba", "bca", "acb", "cab"]
-    assert ratios([3.0, 1.0], [2.0, 4.0]) == [1.5, 0.25]
-
-
 SIZES = """
 import sys
 from argparse import Namespace
 from importlib import import_module
 from torch.nn.modules.module import register_module_forward_pre_hook as before_forward
-from mpiddp.world import World
 last, (name, *training) = {}, sys.argv[1:]
 def note(module, inputs):
     if type(module).__name__ == "ResNet":
         last[module] = inputs[0].shape[-1]
 before_forward(note)
-options = Namespace(steps=4, rounds=1, warmup=1)
-import_module(f"mpiddp.bench.{name}").rank(World.from_env(), options, training)
+options = Namespace(steps=4, rounds=1)
+import_module(f"mpiddp.bench.{name}").rank(options, training)
 print(*set(last.values()))
 """
 
@@ -76,3 +67,13 @@ def test_light_clients_speak_the_language_of_the_launcher(tmp_path):
     done = run_command(command, ROOT)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^16 +\d", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.slow
+def test_saves_are_measured(tmp_path):
+    """It failed once BatchNorm's statistics differed between its ranks, as those of a training never do."""
+    tiny = ("-H", "localhost:2", "--rounds=1", "--steps=2", "--arch=resnet20", "--batch-size=2")
+    command = [sys.executable, "-m", "benchmarks.saving", *tiny, "--out", str(tmp_path)]
+    done = run_command(command, ROOT)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\| at once \| \d", done.stdout, re.MULTILINE), done.stdout

@@ -4,10 +4,8 @@ Tests mpiddp/meshes/.
 python -m pytest tests/integration/test_meshes.py
 """
 
-import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,12 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpiddp.errors import UserError
-from mpiddp.meshes import main
 from mpiddp.meshes.dimensions import check_sizes, parse_sizes, resolve
 from mpiddp.meshes.layout import Layout
 from mpiddp.meshes.traffic import Training, traffic
-from tests.support.errors import error
+from tests.support.errors import error, refusal
 
 FIXED = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -83,12 +79,6 @@ def test_ranks_that_are_not_numbered_host_by_host(letters):
 # --- sizes ---
 
 
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    return str(caught.value)
-
-
 HOSTS = block([8] * 64)
 
 
@@ -107,34 +97,6 @@ HOSTS = block([8] * 64)
 def test_sizes(requested, expected):
     found = resolve(parse_sizes(requested.split()), HOSTS)
     assert list(found.items()) == list(expected.items())
-
-
-@pytest.mark.parametrize(
-    ("requested", "hosts_of_ranks", "sentence"),
-    [
-        ("dp=32 tp=8 pp=2", HOSTS[:256], "dp × tp × pp = 512 is not 256 GPUs (32 hosts × 8)."),
-        ("tp=8 pp=3", HOSTS, "tp × pp = 24 does not divide 512 GPUs (64 hosts × 8)."),
-        ("dp=2 tp=2", block([4, 2]), "dp × tp = 4 is not 6 GPUs (h0 4, h1 2)."),
-        (
-            "tp=16",
-            HOSTS,
-            "tp=16 does not fit into h0, which has 8 GPUs: the groups of tp lie inside",
-        ),
-        ("tp=-1", HOSTS, "tp=512 does not fit into h0, which has 8 GPUs"),
-        ("tp=4", block([4, 2, 6]), "tp=4 does not fit into h1, which has 2 GPUs"),
-        ("dp=-1 tp=-1", HOSTS, "only one dimension may be -1, not dp and tp."),
-        ("pp=16", HOSTS, "pp=16 is more than 4 layers: some stages would have no layer."),
-        ("pp=-1 dp=4 tp=8", HOSTS, "pp=16 is more than 4 layers"),
-    ],
-)
-def test_sizes_that_do_not_fit(requested, hosts_of_ranks, sentence):
-    call = lambda: resolve(parse_sizes(requested.split()), hosts_of_ranks, layers=4)  # noqa: E731
-    assert refusal(call).startswith(sentence)
-
-
-@pytest.mark.parametrize("text", ["width=8", "tp=8 tp=4", "tp=0", "tp=-2", "tp=two", "tp", "=8"])
-def test_bad_sizes(text):
-    assert refusal(lambda: parse_sizes(text.split()))
 
 
 def test_bad_sizes_of_a_script():
@@ -170,56 +132,3 @@ def test_sharded_data_parallelism():
     found = of(layout, training)
     assert found["dp_shard"] == (pytest.approx(2 * 3 * 3 / 4 * 1600), 0)
     assert found["dp_replicate"] == (0, pytest.approx(4 * 2 * (2 * 1 / 2) * 1600 / 4))
-
-
-# --- mpiddp mesh ---
-
-
-def run(capsys: pytest.CaptureFixture[str], line: str) -> str:
-    assert main.main(line.split()) == 0
-    return capsys.readouterr().out
-
-
-BIG = "--hosts 64 --gpus 8 dp=32 tp=8 pp=2"
-
-
-def test_json(capsys):
-    found = json.loads(run(capsys, f"{BIG} --params 7e9 --json"))
-    assert found["mesh"] == {"pp": 2, "dp": 32, "tp": 8}
-    assert sum(found["hosts"].values()) == 512
-    assert sorted(chain(*found["dimensions"]["dp"]["groups"])) == list(range(512))
-    assert found["dimensions"]["dp"]["network_bytes_per_host"] == pytest.approx(13.5625e9)
-    assert "network_bytes_per_host" not in found["dimensions"]["tp"]
-
-
-def test_named_hosts_with_unequal_slots(capsys, tmp_path):
-    file = tmp_path / "hosts"
-    file.write_text("node1 slots=4\nnode2 slots=2\nnode3 slots=0\n")
-    shown = run(capsys, f"--hostfile {file} tp=2")
-    assert shown == run(capsys, "-H node1:4,node2:2 tp=2")
-    assert shown.startswith("6 GPUs (node1 4, node2 2): dp=3 tp=2\n")
-    assert "node2  4,5    2    0,1" in shown
-    assert "dp: 2 groups of 3 ranks, each over 2 hosts\n  0-4:2  1-5:2" in shown
-
-
-def test_the_hosts_of_an_allocation(capsys, monkeypatch):
-    for name, value in {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_TASKS_PER_NODE": "4(x2)",
-        "SLURM_NTASKS": "8",
-    }.items():
-        monkeypatch.setenv(name, value)
-    assert run(capsys, "tp=4") == run(capsys, "-H n1:4,n2:4 tp=4")
-
-
-def test_only_what_is_known_has_figures(capsys):
-    assert "sent in one step" not in run(capsys, "--hosts 2 tp=4 dp=4")
-    sent = run(capsys, "--hosts 2 tp=4 cp=2 dp=2 --params 1e9").partition("sent in one step")[2]
-    assert [line.split()[0] for line in sent.splitlines()[1:3]] == ["dp", "all"]
-
-
-def test_layers_alone_limit_the_stages(capsys):
-    """They were refused without --hidden and --seq."""
-    assert "pp=4" in run(capsys, "--hosts 2 pp=4 --layers 8")
-    assert "4 layers" in refusal(lambda: main.main(["--hosts", "2", "pp=16", "--layers", "4"]))

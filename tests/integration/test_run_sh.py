@@ -115,16 +115,6 @@ def test_unsuitable_values_of_variables_are_refused(tmp_path):
     assert not (root / ".venv").exists()
 
 
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_needs_no_set_up(tmp_path, option):
-    root = copy(tmp_path / "tree")
-    done = run_sh(root, option)
-    assert (done.returncode, done.stderr) == (0, "")
-    for expected in ("test", "setup", "MPIDDP_PYTHON", "MPIDDP_MPIRUN", "mpiddp train --help"):
-        assert expected in done.stdout
-    assert not (root / ".venv").exists()
-
-
 # --- one set-up at a time ---
 
 

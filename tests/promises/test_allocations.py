@@ -1,6 +1,6 @@
 """Allocations: in a scheduler's job, mpiddp uses the job's hosts.
 
-Slurm and Grid Engine are real. PBS, LSF, Flux, Kubeflow's MPIJob and SkyPilot cannot run here: their
+Slurm and Grid Engine are real. PBS, LSF, Flux and Kubeflow's MPIJob cannot run here: their
 variables are those of their documentation (tests/support/allocations.py).
 
 python -m pytest tests/promises/test_allocations.py
@@ -190,9 +190,13 @@ def qsub(without_sshd: GridEngine, engine: Hosts) -> Callable[..., Done]:
     """Run `mpiddp launch` in a job script with a parallel environment and a number of slots."""
 
     def submit(
-        *options: str, pe: str = "spread", slots: str = "3", user: str | None = None
+        *options: str,
+        pe: str = "spread",
+        slots: str = "3",
+        user: str | None = None,
+        first: str = "",
     ) -> Done:
-        text = f"#!/bin/sh\nexec {shlex.join([*LAUNCH, *options])}\n"
+        text = f"#!/bin/sh\n{first}\nexec {shlex.join([*LAUNCH, *options])}\n"
         done = without_sshd.qsub(text, "-pe", pe, slots, cwd=engine.folder, env=ENV, user=user)
         return Done(done.returncode, done.stdout, done.stdout)
 
@@ -219,6 +223,20 @@ def test_a_user_of_grid_engine(engine, qsub):
     engine.folder.chmod(0o777)
     done = qsub(program("identity.py"), user=USER)
     assert [rank["user"] for rank in done.assert_ok().records] == [USER] * 3
+
+
+def test_tasks_of_a_grid_engine_job(engine, qsub):
+    """No qrsh of a Grid Engine job is killed: Grid Engine would kill the whole job."""
+    log, qrsh = engine.folder / "log", engine.folder / "bin" / "qrsh"
+    qrsh.parent.mkdir()
+    qrsh.write_text(
+        f'#!/bin/sh\necho began >>{log}\n/usr/bin/qrsh "$@"\ncode=$?\necho ended $code >>{log}\nexit $code\n'
+    )
+    qrsh.chmod(0o755)
+    first = f"export PATH={qrsh.parent}:$PATH"
+    qsub("--mpirun", mpirun_of("mpich"), program("identity.py"), first=first).assert_ok()
+    lines = log.read_text().splitlines()
+    assert lines.count("began") == lines.count("ended 0") > 0, lines
 
 
 # mpirun and its qrsh die at once, and nothing tells the ranks.

@@ -3,27 +3,20 @@
 python -m pytest tests/promises/test_as_under_torchrun.py
 """
 
-import fcntl
 import json
 import os
-import pty
-import re
 import shlex
 import signal
-import struct
 import sys
-import termios
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.installs import library_of, mpirun_of
-from tests.support.place import Here, eventually, every_mpi_on_hosts
-from tests.support.ranks import clean_env
+from tests.support.place import Here, every_mpi_on_hosts
+from tests.support.terminal import in_a_terminal
 
 # Each starts a script on this machine. The module of torchrun would put the working folder first for itself.
 WAYS = {
@@ -179,62 +172,6 @@ def test_names(here, folders):
 # --- streams ---
 
 
-@contextmanager
-def in_a_terminal(here: Here, *argv: str, cwd: Path) -> Iterator["InTerminal"]:
-    pid, outer = pty.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        os.execve(argv[0], argv, clean_env({"TERM": "xterm", "TEST_PLACE": here.mark}))
-    job = InTerminal(pid, outer)
-    try:
-        job.resize(33, 120)
-        yield job
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-        os.close(outer)
-
-
-class InTerminal:
-    """A command whose terminal the test holds."""
-
-    def __init__(self, pid: int, outer: int) -> None:
-        self.pid, self.outer, self.shown = pid, outer, b""
-        os.set_blocking(outer, False)
-
-    def resize(self, rows: int, columns: int) -> None:
-        fcntl.ioctl(self.outer, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
-
-    def until(self, pattern: str) -> "InTerminal":
-        """Wait until the terminal shows this."""
-        eventually(lambda: re.search(pattern.encode(), self.read()))
-        return self
-
-    def read(self) -> bytes:
-        with suppress(BlockingIOError, OSError):
-            while chunk := os.read(self.outer, 1 << 16):
-                self.shown += chunk
-        return self.shown
-
-    def types(self, text: str) -> None:
-        os.write(self.outer, text.encode())
-
-    def wait(self) -> int:
-        """Its exit code."""
-        ended: list[int] = []
-
-        def has_ended() -> bool:
-            self.read()
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            ended.extend([status] if pid else [])
-            return bool(pid)
-
-        eventually(has_ended)
-        return os.waitstatus_to_exitcode(ended[0])
-
-
 STREAMS = """
 import os
 from saying import says
@@ -261,7 +198,7 @@ def test_streams(here, folders, redirected, isatty):
         (folder / "train.py").write_text(STREAMS)
         (folder / "typed").write_text("typed\n")
         line = f"{shlex.join([*WAYS[way], 'train.py'])} {redirected}"
-        with in_a_terminal(here, "/bin/sh", "-c", line, cwd=folder) as job:
+        with in_a_terminal("/bin/sh", "-c", line, cwd=folder, TEST_PLACE=here.mark) as job:
             job.types("typed\n")
             assert job.wait() == 0, job.shown
         (fact,) = [json.loads(each) for each in (folder / "rank0.json").read_text().splitlines()]
@@ -285,7 +222,9 @@ dist.destroy_process_group()
 
 def test_questions_at_a_terminal(here):
     """input(), getpass() without an echo, and torch.distributed.breakpoint() work at a terminal."""
-    with in_a_terminal(here, *WAYS["mpiddp"], here.script(ASKS), cwd=here.folder) as job:
+    with in_a_terminal(
+        *WAYS["mpiddp"], here.script(ASKS), cwd=here.folder, TEST_PLACE=here.mark
+    ) as job:
         job.until(r"name\? ").types("ada\n")
         job.until(r"secret\? ").types("olleh\n")
         job.until(r"got ADA hello").until(r"\(Pdb\) ").types("p 6 * 7\n")
@@ -308,7 +247,7 @@ print("resized", os.get_terminal_size(1).lines, flush=True)
 def test_a_terminal_that_is_resized(here):
     """The script's terminal follows the size of the launcher's, and the script gets SIGWINCH."""
     command = [*WAYS["mpiddp"][:-1], "localhost:1", here.script(RESIZED)]
-    with in_a_terminal(here, *command, cwd=here.folder) as job:
+    with in_a_terminal(*command, cwd=here.folder, TEST_PLACE=here.mark) as job:
         job.until("ready").resize(20, 90)
         job.until("resized 20")
         assert job.wait() == 0, job.shown

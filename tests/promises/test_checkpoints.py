@@ -4,16 +4,14 @@ python -m pytest tests/promises/test_checkpoints.py
 """
 
 import json
-import os
 import random
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +81,7 @@ def flip_a_bit(file: Path, at: float = 0.5) -> None:
     ("ranks", "options"),
     [
         # DDP regroups gradients after the first step, and the order of three summands changes the sum.
-        (3, "--amp=fp16 --global-batch-size=9 --grad-accum-steps=3 --optimizer=muon --sync-bn"),
+        (3, "--amp=bf16 --global-batch-size=9 --grad-accum-steps=3 --optimizer=muon --sync-bn"),
         (2, "--amp=off --global-batch-size=8 --grad-accum-steps=2 --parallel=fsdp --clip-grad-norm=1"),
     ],
 )  # fmt: skip
@@ -152,6 +150,31 @@ def test_killed_script_restarts(here, undisturbed):
     assert steps_kept(here.folder / "runs/ddp") == [35, 40]
 
 
+# The end of a model under DDP may wait for gloo's thread, and this for Python's lock: torch 2.13's, and rare.
+SAVES_LAST = """
+import os, torch, torch.distributed as dist, mpiddp
+def main():
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = mpiddp.Checkpoints("run", keep=2)
+    saved = checkpoints.resume()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    checkpoints.save(saved.step + 1 if saved else 1, {"model": model.module.state_dict()})
+    dist.destroy_process_group()
+main()
+raise SystemExit(os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "10")
+"""
+
+
+@pytest.mark.slow
+def test_a_save_just_before_a_group_ends(here):
+    """A script may save, destroy its group and end at once, and so again in each of 10 restarts."""
+    script = here.script(SAVES_LAST, "saves_last.py")
+    here.run("launch", *here.where(2), "--max-restarts", "10", script).assert_ok()
+
+
 def test_stopped_script_resumes_under_any_launcher(here, undisturbed):
     """A stop saves a script's last step, and any launcher resumes it with the same bits."""
     slow = '\n        __import__("time").sleep(0.1); print("made a step")\n'
@@ -172,14 +195,6 @@ def test_stopped_script_resumes_under_any_launcher(here, undisturbed):
         assert unequal(weights(folder), weights(undisturbed)) == [], launcher
 
 
-def test_state_of_a_script(here):
-    """A script gets its model, optimizer, schedulers, values and random numbers back as they were saved."""
-    script = (program("script_state.py"), "run")
-    first, second = (here.fork(*script).assert_ok() for _ in range(2))
-    assert json.loads(first.lines[-1]) == json.loads(second.lines[-1])
-    assert steps_kept(here.folder / "run") == [1]
-
-
 # Another number of ranks, another form
 
 
@@ -190,10 +205,11 @@ def test_each_rank_gets_its_own_state(here):
     for ranks in (3, 1):
         done = here.fork(job, "run", ranks=ranks).assert_ok()
         found = sorted(json.loads(line) for line in done.lines if line.startswith("["))
-        for rank, (number, own, world_size, state) in enumerate(each[1:] for each in found):
+        for rank, (drawn, own, world_size, state) in enumerate(each[1:] for each in found):
             existed = rank < 2
-            torch.manual_seed(rank if existed else 100 + rank)
-            assert number == torch.rand(()).item()
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(rank if existed else 100 + rank)
+            assert drawn == [random.random(), np.random.rand(), torch.rand(()).item()]
             assert own == ({"position": rank * 10} if existed else {})
             assert (world_size, state) == (2, {"shared": 5})
         assert len(found) == ranks
@@ -465,32 +481,15 @@ def test_damaged_checkpoint_gives_way(here, parallel, name, damage):
     assert (run / "checkpoints/step_00000002.old-1").exists()
 
 
-def test_foreign_checkpoint_is_refused(here):
-    """A checkpoint under a wrong name is refused, and no file of a checkpoint can run code."""
-    saved, renamed, forged = (here.folder / name for name in ("saved", "renamed", "forged"))
+def test_renamed_checkpoint_is_refused(here):
+    """A checkpoint under the name of another step is refused."""
+    saved, renamed = here.folder / "saved", here.folder / "renamed"
     here.fork(program("records.py"), saved, "1", "2").assert_ok()
     shutil.copytree(saved, renamed)  # it would stay the newest one, and a run would repeat steps
     step_folder(renamed, 2).rename(step_folder(renamed, 9))
-    folder = step_folder(shutil.copytree(saved, forged), 2)
-    torch.save([Touch()], folder / "tree.pt")
-    entries = json.loads((folder / "manifest.json").read_text())
-    content = (folder / "tree.pt").read_bytes()
-    entries["tree.pt"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps(entries))
-    proof = sha256((folder / "manifest.json").read_bytes()).hexdigest()
-    (folder / "COMPLETE").write_text(proof)
-    for run in (renamed, forged):
-        done = here.fork(program("records.py"), run, "1", "4")
-        assert done.code in (1, 2), done.stdout
-        assert "step_0000000" in done.stderr
-    assert not (here.folder / "run-code").exists()
-
-
-class Touch:
-    """Its unpickling creates a file."""
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, ("touch run-code",)
+    done = here.fork(program("records.py"), renamed, "1", "4")
+    assert done.code in (1, 2), done.stdout
+    assert "step_0000000" in done.stderr
 
 
 def test_failing_disk_starts_nothing_anew(here):

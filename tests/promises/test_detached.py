@@ -5,18 +5,16 @@ python -m pytest tests/promises/test_detached.py
 
 import json
 import os
-import pty
 import shlex
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.patience import eventually
 from tests.support.place import Here, program
-from tests.support.ranks import clean_env
+from tests.support.terminal import in_a_terminal
 
 # Each rank prints its line, waits for the file "go", and ends with the code of its argument.
 WAITS = """
@@ -67,18 +65,11 @@ def test_a_job_outlives_its_terminal_and_its_shell(here, env):
     """A detached job goes on after the hang-up of its terminal and a kill -9 of its shell."""
     script = here.script(WAITS, script_of(here))
     launch = [sys.executable, "-m", "mpiddp", "launch", "--detach", *here.where(2), script, "0"]
-    pid, terminal = pty.fork()
-    if not pid:
-        os.chdir(here.folder)
-        own = clean_env({"TEST_PLACE": here.mark, **env})
-        os.execvpe("sh", ["sh", "-c", f"{shlex.join(launch)}; echo ready; kill -9 $$"], own)
-    printed = b""
-    with suppress(OSError):  # all other ends of the terminal are closed
-        while piece := os.read(terminal, 1024):
-            printed += piece
-    os.close(terminal)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    name = printed.decode().split("\r\n")[0]
+    line = f"{shlex.join(launch)}; echo ready; kill -9 $$"
+    own = {"TEST_PLACE": here.mark, **env}
+    with in_a_terminal("/bin/sh", "-c", line, cwd=here.folder, **own) as shell:
+        assert shell.wait() == -signal.SIGKILL
+    name = shell.shown.decode().split("\r\n")[0]
     assert name == script_of(here).replace(".py", "-1")
 
     view = here.start("logs", "-f", name, env=env).until("step 1 of 2")
@@ -180,7 +171,7 @@ def report(here: Here, name: str) -> Path:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--report", "none/r.json"], "--report: cannot write none/.r.json.part: No such file"),
+        (["--report", "none/r.json"], "--report: cannot write none/r.json: No such file"),
         (["--on-end", "no-such-program now"], "--on-end: no-such-program is not a program."),
         (["--on-end", "'"], "--on-end: ': no closing quotation."),
     ],

@@ -39,7 +39,7 @@ def cluster() -> Iterator[Cluster]:
         yield up
 
 
-JOB = ("--script", "train.py", "--data", "data", "--run-dir", "runs")
+JOB = ("--script", "train.py", "--data", "data")
 UNREACHED = {"wrong key", "unknown host key", "stopped sshd", "unresolvable name"}
 LACKING = {"interpreter missing", "daemon missing", "host down"}
 OTHERS = {"working folder missing", "Open MPI 4 beside 5"}
@@ -52,8 +52,7 @@ GROUPS: dict[str, tuple[set[str], tuple[str, ...]]] = {
     "hidden faults": (ALONE, JOB),
     "all others": ({*FAULTS} - UNREACHED - LACKING - OTHERS - ALONE, JOB),
 }
-# On a loaded machine, one of four hosts on the same cores may be slow while the doctor measures.
-BUSY = ("is slow", "carries")
+BUSY = "carries"  # on a loaded machine, a large message may be late
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -72,14 +71,14 @@ def test_doctor_names_all_faults(cluster, group):
     assert missed == set(), said
     explained = [line for fault in present.values() for line in said if fault.explains(line)]
     false = [line for line in report.warnings if line not in explained]
-    assert [line for line in false if not any(words in line for words in BUSY)] == []
+    assert [line for line in false if BUSY not in line] == []
 
 
 def test_doctor_raises_no_false_alarm(cluster):
     """`mpiddp doctor` finds nothing on healthy hosts, and leaves nothing behind."""
     report = doctor(cluster, *JOB)
     assert report.code == 0
-    assert [line for line in report.warnings if not any(words in line for words in BUSY)] == []
+    assert [line for line in report.warnings if BUSY not in line] == []
     for host in cluster.hosts:
         assert host.run(["ls", "-A", f"{WORK}/runs"]).stdout == ""
         assert "mpiddp" not in str(host.processes())
@@ -208,6 +207,14 @@ def test_drill_stops_and_resumes(here, tmp_path):
     assert [each["codes"] for each in found.values()] == [[0], [75, 0], [1, 0]]
     assert [found[name]["steps_lost"] > 0 for name in ("sigterm", "flip")] == [False, True]
     assert all(found[name]["weights_equal"] for name in ("sigterm", "flip"))
+
+
+def test_drill_of_a_script_that_fails(here):
+    """The drill of a script that fails by itself says its error, on several ranks too."""
+    text = "import torch.distributed as dist\ndist.init_process_group('gloo')\nraise KeyError('its own')\n"
+    done = here.run("drill", *here.where(2), "--only", "kill", here.script(text), "{out}")
+    assert done.code == 1, done.stderr
+    assert "the undisturbed run ended with code 1: KeyError: 'its own'." in done.stdout
 
 
 def test_drill_on_hosts(request):

@@ -1,13 +1,14 @@
 """GPUs: what `mpiddp launch` and `top` see of the GPUs of each host. No host of these tests has one.
 
 A program on each host prints what a real nvidia-smi, or dmesg, has printed. tests/gpu has what needs a GPU.
-Holds mpiddp/hosts/{gpus,gpu_health,gpu_faults}.py and mpiddp/launch/gate.py.
+Holds mpiddp/hosts/{gpus,gpu_health,gpu_faults}.py and mpiddp/launch/preflight.py.
 python -m pytest tests/promises/test_gpus.py
 """
 
 import json
 import re
 import signal
+import time
 from collections.abc import Mapping
 
 from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi, tool
@@ -199,3 +200,14 @@ def test_a_reading_while_the_script_ends(here, tmp_path):
     done = here.run("launch", "-n", "1", here.script(WAITS.format(starts=str(starts))), env=env)
     done.assert_ok()
     assert "left behind" not in done.stderr
+
+
+def test_a_tool_that_ignores_sigterm(here, tmp_path):
+    """A hanging nvidia-smi that ignores SIGTERM keeps no job from going on, or from ending in a minute."""
+    starts = tmp_path / "starts"
+    hangs = f"trap '' TERM\necho \"$1\" >>{starts}\nsleep 6000\necho"  # not by exec: its child has its pipe
+    text = f'[ -s {starts} ] && {{\n{hangs}\n}}\necho "$1" >>{starts}\n{nvidia_smi({})}'
+    env = {"PATH": tool(tmp_path / "tools", "nvidia-smi", text)}
+    waits = WAITS.format(starts=str(starts)) + "print(time.monotonic())\n"
+    done = here.run("launch", "-n", "1", here.script(waits), env=env).assert_ok()
+    assert time.monotonic() - float(done.lines[-1].split()[-1]) < 60  # the tool would take 6000 s

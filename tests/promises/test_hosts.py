@@ -48,7 +48,10 @@ def file(hosts: Hosts) -> str:
 def project(hosts: Hosts) -> Path:
     """The folder of a project on node0, whose name means something to a shell."""
     folder = hosts.folder / "a project; $HOME"
-    files = {"train.py": "print(1)\n", "src/-rf": "a dash\n", "src/deep/table.bin": "0123" * 9999}
+    files = {"train.py": "print(1)\n", "src/deep/table.bin": "0123" * 9999}
+    files |= {
+        f"src/{name}": "odd\n" for name in ("-rf", "#a", ";b", "*", "e\\nf", "new\nline", "\udcff")
+    }
     write(folder, {**files, "runs/log": "mine", ".git/HEAD": "mine", "src/old.py": "old\n"})
     (folder / "train.py").chmod(0o755)
     (folder / "src/link").symlink_to("deep/table.bin")
@@ -182,8 +185,6 @@ def test_run_leaves_nothing(hosts, file, end):
 def test_push_makes_a_folder_the_same(hosts, file, project):
     """`mpiddp hosts push` sends a folder to every host, and keeps what only a host has."""
     there = [hosts[name].path(project) for name in ("node1", "node2")]
-    assert hosts.run("hosts", "push", "--dry-run", file, project).code == 0
-    assert not any(path.exists() for path in there)
     hosts.run("hosts", "push", file, project).assert_ok()
     assert [contents(path) for path in there] == [contents(project)] * 2
     assert (there[0] / "src/link").is_symlink()
@@ -364,6 +365,25 @@ def test_pull_overwrites_nothing(hosts, file):
         done = hosts.run("hosts", "pull", file, run).assert_ok()
         assert done.lines[0] == f"node1: {came}; not taken, because it differs here: grown"
         assert (run / "grown").read_text() == "line 1\n"
+
+
+def test_pull_that_breaks_off(hosts, file):
+    """A pull that is killed leaves no checkpoint that seems complete. The next pull completes it."""
+    run, node1 = hosts.folder / "run", hosts["node1"]
+    checkpoint(node1.path(run), 4, {"model.pt": os.urandom(6_000_000).hex()})
+    with links.limited(hosts.cluster.hosts, mbit=20):
+        began = links.sent_bytes(node1)
+        job = hosts.start("hosts", "pull", file, run)
+        eventually(lambda: links.sent_bytes(node1) - began > 3_000_000)
+        job.signal(signal.SIGKILL)
+        for process in hosts.processes("rsync") + hosts.processes("ssh"):
+            if process.host == "node0":
+                hosts.kill(process)
+    eventually(lambda: not hosts.processes("rsync"))
+    folder = run / "checkpoints/step_00000004"
+    assert not (folder / "COMPLETE").exists()
+    hosts.run("hosts", "pull", file, run).assert_ok()
+    directory.verify(folder)
 
 
 def test_pull_joins_shards(hosts, file):

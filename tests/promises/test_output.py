@@ -3,17 +3,12 @@
 python -m pytest tests/promises/test_output.py
 """
 
-import contextlib
-import fcntl
 import os
-import pty
 import re
 import shlex
 import socket
-import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -34,6 +29,7 @@ from tests.support.place import (
     program,
 )
 from tests.support.ranks import clean_env
+from tests.support.terminal import in_a_terminal
 
 HOST = socket.gethostname()
 # The defaults. Most tests of other chapters read what every rank prints, without prefixes.
@@ -268,6 +264,43 @@ def test_open_lines_and_progress_bars(here):
         assert job.stdout.read() == b"answered\n\r0 of 3\r1 of 3\r2 of 3\r3 of 3\n"
 
 
+GROWS = """
+import json, sys, time
+json.dump({"accuracy": 0.5}, sys.stdout)
+sys.stdout.flush()
+time.sleep(3)  # longer than an open line waits for its end
+print(end=" ", flush=True)
+time.sleep(2)
+sys.stdout.write("last\\r\\n")
+"""
+
+
+def test_without_prefixes(here):
+    """MPIDDP_PREFIX=never gives the stdout of rank 0 byte by byte, also a line that grows for long."""
+    job = shlex.join(["launch", "--quiet", *here.where(2), here.script(GROWS, "grows.py")])
+    command = f"{sys.executable} -m mpiddp {job} >results"
+    here.run("sh", "-c", command, env={**SHOWN, "MPIDDP_PREFIX": "never"}).assert_ok()
+    assert (here.folder / "results").read_bytes() == b'{"accuracy": 0.5} last\r\n'
+
+
+def test_a_line_that_grows_in_a_file(here):
+    """In a file, a line that grows is written once."""
+    job = ("launch", "--quiet", *here.where(2), here.script(GROWS, "grows.py"))
+    done = here.run(*job, env=SHOWN).assert_ok()
+    assert done.stdout.replace("\r", "") == f'[rank 0 {here.hosts[0]}] {{"accuracy": 0.5}} last\n'
+
+
+def test_a_full_disk(here):
+    """A job whose stdout could not be written, for a full disk, has not succeeded."""
+    launch = f"{sys.executable} -m mpiddp launch {shlex.join(here.where(2))}"
+    script = here.script("print('a result')", "prints.py")
+    done = here.run("sh", "-c", f"{launch} {script} >/dev/full")
+    sentence = "all ranks are done, but not all of their stdout could be written."
+    assert (done.code, done.said[-1]) == (1, sentence), done.stderr
+    done = here.run("sh", "-c", f"{launch} --dry-run {script} >/dev/full")
+    assert (done.code, done.said[-1]) == (1, "stdout: No space left on device."), done.stderr
+
+
 LEAVES = """
 import subprocess
 subprocess.Popen(["sleep", "6000"], start_new_session=True)
@@ -339,6 +372,51 @@ def test_an_mpi_whose_settings_are_wrong(here, mpi):
     assert len(done.records) == 2
 
 
+FRAMES = """\
+[rank1]: RuntimeError: the sizes differ
+Exception raised from checkTimeout at /pytorch/ProcessGroupNCCL.cpp:607 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f2b0a6c51e6 in /venv/libc10.so)
+frame #1: <unknown function> + 0xdc253 (0x7f2b64d94253 in /lib/libstdc++.so.6)
+frame #2 is what the script prints
+frame #3: clone + 0x44 (0x7f2b64d94253 in /lib/libc.so.6)
+[rank1]: Exception raised from add at /pytorch/add.cpp:35 (most recent call first):
+[rank1]: C++ CapturedTraceback:
+[rank1]: #4 at::_ops::add_Tensor::call(at::Tensor const&) from ??:0
+#5 and more from train.py:12
+#6 after another line from train.py:12 and on
+"""
+
+
+def test_the_frames_of_an_error_of_torch(here):
+    """Of an error of torch, the lines of C++ are counted and not shown. The log files keep them."""
+    script = here.script(
+        f"import os\nif os.environ['RANK'] == '1': os.write(2, {FRAMES.encode()!r})"
+    )
+    done = here.run("launch", *here.where(2), "--log-dir", "logs", script).assert_ok()
+    lines = FRAMES.splitlines()
+    shown = [
+        lines[0],
+        lines[1],
+        *lines[4:7],
+        lines[10],
+    ]  # only directly below the line that announces them
+    sentence = "mpiddp: 5 lines of C++ were not shown."
+    *rest, last = done.stderr.splitlines()
+    assert (rest, last.startswith(sentence)) == (shown, True), done.stderr
+    assert (here.folder / "logs/rank_00001.err").read_text() == FRAMES
+
+
+def test_a_log_on_a_full_disk(here):
+    """A log file that cannot be written, as on a full disk, is named, and no shown line is lost."""
+    (here.folder / "logs").mkdir()
+    (here.folder / "logs/rank_00000.out").symlink_to("/dev/full")
+    done = here.run(
+        "launch", "-H", "localhost:1", "--log-dir", "logs", here.script("print('shown')")
+    )
+    assert "shown\n" in done.assert_ok().stdout
+    assert "its log of stdout has a gap: No space left" in done.stdout + done.stderr
+
+
 # --- stdin ---
 
 
@@ -402,22 +480,11 @@ print("the end")
 def test_a_terminal_has_a_status(here):
     """On a terminal, the last line shows the step, the rate and other figures. A pipe gets no such line."""
     job = ("-H", "localhost:2", here.script(STEPS))
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(here.folder)
-        env = clean_env({"TERM": "xterm", "TEST_PLACE": here.mark})
-        os.execve(LAUNCH[0], [*LAUNCH, *job], env)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
-    shown = b""
-    status = re.compile(rb"step \d+/1,000,000,000 .*loss 0\.5.*2 ranks", re.DOTALL)
-    with os.fdopen(terminal, "rb", buffering=0) as file, contextlib.suppress(OSError):
-        while chunk := file.read(1 << 16):  # the job ends by itself if no status comes
-            shown += chunk
-            if status.search(shown):
-                (here.folder / "seen").touch()
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown
-    assert status.search(shown)
-    assert b"the end" in shown
-    assert b"2 ranks" not in shown.rpartition(b"\x1b[J")[2]
+    with in_a_terminal(*LAUNCH, *job, cwd=here.folder, TEST_PLACE=here.mark) as shown:
+        shown.until(r"step \d+/1,000,000,000 [\s\S]*loss 0\.5[\s\S]*2 ranks")
+        (here.folder / "seen").touch()
+        assert shown.wait() == 0, shown.shown
+    assert b"the end" in shown.shown
+    assert b"2 ranks" not in shown.shown.rpartition(b"\x1b[J")[2]
     done = here.run("launch", *job).assert_ok()
     assert (done.stdout, done.stderr) == ("the end\n" * 2, "")

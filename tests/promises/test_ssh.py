@@ -1,11 +1,11 @@
 """Any ssh, any network: settings of users, logins that fail, IPv6, sets of names.
 
-Holds mpiddp/hosts/ssh.py and mpiddp/launch/place.py. python -m pytest tests/promises/test_ssh.py
+Holds mpiddp/hosts/ssh.py and mpiddp/launch/network.py. python -m pytest tests/promises/test_ssh.py
 """
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
 
@@ -25,16 +25,9 @@ def cluster() -> Iterator[Cluster]:
         yield up
 
 
-@contextmanager
-def file_with(host: Host, path: str, text: str) -> Iterator[None]:
+def file_with(host: Host, path: str, text: str) -> AbstractContextManager[None]:
     """A file of this text at the beginning, until the end of the block."""
-    file = host.path(path)
-    before = file.read_text() if file.exists() else None
-    file.write_text(text + (before or ""))
-    try:
-        yield
-    finally:
-        file.unlink() if before is None else file.write_text(before)
+    return faults.changed(host, path, lambda before: text + before)
 
 
 @contextmanager
@@ -236,11 +229,25 @@ def ipv6(cluster: Cluster, *, numbers: tuple[int, ...] = (0, 1, 2), alone: bool)
         yield
 
 
-def test_one_host_with_an_ipv6_address(hosts):
-    """A host with an IPv6 address works beside one without: a job has one family of addresses."""
-    with ipv6(hosts.cluster, numbers=(1,), alone=False):
+@pytest.mark.parametrize("numbers", [(0,), (1,), (0, 1)])
+def test_one_host_with_an_ipv6_address(hosts, numbers):
+    """A host with IPv6 beside IPv4, also by one name, works beside one without: a job has one family."""
+    names = "".join(f"{SIX.format(number + 1)} node{number}\n" for number in numbers)
+    with ExitStack() as stack:
+        stack.enter_context(ipv6(hosts.cluster, numbers=numbers, alone=False))
+        for name in ("node0", "node1", "node2"):
+            stack.enter_context(file_with(hosts[name], "/etc/hosts", names))
         done = hosts.run("launch", "-H", "node0:1,node1:1,node2:1", program("reduces.py"))
-        assert len(done.assert_ok().records) == 3
+        assert [rank["sum"] for rank in done.assert_ok().records] == [6, 6, 6]
+        assert {rank["master"] for rank in done.records} == {hosts["node0"].address}
+
+
+def test_doctor_on_hosts_with_ipv6(hosts):
+    """`mpiddp doctor` raises no false alarm about the IPv6 addresses of hosts, and their names."""
+    with ipv6(hosts.cluster, alone=False):
+        for where in ("six0,six1", "[fd77::1],[fd77::2]"):
+            done = hosts.run("doctor", "-H", where).assert_ok()
+            assert not re.search("(?m)^(warn|unknown) +names", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -261,7 +268,7 @@ def test_ipv6(hosts, alone):
 
 
 def test_hosts_that_share_ipv6_alone(hosts):
-    """MPI and the store use IPv6 where no route leads to the IPv4 networks that hosts have of their own."""
+    """Without a route to the hosts' IPv4 networks, a job uses IPv6; gloo too, if their names lead to it."""
     names = "10.77.0.1 six0\n10.78.0.2 six1\n"
     node0, node1 = hosts["node0"], hosts["node1"]
     with ExitStack() as stack:
@@ -280,6 +287,11 @@ def test_hosts_that_share_ipv6_alone(hosts):
         # Of an interface with both, gloo takes the IPv4 address, which no route leads to here.
         failed = hosts.run("launch", "-H", "six0:1,six1:1", program("reduces.py"))
         assert (failed.code, "gloo: No route leads to gloo's address" in failed.stderr) == (1, True)
+        for number, host in enumerate((node0, node1)):
+            own = f"{SIX.format(number + 1)} node{number}\n"
+            stack.enter_context(file_with(host, "/etc/hosts", own))
+        done = hosts.run("launch", "-H", "six0:1,six1:1", program("reduces.py")).assert_ok()
+        assert [rank["sum"] for rank in done.records] == [3, 3]
 
 
 @pytest.mark.parametrize("requested", ["fd77::/64", "fd77::1"])

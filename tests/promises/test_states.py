@@ -5,6 +5,7 @@ python -m pytest tests/promises/test_states.py
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mpiddp
+from mpiddp.checkpoints import folder as directory
 from mpiddp.cli import main
 from mpiddp.runtime.job.session import current
 from tests.support.place import program
@@ -60,6 +62,28 @@ def test_every_kind_of_state(here, ranks):
             program("states.py"), "resume", here.folder, *kinds, ranks=later
         ).assert_ok()
         assert done.stdout.count("resume ") >= len(kinds)
+
+
+BATCH_NORM = """
+import torch, mpiddp
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.BatchNorm1d(2))
+model(torch.full((4, 2), float(dist.get_rank()))).sum().backward()
+with mpiddp.Checkpoints("run") as checkpoints:
+    checkpoints.save(1, {"model": model.state_dict(), "bare": model.module.state_dict()})
+dist.destroy_process_group()
+"""
+
+
+def test_batch_norm_under_ddp(here):
+    """A plain DDP model with BatchNorm is saved: its running statistics are those of rank 0."""
+    here.run("launch", *here.where(2), here.script(BATCH_NORM)).assert_ok()
+    state = mpiddp.load(here.folder / "run").state
+    assert state["model"]["module.running_mean"].tolist() == [0.0, 0.0]
+    assert state["bare"]["running_mean"].tolist() == [0.0, 0.0]
 
 
 def test_ranks_that_differ_are_refused(here):
@@ -186,6 +210,50 @@ def test_nan_never_replaces_a_finite_checkpoint(tmp_path, capsys):
     assert re.search(
         r"step_00000008: state\['weight'\] has nan; resuming from step_00000004", said.out
     )
+
+
+DIVERGES = """
+import os, signal, sys, torch, mpiddp
+with mpiddp.process_group(backend="gloo") as world:
+    checkpoints = mpiddp.Checkpoints(sys.argv[1], every=None, keep=9)
+    saved = checkpoints.resume()
+    stages = [0] if sys.argv[2] == "whole" else range(world.rank, 2, world.world_size)
+    weight = torch.full((2,), float("inf") if saved else 1.0)
+    state = {f"weight{stage}": weight for stage in stages}
+    state |= {f"mask{stage}": torch.full((2,), -float("inf")) for stage in stages}
+    checkpoints.save(saved.step + 1 if saved else 1, state)
+    if saved is None and world.rank == 0:
+        checkpoints._wait_for_own_save()
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpoints.close()
+"""
+
+
+@pytest.mark.parametrize("form", ["whole", "sharded"])
+def test_infinities_on_purpose_are_known_after_a_restart(here, form):
+    """Infinities of a run's first save, as of masks, are on purpose; new ones are found after a restart."""
+    run, job = here.folder / "run", here.script(DIVERGES)
+
+    def not_finite(step: int) -> str:
+        reason = json.loads((step_folder(run, step) / "state.json").read_text())["not_finite"]
+        assert isinstance(reason, str)
+        return reason
+
+    here.run("launch", *here.where(2), "--max-restarts", "1", job, "run", form).assert_ok()
+    assert [not_finite(step) for step in (1, 2)] == ["", "state['weight0'] has inf"]
+    here.fork(job, run, form, ranks=1).assert_ok()  # which has the tensors of both ranks
+    assert not_finite(2) == "state['weight0'] has inf"
+    assert mpiddp.load(run).step == 1
+
+    # A checkpoint of an earlier version does not name them: as before, the next save does.
+    first, name = step_folder(run, 1), "state.json"
+    facts = json.loads((first / name).read_text())
+    (first / name).write_text(json.dumps({key: facts[key] for key in ("step", "config")}))
+    for each in ("manifest.json", "COMPLETE"):
+        (first / each).unlink()
+    directory.seal(first, {})
+    here.fork(job, run, form, ranks=1).assert_ok()
+    assert not_finite(2) == ""
 
 
 def test_training_that_diverges_keeps_its_checkpoint(here):
@@ -399,10 +467,15 @@ class Touch:
 
 
 def test_foreign_files_run_no_code(tmp_path, monkeypatch):
-    """A checkpoint of another program cannot run code, and a damaged one is refused."""
+    """No checkpoint can run code, of whichever program, and a damaged one is refused."""
     monkeypatch.chdir(tmp_path)
-    import pickle
-
+    own = step_folder(saved_run(tmp_path / "run", {"a": 1}), 1)
+    torch.save([Touch()], own / "tree.pt")
+    for name in ("manifest.json", "COMPLETE"):
+        (own / name).unlink()
+    directory.seal(own, {})  # what a stranger can write as well
+    with pytest.raises(mpiddp.UserError, match=r"tree\.pt|step_00000001"):
+        mpiddp.load(own)
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp/.metadata").write_bytes(pickle.dumps(Touch()))
     with pytest.raises(mpiddp.UserError, match=r"posix\.system"):

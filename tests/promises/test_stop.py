@@ -83,7 +83,7 @@ def test_one_request_by_two_signals(here, number):
 def test_the_printed_command_resumes(here):
     """--stop-after stops a training, and the command that it prints continues it at the next step."""
     # The training takes longer than its start, so one of the times ends within it.
-    train = [*TRAIN, "--batch-size=2", "--steps-per-epoch=400", "--resume=never"]
+    train = [*TRAIN, "--batch-size=2", "--steps-per-epoch=400", "--resume=auto"]
     for seconds in (2, 4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
         folder = here.folder / str(seconds)
         folder.mkdir()
@@ -204,6 +204,28 @@ def test_a_save_that_fails(here):
     assert done.code == 1, done.stderr
     assert f"rank 1 on {here.hosts[0]} failed first: OSError: no space for the save" in done.stderr
     assert "restarting" not in done.stderr
+
+
+FAILS_BEFORE_CTRL_C = """
+if [ $RANK = 1 ]; then
+    while [ ! -e trapped ]; do sleep 0.02; done
+    exit 3
+fi
+trap 'echo told to end' TERM
+touch trapped
+while :; do sleep 0.02; done
+"""
+
+
+def test_ctrl_c_after_a_failure(here):
+    """A Ctrl-C while a failed job ends changes nothing: the failure is the verdict, with exit code 1."""
+    job = here.start("launch", *here.where(2), "--", "sh", "-c", FAILS_BEFORE_CTRL_C)
+    job.until("told to end")  # a command has 3 s to end
+    job.signal(signal.SIGINT)
+    done = job.wait()
+    assert done.code == 1, done.stderr
+    assert f"rank 1 on {here.hosts[0]} ended first, with exit code 3." in done.stderr
+    assert "interrupted" not in done.stderr
 
 
 FINISHES_EARLY = """

@@ -263,11 +263,12 @@ OF_RANKS = ("MPIDDP_", "TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_", "GLOO_", "
 
 @every_mpi
 def test_the_variables_of_a_command(here, mpi):
-    """A command that is a rank gets torchrun's variables, and none of the MPI's."""
+    """A command that is a rank gets torchrun's variables, none of the MPI's, and not the job's secret."""
     text = 'echo "shown $RANK $WORLD_SIZE $LOCAL_RANK"; env'
     done = here.run("launch", *here.where(2), "--", "sh", "-c", text, mpi=mpi).assert_ok()
     assert sorted(line for line in done.lines if "shown" in line) == ["shown 0 2 0", "shown 1 2 1"]
     assert re.findall(OF_MPI, done.stdout, re.MULTILINE) == []
+    assert "MPIDDP_CONTROL" not in done.stdout
 
 
 # They are for the rank, or for the launcher; the path of the error file is one of the host.

@@ -55,14 +55,6 @@ MPIJOB = {
     "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
     "KUBERNETES_SERVICE_HOST": "10.96.0.1",
 }
-# SkyPilot, "Environment variables and secrets", the table of SkyPilot's own variables.
-# https://docs.skypilot.co/en/stable/running-jobs/environment-variables.html
-SKYPILOT = {
-    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
-    "SKYPILOT_NUM_NODES": "2",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "4",
-    "SKYPILOT_NODE_RANK": "0",
-}
 NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
 MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc slots=2\n"
 # The same for Intel MPI and MPICH, whose hostfile has `host:slots`.
@@ -94,7 +86,6 @@ DRY_RUNS: dict[str, tuple[str, Env]] = {
     "PBS": ("openmpi5", PBS),
     "Flux": ("openmpi5", FLUX),
     "MPIJob": ("openmpi5", MPIJOB),
-    "SkyPilot": ("openmpi5", SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "2"}),
     "Grid Engine, MPICH": ("mpich", GRID_ENGINE),
     "Grid Engine, Intel MPI": ("intelmpi", GRID_ENGINE),
 }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from mpiddp.protocol.channel import RANK, mac, member_key
 from mpiddp.runtime.job.coordinator import Coordinator, Server
@@ -53,11 +51,6 @@ def cut(rank: Coordinator) -> None:
     """End the connection of a member."""
     assert rank.connection is not None
     rank.connection.shutdown(socket.SHUT_RDWR)
-
-
-def place_to_listen(address: str | None) -> str | Path:
-    """The address, or for None the path of a Unix socket in a new folder of this process."""
-    return address or Path(tempfile.mkdtemp()) / "control"
 
 
 def member_proof(key: str, challenge: str, role: str, rank: int) -> str:

@@ -20,7 +20,7 @@ LIST = Path(__file__).parents[1] / "data" / "commands.tsv"
 PROGRAMS = {
     *("mpiddp", "run.sh", "mpirun", "srun", "sbatch", "scancel", "qsub", "torchrun", "deepspeed"),
     *("horovodrun", "accelerate", "python", "pip", "conda", "uv", "docker", "podman", "apptainer"),
-    *("enroot", "nsys", "py-spy", "tensorboard", "wandb", "mlflow", "trackio"),
+    *("enroot", "nsys", "py-spy", "tensorboard"),
 }
 _run: set[str] = set()
 

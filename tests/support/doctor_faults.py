@@ -1,7 +1,7 @@
 """Faults of set-ups, each with the line of `mpiddp doctor` that names it, on four hosts of the test cluster.
 
-with prepared() as hosts, FAULTS["small MTU"].inject(hosts):
-    doctor(hosts).warnings  # "network warn the MTU is 1400 on node3 …"
+with prepared() as hosts, FAULTS["low nofile"].inject(hosts):
+    doctor(hosts).warnings  # "limits fail a process may open 256 files on node3 …"
 """
 
 from __future__ import annotations
@@ -34,20 +34,6 @@ NAMES = ",".join(f"node{number}" for number in range(HOSTS))
 NO_SYN_TO_NODE1 = "6,48 0 0 47,21 0 3 2,32 0 0 30,21 0 1 172818434,6 0 0 2,6 0 0 0"
 # A frame of more than 1000 bytes to 10.77.0.2.
 NO_LARGE_TO_NODE1 = "6,32 0 0 30,21 0 3 172818434,128 0 0 0,37 0 1 1000,6 0 0 2,6 0 0 0"
-# A library for all processes of a host: its real-time clock is 40 s ahead.
-SHIM = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <time.h>
-int clock_gettime(clockid_t id, struct timespec *at) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int code = real(id, at);
-    if (id == CLOCK_REALTIME) at->tv_sec += 40;
-    return code;
-}
-"""
-
 Inject = Callable[[Cluster], AbstractContextManager[object]]
 
 
@@ -149,20 +135,6 @@ def mounted(
 
 
 @contextmanager
-def written(host: Host, path: str, change: Callable[[str], str]) -> Iterator[None]:
-    file = host.path(path)
-    before = file.read_text() if file.exists() else None
-    file.write_text(change(before or ""))
-    try:
-        yield
-    finally:
-        if before is None:
-            file.unlink()
-        else:
-            file.write_text(before)
-
-
-@contextmanager
 def other_mpi(host: Host) -> Iterator[None]:
     program = "/run/env/bin/mpirun"
     with renamed(host, program):
@@ -192,14 +164,6 @@ def other_python(host: Host, version: str = "", **packages: str) -> Iterator[Non
         shell(host, f"rm -rf /run/other {PYTHON}; ln -s {BIN}/python {PYTHON}")
 
 
-def clock_ahead(host: Host) -> AbstractContextManager[None]:
-    """A host whose clock is ahead. Only programs that start now see it."""
-    compiler = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", "/run/shim.so"]
-    host.run(compiler, stdin=SHIM, check=True)
-    preload = "/etc/ld.so.preload"
-    return shelled(host, f"echo /run/shim.so >{preload}", f"rm -f {preload}")
-
-
 @contextmanager
 def limited(host: Host, kind: str, value: int) -> Iterator[None]:
     """A limit of sshd, and so of all that it starts."""
@@ -209,12 +173,6 @@ def limited(host: Host, kind: str, value: int) -> Iterator[None]:
     finally:  # only a new process may have more
         ssh.stop_sshd(host)
         ssh.start_sshd([host])
-
-
-def one_core(host: Host) -> AbstractContextManager[None]:
-    set_cores = "taskset -cp {} $(cat /run/sshd.pid)"
-    before = host.run(["sh", "-c", set_cores.format("")], check=True).stdout.rpartition(": ")[2]
-    return shelled(host, set_cores.format(0), set_cores.format(before.strip()))
 
 
 @contextmanager
@@ -242,11 +200,11 @@ def on(
 
 
 def _in_etc_hosts(name: str, before: str, after: str) -> Inject:
-    return on(name, written, "/etc/hosts", lambda text: text.replace(before, after))
+    return on(name, faults.changed, "/etc/hosts", lambda text: text.replace(before, after))
 
 
 OTHER_TORCH = {"torch": "raise ImportError('no libcudart')"}
-BLACKHOLE, SET_MTU = "blackhole 10.77.0.3/32", "ip link set dev eth0 mtu"
+BLACKHOLE = "blackhole 10.77.0.3/32"
 FAULTS: Mapping[str, Fault] = {
     "wrong key": Fault("node1", r"\(publickey\).*ssh-copy-id", on("node1", faults.key_refused)),
     "unknown host key": Fault(
@@ -276,9 +234,6 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "name leads elsewhere": Fault(
         "node2", r"node3 .*10\.77\.0\.99", _in_etc_hosts("node2", "10.77.0.4", "10.77.0.99")
-    ),
-    "banner in a start-up file": Fault(
-        "node2", "Welcome", on("node2", written, "/root/.bashrc", lambda text: "echo Welcome\n")
     ),
     "another torch": Fault(
         "node1",
@@ -313,19 +268,15 @@ FAULTS: Mapping[str, Fault] = {
         "node3", "number of GPUs is 2", on("node3", gpu_tool, {}, SECOND_GPU)
     ),
     "script changed": Fault(
-        "node2", "train.py is", on("node2", written, f"{WORK}/train.py", lambda text: "print(2)\n")
+        "node2",
+        "train.py is",
+        on("node2", faults.changed, f"{WORK}/train.py", lambda text: "print(2)\n"),
     ),
     "module missing": Fault(
         "node1", "model.py is missing", on("node1", renamed, f"{WORK}/model.py")
     ),
     "data missing": Fault(
         "node2", f"{WORK}/data cannot be used", on("node2", renamed, f"{WORK}/data")
-    ),
-    "run folder read-only": Fault(
-        "node1", "Read-only", on("node1", mounted, f"{WORK}/runs", "-o ro,size=9g")
-    ),
-    "run folder nearly full": Fault(
-        "node2", "MB left", on("node2", mounted, f"{WORK}/runs", "-o size=50m")
     ),
     "port blocked one way": Fault(
         "node1", "node2 → node1.*no answer", on("node2", filtered, NO_SYN_TO_NODE1)
@@ -338,12 +289,6 @@ FAULTS: Mapping[str, Fault] = {
         "node3 → node2.*no route|node2 → node3.*no answer",
         on("node3", shelled, f"ip route add {BLACKHOLE}", f"ip route del {BLACKHOLE}"),
     ),
-    "small MTU": Fault(
-        "node3", "MTU is 1400", on("node3", shelled, f"{SET_MTU} 1400", f"{SET_MTU} 1500")
-    ),
-    "skewed clock": Fault("node3", "clock.*ahead", on("node3", clock_ahead)),
     "low nofile": Fault("node3", "256 files", on("node3", limited, "nofile", 256)),
-    "low memlock": Fault("node1", "locked memory", on("node1", limited, "memlock", 65536)),
-    "one core only": Fault("node2", "number of cores", on("node2", one_core)),
     "small /dev/shm": Fault("node3", "/dev/shm", on("node3", mounted, "/dev/shm", "-o size=16m")),
 }

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+
+import pytest
+
+from mpiddp.errors import UserError
 
 
 def error(words: str, *values: str) -> str:
@@ -12,3 +17,10 @@ def error(words: str, *values: str) -> str:
     """
     shown = "".join(r"[^\n]*?" + re.escape(value.rstrip(" ")) for value in values)
     return rf"(?=[^\n]*{re.escape(words)}){shown}[^\n]*"
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The sentence with which the call refuses bad input."""
+    with pytest.raises(UserError) as caught:
+        call()
+    return str(caught.value)

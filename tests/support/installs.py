@@ -32,8 +32,6 @@ FRAMEWORKS = {
     "ipykernel": "7.4.0",
     "jupyter_client": "8.10.0",
     "tensorboard": "2.21.0",
-    "wandb": "0.31.0",
-    "mlflow_skinny": "3.17.2",
 }
 TORCH = "2.9.1+cpu"
 _FOLDER = ROOT / ".frameworks"

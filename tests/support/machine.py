@@ -1,12 +1,9 @@
-"""Limits, ports and homes of this machine, and programs that a test puts in the place of real ones."""
+"""Ports of this machine, and programs that a test puts in the place of real ones."""
 
 from __future__ import annotations
 
 import os
-import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 # An idle H100 with driver 580, in the form in which nvidia-smi answers the query of `mpiddp.hosts.gpus`.
@@ -22,7 +19,6 @@ GPU_ROW = {
     "clocks_event_reasons.active": "0x0000000000000001",
     "ecc.errors.uncorrected.volatile.total": "0",
     "driver_version": "580.159.04",
-    "clocks.max.sm": "1980",
 }
 SECOND_GPU = {"pci.bus_id": "00000000:9A:00.0", "uuid": "GPU-9aac0f2e-6c1b-0d4f-5b2a-0c9d6a6f6a01"}
 
@@ -66,18 +62,3 @@ def reserved(address: str) -> socket.socket:
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reservation.bind((address, 0))
     return reservation
-
-
-@contextmanager
-def files_left(count: int) -> Iterator[None]:
-    """Within the body, this process may open `count` more files, as at the limit of `ulimit -n`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(count + 1)]
-    for file in opened:
-        os.close(file)
-    limit = opened[-1]  # the lowest free ones come first
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

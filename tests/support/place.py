@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 
+from mpiddp.cli import VERBS
 from tests.support import forked
 from tests.support.cluster import Cluster, Host, Program
 from tests.support.installs import MPIS as OTHER_MPIS
@@ -39,22 +40,6 @@ from tests.support.ranks import ROOT, clean_env
 PROGRAMS = ROOT / "tests" / "programs"
 MPIS = ("openmpi5", *OTHER_MPIS)
 STORE_PORT = 29500  # of ranks on hosts of a test cluster, where nothing else takes it
-VERBS = (
-    *("launch", "run", "train", "hosts", "doctor", "explain", "drill", "ps", "top", "stacks"),
-    *(
-        "stop",
-        "logs",
-        "wait",
-        "report",
-        "runs",
-        "checkpoints",
-        "mesh",
-        "bench",
-        "help",
-        "--version",
-        "--help",
-    ),
-)
 # Daemons of the hosts themselves, and the sessions that they hold open.
 DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sge_qmaster", "sge_execd")
 
@@ -256,7 +241,7 @@ class Place(ABC):
 
     def _command(self, argv: tuple[Arg, ...], mpi: str | None) -> list[str]:
         first, *rest = [os.fspath(each) for each in argv]
-        if first in VERBS:
+        if first in (*VERBS, "help", "--version", "--help"):
             mpirun = [] if mpi is None else ["--mpirun", mpirun_of(mpi)]
             return [sys.executable, "-m", "mpiddp", first, *mpirun, *rest]
         assert mpi is None, "only a verb of mpiddp takes --mpirun"

@@ -125,6 +125,7 @@ openmpi-hostfile() { printf 'node1 slots=two\n' > "$SCRATCH/hosts"; openmpi5 --h
 openmpi-option() { openmpi5 -bind-to none -n 1 true; openmpi5 --no-such-option -n 1 true; openmpi4 --no-such-option -n 1 true; }
 openmpi-cores() { PRTE_MCA_rmaps_default_mapping_policy='' mpirun --map-by :oversubscribe --bind-to core -n 8 true;  mpirun --map-by slot:pe=8 -n 2 true; "$ROOT/.mpi/openmpi4/bin/mpirun" --map-by slot:pe=8 -n 2 true; }
 openmpi-session-folder() { openmpi5 --mca prte_tmpdir_base /proc -n 1 true;  openmpi4 --mca orte_tmpdir_base /proc -n 1 true; }
+openmpi-session-folder.full() { unshare --mount bash -c 'mount -t tmpfs -o size=64k tmpfs /mnt && head -c 1M /dev/zero >/mnt/full; TMPDIR=/mnt mpirun -n 1 true'; }
 openmpi-after-finalize() { openmpi5 -n 1 python -c 'from mpi4py import MPI; MPI.Finalize(); MPI.COMM_WORLD.Get_size()'; }
 openmpi-ssh-missing() { openmpi4 --mca plm_rsh_agent /no/ssh -H node9 hostname; openmpi5 --prtemca plm_ssh_agent /no/ssh -H node9 hostname; }
 ssh-refused.openmpi() { alone bash -c '"$1"/.mpi/openmpi4/bin/mpirun -H 127.0.0.9 hostname; mpirun -H 127.0.0.9 hostname' - "$ROOT"; }

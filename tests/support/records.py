@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpiddp.launch.events import Event, Record
+from mpiddp.launch.events import Record
 from mpiddp.launch.verdict import verdict
 from mpiddp.launch.watch import (
     find_stragglers,
@@ -25,6 +25,7 @@ from mpiddp.launch.watch import (
     missing_sentence,
     straggler_sentence,
 )
+from mpiddp.protocol.server import Event
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints.files import read_tensors
-from mpiddp.train.config import Config, resolve
-from mpiddp.train.options import parse
+from mpiddp.train.config import Config, parse, resolve
 from tests.support.commands import note
 
 

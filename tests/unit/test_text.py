@@ -1,11 +1,7 @@
-"""The text functions that several parts of the program share: durations, percentiles, tables."""
-
-import random
-import statistics
+"""The text functions that several parts of the program share: durations, tables."""
 
 import pytest
 
-from mpiddp.bench.figures import percentile
 from mpiddp.text import align_columns, escaped, parse_duration, parse_whole, shown
 
 
@@ -56,15 +52,6 @@ def test_an_error_shows_input_on_one_short_line():
     assert shown("a") == "a"
     assert shown("a\n\udcff") == r"a\n\udcff"
     assert len(shown("9" * 5000)) == len(shown("\n" * 5000)) == 60
-
-
-@pytest.mark.parametrize("count", [2, 3, 10, 101])
-def test_percentiles_equal_those_of_the_standard_library(count):
-    draw = random.Random(count)
-    values = [draw.random() for _ in range(count)]
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    assert [percentile(values, percent) for percent in range(1, 100)] == pytest.approx(cuts)
-    assert percentile(values, 100) == max(values)
 
 
 def test_columns_are_aligned():

@@ -314,7 +314,7 @@ class Coordinator:
                     case kind if kind in _ANSWERS:
                         self._arrived[facts.get("key", kind)] = facts, value
                     case "failed":
-                        self.code_of_failure, self.gone = facts["code"], facts.get("gone")
+                        self.gone, self.code_of_failure = facts.get("gone"), facts["code"]
                     case _:
                         news.append(facts)
             self._changed.notify_all()

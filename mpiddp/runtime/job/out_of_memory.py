@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _TEXT = re.compile(
-    r"(\w+ out of memory\. Tried to allocate [\d.]+ \w+)\. GPU (\d+) has a total capacity of ([\d.]+ \w+) "
+    r"\b(\w+ out of memory\. Tried to allocate [\d.]+ \w+)\. GPU (\d+) has a total capacity of ([\d.]+ \w+) "
     r"of which ([\d.]+ \w+) is free\.(.*?)(#environment-variables\)|\Z)",
     re.DOTALL,
 )

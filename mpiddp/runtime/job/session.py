@@ -73,9 +73,11 @@ class Session:
 
     def obey(self, facts: Mapping[str, Any]) -> None:
         """Act on news: of the launcher, or a call. The agent ends this process, so "end" is none of them."""
+        number = facts.get("signal", signal.SIGTERM)
+        if facts["type"] == "stop":  # before it can end of this
+            self.tell_agent("stopping", signal=number)
         match facts["type"]:
             case "stop" if not self.stop.supports_stop:
-                number = facts.get("signal", signal.SIGTERM)
                 # Without should_stop(), the handler of a request would only note it.
                 if signal.getsignal(number) in self.stop.handlers:
                     number = signal.SIGTERM
@@ -175,7 +177,21 @@ class Session:
         if is_first and prints and not (is_printed or self.has_launcher):
             print_error(ending.error)
         elif not (is_first or is_printed) and (is_sentence or isinstance(error, RuntimeError)):
+            self.tell_over(ending.code)
             time.sleep(_END_S)
+
+    def tell_over(self, code: int) -> None:
+        """Tell the agent that this script, which has failed, has no more to do than to end."""
+        if self.control is not None:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the script may have closed or replaced it
+                    stream.flush()
+            self.tell_agent("over", code=code)
+
+    def tell_over_at_exit(self) -> None:
+        """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""
+        if self.error is not None and (ending := ending_of(self.error)).is_failure:
+            self.tell_over(ending.code)
 
     def fail_at_exit(self) -> None:
         """Record the error that has ended the script of a command, which Python has printed."""

@@ -7,7 +7,6 @@ the other ranks meanwhile. It needs the standard library alone.
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -34,7 +33,7 @@ def serve_beside(world: World, port: int = 0, key: str = "") -> tuple[str, str]:
     The end of rank 0, whose process this is, ends the job, unless it has left before. Returns the fields of
     its `Server`, by default any free port and a new key.
     """
-    address, key = str(world.master_addr), key or secrets.token_hex(16)
+    address, key = str(world.master_addr), key or os.urandom(16).hex()
     with bind(address, port, world.hostname) as listener:
         args = [str(Path(__file__).parents[3]), str(listener.fileno()), str(world.world_size)]
         subprocess.run(

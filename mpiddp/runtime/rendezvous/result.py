@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +42,7 @@ class RankInfo(NamedTuple):
         cls, world: World, problem: str = "", program: Sequence[tuple[str, str]] = ()
     ) -> RankInfo:
         own = (world.rank, world.local_rank, world.local_world_size, world.hostname, machine_id())
-        run_id = os.environ.get(variables.RUN_ID) or secrets.token_hex(8)
+        run_id = os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
         gpus = next((os.environ[name] for name in VISIBLE if name in os.environ), "all")
         return cls(*own, interfaces(), problem, program, run_id, gpus)
 
@@ -67,6 +66,15 @@ class RankInfo(NamedTuple):
         named = [i.name for i in own if i.matches(requested)]
         first = (towards or [""])[0]
         return first if target.is_loopback or not named or first in named else named[0]
+
+    def is_named_by_ipv6(self, interface: str) -> bool:
+        """Whether gloo takes an IPv6 address by the host's own name, and an IPv4 one by the interface's."""
+        own = [each.address for each in self.interfaces if each.name == interface]
+        with contextlib.suppress(OSError):
+            # As gloo asks, which takes the first address that it can bind.
+            first, *_ = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+            return first[0] == socket.AF_INET6 and first[4][0] in own and ":" not in own[0]
+        return False
 
 
 Infos = Sequence[RankInfo]  # of all ranks, by rank
@@ -112,7 +120,7 @@ def joined(world: World, infos: Infos, address: str, port: int) -> World:
     )
 
 
-def variables_of(world: World, interface: str, run_id: str) -> dict[str, str]:
+def variables_of(world: World, own: RankInfo, interface: str, run_id: str) -> dict[str, str]:
     """The variables of a rank that has met the others: torchrun's, and the network.
 
     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
@@ -140,12 +148,13 @@ def variables_of(world: World, interface: str, run_id: str) -> dict[str, str]:
             "ROLE_WORLD_SIZE": str(world.world_size),
         }
     if interface:
-        # gloo uses the address of the host's own name, which Debian maps to 127.0.1.1; NCCL uses the
-        # first interface that it finds suitable. With "=", NCCL matches the whole name, not a prefix.
-        for name, own in (("GLOO", interface), ("NCCL", f"={interface}")):
-            env[f"{name}_SOCKET_IFNAME"] = os.environ.get(f"{name}_SOCKET_IFNAME", own)
+        # NCCL uses the first interface that it finds suitable. With "=", it matches the whole name, not a
+        # prefix. gloo uses the address of the host's own name, which Debian maps to 127.0.1.1.
         family = "AF_INET6" if ":" in str(world.master_addr) else "AF_INET"
-        env["NCCL_SOCKET_FAMILY"] = os.environ.get("NCCL_SOCKET_FAMILY", family)
+        chosen = {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": family}
+        if family == "AF_INET" or not own.is_named_by_ipv6(interface):
+            chosen["GLOO_SOCKET_IFNAME"] = interface
+        env |= {name: os.environ.get(name, value) for name, value in chosen.items()}
     return env
 
 

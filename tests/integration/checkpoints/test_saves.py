@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -74,65 +73,6 @@ def test_a_step_after_the_copy_does_not_change_it(size, count):
     for each in tensors:
         each.fill_(1)
     assert [each.sum() for each in boxes.blocks] == [0] * len(boxes.blocks)
-
-
-def test_a_refused_resume_leaves_the_users_folder(tmp_path):
-    (tmp_path / "mine").mkdir()
-    for name, stays in (("mine", True), ("new", False)):
-        with pytest.raises(UserError, match=error("not found", "nothing ")):
-            mpiddp.Checkpoints(tmp_path / name).resume(tmp_path / "nothing")
-        assert (tmp_path / name).exists() == stays
-    assert not any((tmp_path / "mine").iterdir())
-
-
-def test_files_that_a_resume_has_received_outlive_the_first_save(tmp_path):
-    """Values of `Resumed.state` that are sharded may still lie there."""
-    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.resume()
-        received = tmp_path / "run/checkpoints/.unfinished-received-1f3a"
-        received.mkdir()
-        checkpoints.save(1, {})
-    assert received.exists()
-    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.resume()
-    assert not received.exists()  # the next start removes them
-
-
-KILLED = """
-import os, signal, sys, mpiddp
-from pathlib import Path
-unlink = Path.unlink
-def kill(path, *args, **options):
-    if "seen-by-rank" in path.name:
-        os.kill(os.getpid(), signal.SIGKILL)
-    unlink(path, *args, **options)
-Path.unlink = kill
-mpiddp.Checkpoints(sys.argv[1]).resume()
-"""
-
-
-def test_a_kill_while_the_run_opens_leaves_nothing_for_ever(tmp_path):
-    assert Here(tmp_path).fork(script(tmp_path, KILLED), "run").code == -9
-    assert [path for path in (tmp_path / "run").rglob("*") if "seen-by" in path.name]
-    saved(tmp_path / "run", 1)
-    assert not [path for path in (tmp_path / "run").rglob("*") if "seen-by" in path.name]
-
-
-def test_another_thread_may_not_save(tmp_path):
-    errors: list[BaseException] = []
-
-    def save() -> None:
-        try:
-            checkpoints.save(2, {})
-        except RuntimeError as refused:
-            errors.append(refused)
-
-    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.save(1, {})
-        thread = threading.Thread(target=save)
-        thread.start()
-        thread.join()
-    assert "another thread" in str(errors[0])
 
 
 OTHER_STEPS = """
@@ -277,16 +217,6 @@ def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch
     held = RunLock(run)
     assert run.owner.stat().st_ino == os.fstat(held._file.fileno()).st_ino
     held.release()
-
-
-def test_a_restart_that_finds_the_lock_held_may_be_repeated(tmp_path, monkeypatch):
-    """The client of a file server may hold it for a while after its death."""
-    run = RunDir(tmp_path)
-    owner = owning(run)
-    monkeypatch.setenv("MPIDDP_RESTART_COUNT", "1")
-    with pytest.raises(mpiddp.JobFailed, match="writes there"):
-        mpiddp.Checkpoints(tmp_path).resume()
-    owner.communicate("", timeout=PATIENCE_S)
 
 
 # The schedule

@@ -6,13 +6,11 @@ python -m pytest tests/integration/launch/test_ends.py
 
 from __future__ import annotations
 
-import subprocess
 from socket import gethostname
 
 import pytest
 
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun, script
+from tests.support.ranks import LAUNCH, run_command, script
 
 IN_A_DESTRUCTOR = """
 import ctypes
@@ -36,51 +34,17 @@ else:
 """
 
 
-def launch(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*LAUNCH, "-H", "localhost:2", *args],
-        env=clean_env(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-
-
 @pytest.mark.parametrize("code", ENDS, ids=lambda each: each.strip().split("\n")[0])
 def test_an_end_is_what_wait_says(tmp_path, code):
-    done = launch(script(tmp_path, TEXT), code)
+    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, TEXT), code])
     assert f"rank 1 on {gethostname()} {ENDS[code]}" in done.stderr, done.stderr
     assert done.returncode == 1
-
-
-OF_A_SCRIPT = """
-import signal, subprocess, sys
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-import mpiddp
-mpiddp.init(backend="gloo")
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-code = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
-print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout, end="")
-"""
-
-
-def test_a_script_may_ignore_sigchld_and_its_programs_inherit_no_mask(tmp_path):
-    for done in (launch(script(tmp_path, OF_A_SCRIPT)), mpirun(2, script(tmp_path, OF_A_SCRIPT))):
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("set()") >= 1, done.stdout
 
 
 def test_a_command_needs_no_torch(tmp_path):
     """A folder in front of the path has a torch that cannot be imported."""
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')\n")
-    done = subprocess.run(
-        [*LAUNCH, "-H", "localhost:2", "--", "python3", "-c", "print('hi')"],
-        env=clean_env({"PYTHONPATH": str(tmp_path)}),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    command = [*LAUNCH, "-H", "localhost:2", "--", "python3", "-c", "print('hi')"]
+    done = run_command(command, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "hi" in done.stdout

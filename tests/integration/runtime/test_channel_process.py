@@ -141,26 +141,6 @@ def test_rank_0_that_has_left_may_end_before_the_others():
         eventually(lambda: not Path(f"/proc/{server}").exists())
 
 
-def test_a_child_of_rank_0_that_lives_on_does_not_hide_its_end():
-    code = "child = os.fork()\nif not child: time.sleep(600)\nprint(child, flush=True)\ntime.sleep(600)"
-    with job(code) as (rank_0, rank_1):
-        assert rank_0.stdout is not None
-        child = int(rank_0.stdout.readline())
-        try:
-            rank_0.kill()
-            until_lost(rank_1)
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-
-def test_a_script_that_waits_for_all_of_its_children_does_not_wait_for_the_server():
-    waits = "try:\n    while os.wait(): pass\nexcept ChildProcessError: print('none', flush=True)\n"
-    code = waits + "time.sleep(600)"
-    with job(code) as (rank_0, _):
-        assert rank_0.stdout is not None
-        assert rank_0.stdout.readline() == "none\n"
-
-
 def test_signals_to_all_processes_of_the_job_leave_the_server():
     with job("time.sleep(600)") as (_, rank_1):
         server = server_of(rank_1)

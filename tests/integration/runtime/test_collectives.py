@@ -134,16 +134,3 @@ def test_what_a_group_has_called_is_not_told_of_another_time(tmp_path):
         "{'0:gloo': [(1, False)]}",
     ]
     assert second == ["{}"]
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (type(dist.distributed_c10d._world), "pg_map"),
-        (dist.distributed_c10d, "is_initialized"),  # it is being imported
-    ],
-)
-def test_another_torch_tells_nothing(monkeypatch, owner, name):
-    assert calls()
-    monkeypatch.delattr(owner, name)
-    assert calls() is None

@@ -12,14 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.runtime.torch.divergence import differing_ranks, digest
-from mpiddp.runtime.torch.process_group import choose_backend, device_of
-from mpiddp.world import World
+from mpiddp.runtime.torch.process_group import choose_backend
 from tests.support.errors import error
 
-LARGE = 100_003  # elements
 TYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
     *(torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool),
@@ -85,38 +82,7 @@ def test_the_majority_is_right(digests, expected):
     assert differing_ranks("abcde"[: len(digests)], by_name) == expected
 
 
-def test_ranks_that_hold_different_tensors():
-    found = differing_ranks("abc", [{"v": 1, "w": 2}, {"w": 2, "v": 1}, {"v": 1}])
-    assert found.startswith("a and c hold different tensors, such as w.")
-
-
-def test_a_process_without_other_ranks_has_nothing_to_compare():
-    mpiddp.check_divergence(torch.nn.Linear(2, 2))
-
-
-def test_ranks_without_a_process_group(monkeypatch):
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in ranks.items():
-        monkeypatch.setenv(name, value)
-    values = ("mpiddp.check_divergence ", "torch.distributed.init_process_group", "mpiddp.init")
-    with pytest.raises(mpiddp.UserError, match=error("mpiddp.check_divergence needs", *values)):
-        mpiddp.check_divergence(torch.nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("name", ["cpu:gloo,cuda:nccl", "GLOO", "mpi", ""])
 def test_a_backend_that_no_group_of_ours_can_have(name):
     with pytest.raises(UserError, match=error("expected gloo", f"'{name}'", "gloo or ")):
         choose_backend(name)
-
-
-def test_more_local_ranks_than_gpus():
-    world = World(999, 1000, 999, 1000)
-    values = (
-        f"{world.hostname} ",
-        " GPUs ",
-        "1000 slots",
-        "CUDA_VISIBLE_DEVICES",
-        "--backend gloo",
-    )
-    with pytest.raises(UserError, match=error("GPUs but", *values)):
-        device_of(world, "nccl")

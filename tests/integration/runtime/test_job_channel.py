@@ -19,16 +19,8 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed, NoAnswer
-from mpiddp.protocol.channel import (
-    LINE_LIMIT,
-    RANK,
-    SCRIPT,
-    Lines,
-    decode,
-    encode,
-    member_key,
-)
-from mpiddp.protocol.server import ChannelServer, Message, TimedSelector
+from mpiddp.protocol.channel import LINE_LIMIT, RANK, SCRIPT, decode, encode, member_key
+from mpiddp.protocol.server import ChannelServer, Event, TimedSelector
 from mpiddp.runtime.job.coordinator import (
     AnotherFailed,
     AnotherScript,
@@ -40,7 +32,6 @@ from mpiddp.runtime.job.coordinator import (
 from mpiddp.world import World
 from tests.support.channels import connect, cut, member_proof, progress
 from tests.support.errors import error
-from tests.support.machine import files_left
 from tests.support.patience import PATIENCE_S, eventually
 
 KEY = "a key of the job"
@@ -55,7 +46,7 @@ class Job:
         self.port: int = self.listener.getsockname()[1]
         self.selector = TimedSelector()
         self.server = ChannelServer(self.listener, KEY, RANKS, self.selector)
-        self.messages: list[Message] = []
+        self.messages: list[Event] = []
         self.news: dict[Coordinator, list[dict[str, Any]]] = {}
         self._pool = ThreadPoolExecutor(16)
         self._runs = threading.Event()
@@ -96,7 +87,7 @@ class Job:
         """The first news of a kind, once it is there."""
         return until(lambda: [each for each in self.news[channel] if each["type"] == kind])[0]
 
-    def receives(self, kind: str) -> Message:
+    def receives(self, kind: str) -> Event:
         return until(lambda: [each for each in self.messages if each.kind == kind])[0]
 
     @contextmanager
@@ -133,15 +124,6 @@ def job() -> Iterator[Job]:
 # --- what ranks agree on ---
 
 
-def test_a_gather_gives_all_values_to_all_ranks(job):
-    values: list[Any] = [{"a": [1, None]}, "é! \t\n", 2.5]
-    calls = [
-        job.call(each.all_gather_json, values[each.world.rank], key="key", timeout_s=60)
-        for each in job.all()
-    ]
-    assert [call.result(PATIENCE_S) for call in calls] == [values] * RANKS
-
-
 def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_come_late(job):
     first, second, late = job.all()
     calls = [
@@ -152,19 +134,6 @@ def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_com
             call.result(PATIENCE_S)
     with pytest.raises(NoAnswer, match=r"^rank 2 did not answer"):
         late.all_gather_json(1, key="key", timeout_s=600)
-
-
-def test_a_gather_calls_the_others_also_those_that_connect_later(job):
-    first, second = job.connect(0), job.connect(1)
-    first.give("stop", 5)
-    assert job.hears(second, "called")["key"] == "stop"
-    second.give("stop", 4)
-    third = job.connect(2)
-    assert job.hears(third, "called")
-    assert third.given("stop") is None
-    third.give("stop", 3)
-    for each in (first, second, third):
-        assert until(partial(each.given, "stop")) == [5, 4, 3]
 
 
 def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
@@ -191,16 +160,6 @@ def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job):
     assert isinstance(waits.exception(PATIENCE_S), AnotherFailed)
     with pytest.raises(AnotherFailed):
         never()
-
-
-def test_a_failure_reaches_the_others_with_the_first_code(job):
-    first, second = job.connect(0), job.connect(1)
-    first.send("fail", code=3)
-    assert until(lambda: second.code_of_failure) == 3
-    second.send("fail", code=4)
-    third = job.connect(2)
-    assert until(lambda: third.code_of_failure) == 3
-    assert first.code_of_failure == 0  # its own
 
 
 def test_the_n_th_scripts_are_a_group_of_their_own(job):
@@ -253,26 +212,6 @@ def test_a_server_that_is_stopped_ends_no_wait(job):
     assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
 
 
-def test_a_server_that_is_stopped_does_not_block_a_rank_that_looks_for_room(job):
-    rank = job.connect(0)
-    assert rank.has_room
-    job.pause()
-    while rank.has_room:
-        rank.send("log", path="x" * 4000)
-    job.start()
-    assert until(lambda: rank.has_room)
-
-
-def test_a_server_that_is_stopped_keeps_the_connection_of_a_script_that_makes_steps(job):
-    """The kernel would end it some seconds after the server's buffer is full."""
-    rank, script = job.connect(0), job.connect(0, SCRIPT)
-    limits_ms = [
-        each.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-        for each in (rank, script)
-    ]
-    assert limits_ms == [12_000, 0]
-
-
 def test_the_end_of_the_server_ends_every_wait():
     job = Job()
     first, *_ = job.all()
@@ -286,15 +225,6 @@ def test_the_end_of_the_server_ends_every_wait():
     with pytest.raises(ChannelLost, match=error("connection to", "rank 0 ")):
         first.all_gather_json(0, key="b", timeout_s=1)
     assert first.claim_first_failure()
-
-
-def test_a_rank_that_ends_is_reported(job):
-    rank = job.connect(2)
-    rank.leave()
-    cut(rank)
-    assert job.receives("leave").facts == {}
-    assert job.receives("lost").facts == {"silent": False}
-    assert not job.server.connected
 
 
 @pytest.mark.parametrize(
@@ -401,18 +331,6 @@ def test_a_second_connection_cannot_replace_a_connected_rank(job):
     assert not job.messages
 
 
-def test_a_flood_of_strangers_is_bounded_and_keeps_no_rank_out(job):
-    strangers = [
-        socket.create_connection(("127.0.0.1", job.port), timeout=PATIENCE_S) for _ in range(300)
-    ]
-    rank = job.connect(0)
-    assert len(job.selector.get_map()) < 100
-    rank.send("fail", code=1)
-    for stranger in strangers:
-        stranger.close()
-    until(lambda: len(job.selector.get_map()) == 2)
-
-
 def test_a_server_of_another_job_is_not_believed():
     """Two steps of Slurm may compute the same port."""
 
@@ -453,29 +371,4 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch
         assert job.receives("lost").rank == 0
 
 
-def test_a_server_without_files_waits_instead_of_spinning(job):
-    channel = job.connect(0)
-    job.pause()
-    with files_left(1), socket.socket() as waiting:
-        waiting.connect(("127.0.0.1", job.port))
-        for _ in range(3):
-            for key, _ in job.selector.select(0.1):
-                job.server.receive(key.data)
-        assert not job.selector.select(0.05)
-    job.start()
-    assert channel.all_gather_json is not None
-
-
 # --- the lines ---
-
-
-def test_a_line_of_any_parts_is_split_in_linear_time():
-    lines = Lines(1 << 30)
-    since = time.process_time()
-    for _ in range(1000):
-        assert lines.split(b"x" * 65536) == []
-    assert [len(line) for line in lines.split(b"\na\n\nb")] == [65_536_000, 1, 0]
-    assert lines.split(b"c\n") == [b"bc"]
-    assert time.process_time() - since < 5
-    with pytest.raises(ValueError, match="too long"):
-        Lines(3).split(b"abcd")

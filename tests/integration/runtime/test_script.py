@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
-from mpiddp.runtime.child import COMMAND, Child, Program, reap
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import LAUNCH, ROOT, clean_env, run_command, script
+from mpiddp.protocol.terminal import Terminal
+from mpiddp.runtime.child import Child, Shown, reap
+from mpiddp.runtime.program import COMMAND, Program
+from mpiddp.world import World
+from tests.support.ranks import LAUNCH, run_command, script
 
 LOOK = """
 import gc, json, os, sys, weakref
@@ -97,111 +98,16 @@ print(told)
 
 
 def test_a_later_optimizer_goes_on_and_two_of_one_step_count_once():
-    done = subprocess.run(
-        [sys.executable, "-c", FOLDS_AND_A_GAN],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
+    done = run_command([sys.executable, "-c", FOLDS_AND_A_GAN])
     assert done.stdout == "[1, 2, 2, 3, 3, 4]\n[4, 4, 5, 5]\n"
-
-
-LEAVES = """
-import contextlib
-from mpiddp.runtime.join import enter_until_exit
-@contextlib.contextmanager
-def job():
-    yield
-    finish()
-"""
-
-
-ALONE = "from mpiddp.checkpoints.checkpoints import script_coordinator\n"
-
-
-@pytest.mark.parametrize(
-    "script",
-    [f"{LEAVES}enter_until_exit(job())\n", f"{ALONE}script_coordinator(lambda: finish())\n"],
-    ids=["one of several ranks", "alone"],
-)
-def test_a_script_whose_end_raises_does_not_succeed(script):
-    """Python itself would print the error of a handler of atexit, and exit with code 0."""
-    finish = "def finish():\n    raise ValueError('a bug')\n"
-    command = [sys.executable, "-c", f"{script}{finish}print('ends', flush=True)"]
-    done = subprocess.run(
-        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert (done.returncode, done.stdout) == (1, "ends\n"), done.stderr
-    assert done.stderr.startswith("Traceback (most recent call last):\n")
-    assert done.stderr.splitlines()[-1] == "ValueError: a bug"
-
-
-ENDS = """
-import os, sys
-class Thing:
-    def __del__(self):
-        os.write(1, b"gone\\n")
-thing = Thing()
-sys.exit(3)
-"""
-
-
-def test_the_objects_of_a_script_go_before_its_modules(tmp_path):
-    """Also after sys.exit, whose traceback would keep them until Python has emptied the modules."""
-    done = run_command([sys.executable, "-m", "mpiddp", "run", script(tmp_path, ENDS)])
-    assert (done.returncode, done.stdout) == (3, "gone\n"), done.stderr
-
-
-CLOSES = """
-import os, mpiddp
-mpiddp.should_stop()
-os.closerange(3, 256)
-others = [open(os.devnull) for _ in range(20)]
-print("end", flush=True)
-"""
-
-
-def test_a_script_that_closes_its_files_and_opens_others_ends(tmp_path):
-    """Its thread still waits at the closed connection, and no answer comes."""
-    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, CLOSES)])
-    assert (done.returncode, done.stdout) == (0, "end\nend\n"), done.stderr
 
 
 def test_a_signal_that_comes_before_a_command_reaches_it(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a rank that has joined")
-    child = Child(Program(COMMAND, "sleep", ("600",)), others=())
+    world, shown = World(0, 1, 0, 1), Shown("", Terminal())
+    child = Child(Program(COMMAND, "sleep", ("600",)), world, shown, others=())
     child.pass_on(signal.SIGTERM)
-    child.start({}, os.environ)
+    child.start(os.environ)
     while child.status is None:
         reap()
     assert child.status == -signal.SIGTERM
-
-
-ASKED = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *args: sys.exit(print("asked", flush=True)))
-os.write(1, b"ready\\n")  # print may still be in its own write when the signal comes
-time.sleep(600)
-"""
-
-
-def test_sigterm_reaches_a_script_whose_shell_has_ended(tmp_path):
-    """As of a rank alone that was started with nohup."""
-    command = f"{sys.executable} -m mpiddp run {script(tmp_path, ASKED)} & echo $!; read _"
-    with subprocess.Popen(
-        ["sh", "-c", command],
-        env=clean_env(),
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as shell:
-        assert shell.stdin is not None
-        assert shell.stdout is not None
-        pid = int(shell.stdout.readline())
-        assert shell.stdout.readline() == "ready\n"
-        shell.stdin.close()
-        shell.wait(PATIENCE_S)
-        os.kill(pid, signal.SIGTERM)
-        assert shell.stdout.read() == "asked\n"

@@ -13,20 +13,12 @@ import sys
 import pytest
 
 from mpiddp.runtime import patches
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env
-
-
-def process(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, env=clean_env(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
-    )
+from tests.support.ranks import run_command
 
 
 def run(code: str) -> str:
     """The output of a new Python process."""
-    done = process(code)
+    done = run_command([sys.executable, "-c", code])
     assert done.stderr == ""
     return done.stdout.strip()
 
@@ -94,7 +86,7 @@ def test_without_a_patch(patch):
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGUSR1])
 def test_python_still_dies_silently(number):
     """`crash_stack` and `stop_signal`"""
-    done = process(f"import os; os.kill(os.getpid(), {int(number)})")
+    done = run_command([sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})"])
     assert (done.returncode, done.stderr) == (-number, "")
 
 
@@ -111,23 +103,14 @@ def test_torch_still_looks_up_names(tmp_path):
     """`no_dns`: where no DNS answers, torch says that it has found no name."""
     script = tmp_path / "script.py"
     script.write_text(LOOKS_UP)
-    alone = [
-        "unshare",
-        "--map-root-user",
-        "--net",
-        "sh",
-        "-c",
-        'ip link set lo up && exec "$@"',
-        "-",
-    ]
+    with_loopback = ["sh", "-c", 'ip link set lo up && exec "$@"', "-"]
+    alone = ["unshare", "--map-root-user", "--net", *with_loopback]
     if not shutil.which("ip") or subprocess.run([*alone, "true"], check=False).returncode:
         pytest.skip("no network namespace of its own can be made here")
 
     def complains(*arguments: str) -> bool:
-        command = [*alone, sys.executable, str(script), *arguments]
-        done = subprocess.run(
-            command, env=clean_env(), capture_output=True, text=True, timeout=PATIENCE_S, check=True
-        )
+        done = run_command([*alone, sys.executable, str(script), *arguments])
+        assert done.returncode == 0, done.stderr
         return "hostname of the client socket cannot be retrieved" in done.stderr
 
     assert complains()

@@ -9,7 +9,6 @@ python -m pytest tests/integration/train/test_gpt.py
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -19,9 +18,6 @@ from torch import Tensor
 
 from examples.gpt.batches import Step, bucketed, collate, count_targets, packed, padded
 from examples.gpt.model import GPT, IGNORED, Shape, summed_loss
-from tests.support.place import Here
-from tests.support.ranks import ROOT
-from tests.support.training import contents, records, unequal
 
 WIDTH, RANKS, VOCABULARY = 40, 2, 11
 Plan = Callable[[Sequence[int], int], list[Step]]  # from lengths and a seed
@@ -88,32 +84,3 @@ def test_ranks_with_unequal_targets_have_the_gradients_of_one(plan):
             (sum(parts) - each).norm() > 1e-3 * each.norm() for each, *parts in wrong
         )
     assert mean_of_means_differs
-
-
-def test_a_document_that_is_longer_than_a_row_is_an_error():
-    with pytest.raises(
-        ValueError, match="a document of 41 positions does not fit into a row of 40"
-    ):
-        packed([5, WIDTH + 2], 2, RANKS, WIDTH, 0)
-
-
-SCRIPT = str(ROOT / "examples/gpt/train.py")
-TINY = ("--layers=2", "--width=32", "--heads=2", "--context=32", "--batch-size=8")
-DRAWN = random.Random(0)
-TEXT = "".join(f"{DRAWN.randrange(10)} is {DRAWN.choice(['odd', 'even'])}.\n" for _ in range(400))
-
-
-@pytest.mark.slow
-def test_mixed_precision_learns_and_resumes(tmp_path):
-    """float16 with a GradScaler, whose scale is saved."""
-    (tmp_path / "text").write_text(TEXT)
-    job = (SCRIPT, "--text=text", "--out=run", *TINY)
-    job += ("--precision=float16", "--steps=100", "--save-every=60")
-    Here(tmp_path).fork(*job).assert_ok()
-    end = contents(tmp_path / "run", 100)
-    assert end["tree"]["state"]["scaler"]
-    assert all(each.dtype == torch.float32 for each in end["model"].values())
-    shutil.rmtree(tmp_path / "run/checkpoints/step_00000100")
-    Here(tmp_path).fork(*job).assert_ok()
-    assert unequal(contents(tmp_path / "run", 100), end) == []
-    assert records(tmp_path / "run")[-1]["loss"] < 1.5

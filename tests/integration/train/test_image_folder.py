@@ -4,7 +4,6 @@ Tests mpiddp/train/folder.py.
 python -m pytest tests/integration/train/test_image_folder.py
 """
 
-import multiprocessing
 import random
 import re
 import subprocess
@@ -17,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import UserError
 from mpiddp.train.folder import IGNORED, MEAN, STD, ImageFolder, read_image
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -93,17 +92,6 @@ def test_images_do_not_depend_on_workers_or_batch_size(folder):
             assert torch.equal(got_labels, labels)
 
 
-def test_workers_persist_between_epochs(folder):
-    images = source(folder, augment=True, num_workers=1)
-    expected = [everything(source(folder, augment=True), epoch=epoch)[0] for epoch in (0, 1)]
-    first, _ = everything(images, size=1, epoch=0)
-    workers = {child.pid for child in multiprocessing.active_children()}
-    second, _ = everything(images, size=5, epoch=1)
-    assert {child.pid for child in multiprocessing.active_children()} == workers
-    assert len(workers) == 1
-    assert torch.equal(torch.stack([first, second]), torch.stack(expected))
-
-
 SIGTERM_TO_THE_GROUP = """
 import os, signal, subprocess, sys, torch
 from pathlib import Path
@@ -150,16 +138,6 @@ def test_a_broken_image_is_named_in_one_sentence(folder, num_workers, content):
     with pytest.raises(UserError) as caught:
         everything(source(folder, num_workers=num_workers))
     assert re.fullmatch(error("--skip-bad-images", f"{broken}: ", "("), str(caught.value))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_image_on_a_disk_that_fails_is_not_broken(folder, num_workers):
-    """A link to /proc/self/mem cannot be read, as a bad sector."""
-    (folder / "dog" / "0.png").unlink()
-    (folder / "dog" / "0.png").symlink_to("/proc/self/mem")
-    sentence = error("cannot be read", f"{folder}/dog/0.png: ", "(Input/output error)")
-    with pytest.raises(JobFailed, match=f"^{sentence}$"):
-        everything(source(folder, num_workers=num_workers))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -1,23 +1,18 @@
-"""The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR models, and --weights.
+"""The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR models.
 
 Tests mpiddp/train/resnet.py.
 python -m pytest tests/integration/train/test_resnet.py
 """
 
 import hashlib
-import os
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from mpiddp.errors import UserError
 from mpiddp.train.config import ARCHS as NAMES
 from mpiddp.train.resnet import ARCHS, ResNet
-from mpiddp.train.state import load_weights
 
 # Number of parameters with 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests are
 # those of torchvision 0.28.0. With the same state_dict, its outputs and gradients and those of this
@@ -81,37 +76,6 @@ def test_stems(stem, image_size, last_map):
     logits = model(torch.empty(2, 3, image_size, image_size, device="meta"))
     assert shapes == [(2, 512, last_map, last_map)]
     assert logits.shape == (2, 7)
-
-
-# --weights
-
-
-class Code:
-    """Unpickling it runs a command."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.system, (self.command,))
-
-
-def check_refusal(model: nn.Module, path: Path, *values: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_weights(model, str(path))
-    message = str(caught.value)
-    assert message.startswith(f"--weights {path}: ")
-    assert all(value in message for value in values), message
-
-
-def test_code_in_a_weights_file_is_not_run(tmp_path):
-    path, trace = tmp_path / "w.pt", tmp_path / "was-run"
-    for write in (torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))):
-        write({"conv1.weight": Code(f"touch {trace}")}, path)
-        check_refusal(ARCHS["resnet20"](), path)
-        assert not trace.exists()
-    pickle.loads(path.read_bytes())  # without the refusal, the command runs
-    assert trace.exists()
 
 
 def test_the_options_know_every_architecture():

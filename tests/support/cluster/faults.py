@@ -6,7 +6,7 @@ with faults.no_sshd(cluster["node1"]):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from tests.support.cluster import ssh
@@ -27,13 +27,16 @@ def no_sshd(host: Host) -> Iterator[None]:
 @contextmanager
 def unknown_key(cluster: Cluster, host: Host) -> Iterator[None]:
     """No host knows this one's key: "Host key verification failed."."""
+
+    def without_key(known: str) -> str:
+        lines = known.splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith(f"{host.name},"))
+
     with ExitStack() as stack:
         for other in cluster.hosts:
             for user in ("root", USER):
                 path = f"{other.home(user)}/.ssh/known_hosts"
-                lines = other.path(path).read_text().splitlines(keepends=True)
-                kept = "".join(line for line in lines if not line.startswith(f"{host.name},"))
-                stack.enter_context(_replaced(other, path, kept))
+                stack.enter_context(changed(other, path, without_key))
         yield
 
 
@@ -43,7 +46,7 @@ def key_refused(host: Host) -> Iterator[None]:
     with ExitStack() as stack:
         for user in ("root", USER):
             path = f"{host.home(user)}/.ssh/authorized_keys"
-            stack.enter_context(_replaced(host, path, ""))
+            stack.enter_context(changed(host, path, lambda _: ""))
         yield
 
 
@@ -55,14 +58,12 @@ def another_port(cluster: Cluster, host: Host, port: int) -> Iterator[None]:
         for other in cluster.hosts:
             for user in ("root", USER):
                 path = f"{other.home(user)}/.ssh/known_hosts"
-                known = other.path(path).read_text()
-                (key,) = (line for line in known.splitlines() if line.startswith(f"{host.name},"))
+                known = other.path(path).read_text().splitlines()
+                (key,) = (line for line in known if line.startswith(f"{host.name},"))
                 there = f"[{host.name}]:{port},[{host.address}]:{port} {key.partition(' ')[2]}\n"
-                stack.enter_context(_replaced(other, path, known + there))
+                stack.enter_context(changed(other, path, lambda keys, there=there: keys + there))
         stack.enter_context(no_sshd(host))
-        stack.enter_context(
-            _replaced(host, config, f"Port {port}\n{host.path(config).read_text()}")
-        )
+        stack.enter_context(changed(host, config, lambda text: f"Port {port}\n{text}"))
         ssh.start_sshd([host])
         stack.callback(ssh.stop_sshd, host)
         yield
@@ -74,8 +75,8 @@ def another_user(host: Host) -> Iterator[None]:
     keys = {user: f"{host.home(user)}/.ssh/authorized_keys" for user in ("root", USER)}
     texts = {user: host.path(path).read_text() for user, path in keys.items()}
     with (
-        _replaced(host, keys["root"], ""),
-        _replaced(host, keys[USER], texts[USER] + texts["root"]),
+        changed(host, keys["root"], lambda _: ""),
+        changed(host, keys[USER], lambda own: own + texts["root"]),
     ):
         yield
 
@@ -109,11 +110,12 @@ def firewall(host: Host, verdict: str) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(host: Host, path: str, text: str) -> Iterator[None]:
+def changed(host: Host, path: str, change: Callable[[str], str]) -> Iterator[None]:
+    """A file of the host has another text, which may be its first one."""
     file = host.path(path)
-    before = file.read_text()
-    file.write_text(text)  # in place, which keeps its owner and mode
+    before = file.read_text() if file.exists() else None
+    file.write_text(change(before or ""))  # in place, which keeps its owner and mode
     try:
         yield
     finally:
-        file.write_text(before)
+        file.unlink() if before is None else file.write_text(before)

@@ -105,8 +105,14 @@ class GridEngine:
         command += ["-wd", str(cwd or login.home(user or "root")), *options]
         # `qsub -sync y` sometimes misses the end of a job, and then exits with 0.
         text = f"sh {job}; echo $? > {code}\n"
-        login.run(command, env=self.env, user=user, stdin=text, check=True)
-        eventually(lambda: code.read_text().endswith("\n"))
+        number = login.run(command, env=self.env, user=user, stdin=text, check=True).stdout.strip()
+        try:
+            eventually(lambda: code.read_text().endswith("\n"))
+        except TimeoutError as error:
+            state = login.run(["qstat", "-j", number], env=self.env).stdout
+            raise TimeoutError(
+                f"{error} for job {number}:\n{output.read_text()}\n{state}"
+            ) from error
         return CompletedProcess(command, int(code.read_text()), output.read_text(), "")
 
 

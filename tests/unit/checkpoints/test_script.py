@@ -66,20 +66,6 @@ def test_a_key_that_cannot_be_a_file(create: Open, key: str) -> None:
         create().save(1, {key: 1})
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"every": "often"}, {"on_save_error": "ignore"}])
-def test_an_invalid_argument(create: Open, options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(ValueError, match=name):
-        create(**options)
-
-
-def test_a_config_that_a_json_file_changes_is_the_same(create: Open) -> None:
-    first = create(config={"width": 3, "sizes": (1, 2)})
-    first.save(1, {})
-    first.close()
-    assert create(config={"sizes": [1, 2], "width": 3}).resume() is not None
-
-
 def test_records_need_a_run(create: Open) -> None:
     with pytest.raises(mpiddp.UserError, match="Checkpoints"):
         mpiddp.log_metrics(1, loss=2)

@@ -6,18 +6,16 @@ python -m pytest tests/unit/hosts/test_gpu_faults.py
 
 import os
 import re
-import socket
 import subprocess
 from contextlib import contextmanager
 
 import pytest
 
-from mpiddp.hosts.gpu_faults import faults, notes, wrong_here
+from mpiddp.hosts.gpu_faults import faults, notes
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.protocol.channel import OUTPUT_PROCESS
 from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi, tool
 
-HERE = socket.gethostname()
 FIRST, SECOND = GPU_ROW["uuid"], SECOND_GPU["uuid"]
 ECC, REASONS = "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.active"
 LOST = """echo 'Unable to determine the device handle for {}: Unknown Error' >&2; exit 255"""
@@ -40,9 +38,9 @@ def host(tmp_path):
         path = tool(tmp_path, "nvidia-smi", nvidia_smi(*(gpus or ({}, SECOND_GPU)), users=users))
         tool(tmp_path, "journalctl", "echo '-- No entries --'")
         tool(tmp_path, "dmesg", dmesg or "exit 1")
-        health = read_health(path)
-        assert health is not None
-        return [*faults("a", health, chosen)], [*notes("a", health, chosen, "ssh a")]
+        gpus = read_health(path)
+        assert gpus is not None
+        return [*faults("a", gpus, chosen)], [*notes("a", gpus, chosen, "ssh a")]
 
     return wrong
 
@@ -67,14 +65,9 @@ def test_faults_of_the_chosen_gpus(host):
 
 @pytest.mark.parametrize("named", ["GPU0000:44:00.0", "GPU 0000:44:00.0", "GPU2: 0000:44:00.0"])
 def test_a_gpu_that_the_driver_does_not_reach(tmp_path, named):
-    health = read_health(tool(tmp_path, "nvidia-smi", LOST.format(named)))
-    (sentence,) = faults("a", health, [0])
+    gpus = read_health(tool(tmp_path, "nvidia-smi", LOST.format(named)))
+    (sentence,) = faults("a", gpus, [0])
     assert sentence.startswith("a: its driver does not reach the GPU at 0000:44:00.0. ")
-
-
-def test_a_gpu_that_is_slowed_down(host):
-    _, (note,) = host({REASONS: "0x0000000000000044", "temperature.gpu": "88"})  # and a power cap
-    assert note == "a: GPU 0 is slowed down at 88 °C: HW thermal slowdown."
 
 
 @contextmanager
@@ -98,15 +91,8 @@ def test_who_holds_memory(host):
     )
 
 
-def test_what_an_earlier_job_has_left(host):
-    """A process of a job has an agent above it as long as the job runs."""
-    with sleeping(MPIDDP_JOB="12ab") as pid:
-        users = f"{FIRST}, {pid}, 1014"
-        _, (note,) = host(users=users)
-        assert note == (
-            f"a: pid {pid} of {note.split()[4]} (sleep 6000) of an earlier job still holds 1.1 GB of GPU 0. "
-            f"To end it: ssh a kill -9 {pid}"
-        )
+def test_a_process_of_a_job_that_runs_is_not_what_an_earlier_one_has_left(host):
+    """It has an agent above it. tests/promises/test_gpus.py has one without."""
     agent = f"""
 import subprocess
 open("/proc/self/comm", "w").write("{OUTPUT_PROCESS}")
@@ -123,19 +109,3 @@ with subprocess.Popen(["sleep", "6000"]) as process:
         process.stdin.write("\n")
         process.stdin.close()
     assert note.startswith(f"a: GPU 0 is in use: pid {pid} of ")
-
-
-def test_what_an_agent_finds_before_it_begins_again(tmp_path):
-    def wrong(text, **env):
-        path = tool(tmp_path, "nvidia-smi", text)
-        return wrong_here({"PATH": path, **env}, timeout_s=0.5)
-
-    assert wrong_here({"PATH": str(tmp_path)}) == []  # no tool
-    bad = nvidia_smi({ECC: "3", "memory.used": "9000"})
-    (fault,) = wrong(bad)
-    assert fault.startswith(f"{HERE}: GPU 0 has 3 uncorrected memory errors (ECC).")
-    assert wrong(bad, CUDA_VISIBLE_DEVICES="") == []
-    assert wrong(bad, CUDA_VISIBLE_DEVICES="1") == []
-    with sleeping() as pid:  # which disturbs the next attempt as it has this one
-        assert wrong(nvidia_smi({}, users=f"{FIRST}, {pid}, 9000")) == []
-    assert wrong("exec sleep 6000") == [f"{HERE}: nvidia-smi does not answer in 0.5 s."]

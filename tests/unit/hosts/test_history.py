@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from mpiddp.hosts import history
-from mpiddp.hosts.history import ENDING, Event, append, doubts, file_of, parse, read, record_of
+from mpiddp.hosts.history import ENDING, Event, append, doubts, file_of, read, record_of
 from mpiddp.hosts.hostfile import Host
 
 NOW = time.time() - 1000
@@ -20,12 +19,12 @@ DAY_S = 86400.0
 
 def job(number, *, failed="", hosts=("a", "b"), age_s=0.0):
     """The end of a job, "a" to say that host a ended it."""
-    failures = {failed: "killed."} if failed else {}
-    return Event(NOW - age_s + number, f"job{number}", tuple(hosts), failures)
+    ends = {host: "killed." if host == failed else "" for host in hosts}
+    return Event(NOW - age_s + number, f"job{number}", ends)
 
 
 def silent(number, host):
-    return Event(NOW + number, f"job{number}", (), {host: "ssh: no answer."})
+    return Event(NOW + number, f"job{number}", {host: "ssh: no answer."})
 
 
 @pytest.fixture
@@ -57,16 +56,6 @@ def test_the_last_jobs_of_a_host_count(events, expected, doubt, hostfile):
     assert doubts(path, [Host("a")]) == ({"a": f"a {doubt}"} if doubt else {})
 
 
-def test_the_file_is_read_once(hostfile, monkeypatch):
-    path, calls = file_of(str(hostfile)), list[object]()
-    for number in range(2):
-        append(path, job(number, failed="a"))
-    read = history.read
-    monkeypatch.setattr(history, "read", lambda path: calls.append(path) or read(path))
-    assert [*doubts(path, [Host("a"), Host("b"), Host("c")])] == ["a"]
-    assert calls == [path]
-
-
 def test_an_event_is_one_line_beside_the_hostfile(hostfile):
     event, path = job(1, failed="a"), file_of(str(hostfile))
     assert path == hostfile.with_name(f"hosts.txt{ENDING}")
@@ -74,13 +63,12 @@ def test_an_event_is_one_line_beside_the_hostfile(hostfile):
     assert json.loads(path.read_text()) == {
         "at": round(event.at, 3),
         "job": "job1",
-        "hosts": ["a", "b"],
-        "failed": {"a": "killed."},
+        "hosts": {"a": "killed.", "b": ""},
     }
     append(path, job(2))
     append(path, job(3, age_s=31 * DAY_S))  # too old to count
     with path.open("a") as lines:
-        lines.write('no line\n{"at": 1}\n{"at": 1, "hosts": [1]}\n[]\n')
+        lines.write('no line\n{"at": 1}\n{"at": 1, "job": "", "hosts": [1]}\n[]\n')
     assert [each.job for each in read(path)] == ["job1", "job2"]
 
 
@@ -92,20 +80,3 @@ def test_a_file_that_is_none_of_ours_is_left_alone(hostfile, kind):
     other.write_text("mine\n")
     make.get(kind, beside.mkdir)()
     assert file_of(str(hostfile)) is None
-
-
-@pytest.mark.parametrize("given", [None, "/dev/stdin", "/nowhere/hosts"])
-def test_hosts_without_a_hostfile_have_no_history(given):
-    assert file_of(given) is None
-    append(None, job(1))
-    assert read(None) == []
-
-
-def test_a_file_that_cannot_be_written_is_no_error(tmp_path):
-    append(tmp_path / "none" / "file", job(1))
-    assert read(tmp_path / "none" / "file") == []
-
-
-@pytest.mark.parametrize("line", [b"", b"x", b"[]", b'{"at": "x"}', b'{"at": 1, "hosts": [[]]}'])
-def test_what_is_no_event_is_skipped(line):
-    assert parse(line) is None

@@ -84,3 +84,30 @@ def test_a_launcher_does_not_open_the_lock_of_another_user(how: str) -> None:
         with private_folder({"TMPDIR": root}) as own:
             assert own.parent == Path(root)
             assert folder.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_used"), [("short", True), ("a b", False), ("x" * 60, False), ("gone", False)]
+)
+def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(
+    name: str, is_used: bool
+) -> None:
+    """A socket's path is short, and every mpirun splits the arguments of ssh at blanks."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        parent = Path(root, name)
+        if name != "gone":
+            parent.mkdir()
+        with private_folder({"TMPDIR": str(parent)}) as folder:
+            assert folder.is_dir()
+            assert folder.parent == (parent if is_used else Path("/tmp"))
+        assert not folder.exists()
+
+
+def test_an_attempt_removes_the_folders_of_killed_launchers_alone() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as root, private_folder({"TMPDIR": root}) as own:
+        killed = Path(root, "mpiddp-0")
+        killed.mkdir(mode=0o700)
+        [lock] = own.iterdir()
+        (killed / lock.name).touch()
+        with private_folder({"TMPDIR": root}) as other:
+            assert {*Path(root).iterdir()} == {own, other}

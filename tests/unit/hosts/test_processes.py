@@ -9,16 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts.processes import OomKills, cores_of_group, group_of, kill_marked, kills_in, opened
+from mpiddp.hosts.processes import OomKills, cores_of_group, group_of, kill_marked, kills_in
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
-
-Start = Callable[[str], subprocess.Popen[bytes]]
 
 
 @pytest.fixture
@@ -65,18 +62,6 @@ def test_only_processes_of_the_job_are_killed(start):
     assert of_job.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     assert other.poll() is None
     assert kill_marked(f"MPIDDP_JOB={JOB}".encode()) == []
-
-
-@pytest.mark.usefixtures("_kernel")
-def test_a_process_that_has_ended(start):
-    process = start("")
-    with opened(process.pid) as send:
-        process.kill()
-        process.wait(timeout=PATIENCE_S)
-        with pytest.raises(ProcessLookupError):
-            send(signal.SIGKILL)
-    with pytest.raises(ProcessLookupError), opened(process.pid) as send:
-        send(signal.SIGKILL)
 
 
 # In a namespace whose next pid this process may choose.
@@ -127,12 +112,6 @@ def test_the_control_group_of_a_process(tmp_path, lines, folder):
     found = group_of(7, tmp_path, Path("/mount"))
     assert found == (None if folder is None else Path("/mount", folder))
     assert group_of(8, tmp_path, Path("/mount")) is None
-
-
-def test_the_control_group_of_this_process():
-    found = group_of()
-    assert found == group_of(os.getpid())
-    assert found is None or found.is_relative_to("/sys/fs/cgroup")
 
 
 @pytest.mark.parametrize(

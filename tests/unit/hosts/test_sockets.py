@@ -4,7 +4,6 @@ Tests mpiddp/hosts/{sockets,interfaces}.py.
 python -m pytest tests/unit/hosts/test_sockets.py
 """
 
-import resource
 import socket
 import time
 
@@ -37,20 +36,6 @@ def test_a_name_that_cannot_be_one(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", no_answer)
     with pytest.raises(JobFailed, match=error(":", "node1: ", ": an answer.")):
         sockets.resolve("node1")
-
-
-def test_the_own_address_is_no_loopback(monkeypatch):
-    def has(*found):
-        monkeypatch.setattr(sockets, "interfaces", lambda: list(found))
-
-    loopback = Interface("lo", "127.0.0.1", "127.0.0.0/8")
-    bridge = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
-    has(loopback, bridge, Interface("eth0", "10.0.0.5", "10.0.0.0/24"))
-    assert sockets.resolve_own("localhost") == "10.0.0.5"
-    assert sockets.resolve_own("10.0.0.9") == "10.0.0.9"
-    has(loopback, bridge)
-    with pytest.raises(UserError, match=error("runs, and", "localhost ", " 127.", "MASTER_ADDR")):
-        sockets.resolve_own("localhost")
 
 
 def test_one_process_listens_on_a_port(monkeypatch):
@@ -100,20 +85,6 @@ def test_a_silent_address_is_waited_for_only_until_the_best_one_answers(monkeypa
         assert time.monotonic() - since < 15
         for each in clients:
             each.close()
-
-
-def test_the_limit_of_open_files_is_raised_as_far_as_it_goes():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, before[1]))
-        assert sockets.allow_open(200) == 200
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 200
-        assert sockets.allow_open(150) == 150
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 200  # never lowered
-        if before[1] != resource.RLIM_INFINITY:
-            assert sockets.allow_open(before[1] + 1) == before[1]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize(

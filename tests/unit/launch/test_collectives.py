@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from mpiddp.launch.collectives import find_wait
-from mpiddp.launch.events import Event, Record
+from mpiddp.launch.events import Record
 from mpiddp.launch.watch import (
     find_stragglers,
     hang_sentences,
@@ -19,6 +19,7 @@ from mpiddp.launch.watch import (
     sentence_at_failure,
     straggler_sentence,
 )
+from mpiddp.protocol.server import Event
 from tests.support.channels import calls, progress, stacks
 
 REDUCE = "all_reduce (float32, 1,048,576)"

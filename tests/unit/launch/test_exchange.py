@@ -6,7 +6,6 @@ python -m pytest tests/unit/launch/test_exchange.py
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import threading
 from base64 import b64encode
@@ -16,18 +15,16 @@ from functools import partial
 
 import pytest
 
-from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed
+from mpiddp.errors import JobFailed
 from mpiddp.launch.control import ControlServer, Exchange, listen
-from mpiddp.launch.main import _final
-from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import SCRIPT, mac, member_key
 from mpiddp.protocol.server import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
-from mpiddp.runtime.function import pickled_error, received_call
+from mpiddp.runtime.function import received_call
 from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.runtime.shipped import packed
 from mpiddp.world import World
-from tests.support.channels import connect, cut, place_to_listen
+from tests.support.channels import connect, cut
 from tests.support.errors import error
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
@@ -37,11 +34,11 @@ FUNCTION = b64encode(pickle.dumps((FACTS, pickle.dumps(partial(len, LARGE)))))
 
 
 @contextmanager
-def script_of(exchange: Exchange, address: str | None = "127.0.0.1") -> Iterator[Coordinator]:
+def script_of(exchange: Exchange) -> Iterator[Coordinator]:
     """The channel of a rank's script, whose launcher a thread runs."""
     pytest.importorskip("cloudpickle")
     with TimedSelector() as selector:
-        server = ControlServer(listen(place_to_listen(address)), 2, selector)
+        server = ControlServer(listen("127.0.0.1"), 2, selector)
         is_over = threading.Event()
 
         def serve() -> None:
@@ -80,28 +77,4 @@ def test_what_a_stranger_has_written_is_not_unpickled() -> None:
         assert exchange.results == {}
 
 
-@pytest.mark.parametrize("raised", [ValueError("a bug"), asyncio.CancelledError("late")])
-def test_the_caller_receives_errors(raised: BaseException) -> None:
-    pytest.importorskip("cloudpickle")
-    text, body = pickle.loads(pickled_error(raised))
-    assert text.endswith(f"{type(raised).__name__}: {raised}\n")
-    assert repr(pickle.loads(body)) == repr(raised)
-
-
 # --- what the caller gets ---
-
-
-def answered(*ranks: int) -> Exchange:
-    found = Exchange(b"function", 100)
-    found.world_size = 2
-    found.results = {rank: b"body %d" % rank for rank in ranks}
-    return found
-
-
-@pytest.mark.parametrize("code", [DONE, STOPPED])
-def test_a_rank_without_a_result_makes_the_job_fail(code: int) -> None:
-    both = answered(0, 1)
-    assert _final(Outcome(code), both) == Outcome(code)
-    assert _final(Outcome(code), answered(0)) == Outcome(FAILED, "rank 1 ended without a result.")
-    neither = _final(Outcome(code), answered())
-    assert neither.sentence == "rank 0 and rank 1 ended without a result."

@@ -1,6 +1,6 @@
 """The input from which `mpiddp launch` composes a command: options, hosts, GPUs, the MPI.
 
-Tests mpiddp/launch/place.py and starters.py.
+Tests mpiddp/launch/place.py, network.py and starters.py.
 python -m pytest tests/unit/launch/test_launch_input.py
 """
 
@@ -8,41 +8,20 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpu_health import Health
-from mpiddp.hosts.gpus import Gpu
-from mpiddp.hosts.hostfile import Hosts, parse_host_list
+from mpiddp.hosts.hostfile import parse_host_list
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.names import is_this_host
-from mpiddp.launch import place as places
+from mpiddp.launch import network
+from mpiddp.launch.network import find_network
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.place import (
-    Past,
-    find_network,
-    place,
-    requested_network,
-)
+from mpiddp.launch.place import Past, place
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters import find_starter
-from tests.support.errors import error
-from tests.support.machine import TWO_GPUS, tool
 from tests.unit.launch.test_starters import MPIS
-
-
-def placed(hosts: Hosts, gpus: dict[str, int], backend: str | None = None) -> Hosts:
-    """The hosts with their ranks, if the preflight has found `gpus`."""
-    known = {host: Health([Gpu()] * gpus[host.name]) for host in hosts.hosts if host.name in gpus}
-    options = LaunchOptions(backend=backend, host_list="-H")
-    return place(hosts, known, MPIS["openmpi5"], options, Past(hosts, {}), 0)
-
-
-def ranks(hosts: Hosts) -> list[int]:
-    return [host.ranks for host in hosts.hosts]
 
 
 def test_ranks_fill_the_slots_in_order() -> None:
@@ -63,76 +42,6 @@ def test_ranks_fill_the_slots_in_order() -> None:
         assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
         place(hosts, {}, starter, LaunchOptions(n=7), Past(hosts, {}, enough=3), 3)
-
-
-def test_slots_of_a_bare_host_are_its_gpus_or_one() -> None:
-    hosts = parse_host_list("gpus.invalid,cpu.invalid,few.invalid:2")
-    found = {"gpus.invalid": 8, "cpu.invalid": 0, "few.invalid": 0}
-    assert ranks(placed(hosts, found)) == [8, 1, 2]
-
-
-def gpu_tool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An nvidia-smi on PATH that lists two GPUs. No machine of the tests has one."""
-    monkeypatch.setenv("PATH", tool(folder, "nvidia-smi", TWO_GPUS))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("1", 1), ("", 1)])
-def test_the_ranks_of_a_bare_machine_are_the_gpus_that_they_see(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
-) -> None:
-    gpu_tool(tmp_path, monkeypatch)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert ranks(placed(parse_host_list("localhost"), {})) == [count]
-
-
-def test_more_slots_than_gpus(capfd: pytest.CaptureFixture[str]) -> None:
-    """A scheduler counts in cores: its slots are reduced. The user's are kept, unless the job uses GPUs."""
-    hosts = parse_host_list("n1.invalid:1,n2.invalid:4")
-    found = {"n1.invalid": 2, "n2.invalid": 2}
-    assert ranks(placed(hosts, found)) == [1, 4]
-    note = "mpiddp: n2.invalid has 2 GPUs but 4 slots: "
-    assert capfd.readouterr().err.startswith(f"{note}ranks that use GPUs would share them")
-    sentence = error("share GPUs", "n2.invalid ", "2 GPUs", "4 slots")
-    for backend in ("nccl", "auto"):
-        with pytest.raises(UserError, match=f"^{sentence}$"):
-            placed(hosts, found, backend)
-    assert ranks(placed(hosts, found, "gloo")) == [1, 4]
-    hosts = replace(hosts, scheduler="Slurm")
-    assert ranks(placed(hosts, found)) == [1, 2]
-    assert capfd.readouterr().err.startswith(f"{note}starting only 2 ranks there; ")
-    assert ranks(placed(hosts, dict.fromkeys(found, 0))) == [1, 4]
-
-
-def test_this_machine_gets_its_own_name() -> None:
-    hosts = placed(parse_host_list("far.invalid:1,me@localhost:2"), {})
-    own = socket.gethostname()
-    assert [(host.name, host.ranks, host.user) for host in hosts.hosts] == [
-        ("far.invalid", 1, None),
-        (own, 2, None),
-    ]
-    assert is_this_host("127.0.0.1")
-    assert not is_this_host("192.0.2.1")  # reserved for documentation
-
-
-def test_the_network_is_the_requested_one_or_the_one_that_reaches_all_hosts() -> None:
-    here, far = parse_host_list("localhost:1"), parse_host_list("localhost:1,far.invalid:1")
-    requested = find_network(far, (), "127.0.0.1")
-    assert (requested.interface and requested.interface.name) == "lo"
-    assert requested.networks == ("127.0.0.0/8",)  # other hosts have other addresses on it
-    assert requested.control_address == "127.0.0.1"
-    assert requested_network("lo")[1] == ("lo",)
-    missing = error("interface", '"nope"', socket.gethostname(), "lo (127.0.0.1)")
-    with pytest.raises(UserError, match=missing):
-        find_network(far, (), "nope")
-    alone = find_network(here, (), None)
-    assert (alone.interface, alone.networks, alone.control_address) == (None, (), "127.0.0.1")
-    unknown = find_network(far, (), None, dry_run=True)
-    assert (unknown.interface, unknown.networks, unknown.control_address) == (None, (), "")
-    unreachable = error("reach. Name", " far.invalid ", ": --interface NAME ")
-    with pytest.raises(UserError, match=f"^{unreachable}$"):
-        find_network(far, (), None)
 
 
 ETH0 = Interface("eth0", "10.0.0.1", "10.0.0.0/24")
@@ -179,12 +88,14 @@ def test_the_network_by_the_routes_to_the_other_hosts(
     """The routes are this machine's address and the host's. `theirs` are the names of their links."""
     hosts = parse_host_list("localhost:1,a.invalid:1,b.invalid:1")
     by_name = dict(zip(("a.invalid", "b.invalid"), routes, strict=True))
-    monkeypatch.setattr(places, "_route", lambda name, login, family: of(family, by_name[name]))
-    monkeypatch.setattr(places, "interfaces", lambda: [LO, ETH0, IB0, SIX])
-    infos = [
-        HostInfo(host, True, True, True, "", "", "", None, (Interface(name, "", "10.0.0.0/24"),))
+    monkeypatch.setattr(network, "_route", lambda name, login, family: of(family, by_name[name]))
+    monkeypatch.setattr(network, "interfaces", lambda: [LO, ETH0, IB0, SIX])
+    infos = {
+        host: HostInfo(
+            host, True, True, True, "", "", "", None, (Interface(name, "10.0.0.2", "10.0.0.0/24"),)
+        )
         for host, name in zip(hosts.hosts[1:], theirs, strict=False)
-    ]
+    }
     found = find_network(hosts, infos, None)
     name = found.interface.name if found.interface else None
     assert (name, found.networks, found.control_address) == expected

@@ -12,13 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.options import (
-    LaunchOptions,
-    option_parser,
-    parse_mpi_args,
-    parse_options,
-)
-from tests.unit.launch.test_starters import MPIS, UNEQUAL
+from mpiddp.launch.options import LaunchOptions, option_parser, parse_options
 
 JOB = ("-m", "train", "--lr", "1")
 DEFAULTS = LaunchOptions(JOB)
@@ -139,11 +133,3 @@ def test_an_option_of_the_launcher_behind_the_script_is_pointed_out(script, capf
 def test_the_job(job, command):
     found = parse_options([*job])
     assert (found.job, found.command) == (job, command)
-
-
-@pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca", "--omca", "--prtemca", "--pmixmca"])
-def test_a_parameter_of_open_mpi_replaces_the_launchers(option):
-    arguments = parse_mpi_args([f"{option} oob_tcp_keepalive_time 9 --tag pml"])
-    argv = MPIS["openmpi5"].compose(UNEQUAL._replace(mpi_args=arguments)).argv
-    assert argv.count("oob_tcp_keepalive_time") == 1
-    assert argv.count("pml") == 2  # as the value of another option it replaces nothing

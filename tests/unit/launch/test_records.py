@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.launch.events import Event, Record
+from mpiddp.launch.events import Record
+from mpiddp.protocol.server import Event
 from tests.support.channels import progress
 from tests.support.records import FOLDER, JOBS, events, replay
 
@@ -37,16 +38,3 @@ def test_a_record_is_written_as_it_grows_and_read_back(tmp_path: Path) -> None:
     assert (read.hosts, read.began_at) == (written.hosts, written.began_at)
     assert read.latest == written.latest
     written.close()
-
-
-def test_a_record_of_which_no_more_can_be_written_says_so_and_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """/dev/full is a disk without room."""
-    path = tmp_path / "attempt_1.jsonl"
-    path.symlink_to("/dev/full")
-    record = Record(["a"], path)
-    record.add(Event("started", 0, {"host": "a", "pid": 1}))
-    assert record.host_of(0) == "a"
-    said = capfd.readouterr().err
-    assert said == f"mpiddp: --log-dir: {path} ends here: No space left on device.\n"

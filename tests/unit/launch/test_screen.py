@@ -8,64 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
-import socket
+import re
 import threading
-import time
-from typing import IO
 
 import pytest
 
 from mpiddp.launch import log
 from mpiddp.launch.log import Screen, Source
-from mpiddp.launch.output import JobOutput
-from mpiddp.protocol.server import TimedSelector
-
-
-def test_the_only_rank_has_whole_lines_behind_its_prefix(
-    capfdbinary: pytest.CaptureFixture[bytes],
-) -> None:
-    screen, rank = Screen(1, "stdout", is_shared=False), Source(0, b"[0] ")
-    screen.show(rank, b"a\nb\rc\n\nd")
-    assert capfdbinary.readouterr().out == b"[0] a\n[0] c\n[0] \n"
-    screen.end(rank)
-    assert capfdbinary.readouterr().out == b"[0] d\n"
-
-
-def begun(*, shows_end: bool) -> tuple[JobOutput, list[IO[bytes]]]:
-    """The output of a job of two ranks, and mpirun's ends of its streams."""
-    ends = [os.pipe() for _ in range(2)]
-    streams = [os.fdopen(reader, "rb", 0) for reader, _ in ends]
-    outputs = JobOutput(2, TimedSelector(), *streams, has_prefix=True, shows_end=shows_end)
-    return outputs, [os.fdopen(writer, "wb", 0) for _, writer in ends]
-
-
-def copy_until(outputs: JobOutput, ranks: list[int]) -> None:
-    """Copy until the output of all ranks but these has ended."""
-    deadline = time.monotonic() + 60
-    while outputs.open_ranks != ranks and time.monotonic() < deadline:
-        outputs._selector.ready(time.monotonic() + 0.01)
-        outputs.copy()
-    assert outputs.open_ranks == ranks
-
-
-def test_the_end_of_what_ranks_print_on_stderr_is_kept_for_the_verdict(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    outputs, _ = begun(shows_end=False)
-    ours, theirs = socket.socketpair()
-    outputs.add(2, 1, "host1", theirs)
-    for first in range(0, 40_000, 1000):
-        ours.sendall(b"".join(b"line %d\n" % number for number in range(first, first + 1000)))
-        outputs.copy()
-    ours.close()
-    copy_until(outputs, [])
-    outputs.finish()
-    outputs.settle(is_said=True)
-    kept = outputs.last_errors[1]
-    assert 100 < len(kept) < 10_000
-    assert kept[-1] == "line 39999"
-    assert capfd.readouterr().err.count("\n") == 40_000
 
 
 def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking() -> None:
@@ -82,25 +31,67 @@ def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking() 
         os.close(file)
 
 
-def test_no_write_waits_for_a_terminal_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have room for a part of a text, and say that it can be written."""
+# --- a terminal ---
 
-    def give_up(number: int, frame: object) -> None:
-        raise TimeoutError
 
-    monkeypatch.setenv("TERM", "xterm")
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(30)
-    try:
-        for size in range(1, 900, 37):
-            ours, theirs = os.openpty()
-            screen = Screen(theirs, "stdout", is_shared=False)
-            while not screen.is_blocked:
-                screen.show(Source(0), b"x" * size + b"\n")
-                size += 1
-            os.close(ours)
-            os.close(theirs)
-            os.close(screen.file)
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+def read_until(reader: int, end: bytes) -> bytes:
+    text = b""
+    while not text.endswith(end):
+        chunk = os.read(reader, 65536)
+        assert chunk, text
+        text += chunk
+    return text
+
+
+class Terminal:
+    """A screen on a terminal of its own, and what it has shown."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_shared: bool) -> None:
+        monkeypatch.setenv("TERM", "xterm")
+        self._reader, self._writer = os.openpty()
+        self.screen = Screen(self._writer, "stdout", is_shared=is_shared)
+
+    def shown(self) -> str:
+        """What it shows after the last call, without the codes that cut a line at the margin."""
+        os.write(self._writer, b"\0")  # what was written before comes first
+        text = read_until(self._reader, b"\0").decode().rstrip("\0").replace("\r\n", "\n")
+        return re.sub(r"\x1b\[\?7[lh]|\x1b\[0m", "", text)
+
+
+ERASED, UP = "\r\x1b[J", "\x1b[1A"
+STATUS = ["step 7", "2 ranks"]
+
+
+def test_on_a_terminal_open_lines_stay_below_the_others(monkeypatch):
+    terminal = Terminal(monkeypatch, is_shared=True)
+    first, second = Source(0, b"[0] "), Source(1, b"[1] ")
+    terminal.screen.show(first, b"\r10 %")
+    assert terminal.shown() == "[0] 10 %"
+    terminal.screen.show(second, b"a line\nopen")
+    assert terminal.shown() == f"{ERASED}[1] a line\n[0] 10 %"
+    terminal.screen.show_lines(b"a sentence\n")
+    assert terminal.shown() == f"{ERASED}a sentence\n[0] 10 %"
+    terminal.screen.show(first, b"\r20 %")
+    assert terminal.shown() == f"{ERASED}[0] 20 %"
+    terminal.screen.show(first, b"\rdone\n")
+    assert terminal.shown() == f"{ERASED}[0] done\n[1] open"
+    terminal.screen.end(second)
+    assert terminal.shown() == f"{ERASED}[1] open\n"
+
+
+def test_the_status_stays_below_whole_lines(monkeypatch):
+    terminal = Terminal(monkeypatch, is_shared=False)
+    source, below = Source(0), "step 7\n2 ranks"
+    terminal.screen.show_status(STATUS)
+    assert terminal.shown() == below
+    terminal.screen.show(source, b"a\nb")  # a line that is open has the place for itself
+    assert terminal.shown() == f"{UP}{ERASED}a\nb"
+    terminal.screen.show_status(STATUS)
+    terminal.screen.show(source, b"c\n")
+    assert terminal.shown() == f"c\n{below}"
+    terminal.screen.show_lines(b"a sentence\n")
+    assert terminal.shown() == f"{UP}{ERASED}a sentence\n{below}"
+    terminal.screen.show_status([])
+    assert terminal.shown() == f"{UP}{ERASED}"
+    terminal.screen.show(source, b"d\n")
+    assert terminal.shown() == "d\n"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiddp.launch.events import Event, Record
+from mpiddp.launch.events import Record
 from mpiddp.launch.status import status_lines
 from mpiddp.protocol.channel import is_valid
+from mpiddp.protocol.server import Event
 from tests.support.channels import progress
 
 
@@ -18,10 +19,6 @@ def report(record: Record, rank: int, step: int, at: float, **shown: Any) -> Non
     facts = {**progress(step), **({"shown": shown} if shown else {})}
     assert is_valid("progress", facts)
     record.add(Event("progress", rank, facts, at))
-
-
-def test_there_is_no_status_before_the_first_step() -> None:
-    assert status_lines(Record(["a", "b"]), 0.0) == []
 
 
 def test_the_status_says_how_far_the_training_is() -> None:
@@ -46,12 +43,3 @@ def test_a_training_of_no_steps_and_numbers_that_are_none_have_a_status() -> Non
     assert status_lines(record, 1.0)[0].startswith(
         "step 1/9,223,372,036,854,775,807 (0%)  1 steps/s"
     )
-
-
-def test_the_status_says_when_the_job_saves() -> None:
-    record = Record(["a"])
-    report(record, 0, 1, 0.0)
-    record.add(Event("saving", 0, {"active": True}, 5.0))
-    assert status_lines(record, 6.0)[1] == "1 rank on 1 host  1.1 GB a rank  saving"
-    record.add(Event("saving", 0, {"active": False}, 7.0))
-    assert status_lines(record, 40.0)[1] == "1 rank on 1 host  1.1 GB a rank  saved 33 s ago"

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from mpiddp.explain.failures import FAILURES
-from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Event, Record
-from mpiddp.launch.verdict import _OF_THE_HOST as OF_THE_HOST
-from mpiddp.launch.verdict import FirstFailure, MpirunEnd, Outcome, explained, verdict
-from mpiddp.launch.watch import missing_sentence
+from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Record
+from mpiddp.launch.verdict import MpirunEnd, Outcome, verdict
+from mpiddp.protocol.server import Event
 
 HOSTS = ("a", "b", "b")
 RESET = "RuntimeError: [gloo] Connection closed by peer"
@@ -98,92 +96,31 @@ def test_a_host_is_at_fault_where_its_rank_was_lost_first(events: list[Event], h
     assert judged(*events).host_at_fault == host
 
 
-@pytest.mark.parametrize(("joined", "host"), [((0,), "b"), ((1,), ""), ((), ""), ((0, 1, 2), "")])
-def test_a_host_whose_ranks_alone_did_not_join_is_at_fault(
-    joined: tuple[int, ...], host: str
-) -> None:
-    joining = [event(rank, "joining") for rank in joined]
-    assert judged(*joining, why="too late.").host_at_fault == host
-
-
-# --- a stop, a start ---
-
-
 @pytest.mark.parametrize(
-    ("events", "clause"),
+    ("error", "line"),
     [
+        ("ValueError: a\nb.", "ValueError: a"),
+        ("RuntimeError: \n\n  Could not find /data/x\n", "RuntimeError: Could not find /data/x"),
         (
-            [*started(0, 1, 2), event(0, "done")],
-            "rank 1 on b, rank 2 on b had not stopped 30 s after the request (--grace)",
+            "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent "
+            'call last):\n  File "x.py", line 1\nValueError: bad sample\n',
+            "ValueError: Caught ValueError in DataLoader worker process 0: ValueError: bad sample",
         ),
         (
-            [*started(0, 1), event(1, "saving", active=True)],
-            "rank 1 on b was still saving 30 s after the request",
-        ),
-        (
-            [event(1, "stopped"), event(2, "stopped")],
-            "rank 1 on b, rank 2 on b were still saving 30 s after the request",
+            "ProcessRaisedException: \n\n-- Process 0 terminated with the following error:\nTraceback (most "
+            'recent call last):\n  File "x.py", line 1\nValueError: bad rate\n',
+            "ProcessRaisedException: ValueError: bad rate",
         ),
     ],
 )
-def test_the_ranks_that_exceed_a_limit_of_a_stop(events: list[Event], clause: str) -> None:
-    assert noted(*events).late_clause(30.0) == clause
-
-
-def test_the_last_words_are_in_the_script_and_not_in_pythons_import_system() -> None:
-    inner = '  File "<frozen importlib._bootstrap>", line 241, in _call_with_frames_removed\n'
-    own = 'thread MainThread:\n  File "/x/train.py", line 3, in main\n    work()\n'
-    frames = event(0, "stacks", step=0, text=own + inner, cpu_s=0.0, state="S")
-    record = noted(event(0, "started", host="a", pid=5), frames, hosts=("a",))
-    assert missing_sentence(record, 60).endswith("in /x/train.py, line 3, in main: work()")
-
-
-def test_before_any_rank_has_joined_those_that_have_not_started_are_missing() -> None:
-    record = noted(*started(0, 2), hosts=("a", "b", "c"))
-    sentence = missing_sentence(record, 60)
-    assert sentence.startswith("only 2 of 3 ranks joined in 60 s. Missing: rank 1 on b.")
+def test_the_line_of_an_error(error: str, line: str) -> None:
+    assert f" failed first: {line}. The other ranks" in judged(failed(1, error)).sentence
 
 
 # --- known causes ---
 
 OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
-CLOSED = "RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:4711. GLHF"
-WAITED = "RuntimeError: [a.cc:78] Timed out waiting 18000ms for recv operation to complete"
 NO_DAEMON = b"ORTE was unable to reliably start one or more daemons.\n"
-
-
-def cause(error: str | None, *printed: tuple[int, bytes]) -> str | None:
-    """The row that explains a job whose rank 0 failed first with `error`, None for no first rank."""
-    texts: dict[int, bytes] = {}
-    for rank, text in printed:
-        texts[rank] = texts.get(rank, b"") + text
-    lines = {rank: text.decode().splitlines() for rank, text in texts.items()}
-    row, _ = explained(None if error is None else FirstFailure(0, "a", error), lines)
-    return row or None
-
-
-@pytest.mark.parametrize(
-    ("error", "printed", "expected"),
-    [
-        (OUT_OF_MEMORY.decode(), (), "cuda-out-of-memory"),
-        ("", [(0, OUT_OF_MEMORY)], "cuda-out-of-memory"),
-        ("", [(0, OUT_OF_MEMORY[:20]), (1, b"x\n"), (0, OUT_OF_MEMORY[20:])], "cuda-out-of-memory"),
-        # The first rank's error is a consequence or a symptom, and another rank has the cause.
-        (CLOSED, [(1, OUT_OF_MEMORY)], "cuda-out-of-memory"),
-        (WAITED, [(1, OUT_OF_MEMORY)], "cuda-out-of-memory"),
-        (WAITED, (), "gloo-timeout"),
-        (None, [(MPIRUN, NO_DAEMON)], "mpi-host-not-started"),
-        # Its own error is the cause, whatever the others have printed.
-        ("ValueError: 3 channels", [(1, OUT_OF_MEMORY)], None),
-        ("", [(0, b"ValueError: 3 channels\n")], None),
-        (None, [(1, CLOSED.encode())], None),
-        (None, (), None),
-    ],
-)
-def test_one_row_explains_the_job_or_none(
-    error: str | None, printed: tuple[tuple[int, bytes], ...], expected: str | None
-) -> None:
-    assert cause(error, *printed) == expected
 
 
 def test_what_mpirun_says_of_the_end_of_a_job_is_no_cause() -> None:
@@ -194,10 +131,6 @@ def test_what_mpirun_says_of_the_end_of_a_job_is_no_cause() -> None:
     assert judged(why=hung, printed={MPIRUN: NO_DAEMON.decode().splitlines()}).known_cause
     killed = failed(1, "", traceback="", signal=9)
     assert not judged(killed, printed={MPIRUN: banner}).known_cause
-
-
-def test_rows_of_the_host_are_in_the_table() -> None:
-    assert set(OF_THE_HOST) <= {failure.id for failure in FAILURES}
 
 
 def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:

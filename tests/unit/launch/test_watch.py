@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import mpiddp
-from mpiddp.launch.events import Event, Record
+from mpiddp.launch.events import Record
 from mpiddp.launch.places import place_of
 from mpiddp.launch.watch import hang_sentences, next_look_at, places_sentence
+from mpiddp.protocol.server import Event
 from tests.support.channels import progress, stacks
 
 SITE = "/venv/lib/python3.11/site-packages"

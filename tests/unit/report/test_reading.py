@@ -1,10 +1,9 @@
 """What the folder of a run tells, whatever state it is in: whole, going on, half written, of another program.
 
-Tests mpiddp/report/{read,tables,curves}.py.
+Tests mpiddp/report/{read,tables}.py.
 python -m pytest tests/unit/report/test_reading.py
 """
 
-import json
 import os
 import re
 import subprocess
@@ -14,9 +13,8 @@ import time
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.report.curves import Curve, thinned
-from mpiddp.report.read import Failure, read_run
-from mpiddp.report.tables import compared, facts, time_lost
+from mpiddp.report.read import Curve, Failure, read_run
+from mpiddp.report.tables import facts, time_lost
 from tests.support.errors import error
 from tests.support.run_folders import BEGAN, write_run
 
@@ -48,29 +46,6 @@ def test_a_run_with_two_restarts(tmp_path):
     assert run.seconds == 41 + 71 + 100
     assert texts(time_lost([run]))[6:10] == ["30", "11 s", "59 min", ILLEGAL]
     assert "4 on 2 hosts (gpu000 2, gpu001 2)" in texts(facts([run]))
-
-
-@pytest.mark.parametrize(
-    ("end", "state"),
-    [
-        ({"outcome": "done"}, "done"),
-        ({"outcome": "stopped"}, "stopped"),
-        ({}, "failed"),
-        (None, "failed"),
-    ],
-)
-def test_the_run_of_a_script_is_done_failed_or_stopped(tmp_path, end, state):
-    """It was "ended", however it had ended."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2, "note": "a"}\n')
-    started = {"event": "started", "at": BEGAN, "step": 0, "hosts": ["a"], "versions": "torch 2"}
-    lines = (
-        [started]
-        if end is None
-        else [started, {"event": "ended", "at": BEGAN + 5, "rank": 0, **end}]
-    )
-    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    run = read_run(tmp_path)
-    assert (run.state, list(run.curves), len(run.starts)) == (state, ["loss"], 1)
 
 
 def test_a_run_goes_on_as_long_as_its_owner_lives(tmp_path):
@@ -115,79 +90,12 @@ def test_lines_without_a_record_are_counted(tmp_path):
     assert len(run.curves["lr"].steps) == 100
 
 
-@pytest.mark.parametrize("name", ["config.json", "summary.json"])
-@pytest.mark.parametrize("content", ['{"arch": "res', "[1, 2]"])
-def test_a_file_that_is_half_written_is_named(tmp_path, name, content):
-    folder = write_run(tmp_path / "a")
-    (folder / name).write_text(content)
-    assert read_run(folder).notes == [f"{folder / name} cannot be read as a JSON object; left out."]
-
-
-def test_values_of_another_program_are_left_out(tmp_path):
-    folder = write_run(tmp_path / "a", steps=3)
-    strange = {"step": 4, "a": 10**400, "b": [1], "c": True, "d": {"e": 1}, "lr": 1}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(strange) + "\n")
-        file.write(json.dumps({"step": 6, **{f"name{n}": n for n in range(100)}}) + "\n")
-    (folder / "attempts.jsonl").write_text(
-        '{"event": "ended"}\n{"event": "started", "at": "x"}\n[]\n'
-    )
-    run = read_run(folder)
-    assert f"{folder}/metrics.jsonl: at most 40 curves are shown." in run.notes
-    assert not set("abcd") & set(run.curves)
-    assert run.starts == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "shown"),
-    [
-        (
-            [
-                {"use": 97.0, "memory": 40 << 30, "memory_total": 80 << 30, "temperature": 61},
-                {"use": 50.0, "memory": None, "temperature": 88, "slowed": ["HW slowdown"]},
-            ],
-            "74 % in use, at most 42.9 GB, of 85.9 GB, up to 88 °C, HW slowdown",
-        ),
-        ([3, {"use": "x", "memory": [], "slowed": 5}], ""),
-        ({"rank": 0}, ""),
-    ],
-)
-def test_what_the_gpus_of_a_run_have_done(tmp_path, ranks, shown):
-    folder = write_run(tmp_path / "a", steps=3)
-    with (folder / "attempts.jsonl").open("a") as file:
-        file.write('{"event": "started", "at": 1.0, "step": 0}\n')
-        file.write(json.dumps({"event": "gpus", "at": 2.0, "ranks": ranks}) + "\n")
-    found = texts(facts([read_run(folder)]))
-    assert ("GPUs" in found) is bool(shown)
-    assert shown in [*found, ""]
-
-
 def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(UserError, match=error("exist. Expected", f"{tmp_path}/nothing ")):
         read_run(tmp_path / "nothing")
     no_run = error("has neither", f"{tmp_path} ", "metrics.jsonl", "checkpoints/")
     with pytest.raises(UserError, match=no_run):
         read_run(tmp_path)
-
-
-def test_of_several_runs_the_environment_that_differs_is_shown(tmp_path):
-    record = {"command": "python -m mpiddp train", "python": "3.11.7", "environment": {"A": "1"}}
-    records = (
-        {**record, "packages": {"torch": "2.13.0"}, "git_commit": "<1f3a>-dirty"},
-        {**record, "packages": {"torch": "2.12.1"}, "git_commit": None},
-    )
-    runs = []
-    for name, each in zip("ab", records, strict=True):
-        folder = write_run(tmp_path / name, steps=2)
-        (folder / "starts").mkdir()
-        (folder / "starts/start_0001.json").write_text(json.dumps(each))
-        runs.append(read_run(folder))
-    both = [run.start_record for run in runs]
-    assert texts(compared("fact", both)) == [
-        *("different: 2 facts", "A", "B", "packages torch", "2.13.0", "2.12.1"),
-        *("git_commit", "&lt;1f3a&gt;-dirty", "-"),
-    ]
-    assert {"environment A", "3.11.7"} <= {*texts(compared("fact", both[:1]))}
 
 
 # --- curves ---
@@ -204,14 +112,8 @@ def curve(values: list[float]) -> Curve:
 def test_a_long_curve_keeps_the_extremes_of_each_part(parts):
     values = [float(each * 7919 % 1009) for each in range(100_000)]
     values[54_321], values[77_777] = 1e9, -1e9
-    steps, kept = thinned(curve(values), parts)
+    steps, kept = curve(values).thinned(parts)
     assert len(steps) <= 2 * parts
     assert list(steps) == sorted(set(steps))
     assert (max(kept), min(kept)) == (1e9, -1e9)
     assert all(values[int(step)] == value for step, value in zip(steps, kept, strict=True))
-
-
-def test_steps_that_come_again_replace_what_they_repeat():
-    found = curve([1.0, 2.0, 3.0, 4.0])
-    found.add(2, 9.0)
-    assert (list(found.steps), list(found.values)) == ([0, 1, 2], [1.0, 2.0, 9.0])

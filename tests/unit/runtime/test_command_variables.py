@@ -1,6 +1,6 @@
 """No variable of an MPI reaches a command, and a script that needs no torch does not wait for it.
 
-Tests mpiddp/runtime/child.py.
+Tests mpiddp/runtime/program.py.
 python -m pytest tests/unit/runtime/test_command_variables.py
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.protocol.variables import RUN_ID
-from mpiddp.runtime.child import SCRIPT, Program, command_environment
+from mpiddp.runtime.program import SCRIPT, Program, command_environment
 from mpiddp.world import RANK_SOURCES, RankSource, World
 
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

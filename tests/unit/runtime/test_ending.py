@@ -47,39 +47,9 @@ def test_an_error(error: BaseException | None, expected: Ending, line: str) -> N
     assert found.is_failure == (expected.code != 0)
 
 
-@pytest.mark.parametrize(
-    ("error", "sentence"),
-    [(RuntimeError("a bug"), "RuntimeError: a bug"), (KeyError(), "KeyError")],
-)
-def test_a_bug_has_a_traceback(error: Exception, sentence: str) -> None:
-    try:
-        raise error
-    except Exception as caught:
-        found = ending_of(caught)
-    assert (found.code, found.error, found.is_verdict) == (1, sentence, False)
-    assert found.traceback.startswith("Traceback")
-    assert found.traceback.endswith(f"{sentence}\n")
-    assert found.line("rank 1") == f"rank 1 failed: {sentence}"
-
-
 def test_a_requested_end_is_no_failure() -> None:
     assert ending_of(SystemExit(75), has_stopped=True) == Ending(0)
     assert ending_of(SystemExit(3), has_stopped=True) == Ending(3)
-
-
-@pytest.mark.parametrize(
-    ("status", "expected", "line"),
-    [
-        (0, Ending(0), ""),
-        (3, Ending(3), f"{EXIT} 3"),
-        (-9, Ending(137, signal=9), "rank 1 was killed by SIGKILL"),
-        (-40, Ending(168, signal=40), "rank 1 was killed by signal 40"),
-        (255, Ending(255), f"{EXIT} 255"),
-    ],
-)
-def test_what_wait_says(status: int, expected: Ending, line: str) -> None:
-    assert ending_of_process(status) == expected
-    assert expected.line("rank 1") == line
 
 
 BUG = Ending(3, "RuntimeError: a bug", "Traceback …")
@@ -106,12 +76,3 @@ def test_what_the_script_has_recorded(tmp_path, recorded, status, expected):
     if isinstance(recorded, str):
         file.write_text(recorded, encoding="utf-8")
     assert ending_of_process(status, str(file)) == expected
-
-
-class Odd(Exception):
-    def __str__(self) -> str:
-        return 7  # type: ignore[return-value]
-
-
-def test_an_error_whose_text_cannot_be_had() -> None:
-    assert ending_of(Odd()).error == "Odd"

@@ -10,7 +10,6 @@ import pytest
 
 from mpiddp.runtime import gpu_readings
 from mpiddp.runtime.gpu_readings import GpuReadings
-from mpiddp.world import World
 from tests.support.machine import SECOND_GPU, nvidia_smi, tool
 from tests.support.patience import PATIENCE_S
 
@@ -27,12 +26,7 @@ def read(tmp_path, monkeypatch):
         starts.write_text("")
         path = tool(tmp_path, "nvidia-smi", f"echo start >>{starts}\n{text}")
         found = queue.SimpleQueue()
-        readings = GpuReadings(
-            World(4, 8, 0, 2),
-            [4, 5],
-            {"PATH": path, **env},
-            lambda kind, ranks: found.put(ranks),
-        )
+        readings = GpuReadings([4, 5], {"PATH": path, **env}, lambda kind, ranks: found.put(ranks))
         readings.start()
         if count:
             read = [found.get(timeout=PATIENCE_S) for _ in range(count)]
@@ -59,17 +53,6 @@ def test_each_rank_has_the_readings_of_its_gpu(read):
 
 
 def test_a_tool_that_fails_is_not_started_again(read, monkeypatch):
-    assert read("exit 9", count=0)[1] == 2  # once without the field of new drivers
+    assert read("exit 9", count=0)[1] == 1
     monkeypatch.setattr(gpu_readings, "LIMIT_S", 0.3)
     assert read("exec sleep 6000", count=0)[1] == 1
-
-
-def test_a_job_that_hides_its_gpus_reads_none(read):
-    assert read(BUSY, count=0, CUDA_VISIBLE_DEVICES="")[1] == 0
-    assert read(BUSY, count=0, CUDA_VISIBLE_DEVICES="MIG-aa01,MIG-aa02")[1] == 1  # not known
-
-
-def test_a_gpu_that_shares_the_memory_of_its_host(read):
-    shared = nvidia_smi({"memory.used": "[N/A]", "memory.total": "[N/A]", "utilization.gpu": "97"})
-    ((gpu,),), _ = read(shared)
-    assert (gpu["use"], gpu["memory"]) == (97, None)

@@ -6,20 +6,16 @@ python -m pytest tests/unit/runtime/test_master_address.py
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 
 import pytest
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.sockets import bind
-from mpiddp.runtime.rendezvous.meet import _place
-from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, choose, gathered, joined
+from mpiddp.runtime.rendezvous.result import RankInfo, check_alike, choose, joined
 from mpiddp.world import World
 from tests.support.errors import error
-from tests.support.machine import files_left
 
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
 LO_DEBIAN = Interface("lo", "127.0.1.1", "127.0.0.0/8")
@@ -109,31 +105,6 @@ def test_no_address_that_other_hosts_can_reach(
     assert re.fullmatch(sentence, str(refused.value))
 
 
-def test_one_machine_under_two_names_is_refused() -> None:
-    infos = [RankInfo(rank, 0, 1, "node0", "boot-0", (LO, eth(0))) for rank in range(2)]
-    with pytest.raises(
-        UserError, match=error("expected 0", "node0 ", "2 ranks", " 0, 0;", "to 0.")
-    ):
-        choose(infos, {})
-
-
-def test_an_unreachable_candidate_names_the_host_that_is_cut_off() -> None:
-    """As the second rank of the first host sees it, which tries none itself."""
-    infos = ranks_on(*((LO, eth(node)) for node in range(3)), ranks=2)
-    reached = [["10.0.0.1"] if rank != 4 else [] for rank in range(6)]
-    answers = iter([[({"10.0.0.1": 4711}, "", False)], reached])
-    with pytest.raises(JobFailed) as failed:
-        _place(World(1, 6, 1, 2), infos, lambda value: next(answers))
-    values = ("node2 ", " node0 (10.0.0.1) ", " 2 s", ": --master-addr ADDR ")
-    assert re.fullmatch(error("a firewall", *values), str(failed.value))
-
-
-def test_a_machine_without_files_is_no_bad_input() -> None:
-    sentence = error("rank 0 cannot", "rank 0 ", "127.0.0.1", "node0", "Too many open files")
-    with files_left(0), pytest.raises(JobFailed, match=sentence):
-        bind("127.0.0.1", 0, "node0")
-
-
 @pytest.mark.parametrize(
     ("address", "requested", "expected"),
     [
@@ -155,22 +126,3 @@ def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
     infos = [RankInfo(rank, rank // 2, 2, "x", machines[rank], ()) for rank in range(4)]
     worlds = [joined(World(rank, 4, None, None), infos, "10.0.0.2", 1) for rank in range(4)]
     assert [(world.node_rank, world.num_nodes) for world in worlds] == [(0, 2), (1, 2)] * 2
-
-
-@pytest.mark.parametrize(
-    ("set_by_launcher", "expected"),
-    [
-        ([None] * 4, [(0, 3), (0, 1), (1, 3), (2, 3)]),
-        ([2, 0, 1, 0], [(2, 3), (0, 1), (1, 3), (0, 3)]),
-    ],
-)
-def test_local_ranks_that_no_launcher_sets_are_counted_on_each_host(
-    set_by_launcher: list[int | None], expected: list[tuple[int, int]]
-) -> None:
-    infos = [
-        RankInfo(rank, set_by_launcher[rank], None, host, host, [eth(0)])
-        for rank, host in enumerate("abaa")
-    ]
-    found = gathered(json.loads(json.dumps(infos)))
-    assert [(info.local_rank, info.local_world_size) for info in found] == expected
-    assert found[0].interfaces == [eth(0)]

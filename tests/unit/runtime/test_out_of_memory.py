@@ -44,3 +44,9 @@ def test_who_holds_the_rest():
 def test_what_follows_and_other_texts_stay():
     assert shortened(f"{REAL} The same.").endswith("this process holds 23.60 GiB. The same.")
     assert shortened("CUDA out of memory.") == "CUDA out of memory."
+
+
+def test_a_long_word_takes_no_time():
+    """Where the time grew with the square of its length, this took an hour."""
+    word = "x" * 1_000_000
+    assert shortened(word) == word

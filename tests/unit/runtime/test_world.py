@@ -39,11 +39,7 @@ HYDRA = named("PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", "3", "4", "1"
 SLURM_JOB = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}
 SALLOC = SLURM_JOB | {"SLURM_NNODES": "2"}
 SBATCH = SLURM_JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-SRUN = SLURM_JOB | {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-}
+SRUN = SLURM_JOB | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "13"}
 # flux-environment(7), "Job environment": the tasks of a job; there is no local size. Flux's PMI plugin
 # sets PMI_RANK and PMI_SIZE too.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.rendezvous.meet import address_of_rank_0, joining_timeout_s
+from mpiddp.runtime.rendezvous.by_hand import address_of_rank_0
 from mpiddp.runtime.reports import announce
 from mpiddp.text import shown
 from mpiddp.world import World
@@ -25,20 +25,7 @@ def test_a_list_of_nodes_that_slurm_never_writes(value: str) -> None:
         address_of_rank_0(World.from_env(env), env)
 
 
-@pytest.mark.parametrize("text", ["9" * 5000, "0", "nan", "x", "-1"])
-def test_a_timeout_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MPIDDP_TIMEOUT", text)
-    with pytest.raises(UserError, match=error("not a duration", "MPIDDP_TIMEOUT: ", shown(text))):
-        joining_timeout_s()
-
-
 @pytest.mark.parametrize("arguments", [["x" * 100_000] * 6, "--resume last", ["a\0"]])
 def test_an_announcement_that_is_no_command(arguments: list[str]) -> None:
     with pytest.raises(ValueError, match=r"^mpiddp.announce: "):
         announce(resume_args=arguments)
-
-
-@pytest.mark.parametrize("number", [0, -1, 2.5])
-def test_an_announcement_of_no_number(number: int) -> None:
-    with pytest.raises(ValueError, match=r"^mpiddp.announce: "):
-        announce(max_ranks=number)

@@ -12,11 +12,12 @@ import pytest
 
 import mpiddp
 from mpiddp.errors import UserError
-from mpiddp.launch.events import Event, Record
+from mpiddp.launch.events import Record
 from mpiddp.launch.status import job_facts
+from mpiddp.protocol.server import Event
 from mpiddp.watch import jobs, stop_and_stacks
 from mpiddp.watch.jobs import Job
-from mpiddp.watch.table import head_lines, job_lines, rank_lines, sorted_ranks
+from mpiddp.watch.table import head_lines, rank_lines
 from tests.support.channels import progress
 from tests.support.errors import error
 
@@ -44,74 +45,12 @@ def test_every_rank_has_a_line(facts):
     assert head_lines(facts) == [
         "train.py (pid 7), running, 4 ranks on 2 hosts, step 18, 2/s, attempt 2, 12 min"
     ]
-    assert rank_lines(sorted_ranks(facts, "rank", "")) == [
+    assert rank_lines(facts["ranks"]) == [
         "RANK  HOST  STATE     STEP  RATE     OWN    WAIT  CPU  MEMORY  AGO  LAST LINE",
         "   0  a     running     18   2/s   50 ms  450 ms  10%  1.1 GB  3 s   20%\\x1b[2J",
         "   1  a     running     18   2/s  450 ms   50 ms  90%  1.1 GB  3 s",
         "   2  b     saving       -     -       -       -    -       -    -  \ufffd",
         "   3  b     starting     -     -       -       -    -       -    -",
-    ]
-
-
-def reading(rank, use, **more):
-    facts = {"rank": rank, "use": use, "memory": 40 << 30, "memory_total": 80 << 30}
-    return facts | {"temperature": 61, "slowed": "", **more}
-
-
-def test_the_gpus_of_ranks_have_columns_and_one_that_idles_a_sentence():
-    record = Record("ab")
-    for rank in (0, 1):
-        record.add(Event("joining", rank, {"timeout_s": 60}, 0.0))
-    facts: dict[str, Any] = {}
-    for idle in (98, 3, 2, 9):
-        assert not facts or facts["idle_gpus"] == ""
-        use = [reading(0, 97), reading(1, idle, temperature=88, slowed="heat")]
-        record.add(Event("gpus", 0, {"ranks": use}, 1.0))
-        facts = job_facts(record, {}, 2.0) | {"pid": 7, "name": "train.py", "age_s": 9.0}
-    said = "the GPU of rank 1 on b idles, and those of the others are in use (97%)."
-    assert head_lines(facts)[1:] == [said]
-    table = [line.split() for line in rank_lines(sorted_ranks(facts, "gpu", ""))]
-    assert table[0][-7:] == ["GPU", "GPU-MEMORY", "TEMP", "SLOWED", "AGO", "LAST", "LINE"]
-    assert [" ".join(row[-7:]) for row in table[1:]] == [
-        "9% 42.9 GB 88 °C heat -",
-        "97% 42.9 GB 61 °C - -",
-    ]
-    summary = {"use": 28.0, "memory": 40 << 30, "temperature": 88, "memory_total": 80 << 30}
-    assert record.gpus[1].summary == {**summary, "slowed": ["heat"]}
-    silent = reading(0, None, memory=None, memory_total=None, temperature=None)
-    record.add(Event("gpus", 0, {"ranks": [silent, reading(1, 0)]}, 1.0))
-    ranks = sorted_ranks(job_facts(record, {}, 2.0), "gpu", "")
-    rows = [" ".join(line.split()[-6:]) for line in rank_lines(ranks)[1:]]
-    assert rows == ["0% 42.9 GB 61 °C -", "- - - - - -"]
-    for _ in range(3):
-        record.add(Event("gpus", 0, {"ranks": [reading(0, 1), reading(1, 1)]}, 1.0))
-    assert job_facts(record, {}, 2.0)["idle_gpus"] == "the GPUs of rank 0 on a, rank 1 on b idle."
-
-
-def test_the_state_of_a_rank_is_that_of_its_latest_report():
-    record = Record("abcde")
-    for rank, kind in enumerate(("done", "exited", "lost", "started")):
-        record.add(Event(kind, rank, {"host": "a", "silent": False}, 0.0))
-    states = [facts["state"] for facts in job_facts(record, {}, 1.0)["ranks"]]
-    assert states == ["done", "done", "failed", "joining", "starting"]
-
-
-def test_ranks_are_sorted_and_those_of_a_host_are_chosen(facts):
-    def ranks(sort, host=""):
-        return [rank["rank"] for rank in sorted_ranks(facts, sort, host)]
-
-    assert ranks("own") == [1, 0, 2, 3]
-    assert ranks("wait") == [0, 1, 2, 3]
-    assert ranks("rank", "b") == [2, 3]
-
-
-def test_jobs_have_a_line_each_also_one_that_does_not_answer(facts):
-    assert job_lines([Job(Path(), 7, "train.py", facts), Job(Path(), 8, "b.py", {})]).split(
-        "\n"
-    ) == [
-        "PID  NAME      HOSTS  RANKS  STEP  RATE  STATE      AGE",
-        "  7  train.py  a,b        4    18   2/s  running    12 min",
-        "  8  b.py      -          -     -     -  no answer  -",
     ]
 
 

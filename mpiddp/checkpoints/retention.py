@@ -1,0 +1,128 @@
+"""Which checkpoints of a run are kept: the newest, some by the user's wish, and those that are being read.
+
+    prune(root, Retention(newest=2, every=10_000), is_good=is_verified)
+
+A reader holds a checkpoint by a lock of its file COMPLETE, which ends with its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from mpiddp.checkpoints.folder import (
+    COMPLETE,
+    BrokenCheckpoint,
+    Facts,
+    list_steps,
+    reading,
+    remove,
+    step_of,
+)
+
+PINNED = "PINNED"  # a file of the user, who keeps the checkpoint by it
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a mount without a lock manager
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept, besides pinned ones and the newest finite one."""
+
+    newest: int = 2  # verified ones
+    every: int | None = None  # the first one at or after each so many steps
+    best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it
+
+    def spared(self, folders: list[Path]) -> set[Path]:
+        """Those that are kept although they are old. `folders`: the oldest first."""
+        spared = {each for each in folders if (each / PINNED).exists()}
+        before = 0
+        for folder in folders if self.every else ():
+            if self.every and step_of(folder) // self.every > before // self.every:
+                spared.add(folder)
+            before = step_of(folder)
+        if self.best is not None:
+            metric, order = self.best
+            values = [(Facts.of(each).metrics.get(metric), each) for each in folders]
+            found = [(value, each) for value, each in values if value is not None]
+            extreme = min if order == "min" else max
+            spared |= {extreme(found, key=lambda each: each[0])[1]} if found else set()
+        return spared
+
+
+def prune(root: Path, keep: Retention, *, is_good: Callable[[Path], bool]) -> list[Path]:
+    """Remove the checkpoints that are older than the newest good ones, and return the removed ones.
+
+    The newest good one that is finite stays, however old it is, and so does one that a reader holds.
+    """
+    kept, has_finite = 0, False
+    removed = []
+    folders = list_steps(root)
+    spared = keep.spared(folders)
+    for folder in reversed(folders):
+        stays, is_finite = folder in spared, not Facts.of(folder).not_finite
+        if kept < keep.newest or (is_finite and not has_finite):
+            good = is_good(folder)
+            stays |= good or kept < keep.newest
+            kept += good
+            has_finite |= good and is_finite
+        if not stays and _remove_unless_held(folder):
+            removed.append(folder)
+    return removed
+
+
+def hold(folder: Path) -> BinaryIO:
+    """Keep runs from removing the checkpoint until the file is closed.
+
+    Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
+    """
+    try:
+        with reading(folder, COMPLETE):
+            file = (folder / COMPLETE).open("rb")
+    except BrokenCheckpoint:
+        folder.stat()
+        raise
+    try:
+        _lock(file, fcntl.LOCK_SH)
+        if (folder / COMPLETE).stat().st_ino != os.fstat(file.fileno()).st_ino:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _remove_unless_held(folder: Path) -> bool:
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # a broken checkpoint
+            file = opened.enter_context((folder / COMPLETE).open("r+b"))
+            try:
+                _lock(file, fcntl.LOCK_EX)
+            except BlockingIOError:
+                return False
+        remove(folder)
+    return True
+
+
+def _lock(file: BinaryIO, kind: int) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+
+
+def set_aside(root: Path, step: int) -> list[Path]:
+    """Rename the checkpoints of steps after `step`, so that they no longer count. Returns the new paths."""
+    moved = []
+    for folder in list_steps(root):
+        if step_of(folder) > step:
+            names = (folder.with_name(f"{folder.name}.old-{n}") for n in itertools.count(1))
+            moved.append(folder.rename(next(name for name in names if not name.exists())))
+    return moved

@@ -1,0 +1,121 @@
+"""What a host says of itself to `mpiddp doctor`, and what the Python of the ranks loads there.
+
+Its source travels to the hosts, with those of the modules that it imports. It needs Python 3.8, and may lack
+all that `_stack` imports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import resource
+import socket
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from mpiddp.hosts.files import files_of
+from mpiddp.hosts.interfaces import interfaces, own_addresses
+
+_RESOLVERS = 64
+
+
+def facts(wanted: dict[str, Any]) -> dict[str, Any]:
+    """What the doctor compares. `wanted` has names of hosts, folders, a program, and the library of MPI."""
+    from concurrent.futures import ThreadPoolExecutor  # 10 ms
+
+    names = {*wanted["names"], socket.gethostname()}
+    with ThreadPoolExecutor(_RESOLVERS) as threads:
+        resolved = dict(zip(names, threads.map(_resolve, names)))
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "hostname": socket.gethostname(),
+        "addresses": [*own_addresses(), *(each.address for each in interfaces())],
+        "names": resolved,
+        "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # -1: no limit
+        "locked memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
+        "shm": shared.f_blocks * shared.f_frsize if shared else 0,
+        "infiniband": os.path.isdir("/sys/class/infiniband"),
+        "folders": {path: _error_of(path) for path in wanted["folders"]},
+        "files": dict(files_of(*wanted["program"])),
+        "stack": _stack(wanted["library"]),
+    }
+
+
+def _resolve(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return sorted({str(each[4][0]) for each in found})
+
+
+def _error_of(folder: str) -> str:
+    """Why a folder cannot be read, "" if it can."""
+    try:
+        os.listdir(folder)
+    except OSError as error:
+        return str(error.strerror)
+    return ""
+
+
+def _stack(library: str) -> dict[str, str]:
+    """Versions, mpi4py's MPI, the libraries' paths, the hash of this package; "missing" or "broken: …".
+
+    `library` is that of MPI, "" for the one that mpi4py finds.
+    """
+    if library:
+        os.environ["MPI4PY_LIBMPI"] = library
+    found = {"python": platform.python_version()}
+    read = {"mpi4py": _mpi, "mpiddp": _package, "torch": _torch}
+    for name, versions in read.items():
+        try:
+            found.update(versions())
+        except ModuleNotFoundError as error:
+            found[name] = "missing" if error.name == name else f"broken: {error}"
+        except BaseException as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            found[name] = f"broken: {lines[0][:200]}"
+    return found
+
+
+def _loaded(part: str) -> str:
+    lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
+    paths = {line.split(None, 5)[5].strip() for line in lines if "/" in line}
+    return ", ".join(sorted(path for path in paths if part in Path(path).name))
+
+
+def _mpi() -> dict[str, str]:
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    version = MPI.Get_library_version().splitlines()[0].split(",")[0].strip("\0 ")
+    return {"mpi4py": mpi4py.__version__, "mpi4py's MPI": version, "libmpi": _loaded("libmpi.so")}
+
+
+def _torch() -> dict[str, str]:
+    import torch
+
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
+    return {
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none",
+        "NCCL": ".".join(map(str, nccl)) or "not loaded",
+        "libnccl": _loaded("libnccl"),
+    }
+
+
+def _package() -> dict[str, str]:
+    spec = PathFinder.find_spec("mpiddp")  # the sender of this source has a module of that name
+    if spec is None or not spec.submodule_search_locations:
+        return {"mpiddp": "missing"}
+    digest, (folder,) = hashlib.sha256(), spec.submodule_search_locations
+    for at, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith((".py", ".ini")):
+                digest.update(name.encode() + b"\0" + Path(at, name).read_bytes())
+    return {"mpiddp": digest.hexdigest()[:12]}

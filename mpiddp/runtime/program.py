@@ -1,0 +1,139 @@
+"""What a rank runs: a script, a module or a command."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from mpiddp.errors import UserError, check_program, named_by
+from mpiddp.hosts.files import files_of, import_folders, imported_by, texts_of
+from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, RUN_ID
+from mpiddp.world import RANK_SOURCES
+
+SCRIPT, MODULE, COMMAND = "script", "module", "command"
+# Python's own packages that run other code, which may use torch.
+_RUNS_OTHERS = {"concurrent", "importlib", "multiprocessing", "runpy"}
+_WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - _RUNS_OTHERS
+# Lines that set or unset a variable; environ["X"], environ.get("X") and "X" in environ only read one.
+_SETS_VARIABLES = re.compile(
+    rb"\bdel +(?:os\.)?environ\b|\b(?:putenv|unsetenv|dotenv|load_dotenv)\b|"
+    rb"\benviron *\[[^\n]*\] *\|?=(?!=)|"
+    rb"(?<!in os\.)(?<!in )\benviron\b(?! *\[|\.(?:get|keys|values|items|copy)\()"
+)
+_SHELL = re.compile(rb"#!.*\b(?:sh|bash|dash|zsh|ksh|fish|csh|tcsh)\s*$")
+_STARTS_MPI = re.compile(rb"\b(?:mpi4py|petsc4py|horovod)\b|['\"]mpi['\"]")
+# The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
+_OF_MPI = (
+    *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
+    *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
+    *(name for source in RANK_SOURCES if source.mpis for name in source.variables),
+)
+
+
+class Program(NamedTuple):
+    """The program of a rank: its kind, its name, and its arguments."""
+
+    kind: str
+    name: str
+    args: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise UserError, or JobFailed for a broken disk, if it is not there."""
+        name, path = self.name, Path(self.name)
+        if self.kind == COMMAND:
+            check_program(name, os.environ.get("PATH"))
+        elif self.kind == MODULE:
+            first = name.partition(".")[0]
+            folders = [str(Path.cwd()), *sys.path]  # as python -m looks
+            if not first or not (PathFinder.find_spec(first, folders) or find_spec(first)):
+                where = f"{Path.cwd()} and in the installed packages"
+                dotted = name.removesuffix(".py").strip("/").replace("/", ".")
+                hint = f" Did you mean -m {dotted}?" if dotted != name else ""
+                raise UserError(f"module {name} not found (looked in {where}).{hint}")
+        else:
+            with named_by(""):
+                if not path.exists():
+                    raise UserError(f"{name} not found (looked in {Path.cwd()}).")
+                if not path.is_file():
+                    folder = "a folder, not a script. To run a module: mpiddp run -m MODULE"
+                    raise UserError(f"{name} is {folder if path.is_dir() else 'no regular file.'}")
+                with path.open("rb") as file:
+                    _refuse_shell_script(name, file.readline(1000), file)
+
+    @property
+    def imports_torch(self) -> bool:
+        """Whether torch may be imported ahead: it may be used, and nothing sets a variable that it reads.
+
+        A script begins at once if it imports only the standard library and mpiddp, or if one of its files
+        sets a variable. A module of an installed package, such as `-m coverage`, begins at once as well.
+        """
+        if self._is_ours:
+            return True
+        texts = self._texts
+        if not texts or any(map(_SETS_VARIABLES.search, texts)):
+            return False
+        packages = {each.partition(".")[0] for each in imported_by(texts[0])}
+        return any(b"torch" in text for text in texts) or bool(packages - _WITHOUT_TORCH)
+
+    @property
+    def starts_mpi(self) -> bool:
+        """Whether it may start MPI, as one rank of its mpirun. No later process of this rank can do so."""
+        return not self._is_ours and any(map(_STARTS_MPI.search, self._texts))
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.kind == MODULE and self.name.partition(".")[0] == "mpiddp"
+
+    @property
+    def _texts(self) -> list[bytes]:
+        return texts_of(self.kind, self.name, str(Path.cwd()), import_folders())
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """Its files that have to be the same on all hosts, each with its SHA-256."""
+        return files_of(self.kind, self.name, str(Path.cwd()), import_folders())
+
+
+def _refuse_shell_script(name: str, first_line: bytes, rest: IO[bytes]) -> None:
+    """Some begin as one of a shell, and are Python too."""
+    if not _SHELL.match(first_line):
+        return
+    try:
+        compile(first_line + rest.read(), name, "exec")
+    except (SyntaxError, ValueError):
+        line = first_line.decode(errors="replace").strip()
+        fix = f"To run a command: mpiddp launch … -- ./{name}"
+        raise UserError(f'{name} is not Python: it begins with "{line}". {fix}') from None
+
+
+def parse(argv: list[str]) -> Program:
+    """The program in the arguments of `mpiddp run`."""
+    kind = {"--": COMMAND, "-m": MODULE}.get("".join(argv[:1]), SCRIPT)
+    job = argv if kind == SCRIPT else argv[1:]
+    if not job or (kind == SCRIPT and job[0].startswith("-")):  # such as --help
+        from mpiddp.arguments import OneSentenceParser  # 5 ms of each rank
+
+        parser = OneSentenceParser(
+            prog="mpiddp run",
+            usage="%(prog)s (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
+            description="Run an unmodified env:// script, or any command, as one rank of a job, after "
+            "all ranks have joined.",
+        )
+        parser.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
+        parser.parse_args([*job[:1], "script"] if job else [])
+    return Program(kind, job[0], tuple(job[1:]))
+
+
+def command_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the command of a rank that has joined, from those of the rank."""
+    # The command may start a torchrun with other ranks. The agent has applied GPUS.
+    left_out = (*_OF_MPI, GPUS, PLACEMENT, AGENT_STORE)
+    found = {name: value for name, value in env.items() if not name.startswith(left_out)}
+    found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
+    return found

@@ -1,0 +1,13 @@
+"""`mpiddp train`: one rank of a training. `mpiddp train --help` lists its options."""
+
+from __future__ import annotations
+
+from mpiddp.train.config import parse
+
+
+def main(argv: list[str]) -> int:
+    """Train, and return the exit code. Raises UserError for wrong options, before torch is imported."""
+    options = parse(argv)
+    from mpiddp.train.run import run  # only now: it imports torch
+
+    return run(options)
