@@ -26,7 +26,8 @@ from mpiddp.launch.place import Past
 from mpiddp.launch.plan import Plan
 from mpiddp.launch.preflight import Checked
 from mpiddp.protocol.channel import RANK, decode, encode, mac, member_key
-from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
+from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.rendezvous.channel_process import serve
 

@@ -140,7 +140,7 @@ def log_metrics(step: int, **values: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int):
         raise TypeError(f"mpiddp.log_metrics: step: expected a whole number, not {step!r}")
     _current_run().record(step, values)
-    current().show(values)
+    current().progress.show(values)
 
 
 def _current_run() -> RunRecords:

@@ -31,13 +31,14 @@ from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue,
 from mpiddp.launch.events import Announcement
 from mpiddp.launch.handover import hand_over
 from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
+from mpiddp.launch.outcome import Outcome
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.plan import Plan
 from mpiddp.launch.variables import left_out, of_mpirun, take_private
-from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import encode
-from mpiddp.protocol.server import Event, TimedSelector
+from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.server import Event
 
 AGAIN_S = 5.0  # all agents to begin again
 

@@ -17,10 +17,11 @@ from mpiddp.launch.agents import Agents, Turn
 from mpiddp.launch.events import ENDS, OF_RANKS, Announcement, Phase, Record, Stop
 from mpiddp.launch.handover import gone
 from mpiddp.launch.looks import Looks
+from mpiddp.launch.outcome import Outcome
 from mpiddp.launch.output import OUTPUT_S
 from mpiddp.launch.plan import search_once
 from mpiddp.launch.status import job_facts, status_lines
-from mpiddp.launch.verdict import HUNG_UP, Outcome, verdict
+from mpiddp.launch.verdict import HUNG_UP, verdict
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.terminal import Manners

@@ -23,7 +23,8 @@ from mpiddp.errors import cause_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import encode
-from mpiddp.protocol.server import PER_RANK, ChannelServer, Event, Peer, TimedSelector
+from mpiddp.protocol.group import Peer, TimedSelector
+from mpiddp.protocol.server import PER_RANK, ChannelServer, Event
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.text import escaped
 

@@ -24,11 +24,11 @@ from mpiddp.launch.control import Console, Exchange, SignalQueue
 from mpiddp.launch.events import Announcement
 from mpiddp.launch.handover import CutOff
 from mpiddp.launch.options import LaunchOptions
+from mpiddp.launch.outcome import Outcome
 from mpiddp.launch.place import Past
 from mpiddp.launch.plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.policy import Move
 from mpiddp.launch.report import Report
-from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.text import all_of, counted
 

@@ -17,7 +17,8 @@ from mpiddp.launch.watch import (
     straggler_sentence,
 )
 from mpiddp.protocol.channel import encode
-from mpiddp.protocol.server import Event, Peer
+from mpiddp.protocol.group import Peer
+from mpiddp.protocol.server import Event
 
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
 

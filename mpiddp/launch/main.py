@@ -27,10 +27,10 @@ from mpiddp.launch import log
 from mpiddp.launch.command import LEFT_OUT
 from mpiddp.launch.control import Exchange
 from mpiddp.launch.options import LaunchOptions, parse_options
+from mpiddp.launch.outcome import Outcome
 from mpiddp.launch.output import open_closed_streams
 from mpiddp.launch.report import Report, check
 from mpiddp.launch.variables import parse_exports, without_values
-from mpiddp.launch.verdict import Outcome
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
 from mpiddp.text import all_of

@@ -25,7 +25,7 @@ from mpiddp.hosts.transport import Transport
 from mpiddp.launch import log
 from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.handover import TRAVELLING
-from mpiddp.launch.verdict import MpirunEnd
+from mpiddp.launch.outcome import MpirunEnd
 from mpiddp.protocol.channel import OUTPUT_PROCESS
 from mpiddp.protocol.variables import JOB
 

@@ -32,7 +32,7 @@ from mpiddp.launch import log
 from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.log import GROWTH_S, Screen, Source
 from mpiddp.protocol.channel import DEFAULT_RANKS, STREAMS, is_shown, notice_silence
-from mpiddp.protocol.server import TimedSelector
+from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.terminal import Manners, prefix_of
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe

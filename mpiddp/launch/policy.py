@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED
 from mpiddp.launch.events import Stop
-from mpiddp.launch.verdict import Outcome
+from mpiddp.launch.outcome import Outcome
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 

@@ -22,7 +22,7 @@ from typing import Any
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError, cause_of
 from mpiddp.files import part_of, replace_file
 from mpiddp.launch import log
-from mpiddp.launch.verdict import Outcome
+from mpiddp.launch.outcome import Outcome
 from mpiddp.text import shown
 
 _CAUSES = {

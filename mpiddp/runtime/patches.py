@@ -32,7 +32,9 @@ from weakref import WeakKeyDictionary
 
 from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol.variables import NO_PATCHES
-from mpiddp.runtime.job.session import BY_OPTIMIZER, Session, current, stop_on
+from mpiddp.runtime.job.progress import BY_OPTIMIZER
+from mpiddp.runtime.job.session import Session, current
+from mpiddp.runtime.job.stopping import stop_on
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
 _SPARE, _ADOPTED_S = "mpiddp-spare", 0.001  # its name, and how often it looks for its new parent
@@ -283,7 +285,7 @@ def optimizer_steps(script: Script) -> None:
         # Two optimizers of one step, as of a GAN, count it once.
         counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
         newest = max(newest, steps)
-        script.session.count(steps, BY_OPTIMIZER)
+        script.session.progress.count(steps, BY_OPTIMIZER)
 
     register_optimizer_step_post_hook(count)
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from mpiddp.protocol.channel import LARGEST_WHOLE, LINE_LIMIT, is_valid
 from mpiddp.protocol.variables import ANNOUNCED
-from mpiddp.runtime.job.session import BY_SCRIPT, script_session
+from mpiddp.runtime.job.progress import BY_SCRIPT
+from mpiddp.runtime.job.session import script_session
 from mpiddp.text import shown
 
 
@@ -172,5 +173,5 @@ def progress(
     if not 0 <= (step := operator.index(step)) <= LARGEST_WHOLE:
         raise ValueError(f"mpiddp.progress: step: expected 0 or more, not {step}")
     session = script_session()
-    session.show(values if total is None else {**values, "total": total})
-    session.count(step, BY_SCRIPT)
+    session.progress.show(values if total is None else {**values, "total": total})
+    session.progress.count(step, BY_SCRIPT)

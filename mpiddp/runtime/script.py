@@ -27,7 +27,8 @@ from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import current, script_session, stop_on
+from mpiddp.runtime.job.session import current, script_session
+from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
 # glibc's malloc.h

@@ -22,7 +22,8 @@ from mpiddp.launch.control import Console
 from mpiddp.launch.events import Record
 from mpiddp.launch.status import job_facts
 from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS, viewed_folders
-from mpiddp.protocol.server import ChannelServer, Event, TimedSelector
+from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.watch import jobs
 from tests.support.channels import progress
 from tests.support.errors import error

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, bind
-from mpiddp.protocol.server import PER_RANK, ChannelServer, TimedSelector
+from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.world import World
 
 _FIRST_S = 120.0  # for rank 0 to connect, which it does at once, unless it is killed before

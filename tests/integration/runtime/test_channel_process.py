@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.protocol.server import ChannelServer, TimedSelector
+from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.server import ChannelServer
 from mpiddp.runtime.job.coordinator import Coordinator, Server
 from mpiddp.runtime.rendezvous import channel_process
 from tests.support.channels import cut, member

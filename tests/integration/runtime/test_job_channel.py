@@ -20,7 +20,8 @@ import pytest
 
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.protocol.channel import LINE_LIMIT, RANK, SCRIPT, decode, encode, member_key
-from mpiddp.protocol.server import ChannelServer, Event, TimedSelector
+from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.runtime.job.coordinator import (
     AnotherFailed,
     AnotherScript,

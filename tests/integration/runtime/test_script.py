@@ -38,7 +38,7 @@ os.write(1, f"{json.dumps(found)}\\n".encode())
 
 @pytest.mark.parametrize(
     ("command", "most"),
-    [((*LAUNCH, "-H", "localhost:2"), 15), ((sys.executable, "-m", "mpiddp", "run"), 15)],
+    [((*LAUNCH, "-H", "localhost:2"), 18), ((sys.executable, "-m", "mpiddp", "run"), 18)],
     ids=["launch", "alone"],
 )
 def test_a_script_begins_after_few_modules(tmp_path, monkeypatch, command, most):
@@ -79,7 +79,8 @@ from types import SimpleNamespace
 from mpiddp.runtime.patches import optimizer_steps
 
 told = []
-session = SimpleNamespace(has_launcher=True, count=lambda steps, by: told.append(steps))
+progress = SimpleNamespace(count=lambda steps, by: told.append(steps))
+session = SimpleNamespace(has_launcher=True, progress=progress)
 optimizer_steps(SimpleNamespace(session=session, imports_torch=True))
 parameter = torch.nn.Parameter(torch.zeros(1))
 parameter.grad = torch.zeros(1)

@@ -35,7 +35,8 @@ from mpiddp.launch.place import Past
 from mpiddp.launch.plan import Plan
 from mpiddp.launch.preflight import Checked
 from mpiddp.launch.starters import STARTERS
-from mpiddp.protocol.server import Event, TimedSelector
+from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.server import Event
 from tests.support.errors import error
 
 LIMIT_S = 60.0

@@ -18,7 +18,7 @@ import pytest
 from mpiddp.errors import JobFailed
 from mpiddp.launch.control import ControlServer, Exchange, listen
 from mpiddp.protocol.channel import SCRIPT, mac, member_key
-from mpiddp.protocol.server import TimedSelector
+from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import received_call
 from mpiddp.runtime.job.coordinator import Coordinator, Server

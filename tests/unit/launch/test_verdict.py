@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Record
-from mpiddp.launch.verdict import MpirunEnd, Outcome, verdict
+from mpiddp.launch.outcome import MpirunEnd, Outcome
+from mpiddp.launch.verdict import verdict
 from mpiddp.protocol.server import Event
 
 HOSTS = ("a", "b", "b")

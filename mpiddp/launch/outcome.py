@@ -1,0 +1,68 @@
+"""How a job, or one attempt at it, has ended: the exit code, the sentence, the rank that failed first."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpiddp.errors import DONE, STOPPED
+from mpiddp.launch import log
+from mpiddp.launch.events import Announcement, Stop
+from mpiddp.text import signal_name
+
+# Those that kill a process by default. An mpirun's own error codes are real-time signals to `valid_signals`.
+_FATAL = {*range(1, 32)} - {
+    *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH),
+    *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
+}
+
+
+class MpirunEnd(NamedTuple):
+    """How mpirun ended."""
+
+    name: str  # its program
+    code: int  # its exit code; -N if signal N killed it
+    # Its code 128 + N says that signal N has killed a rank, and another code that none has.
+    proves_signals: bool = False
+    was_ended: bool = False  # by this launcher
+
+    @property
+    def rank_signal(self) -> str | None:
+        """The signal that killed a rank, "" if none did; None if this mpirun's code does not tell."""
+        if not self.proves_signals:
+            return None
+        return signal_name(self.code - 128) if self.code - 128 in _FATAL else ""
+
+
+class FirstFailure(NamedTuple):
+    """The rank that failed first, its own name of its host, and its error, "" if it has reported none."""
+
+    rank: int
+    host: str
+    error: str
+
+
+class Outcome(NamedTuple):
+    """The launcher's exit code, the sentence that explains it, and what the job's next attempt needs."""
+
+    code: int
+    sentence: str = ""
+    first: FirstFailure | None = None  # the rank that is known to have failed first
+    is_complete: bool = True  # mpirun's own message about the end adds nothing
+    # The host that has ended the attempt, by its name in the request; "" for none, or if it may be another.
+    # A script's own error is no fault of its host.
+    host_at_fault: str = ""
+    known_cause: str = ""  # a sentence to print below `sentence`
+    hint: str = ""  # to print below both
+    stop: Stop = Stop.NONE
+    announcement: Announcement = Announcement()
+    made_steps: bool = False
+    gpus: Sequence[Mapping[str, Any]] = ()  # what each rank's has done, where it is known
+
+    def log(self) -> None:
+        """Print the verdict, and the known cause below it."""
+        for sentence in filter(None, (self.sentence, self.known_cause)):
+            (log.info if self.code in (DONE, STOPPED) else log.error)(sentence)
+        if self.hint:
+            log.info(self.hint)

@@ -1,0 +1,203 @@
+"""The connections of a job's channel, and what the members of a group agree on over them.
+
+Nothing here waits: what a connection does not take yet is queued, and a time limit is a selector's timer.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mpiddp.protocol import channel
+from mpiddp.protocol.channel import Lines, encode
+
+_LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
+
+
+class TimedSelector(selectors.DefaultSelector):
+    """A selector with timers. Times are time.monotonic()'s seconds.
+
+    After Ctrl-Z and `fg`, handle what is ready before the timers: the ranks have run on meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timers: dict[Any, float] = {}  # events, and when they are due
+
+    def after(self, seconds: float, event: object) -> None:
+        """Let `due` return `event` in so many seconds, and no sooner."""
+        self.timers[event] = time.monotonic() + seconds
+
+    def cancel(self, *events: object) -> None:
+        for event in events:
+            self.timers.pop(event, None)
+
+    @property
+    def next_at(self) -> float:
+        """The time of the next timer, infinity without one."""
+        return min(self.timers.values(), default=float("inf"))
+
+    def ready(self, until: float = float("inf")) -> list[Any]:
+        """Wait for files and timers, at most until then. Returns the data of the files that are ready."""
+        wait_s = min(until, self.next_at) - time.monotonic()
+        return [key.data for key, _ in self.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))]
+
+    def due(self) -> Iterator[Any]:
+        """The events of the timers that are over, the first one first."""
+        while self.next_at <= time.monotonic():
+            event = min(self.timers, key=self.timers.__getitem__)
+            del self.timers[event]
+            yield event
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """A connection, which the selector reports with this object as its data. Nothing here waits for it.
+
+    `rank` is None until it has proved that it belongs to the job. `group` is the number of its group, 0 of
+    a rank, n of its n-th script. One that does not read waits for few answers, so it never has twice the
+    limit of its `lines` to read.
+    """
+
+    connection: socket.socket
+    selector: selectors.BaseSelector
+    challenge: str = field(default_factory=lambda: os.urandom(16).hex())
+    lines: Lines = field(default_factory=lambda: Lines(channel.UNPROVED_LINE_LIMIT))
+    rank: int | None = None
+    group: int = 0
+    _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
+    _is_written: bool = False  # the selector reports when the connection takes more
+
+    def send(self, line: bytes) -> None:
+        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
+        self._unsent.append(line)
+        if sum(map(len, self._unsent)) > 2 * self.lines.limit:
+            self._unsent.clear()
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)  # the next read loses it
+        elif len(self._unsent) == 1:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send more of what has not been sent."""
+        try:
+            while self._unsent:
+                first = self._unsent[0]
+                sent = self.connection.send(first)
+                if sent < len(first):
+                    self._unsent[0] = memoryview(first)[sent:]
+                    break
+                del self._unsent[0]
+        except BlockingIOError:
+            pass
+        except OSError:  # the next read fails too
+            self._unsent.clear()
+        if bool(self._unsent) is not self._is_written:
+            self._is_written = not self._is_written
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_written else 0)
+            self.selector.modify(self.connection, events, self)
+
+
+@dataclass
+class _Gather:
+    expire: Callable[[], None]  # the event of its time limit
+    or_gone: bool  # a member whose connection has ended gives null
+    values: dict[int, bytes]  # by rank
+
+
+class Group:
+    """What the members [0, world_size) agree on. `members` are those that are connected, by rank.
+
+    Nothing here waits: a time limit is a timer, so that a server that is stopped ends no wait.
+    """
+
+    def __init__(self, world_size: int, selector: TimedSelector) -> None:
+        self.world_size, self._timers = world_size, selector.timers
+        self.members: dict[int, Peer] = {}
+        # What a member that enters late hears at once. By key: who has claimed to have failed first, and the
+        # gathers that call all; by "", with which code the first member that has failed ends the others.
+        self._news: dict[str, bytes] = {}
+        self._gathers: dict[str, _Gather] = {}
+        self._late: dict[str, bytes] = {}  # what those hear who come to a gather that is over
+        self._gone: set[int] = set()  # members whose connection has ended
+
+    def receive(self, rank: int, kind: str, facts: dict[str, Any], value: bytes) -> None:
+        """Take a message of a member. Raises ValueError if it violates the protocol."""
+        if kind == "gather":
+            self._gather(rank, facts, value)
+        elif kind == "claim":
+            # The first member that claims to have failed first is told so, and all others learn of it.
+            is_first = facts["key"] not in self._news
+            claimed = encode("claimed", rank=rank, key=facts["key"])
+            line = self._news.setdefault(facts["key"], claimed)
+            self._tell(self.members if is_first else [rank], line)
+        elif "" not in self._news:
+            # End the other members with the exit code of the first that asks.
+            self._news[""] = encode("failed", b"", **facts)
+            self._tell(self.members.keys() - {rank}, self._news[""])
+
+    def enter(self, rank: int) -> None:
+        self._gone.discard(rank)
+        for line in self._news.values():
+            self._tell([rank], line)
+
+    def lose(self, rank: int) -> None:
+        self._gone.add(rank)
+        for key in [key for key, each in self._gathers.items() if each.or_gone]:
+            self._gathers[key].values.setdefault(rank, b"null")
+            self._complete(key)
+
+    def _gather(self, rank: int, facts: dict[str, Any], value: bytes) -> None:
+        """Every member gives a value, and gets those of all."""
+        key, timeout_s = facts["key"], facts["timeout_s"]
+        if key in self._late:
+            self._tell([rank], self._late[key])
+            return
+        if key not in self._gathers:
+            or_gone = facts.get("or_gone") is True
+            gone = dict.fromkeys(self._gone, b"null") if or_gone else {}
+            self._gathers[key] = _Gather(partial(self._expire, key), or_gone, gone)
+        gather = self._gathers[key]
+        if rank in gather.values:
+            raise ValueError("a second value")
+        if timeout_s is not None:
+            ends_at = time.monotonic() + timeout_s
+            self._timers[gather.expire] = min(ends_at, self._timers.get(gather.expire, ends_at))
+        gather.values[rank] = value
+        if facts.get("calls") is True and key not in self._news:
+            self._news[key] = encode("called", key=key)
+            self._tell(self.members.keys() - gather.values.keys(), self._news[key])
+        self._complete(key)
+
+    def _complete(self, key: str) -> None:
+        """Answer all, if no member is missing."""
+        if len(self._gathers[key].values) == self.world_size:
+            values = channel.listed(self._end(key))
+            self._tell(self.members, encode("gathered", values, key=key))
+
+    def _expire(self, key: str) -> None:
+        """Answer the members whose wait has lasted too long, with the ranks that are missing."""
+        values = self._end(key)
+        missing = [rank for rank in range(self.world_size) if rank not in values]
+        self._late[key] = encode("no_answer", key=key, missing=missing)
+        self._tell(values, self._late[key])
+
+    def _end(self, key: str) -> dict[int, bytes]:
+        """Forget a gather. Returns its values, by rank."""
+        gather = self._gathers.pop(key)
+        self._timers.pop(gather.expire, None)
+        self._news.pop(key, None)
+        return gather.values
+
+    def _tell(self, ranks: Iterable[int], line: bytes) -> None:
+        """Send members a line, which is encoded once. Those that are gone get none."""
+        for rank in ranks:
+            if (member := self.members.get(rank)) is not None:
+                member.send(line)

@@ -1,0 +1,70 @@
+"""How far the training of this process is, and what it shows of itself, for the launcher's status."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import numbers
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpiddp.protocol.channel import LARGEST_WHOLE
+from mpiddp.runtime.job.links import Links
+
+BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
+# What a script says of its training: values, and the bytes of each, with its name, in the message.
+_MOST_SHOWN, _LONGEST_SHOWN = 16, 280
+PROGRESS_EVERY_S = 0.5
+
+
+class Progress:
+    """The latest step of this process, and the values to show with it."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._step, self._counter = 0, BY_OPTIMIZER
+        self._sent_at = 0.0
+        self._shown: dict[str, Any] = {}  # that has not been sent
+
+    def count(self, step: int, counter: int) -> None:
+        """Report this step by one who counts, at most twice a second. Most calls send nothing.
+
+        Several optimizers may count one step. A launcher that is stopped (Ctrl-Z) reads nothing, and the
+        script goes on: while the connection has no room, no step is reported.
+        """
+        if counter < self._counter or (counter == BY_OPTIMIZER and step <= self._step):
+            return
+        self._counter, self._step = counter, step
+        now = time.monotonic()
+        if now - self._sent_at >= PROGRESS_EVERY_S and self._links.coordinator.has_room:
+            self._sent_at = now
+            self._links.send("progress", step=step, shown=self._shown, **_usage())
+            self._shown = {}
+
+    def show(self, values: Mapping[str, Any]) -> None:
+        """Send these values of the training with the next progress, but those that cannot be shown."""
+        for name, value in values.items():
+            if type(value) not in (bool, int) and isinstance(value, numbers.Real):  # numpy's
+                value = int(value) if isinstance(value, numbers.Integral) else float(value)
+            has_room = name in self._shown or len(self._shown) < _MOST_SHOWN
+            is_whole = type(value) is int and abs(value) <= LARGEST_WHOLE
+            is_shown = has_room and (is_whole or type(value) in (float, str))
+            if is_shown and len(json.dumps({name: value})) <= _LONGEST_SHOWN:
+                self._shown[name] = value
+
+
+def _usage() -> dict[str, float]:
+    """What this thread, which makes the steps, and this process have used so far: seconds, and bytes."""
+    queued_ns = pages = 0
+    # A kernel without them, or no file is left.
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        queued_ns = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    return {
+        "own_s": round((time.thread_time_ns() + queued_ns) / 1e9, 3),
+        "cpu_s": round(time.process_time(), 3),
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
