@@ -206,71 +206,87 @@ def _signal_of_mpirun(record: Record, mpirun: MpirunEnd) -> str:
 
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
-    facts, name, by = first.facts, record.name(first.rank), mpirun.rank_signal
-    error = str(facts.get("error", ""))
-    # Such an error may name another rank.
-    names_culprit = facts.get("is_verdict", False)
-    failure = None if names_culprit else FirstFailure(first.rank, record.host_of(first.rank), error)
-    others = " The other ranks were stopped." if record.world_size > 1 else ""
+    facts = first.facts
     if first.kind == "failed" and (facts["code"] == STOPPED or _is_refusal(record, first)):
-        has_said_why = error or first.rank in record.latest["tail"]
-        if facts["code"] == STOPPED:  # the others may have left in the same way
-            left = [
-                *record.done,
-                *(n for n, each in record.failures.items() if each.facts.get("code") == STOPPED),
-            ]
-            has_said_why = error or len({*left}) == record.world_size
-        sentence = f"{name} ended first, with exit code {facts['code']}.{others}"
-        return Outcome(facts["code"], error if has_said_why else sentence, failure)
+        return _of_own_end(record, first)
     failures = [each for _, each in sorted(record.failures.items())]
     # These, or their scripts, were killed: they have ended without a word of their own.
     killed = [each for each in failures if each.kind == "lost" or each.facts.get("signal")]
     # Those that vanished together with the first.
     gone = [each for each in killed if first in killed and each.at - first.at < _AT_ONCE_S]
     hosts = list(dict.fromkeys(record.host_of(each.rank) for each in gone))
-    before, is_complete = _left_early(record, first.at, is_needed=_may_follow(first)), True
-    daemon = None
+    others, is_complete = _others(record), True
+    before = _left_early(record, first.at, is_needed=_may_follow(first))
+    host_at_fault = record.hosts[first.rank] if len(hosts) == 1 else ""
     if is_silent(first):
-        host, before = record.host_of(first.rank), ""
-        silent = [each.rank for each in failures if is_silent(each)]
-        there = [str(rank) for rank in silent if record.host_of(rank) == host]
-        numbers = f"rank{'s' if len(there) > 1 else ''} {', '.join(there)}"
-        sentence = f"lost {host} ({numbers}): the host stopped answering."
-    elif first.kind == "lost":
+        before, sentence = "", _silence(record, first)
+        host_at_fault = record.hosts[first.rank]
+    elif first.kind == "failed":
+        sentence = _report(record, first)
+    elif by := mpirun.rank_signal:
+        sentence = f"{record.name(first.rank)} was killed by {by}."
+    elif by is None or len(hosts) == 1:
         # Unless a signal is known, mpirun may know how the rank has ended.
-        is_complete = bool(by)
-        if by == "" and len(hosts) > 1:
-            before = others = ""
-            daemon = _lost_daemon(record)
-            cause = "as when the MPI daemon on one of these hosts is killed"
-            if daemon is not None:
-                cause = f"because the MPI daemon on {record.host_of(daemon)} was lost"
-            sentence = f"the ranks on {', '.join(hosts)} ended at the same moment without an error, {cause}."
-        elif by:
-            sentence = f"{name} was killed by {by}."
-        else:
-            sentence = (
-                f"{name} ended first, without an error: it was killed, crashed in native code, or "
-                "called os._exit."
-            )
-    elif names_culprit:
-        sentence = error
-    elif number := facts.get("signal"):
-        sentence = f"{name} was killed by {signal_name(number)}."
-    elif facts["traceback"]:
-        file = record.latest["log"].get(first.rank)
-        where = f" (its traceback: {escaped(file.facts['path'])})" if file else ""
-        sentence = f"{name} failed first: {_in_one_line(error)}{where}."
+        is_complete = False
+        how = "it was killed, crashed in native code, or called os._exit."
+        sentence = f"{record.name(first.rank)} ended first, without an error: {how}"
     else:
-        reason = f": {error}" if error else ""
-        sentence = f"{name} ended first, with exit code {facts['code']}{reason}."
+        is_complete, before, others = False, "", ""
+        cause = "as when the MPI daemon on one of these hosts is killed"
+        if (daemon := _lost_daemon(record)) is not None:
+            cause = f"because the MPI daemon on {record.host_of(daemon)} was lost"
+            host_at_fault = record.hosts[daemon]
+        where = ", ".join(hosts)
+        sentence = f"the ranks on {where} ended at the same moment without an error, {cause}."
     sentence, newline, table = sentence.partition("\n")
     sentence = f"{before}{sentence}{others}{newline}{table}"
-    is_of_one_host = bool(gone) and (is_silent(first) or len(hosts) == 1)
-    host_at_fault = record.hosts[first.rank] if is_of_one_host else ""
-    if daemon is not None:
-        host_at_fault = record.hosts[daemon]
-    return Outcome(FAILED, sentence, failure, is_complete, host_at_fault)
+    return Outcome(FAILED, sentence, _first_failure(record, first), is_complete, host_at_fault)
+
+
+def _first_failure(record: Record, first: Event) -> FirstFailure | None:
+    """None if its error is a verdict, which may name another rank."""
+    if first.facts.get("is_verdict", False):
+        return None
+    return FirstFailure(first.rank, record.host_of(first.rank), str(first.facts.get("error", "")))
+
+
+def _others(record: Record) -> str:
+    return " The other ranks were stopped." if record.world_size > 1 else ""
+
+
+def _of_own_end(record: Record, first: Event) -> Outcome:
+    """The verdict on a rank that has stopped, or refused its input, before all others."""
+    code, error = first.facts["code"], str(first.facts.get("error", ""))
+    has_said_why = error or first.rank in record.latest["tail"]
+    if code == STOPPED:  # the others may have left in the same way
+        left = {rank for rank, each in record.failures.items() if each.facts.get("code") == STOPPED}
+        has_said_why = error or len(left | record.done.keys()) == record.world_size
+    sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record)}"
+    return Outcome(code, error if has_said_why else sentence, _first_failure(record, first))
+
+
+def _silence(record: Record, first: Event) -> str:
+    """The sentence on a host that has stopped answering."""
+    host = record.host_of(first.rank)
+    silent = [rank for rank, each in sorted(record.failures.items()) if is_silent(each)]
+    there = [str(rank) for rank in silent if record.host_of(rank) == host]
+    numbers = f"rank{'s' if len(there) > 1 else ''} {', '.join(there)}"
+    return f"lost {host} ({numbers}): the host stopped answering."
+
+
+def _report(record: Record, first: Event) -> str:
+    """The sentence on a rank that has reported how it ended."""
+    facts, name, error = first.facts, record.name(first.rank), str(first.facts["error"])
+    if facts.get("is_verdict", False):
+        return error
+    if number := facts.get("signal"):
+        return f"{name} was killed by {signal_name(number)}."
+    if facts["traceback"]:
+        file = record.latest["log"].get(first.rank)
+        where = f" (its traceback: {escaped(file.facts['path'])})" if file else ""
+        return f"{name} failed first: {_in_one_line(error)}{where}."
+    reason = f": {error}" if error else ""
+    return f"{name} ended first, with exit code {facts['code']}{reason}."
 
 
 def _in_one_line(error: str) -> str:
