@@ -127,9 +127,8 @@ if world.rank == 1:
 @pytest.mark.parametrize("option", [(), ("--log-dir", "named")], ids=["default", "--log-dir"])
 def test_the_files_of_a_run(here, option):
     """The output of a script with checkpoints is kept in logs/ of its run, or in --log-dir."""
-    job = (*here.where(2), "--log-ranks", "none", *option, here.script(IN_A_RUN))
-    done = here.run("launch", *job)
-    assert (done.code, done.stdout) == (1, ""), done.stderr
+    done = here.run("launch", *here.where(2), *option, here.script(IN_A_RUN), env=SHOWN)
+    assert (done.code, done.lines) == (1, [f"[rank 0 {HOST}] early 0"]), done.stderr
     logs = here.folder / "named" if option else here.folder / "run" / "logs"
     for rank in range(2):
         assert (logs / f"rank_{rank:05d}.out").read_text() == f"early {rank}\n"
