@@ -28,7 +28,7 @@ from tests.support.place import (
     here_and_on_hosts,
     program,
 )
-from tests.support.ranks import clean_env
+from tests.support.ranks import clean_env, find_mpirun
 from tests.support.terminal import in_a_terminal
 
 HOST = socket.gethostname()
@@ -351,6 +351,17 @@ def test_what_mpirun_prints(here, mpi):
     assert not BANNER.search(done.stderr), done.stderr
     assert BANNER.search((here.folder / "logs" / "mpirun.log").read_text())
     assert BANNER.search(here.run("launch", "-v", *job, mpi=mpi).stderr)
+
+
+def test_a_warning_of_mpirun_that_means_nothing(here):
+    """Open MPI's warning that its ssh was fast ("setpgid … failed") is not shown."""
+    warning = "[vm:00140] plm:ssh: Warning: setpgid(145,145) failed in parent with errno=13"
+    lines = f"#!/bin/sh\n[ $1 = --version ] || echo '{warning}\nanother' >&2\n"
+    mpirun = here.folder / "mpirun"
+    mpirun.write_text(f'{lines}exec {find_mpirun()} "$@"\n')
+    mpirun.chmod(0o755)
+    done = here.run("launch", "--mpirun", mpirun, *here.where(2), "--", "true").assert_ok()
+    assert done.stderr == "another\n"
 
 
 def test_a_start_that_fails(here):
