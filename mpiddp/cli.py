@@ -81,7 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return errors.INTERRUPTED
     except OSError as error:
-        if is_rank or error.filename is not None or error.errno not in _OF_A_FULL_DISK:
+        if is_rank or error.filename is not None:
+            raise
+        if error.errno == errno.ENOENT:  # only os.getcwd() names no file
+            print("mpiddp: this folder has been removed. Change to another.", file=sys.stderr)
+            return errors.BAD_INPUT
+        if error.errno not in _OF_A_FULL_DISK:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(f"mpiddp: stdout: {error.strerror}.", file=sys.stderr)

@@ -35,8 +35,15 @@ def flush(path: Path) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """The file that is renamed to this one once it is whole."""
-    return path.with_name(f".{path.name}.part")
+    """The file that is renamed to this one, or to that of the link, once it is whole.
+
+    Raises OSError for what is no regular file: as root, a rename would replace /dev/null.
+    """
+    whole = Path(os.path.realpath(path))
+    if whole.exists() and not whole.is_file():
+        number = errno.EISDIR if whole.is_dir() else errno.EINVAL
+        raise OSError(number, os.strerror(number), str(path))
+    return whole.with_name(f".{whole.name}.part")
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -45,7 +52,7 @@ def replace_file(path: Path, content: bytes) -> None:
     try:
         part.write_bytes(content)
         flush(part)
-        part.replace(path)
+        part.replace(os.path.realpath(path))
     except BaseException as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)

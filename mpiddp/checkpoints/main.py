@@ -21,7 +21,7 @@ from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.checkpoints.retention import PINNED, Retention, prune
 from mpiddp.errors import UserError, named_by
-from mpiddp.text import listed
+from mpiddp.text import listed, size_text
 
 
 def main(argv: list[str]) -> int:
@@ -45,12 +45,12 @@ def main(argv: list[str]) -> int:
 def _line(folder: Path) -> str:
     """Name, size, time and state. The state compares sizes only."""
     files = [path.lstat() for path in folder.iterdir()]
-    megabytes = sum(file.st_size for file in files) / 1e6
+    size = size_text(sum(file.st_size for file in files))
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
     state = "intact" if folders.is_verified(folder, with_hashes=False) else "broken"
     pinned = "  pinned" if (folder / PINNED).exists() else ""
     finite = "  not finite" if folders.Facts.of(folder).not_finite else ""
-    return f"{folder.name}  {megabytes:10.1f} MB  {written}  {state}{finite}{pinned}"
+    return f"{folder.name}  {size:>13}  {written}  {state}{finite}{pinned}"
 
 
 def _verify(folder: Path) -> int:

@@ -24,15 +24,16 @@ from mpiddp.text import counted, listed, shown, size_text
 
 _OF_A_RUN = ("--no-links", "--no-devices", "--no-specials", "--prune-empty-dirs", "--exclude=.*")
 _DIFFERING = ("--dry-run", "--existing", "--size-only")
+_WHERE = "the folder of the run, at the same path on every host"
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
-    parser.add_argument("folder", help="the folder of the run, at the same path on every host")
+    parser.add_argument("folder", type=push.parse_folder, help=_WHERE)
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Bring everything, and print what came from where. Returns 1 if something could not be brought."""
-    folder = Path(os.path.abspath(options.folder))  # noqa: PTH100 - a link stays one
+    push.refuse_home(folder := Path(options.folder), "a run")
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     above = missing[-1].parent if missing else folder
     if not above.is_dir():

@@ -28,7 +28,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.text import counted, names_by_value, shown, size_text
+from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 PART, _REPLACED = ".mpiddp-part", ".mpiddp-replaced"
@@ -62,6 +62,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
         "folders",
         nargs="*",
         default=[],  # else Python before 3.12 demands one
+        type=parse_folder,
         metavar="FOLDER",
         help="the folders to push (default: this one, and the environment that runs this command)",
     )
@@ -77,6 +78,13 @@ def add_arguments(parser: OneSentenceParser) -> None:
     parser.add_argument("--min-hosts", type=whole(1), metavar="H", help=goes_on)
 
 
+def parse_folder(text: str) -> str:
+    """The path of a folder. "", as of a variable that is not set, is none: it would be this folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, not ''")
+    return os.path.abspath(text)  # noqa: PTH100 - a link stays one
+
+
 def _entry(text: str) -> str:
     """The name of an entry of a folder. A shell completes it with a slash."""
     name = text.rstrip("/")
@@ -87,7 +95,7 @@ def _entry(text: str) -> str:
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Push, and print the result. Raises what `push` does."""
-    folders = [os.path.abspath(each) for each in options.folders]  # noqa: PTH100 - a link stays one
+    folders = options.folders
     for data in (f"{each}/data" for each in folders if "data" not in options.leave_out):
         if os.path.lexists(data):  # the folder may be a data set
             to_push = f"To push it: mpiddp hosts push FILE {shlex.quote(data)}"
@@ -172,11 +180,16 @@ def push(
     return {host: each for host, each in results.items() if isinstance(each, int)}, failures
 
 
+def refuse_home(folder: Path, expected: str) -> None:
+    """Raise UserError for a folder that holds more than what the user means to copy."""
+    home = Path.home()
+    if home.is_relative_to(folder) or home.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder} is or holds your home folder. Name the folder of {expected}.")
+
+
 def _names(folder: str, left_out: Sequence[str]) -> list[str]:
     """The entries of a folder to push. What else a host has beside them stays there."""
-    path, home = Path(folder), Path.home()
-    if home.is_relative_to(path) or home.resolve().is_relative_to(path.resolve()):
-        raise UserError(f"{folder} is or holds your home folder. Name the folder of a project.")
+    refuse_home(path := Path(folder), "a project")
     private = {*left_out, PART, _REPLACED, "__pycache__"}
     with named_by(""):
         names = sorted({each.name for each in path.iterdir()} - private)
@@ -239,6 +252,6 @@ def why_failed(host: Host, done: subprocess.CompletedProcess[bytes], transport: 
     if re.search("rsync: (command not found|not found|Permission denied)", errors):
         return f"{host.name}: {_INSTALL.format('there', ' there')}"
     if own := re.search("(?m)^rsync: (?!.*(?:unexpectedly closed|safe_write failed))(.*)", errors):
-        return f"{host.name}: {shown(own[1])} (rsync's exit code {done.returncode})"
+        return f"{host.name}: {escaped(own[1])} (rsync's exit code {done.returncode})"
     said = re.sub("(?m)^rsync(:| error:) .*\n?", "", errors)
     return ssh_complaint(host, said, transport)

@@ -120,7 +120,7 @@ class Job:
         self.at_fault = at_fault
         if outcome.first and outcome.first.rank and not self.has_hinted:
             self.has_hinted = True
-            outcome = outcome._replace(hint=_not_shown(plan))
+            outcome = outcome._replace(hint=_not_shown(plan, self.known.run_dir))
         self.report.add(
             began_at, plan.request.names_of_ranks, outcome._replace(announcement=self.known)
         )
@@ -242,10 +242,10 @@ class Job:
             raise KeyboardInterrupt
 
 
-def _not_shown(plan: Plan) -> str:
+def _not_shown(plan: Plan, run_dir: str) -> str:
     """What a failed job has printed and nobody has seen; "" if all of it was shown or kept."""
     options, last = plan.options, plan.request.hosts.world_size - 1
-    if options.log_ranks != DEFAULT_RANKS or options.log_dir or last < 1:
+    if options.log_ranks != DEFAULT_RANKS or options.log_dir or run_dir or last < 1:
         return ""
     ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
     return f"the stdout of {ranks} was not shown. To show it: --log-ranks all. To keep it: --log-dir DIR"

@@ -15,6 +15,7 @@ it to every rank.
 from __future__ import annotations
 
 import os
+import re
 import select
 import selectors
 import socket
@@ -39,6 +40,8 @@ _CHUNK = 1 << 16  # bytes, the size of a pipe
 _TAIL = 1 << 16  # bytes that are kept of stderr of all ranks, and of what waits for the verdict
 _LATEST = 256  # bytes that are kept of what each rank has written last
 _CTRL_D = b"\x04"
+# Open MPI 5 warns where an ssh that it has started was faster than its own next line.
+_HARMLESS = re.compile(rb"\[[^]\n]*\] plm:ssh: Warning: setpgid\([^\n]*\n")
 OUTPUT_S = 5.0  # that neither continues nor ends
 _BACKGROUND_S = 0.5  # until the next question whose the terminal is
 
@@ -244,9 +247,8 @@ class JobOutput:
             return False
         rank = stream.rank
         if rank < 0:
-            chunk = chunk.replace(
-                b"\0", b""
-            )  # Open MPI ends some messages so, and grep sees no text then
+            # Open MPI ends some messages by a zero byte, and grep sees no text then.
+            chunk = _HARMLESS.sub(b"", chunk.replace(b"\0", b""))
         self.latest[rank] = (self.latest.get(rank, b"") + chunk)[-_LATEST:]
         if stream.number == 2:
             self._tail.append((rank, chunk))

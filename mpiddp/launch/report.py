@@ -47,7 +47,7 @@ def check(path: str | None, on_end: Sequence[str] | None) -> None:
         try:
             part_of(Path(path)).touch()
         except OSError as error:
-            raise cause_of(error)(_unwritten(error)) from None
+            raise cause_of(error)(_unwritten(error, path)) from None
 
 
 class Report:
@@ -150,7 +150,5 @@ def _ending(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _unwritten(error: OSError) -> str:
-    part = Path(os.fsdecode(error.filename))  # see `part_of`
-    path = part.with_name(part.name.removeprefix(".").removesuffix(".part"))
-    return f"--report: cannot write {path}: {error.strerror}."
+def _unwritten(error: OSError, path: str | None = None) -> str:
+    return f"--report: cannot write {path or error.filename}: {error.strerror}."

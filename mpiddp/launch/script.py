@@ -13,7 +13,7 @@ from mpiddp.launch import log
 
 # Options that people write behind the script by mistake. With the first, they expect that nothing starts.
 _STARTS_NOTHING = ("--dry-run", "--help", "-h")
-_MISPLACED = (*_STARTS_NOTHING, "--hostfile", "-H", "-n")
+_MISPLACED = (*_STARTS_NOTHING, "--hostfile", "-H", "-n", "--max-restarts", "--min-hosts")
 _OWN_PARSER = re.compile(
     r"\b(argparse|\w*ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b"
 )

@@ -98,7 +98,9 @@ def find_job(name: str | None) -> Job:
         if detached.name == name:
             where = detached.report().get("launched_on")
             if detached.is_running:
-                raise UserError(f"job {name} runs on {where}. Log in there.")
+                is_here = where == socket.gethostname()
+                state = "starts or ends now." if is_here else f"runs on {where}. Log in there."
+                raise UserError(f"job {name} {state}")
             raise HasEnded(detached.ending)
     if not jobs:
         raise UserError(

@@ -67,5 +67,5 @@ def _find(name: str | None) -> DetachedJob:
                 f"job {attached.title} was started without --detach: its output is where it was started."
             )
     known = f" There are: {listed([job.name for job in jobs])}." if jobs else ""
-    which = f"no job is called {shown(name)}" if name and jobs else "no job was started"
-    raise UserError(f"{which} with mpiddp launch --detach.{known}")
+    called = f" called {shown(name)}" if name is not None and jobs else ""
+    raise UserError(f"no job{called} was started with mpiddp launch --detach.{known}")

@@ -123,6 +123,19 @@ def test_wait_has_the_exit_code_of_the_job(here, env):
     assert here.run("wait", env=env).assert_ok().stdout == f"job {again} has ended with code 0.\n"
 
 
+def test_the_command_of_on_end_still_runs(here, env):
+    """While the command of `--on-end` runs, `stop` and `top` say that the job ends now."""
+    wait = here.script("import os, sys\nwhile not os.path.exists('go'): pass", "wait for go.py")
+    name = detached(here, env, "--on-end", shlex.join([sys.executable, wait]), code=3)
+    assert here.run("stop", name, env=env).assert_ok()
+    eventually(lambda: json.loads(report(here, name).read_text())["exit_code"])
+    for verb in ("stop", "top", "stacks"):
+        done = here.run(verb, name, env=env)
+        assert (done.code, done.stderr) == (2, f"job {name} starts or ends now.\n")
+    go(here)
+    assert here.run("wait", name, env=env).code == 130
+
+
 def test_ctrl_c_ends_the_view_and_not_the_job(here, env):
     """Ctrl-C in `mpiddp logs -f` and `wait` says that the job goes on, and it does."""
     name = detached(here, env)
@@ -173,11 +186,14 @@ def report(here: Here, name: str) -> Path:
     [
         (["--report", "none/r.json"], "--report: cannot write none/r.json: No such file"),
         (["--on-end", "no-such-program now"], "--on-end: no-such-program is not a program."),
+        (["--report", "."], "--report: cannot write .: Is a directory."),
+        (["--report", "pipe"], "--report: cannot write pipe: Invalid argument."),
         (["--on-end", "'"], "--on-end: ': no closing quotation."),
     ],
 )
 def test_a_report_that_cannot_be_written_starts_nothing(here, env, options, text):
     """A report that cannot be written, or a command that is no program, is refused before the start."""
+    os.mkfifo(here.folder / "pipe")  # in the place of /dev/null, which a rename would replace
     for detach in ([], ["--detach"]):
         job = (*here.where(1), here.script("print('ran')"))
         done = here.run("launch", *detach, *options, *job, env=env)
@@ -190,6 +206,7 @@ def test_the_report_of_a_job_that_failed(here):
     script = [program("one_fails.py"), "raise"]
     on_end = here.script("import sys\nopen('ended', 'a').write(sys.argv[1] + '\\n')", "on end.py")
     options = ["--report", "r.json", "--on-end", shlex.join([sys.executable, on_end])]
+    (here.folder / "r.json").symlink_to("latest.json")
     done = here.run("launch", *options, "--max-restarts", "1", *here.where(2), *script)
     facts = json.loads((here.folder / "r.json").read_text())
     assert (done.code, facts["exit_code"], facts["cause"]) == (1, 1, "failed")
@@ -201,6 +218,7 @@ def test_the_report_of_a_job_that_failed(here):
     times += [each[name] for each in facts["attempts"] for name in ("began_at", "ended_at")]
     assert sorted(times) == times
     assert (here.folder / "ended").read_text() == "r.json\n"
+    assert (here.folder / "r.json").is_symlink()
 
 
 def test_the_report_of_a_job_that_was_stopped(here):

@@ -262,6 +262,15 @@ def test_push_that_breaks_off(hosts, file, project):
 def test_push_names_the_host_that_cannot_take_it(hosts, file, project):
     """A host that cannot take a push is named in one line. With --min-hosts, the push goes on without it."""
     there = hosts["node1"].path(project)
+    name = "a folder whose name is as long/as those of paths often are/file"
+    write(project, {name: "0123" * 99999})
+    there.mkdir(parents=True)
+    hosts["node1"].run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", project], check=True)
+    done = hosts.run("hosts", "push", file, project)
+    assert done.code == 1
+    assert f'/{name}": No space left on device' in done.stderr, done.stderr
+    hosts["node1"].run(["umount", project], check=True)
+    there.rmdir()
     write(there.parent, {there.name: "a file"})
     done = hosts.run("hosts", "push", file, project)
     assert done.code == 2

@@ -28,7 +28,7 @@ from tests.support.place import (
     here_and_on_hosts,
     program,
 )
-from tests.support.ranks import clean_env
+from tests.support.ranks import clean_env, find_mpirun
 from tests.support.terminal import in_a_terminal
 
 HOST = socket.gethostname()
@@ -127,9 +127,8 @@ if world.rank == 1:
 @pytest.mark.parametrize("option", [(), ("--log-dir", "named")], ids=["default", "--log-dir"])
 def test_the_files_of_a_run(here, option):
     """The output of a script with checkpoints is kept in logs/ of its run, or in --log-dir."""
-    job = (*here.where(2), "--log-ranks", "none", *option, here.script(IN_A_RUN))
-    done = here.run("launch", *job)
-    assert (done.code, done.stdout) == (1, ""), done.stderr
+    done = here.run("launch", *here.where(2), *option, here.script(IN_A_RUN), env=SHOWN)
+    assert (done.code, done.lines) == (1, [f"[rank 0 {HOST}] early 0"]), done.stderr
     logs = here.folder / "named" if option else here.folder / "run" / "logs"
     for rank in range(2):
         assert (logs / f"rank_{rank:05d}.out").read_text() == f"early {rank}\n"
@@ -352,6 +351,17 @@ def test_what_mpirun_prints(here, mpi):
     assert not BANNER.search(done.stderr), done.stderr
     assert BANNER.search((here.folder / "logs" / "mpirun.log").read_text())
     assert BANNER.search(here.run("launch", "-v", *job, mpi=mpi).stderr)
+
+
+def test_a_warning_of_mpirun_that_means_nothing(here):
+    """Open MPI's warning that its ssh was fast ("setpgid … failed") is not shown."""
+    warning = "[vm:00140] plm:ssh: Warning: setpgid(145,145) failed in parent with errno=13"
+    lines = f"#!/bin/sh\n[ $1 = --version ] || echo '{warning}\nanother' >&2\n"
+    mpirun = here.folder / "mpirun"
+    mpirun.write_text(f'{lines}exec {find_mpirun()} "$@"\n')
+    mpirun.chmod(0o755)
+    done = here.run("launch", "--mpirun", mpirun, *here.where(2), "--", "true").assert_ok()
+    assert done.stderr == "another\n"
 
 
 def test_a_start_that_fails(here):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,11 @@ def test_kind_and_version(tmp_path: Path, answer: str, name: str, daemon: str) -
     mpirun = str(fake_mpirun(tmp_path, answer))
     starter = find_starter("mpirun", mpirun, Path("/venv/bin/python"), os.environ)
     assert (starter.name, starter.daemon) == (name, daemon)
+
+
+def test_a_folder_that_has_been_removed(tmp_path: Path) -> None:
+    """A command in a folder that somebody has removed says so in one line."""
+    line = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m mpiddp launch x.py"
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    said = "mpiddp: this folder has been removed. Change to another.\n"
+    assert (done.returncode, done.stderr) == (2, said)
