@@ -166,8 +166,10 @@ def place(
     if n is not None and n > total and len(hosts.usable) >= max(wanted, past.enough or 0):
         within = f" with --npernode {npernode}" if npernode else ""
         each = listed([f"{host.name}={slots}" for host, slots in room.items()])
+        is_unnamed = not (options.names_hosts or hosts.scheduler or npernode)
+        more = f" To start more: -H localhost:{n}" * is_unnamed
         raise UserError(
-            f"-n {n} is more than the {total} slots of {hosts.source}{within} ({each})."
+            f"-n {n} is more than the {total} slots of {hosts.source}{within} ({each}).{more}"
         )
     left = min(limit for limit in (total, n, past.max_ranks) if limit is not None)
     # A restart may have fewer ranks.

@@ -16,8 +16,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -66,21 +68,37 @@ def main(*, imports_torch: bool) -> None:
     except BaseException as caught:
         session.error = caught
     error = session.error
-    ending = ending_of(error, has_stopped=session.stop.has_stopped)
+    with _handlers_wait() if error else nullcontext():
+        ending = ending_of(error, has_stopped=session.stop.has_stopped)
+        if error and ending.is_failure:
+            session.fail(error)
     if error is None or not ending.is_failure:
         session.tell_agent("left")
         if not session.is_member:  # else a handler of atexit leaves
             session.leave()
-    else:
-        session.fail(error)
-        if ending.traceback:  # else it is a sentence
-            frames = script_frames(error.__traceback__)
-            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
-            sys.excepthook(type(error), error.with_traceback(frames), frames)
+    elif ending.traceback:  # else it is a sentence
+        frames = script_frames(error.__traceback__)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
     if isinstance(error, SystemExit):
         error.__traceback__ = None  # its frames would keep the script's objects, as python does not
         sys.exit(error.code)
     sys.exit(ending.code)
+
+
+@contextmanager
+def _handlers_wait() -> Iterator[None]:
+    """Let the script's handlers of signals wait for those of atexit, where their errors are no cause.
+
+    That of DataLoader raises one when a worker ends, often just after the error that ends the script.
+    """
+    numbers = range(1, signal.NSIG)
+    handlers = {each: found for each in numbers if callable(found := signal.getsignal(each))}
+    for number in handlers:
+        signal.signal(number, lambda number, _: atexit.register(signal.raise_signal, number))
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _begin(script: patches.Script) -> patches.Script:
@@ -153,7 +171,8 @@ def _run(kind: str, name: str) -> None:
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]
         return
     file = os.path.abspath(name)  # noqa: PTH100 - as python does: a link stays a link
-    main_module.__dict__.update(__file__=file, __cached__=None)
+    loader = SourceFileLoader("__main__", file)
+    main_module.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
     content = Path(name).read_bytes()
     if b"\0" in content:  # a zip application, or compiled
         import runpy

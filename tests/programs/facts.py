@@ -28,6 +28,7 @@ if __name__ == "__main__":
         "name": __name__,
         "file": __file__,
         "doc": __doc__,
+        "loader": type(__loader__).__name__,
         "path": sys.path[0],
         "builtins": type(__builtins__).__name__,
         "cwd": str(Path.cwd()),

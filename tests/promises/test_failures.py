@@ -170,6 +170,36 @@ def test_the_error_that_torch_recorded(here):
     assert re.match(r"rank 1 on .* RuntimeError: a bug of rank 1", verdict(done)), done.stderr
 
 
+RAISES_LATE = """
+import signal
+
+class Cause(Exception):
+    ended = False
+    def __str__(self):
+        if not Cause.ended:
+            Cause.ended = True
+            signal.raise_signal(signal.SIGALRM)
+        return "of the script"
+
+def handler(*_):
+    raise RuntimeError("a worker has ended")
+
+signal.signal(signal.SIGALRM, handler)
+raise Cause
+"""
+
+
+def test_a_handler_that_raises(here):
+    """An error that a signal's handler raises after that of the script, as DataLoader's, is not the cause."""
+    done = here.run("launch", *here.where(1), here.script(RAISES_LATE))
+    assert done.code == 1
+    assert "failed first: Cause: of the script." in verdict(done), done.stderr
+    assert re.search(r"^(__main__\.)?Cause: of the script$", done.stderr, re.MULTILINE)
+    assert (
+        "RuntimeError: a worker has ended" in done.stderr
+    )  # at the end, as of any handler of atexit
+
+
 FILLS_A_DISK = """
 import os, sys
 print("Host key verification failed.", file=sys.stderr, flush=True)
@@ -207,6 +237,29 @@ def test_a_missing_main_guard(here, joins, method):
     (cause,) = [line for line in done.said if "has a known cause" in line]
     assert 'Fix: Put the main part under `if __name__ == "__main__":`' in cause
     assert "port" not in cause.partition("known cause")[2]
+
+
+JOINS_IN_A_CHILD = """
+import torch, torch.distributed as dist
+def work(index):
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(int(total))
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work)
+"""
+
+
+def test_a_child_that_joins(here):
+    """A script whose child forms the process group, as by mp.spawn, is told the option that lets it."""
+    script = here.script(JOINS_IN_A_CHILD)
+    failed = here.run("launch", *here.where(2), script)
+    (cause,) = [line for line in failed.said if "has a known cause" in line]
+    option = re.findall(r"-x \S+=True", cause)[0].split()
+    done = here.run("launch", *here.where(2), *option, script).assert_ok()
+    assert done.lines == ["2", "2"]
 
 
 def test_a_kill_for_lack_of_memory(here):
