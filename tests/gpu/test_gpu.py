@@ -149,7 +149,6 @@ def test_a_rank_that_fails_ends_the_job_although_its_group_stands(how):
 @pytest.mark.parametrize("how", [pytest.param("raises", marks=needs_gpu), "dies"])
 def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how):
     with running(mpirun_command(2, RANKS, "fail", how)) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             if "planned failure" in line:
                 break
@@ -175,7 +174,6 @@ def test_who_does_not_come_to_a_collective_is_named(how):
 
 def test_a_straggler_is_named():
     with running([*LAUNCH, "-H", "localhost:2", RANKS, "hang", "is late"]) as process:
-        assert process.stdout is not None
         assert any("rank 1 on" in line and "is a straggler" in line for line in process.stdout)
 
 
@@ -242,7 +240,6 @@ def written(folder: Path, text: str) -> str:
 @needs_gpu
 def test_one_query_tells_all_of_each_gpu():
     found = read_gpus()
-    assert found is not None
     assert len(found) == torch.cuda.device_count()
     for index, gpu in enumerate(found):
         has = torch.cuda.get_device_properties(index)
@@ -262,11 +259,9 @@ def test_a_healthy_gpu_has_no_fault_and_memory_that_is_held_is_named():
     assert wrong_here(os.environ) == []
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"holds\n"
         gpus = read_health(None)
         process.communicate()
-    assert gpus is not None
     assert [*faults("here", gpus, [0])] == []
     (held, *_) = notes("here", gpus, [0])
     assert held.startswith("here: GPU 0 is in use: ")

@@ -2,7 +2,6 @@
 
 Tests mpiddp/explain. tests/data/failures/ has the texts. tests/support/provoke_failures.sh provokes most of
 them again; sources.tsv says where the others come from.
-python -m pytest tests/integration/test_explanations.py
 """
 
 import io

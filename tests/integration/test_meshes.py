@@ -1,7 +1,6 @@
 """The groups of a mesh, the traffic of its links, and `mpiddp mesh`.
 
 Tests mpiddp/meshes/.
-python -m pytest tests/integration/test_meshes.py
 """
 
 import math

@@ -3,7 +3,6 @@
 What an import loads; what the unit tests need; and that the files of examples/kubernetes agree.
 
 Tests setup.py, mpiddp/cli.py, examples/kubernetes.
-python -m pytest tests/integration/test_packaging.py
 """
 
 import email
@@ -176,8 +175,6 @@ def test_the_unit_tests_need_python_and_pytest_alone(tmp_path):
     [packages] = tmp_path.glob("lib/python*/site-packages")
     for name in NEEDED:
         spec = find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
         source = Path(spec.origin)
         source = source.parent if source.name == "__init__.py" else source
         (packages / source.name).symlink_to(source)

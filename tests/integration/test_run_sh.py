@@ -3,7 +3,6 @@
 The only environment that is created uses this interpreter's torch, so it takes seconds.
 
 Tests run.sh.
-python -m pytest tests/integration/test_run_sh.py
 """
 
 import re
@@ -130,7 +129,6 @@ def test_a_second_set_up_waits_for_the_first(tmp_path):
         text=True,
     )
     with process:
-        assert process.stderr is not None
         waits = f"node7 is setting up {root}/.venv; waiting … If no set-up runs there any more: "
         assert process.stderr.readline() == f"run.sh: {waits}rm -r {lock}\n"
         shutil.rmtree(lock)

@@ -1,7 +1,6 @@
 """Viewers of a job: a console as the launcher has it, without ranks, and the verbs in processes of their own.
 
 Tests mpiddp/watch/, mpiddp/launch/{control,status}.py.
-python -m pytest tests/integration/test_viewers.py
 """
 
 import os

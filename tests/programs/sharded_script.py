@@ -8,8 +8,6 @@ the whole tensors, gathered when it was saved. Every rank must find the same in 
 after it resumes.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -59,7 +57,6 @@ def run(verb: str, folder: str, parallel: str) -> None:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             checkpoints.save(number, {**state, "whole": whole(state), "number": number})
     else:
-        assert saved is not None
         saved.load_into(model=model, optimizer=optimizer)
         found = whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         expected = saved.state["whole"]

@@ -6,8 +6,6 @@
 The first job prints the kinds. FOLDER/KIND.pt has the whole tensors that were saved, gathered at the save.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -274,13 +272,11 @@ def resume(kind: str, folder: Path) -> None:
     with mpiddp.Checkpoints(folder / kind, every=None) as checkpoints:
         if kind == "values":
             saved = checkpoints.resume()
-            assert saved is not None
             assert same_bits(saved.state, values(True)), kind
             return
         expected = torch.load(folder / f"{kind}.pt", weights_only=False)
         objects = KINDS[kind](False)
         saved = checkpoints.resume()
-        assert saved is not None
         assert saved.per_rank in ({}, {"position": dist.get_rank()})
         targets = {
             name: each.optimizer if isinstance(each, ByNames) else each

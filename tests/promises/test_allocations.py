@@ -2,8 +2,6 @@
 
 Slurm and Grid Engine are real. PBS, LSF, Flux and Kubeflow's MPIJob cannot run here: their
 variables are those of their documentation (tests/support/allocations.py).
-
-python -m pytest tests/promises/test_allocations.py
 """
 
 import os
@@ -404,7 +402,6 @@ def pods() -> Iterator[Cluster]:
         up["node0"].path("/etc/mpi/hostfile").write_text(hostfile)
         sshd = [worker.popen([ENTRY, "worker"]) for worker, _ in workers]
         for each in sshd:
-            assert each.stderr is not None
             next(line for line in each.stderr if "Server listening" in line)
         yield up
         for each in sshd:
@@ -424,7 +421,6 @@ def test_an_mpijob(pods, mpi):
     names.write_text("".join(line for line in whole.splitlines(True) if WORKERS[1] not in line))
     try:
         with pods["node0"].popen(command, cwd=pods.shared, env=POD) as job:
-            assert job.stderr is not None
             next(line for line in job.stderr if f"waiting for {WORKERS[1]} (up to " in line)
             names.write_text(whole)
             out, err = job.communicate()

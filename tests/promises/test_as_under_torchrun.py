@@ -1,7 +1,4 @@
-"""As under torchrun: a script sees what it sees under python, in everything that a launcher could change.
-
-python -m pytest tests/promises/test_as_under_torchrun.py
-"""
+"""As under torchrun: a script sees what it sees under python, in everything that a launcher could change."""
 
 import json
 import os

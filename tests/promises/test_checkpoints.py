@@ -1,7 +1,4 @@
-"""Checkpoints: what a run saves and resumes, whatever ends it.
-
-python -m pytest tests/promises/test_checkpoints.py
-"""
+"""Checkpoints: what a run saves and resumes, whatever ends it."""
 
 import json
 import random

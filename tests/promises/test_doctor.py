@@ -1,6 +1,6 @@
 """Doctor: `mpiddp doctor` before a job, `explain` after it, and `drill` to rehearse failures.
 
-Holds mpiddp/doctor, mpiddp/explain and mpiddp/drill. python -m pytest tests/promises/test_doctor.py
+Holds mpiddp/doctor, mpiddp/explain and mpiddp/drill.
 """
 
 import json

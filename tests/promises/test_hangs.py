@@ -1,7 +1,4 @@
-"""Hangs: one line says which rank waits where, and other terminals can watch the job.
-
-python -m pytest tests/promises/test_hangs.py
-"""
+"""Hangs: one line says which rank waits where, and other terminals can watch the job."""
 
 import os
 import re

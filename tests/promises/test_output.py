@@ -1,7 +1,4 @@
-"""Output: whole lines, each with its rank in front, and log files for each rank.
-
-python -m pytest tests/promises/test_output.py
-"""
+"""Output: whole lines, each with its rank in front, and log files for each rank."""
 
 import os
 import re
@@ -194,7 +191,6 @@ def test_a_slow_reader(here):
     """A slow reader of the output slows the ranks down, and loses no line."""
     text = "for line in range(300_000): print(line)\nopen('done', 'w').close()"
     with piped(here, "-H", "localhost:1", here.script(text)) as job:
-        assert job.stdout is not None
         assert job.stdout.readline() == b"0\n"
         time.sleep(1.0)
         assert not (here.folder / "done").exists()  # pipes hold 64 KiB each, and this is 2 MB
@@ -210,7 +206,6 @@ def test_many_lines_of_many_ranks(here):
     wait = "while [ ! -e seen ]; do sleep 0.1; done"
     command = ("--", "sh", "-c", f"seq -f $RANK:%.0f {count}; {wait}")
     with piped(here, *here.where(8), *command) as job:
-        assert job.stdout is not None
         lines = [0] * 8
         for line in (job.stdout.readline() for _ in range(8 * count)):
             rank, number = map(int, line.split(b":"))
@@ -221,7 +216,6 @@ def test_many_lines_of_many_ranks(here):
         assert job.stdout.read() == b""
     assert (job.returncode, lines) == (0, [count] * 8)
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert peak is not None
     assert int(peak[1]) < 100_000
 
 
@@ -255,7 +249,6 @@ os.write(1, b"\\n")
 def test_open_lines_and_progress_bars(here):
     """With one rank, an unfinished line appears at once, and progress bars work."""
     with piped(here, "-H", "localhost:1", here.script(PROGRESS)) as job:
-        assert job.stdout is not None
         text = b""
         while not text.endswith(b": "):
             text += os.read(job.stdout.fileno(), 1)
@@ -431,8 +424,6 @@ def test_stdin_is_that_of_rank_0(here, mpi, way):
     job = (*options, *way, program("reads_stdin.py"))
     assert sorted(here.run("launch", *job).assert_ok().lines) == ["rank 0: end", "rank 1: end"]
     with piped(here, *job) as running:
-        assert running.stdin is not None
-        assert running.stdout is not None
         running.stdin.write(b"one\n")
         running.stdin.flush()
         first = sorted(running.stdout.readline() for _ in range(2))

@@ -1,7 +1,4 @@
-"""Restarts: a job restarts by itself, on the hosts that work, and can grow.
-
-python -m pytest tests/promises/test_restarts.py
-"""
+"""Restarts: a job restarts by itself, on the hosts that work, and can grow."""
 
 import itertools
 import json

@@ -1,6 +1,6 @@
 """Any ssh, any network: settings of users, logins that fail, IPv6, sets of names.
 
-Holds mpiddp/hosts/ssh.py and mpiddp/launch/network.py. python -m pytest tests/promises/test_ssh.py
+Holds mpiddp/hosts/ssh.py and mpiddp/launch/network.py.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""Start: one command starts every rank, whichever MPI, network or launcher there is.
-
-python -m pytest tests/promises/test_start.py
-"""
+"""Start: one command starts every rank, whichever MPI, network or launcher there is."""
 
 import hashlib
 import importlib.metadata
@@ -244,7 +241,6 @@ def test_a_name_server_that_does_not_answer(odd_hosts):
     with ExitStack() as stack:
         running = stack.enter_context(node2.popen([sys.executable, server, node2.address]))
         stack.callback(running.end)
-        assert running.stdout is not None
         assert running.stdout.readline() == "ready\n"
         for host in odd_hosts.cluster.hosts:
             for path, text in texts.items():

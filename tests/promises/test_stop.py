@@ -1,7 +1,4 @@
-"""Stops: on request, all ranks save at the same step, and the job prints the command that resumes it.
-
-python -m pytest tests/promises/test_stop.py
-"""
+"""Stops: on request, all ranks save at the same step, and the job prints the command that resumes it."""
 
 import fcntl
 import json
@@ -299,16 +296,16 @@ def have_left(here: Here, name: str) -> bool:
 
 def test_ctrl_c_ends_the_reader_as_well(here):
     """On Ctrl-C, the ranks of `mpiddp launch … | tee log` save, although tee ends too."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tee:
-        assert tee.stdin is not None
-        assert tee.stdout is not None
-        with flooding(here, tee.stdin) as job:
-            tee.stdin.close()
-            while not have_left(here, "ready"):
-                tee.stdout.read(1 << 12)
-            tee.send_signal(signal.SIGINT)
-            job.send_signal(signal.SIGINT)
-            assert job.wait() == 75
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tee,
+        flooding(here, tee.stdin) as job,
+    ):
+        tee.stdin.close()
+        while not have_left(here, "ready"):
+            tee.stdout.read(1 << 12)
+        tee.send_signal(signal.SIGINT)
+        job.send_signal(signal.SIGINT)
+        assert job.wait() == 75
     assert have_left(here, "saved")
 
 

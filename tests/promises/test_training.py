@@ -1,7 +1,4 @@
-"""Training: `mpiddp train` and the examples, on many ranks as on one.
-
-python -m pytest tests/promises/test_training.py
-"""
+"""Training: `mpiddp train` and the examples, on many ranks as on one."""
 
 import json
 import random

@@ -1,6 +1,5 @@
 """Variables: which of them reach the ranks, and the command line that starts the ranks.
 
-python -m pytest tests/promises/test_variables.py
 python -m tests.promises.test_variables     # write tests/data/command_lines.txt, after an intended change
 """
 

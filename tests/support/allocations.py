@@ -1,7 +1,5 @@
 """The variables and files of each scheduler, as its documentation has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

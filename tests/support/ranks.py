@@ -3,8 +3,6 @@
 python -c 'from tests.support.ranks import mpirun; print(mpirun(2, "-c", "print(1)").stdout)'
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -1,7 +1,6 @@
 """A checkpoint folder is complete or absent, is verified when read, and survives failures.
 
 Tests mpiddp/checkpoints/folder.py, mpiddp/files.py.
-python -m pytest tests/integration/checkpoints/test_checkpoint_directory.py
 """
 
 import hashlib

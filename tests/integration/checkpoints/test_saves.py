@@ -1,10 +1,7 @@
 """One save and one resume: what they hold in memory, read, send, remove, and refuse.
 
 Tests mpiddp/checkpoints/save.py, resume.py, run.py, send.py, boxes.py.
-python -m pytest tests/integration/checkpoints/test_saves.py
 """
-
-from __future__ import annotations
 
 import fcntl
 import gc
@@ -181,7 +178,6 @@ def owning(run: RunDir) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "owns\n"
     return process
 

@@ -1,10 +1,7 @@
 """The parts of `mpiddp.spawn` that need no ranks: its options, pickles, refusals and errors.
 
 Tests mpiddp/spawning/, mpiddp/runtime/function.py.
-python -m pytest tests/integration/launch/test_spawning.py
 """
-
-from __future__ import annotations
 
 import functools
 import os

@@ -1,10 +1,7 @@
 """The address of rank 0: given, or computed from Slurm's list. Ranks that find nobody there.
 
 Tests mpiddp/runtime/rendezvous/by_hand.py, mpiddp/runtime/rendezvous/store.py.
-python -m pytest tests/integration/runtime/test_addresses.py
 """
-
-from __future__ import annotations
 
 import os
 import re

@@ -1,10 +1,7 @@
 """The process beside rank 0 that serves the job channel: rank 0's native code and its end do not disturb it.
 
 Tests mpiddp/runtime/rendezvous/channel_process.py.
-python -m pytest tests/integration/runtime/test_channel_process.py
 """
-
-from __future__ import annotations
 
 import os
 import signal
@@ -54,7 +51,6 @@ def job(code: str) -> Iterator[tuple[subprocess.Popen[str], Coordinator]]:
         text=True,
     ) as rank_0:
         try:
-            assert rank_0.stdout is not None
             address = rank_0.stdout.readline().strip()
             yield rank_0, member(Server(address, KEY), 1, 2)
         finally:
@@ -67,7 +63,6 @@ def until_lost(rank_1: Coordinator) -> None:
 
 def server_of(rank_1: Coordinator) -> int:
     """The process at the other end of the connection of rank 1."""
-    assert rank_1.connection is not None
     host, port = rank_1.connection.getsockname()
     table = Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()
     own = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
@@ -88,7 +83,6 @@ def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpret
     """A failure has to end the others at once, however long rank 0 computes."""
     code = f"channel.send('gather', b'0', key='a', timeout_s=60)\n{HOLDS_THE_LOCK}"
     with job(code) as (rank_0, rank_1):
-        assert rank_0.stdout is not None
         assert rank_0.stdout.readline() == "holds\n"
         since = time.monotonic()
         assert rank_1.all_gather_json(1, key="a", timeout_s=60) == [0, 1]
@@ -100,7 +94,6 @@ def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpret
 @pytest.mark.parametrize("holds", ["time.sleep(600)", HOLDS_THE_LOCK])
 def test_the_end_of_rank_0_ends_the_job(holds):
     with job(f"print(flush=True)\n{holds}") as (rank_0, rank_1):
-        assert rank_0.stdout is not None
         rank_0.stdout.readline()
         rank_0.send_signal(signal.SIGKILL)
         until_lost(rank_1)
@@ -114,7 +107,6 @@ def test_a_rank_that_ends_without_leaving_ends_the_others(leaves):
         if leaves:
             rank_1.leave()
         cut(rank_1)
-        assert rank_0.stdout is not None
         assert rank_0.stdout.readline() == ("None\n" if leaves else "1\n")
 
 

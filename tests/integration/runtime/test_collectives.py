@@ -1,10 +1,7 @@
 """What a process tells of the collectives that it has called.
 
 Tests mpiddp/runtime/collectives.py.
-python -m pytest tests/integration/runtime/test_collectives.py
 """
-
-from __future__ import annotations
 
 import os
 import subprocess
@@ -31,7 +28,6 @@ def group():
 def told() -> dict[str, list[tuple[int, str, bool]]]:
     """By group: the number, the kind and the end of each call."""
     facts = calls()
-    assert facts is not None
     assert is_valid("calls", facts)
     assert len(encode("calls", **facts)) < LINE_LIMIT / 2
     assert all(at <= facts["now_us"] for each in facts["groups"] for _, _, at, _ in each["calls"])

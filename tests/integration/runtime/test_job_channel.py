@@ -1,10 +1,7 @@
 """The job channel: what ranks agree on, how long they wait, and what a stranger can do to them.
 
 Tests mpiddp/protocol/channel.py, server.py and mpiddp/runtime/job/coordinator.py.
-python -m pytest tests/integration/runtime/test_job_channel.py
 """
-
-from __future__ import annotations
 
 import socket
 import threading

@@ -3,8 +3,6 @@
 Of mpiddp/runtime/patches.py, tests/promises/test_as_under_torchrun.py has `finalized_mpi`: it needs an MPI.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

@@ -1,7 +1,6 @@
 """A folder in ImageNet's layout: its classes, order, crops and errors.
 
 Tests mpiddp/train/folder.py.
-python -m pytest tests/integration/train/test_image_folder.py
 """
 
 import random

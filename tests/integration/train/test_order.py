@@ -1,7 +1,6 @@
 """Each image is used once per epoch, in an order that does not depend on the ranks or on a resume.
 
 Tests mpiddp/train/order.py.
-python -m pytest tests/integration/train/test_order.py
 """
 
 import itertools

@@ -4,8 +4,6 @@ with cluster.up(2) as c:
     grid_engine.start(c).qsub("#!/bin/sh\\ncat $PE_HOSTFILE\\n", "-pe", "fill", "4")
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A host of a running test cluster: run programs on it, list its processes, cut its network link."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -6,8 +6,6 @@ with cluster.up(2) as c:
     s.sbatch("#!/bin/sh\\nsrun hostname\\n", "-N2")
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 ssh verifies host keys as usual. The known_hosts of every host have the keys of all hosts.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

@@ -1,7 +1,6 @@
 """The hostfile grammar, its errors, and the command `mpiddp hosts`.
 
 Tests mpiddp/hosts/hostfile.py, mpiddp/hosts/main.py.
-python -m pytest tests/unit/hosts/test_hostfile.py
 """
 
 import re

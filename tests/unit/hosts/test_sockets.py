@@ -1,7 +1,6 @@
 """Ports, names, and which addresses answer, on this machine's loopback.
 
 Tests mpiddp/hosts/{sockets,interfaces}.py.
-python -m pytest tests/unit/hosts/test_sockets.py
 """
 
 import socket

@@ -1,10 +1,7 @@
 """The options of `mpiddp launch`: what one becomes, what users of other launchers type, what contradicts.
 
 Tests mpiddp/launch/options.py.
-python -m pytest tests/unit/launch/test_options.py
 """
-
-from __future__ import annotations
 
 import argparse
 from dataclasses import replace
