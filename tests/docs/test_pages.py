@@ -216,9 +216,6 @@ def test_python_of_the_pages_is_python_and_its_names_exist(page):
     assert used - modules - set(mpiddp.__all__) - {"init_process_group"} == set()
 
 
-# ---- versions
-
-
 def test_every_python_that_setup_py_claims_has_passed():
     """With the launcher alone; the oldest and the newest of them with torch, too."""
     minors = re.search(r"for minor in \(([\d, ]+)\)", (ROOT / "setup.py").read_text())

@@ -168,9 +168,6 @@ def test_any_bytes_are_searched(pieces):
     assert explain(text.split("\n")) is not None
 
 
-# ---- the command
-
-
 @pytest.fixture
 def command(capsys):
     """`mpiddp explain LOG`: its exit code, stdout and stderr."""

@@ -142,8 +142,6 @@ def test_a_name_of_the_package_names_the_extra_that_it_lacks(bare):
     assert re.fullmatch(error("have. Run", *values), last), last
 
 
-# --- what an import loads. import-linter holds what the launcher may import ---
-
 HEAVY = ("torch", "mpi4py", "numpy", "PIL", "bokeh")
 EVERY_NAME = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
 
@@ -188,8 +186,6 @@ def test_the_unit_tests_need_python_and_pytest_alone(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
-
-# --- Kubernetes ---
 
 KUBERNETES = ROOT / "examples" / "kubernetes"
 ENTRY = KUBERNETES / "entrypoint.sh"

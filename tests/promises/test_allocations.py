@@ -463,8 +463,6 @@ def test_a_pytorchjob(hosts):
     assert {rank["sum"] for rank in done.records} == {3}
 
 
-# --- launchers of other MPIs, by their variables on ranks of a real mpirun ---
-
 WITHOUT_LOCALS = "env -u MPI_LOCALRANKID -u MPI_LOCALNRANKS"
 OPEN_MPIS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 VARIABLES = {

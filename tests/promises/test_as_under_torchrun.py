@@ -62,8 +62,6 @@ def same(here: Here, folders: dict[str, Path], text: str, **env: str) -> list[di
     return one
 
 
-# --- signals ---
-
 SIGNALLED = """
 import atexit, os, signal, sys, time
 

@@ -241,9 +241,6 @@ def test_a_missing_rank_of_a_raw_mpirun(here):
     eventually(lambda: not here.processes())
 
 
-# --- ps, top, stacks, stop ---
-
-
 def viewed(here: Here) -> dict[str, str]:
     """A folder of its own for the sockets of the viewers."""
     return {"XDG_STATE_HOME": str(here.folder)}

@@ -455,8 +455,6 @@ def test_timestamps(here):
         assert len(times) == (2 if env else 4)
 
 
-# --- a terminal ---
-
 STEPS = """
 import os, time, mpiddp
 step = 0

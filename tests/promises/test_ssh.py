@@ -41,8 +41,6 @@ def sshd_with(host: Host, text: str) -> Iterator[None]:
         yield
 
 
-# --- the user's own settings ---
-
 SETTINGS = {
     "alias": "Host gpu2\n  HostName 10.77.0.2\n",
     "jump": "Host gpu2\n  HostName 10.77.0.2\n  ProxyJump node2\n",

@@ -155,9 +155,6 @@ def test_shards_are_read_as_they_are_used(tmp_path):
         assert torch.equal(target["w"], torch.arange(2_000_000.0))
 
 
-# The lock of the folder
-
-
 OWNS = """
 import sys
 from pathlib import Path
@@ -213,9 +210,6 @@ def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch
     held = RunLock(run)
     assert run.owner.stat().st_ino == os.fstat(held._file.fileno()).st_ino
     held.release()
-
-
-# The schedule
 
 
 def schedule(every: str) -> SaveSchedule:

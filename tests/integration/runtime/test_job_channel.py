@@ -367,6 +367,3 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch
             if job.messages:
                 break
         assert job.receives("lost").rank == 0
-
-
-# --- the lines ---

@@ -39,8 +39,6 @@ def test_python_still_forgets_the_exit_code_of_a_script():
     assert run(f"import sys; {hooks}; sys.exit(3)") == ""
 
 
-# --- patches ---
-
 THREADS = """
 import atexit, pathlib, torch, torch.distributed as dist
 names = lambda: [each.read_text().strip() for each in pathlib.Path("/proc/self/task").glob("*/comm")]

@@ -122,9 +122,6 @@ def test_workers_ignore_sigterm(folder, tmp_path_factory):
     assert (done.stdout.split(), done.stderr) == (["received", "12"], "")
 
 
-# Errors
-
-
 # Pillow would start Ghostscript for EPS, whatever the file's name.
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
 

@@ -89,9 +89,6 @@ def test_an_allocation_that_cannot_be_read_is_refused(env, words):
     assert words in refusal(lambda: find_allocation({"PATH": "/nowhere"} | env))
 
 
-# Several allocations
-
-
 @pytest.mark.parametrize("stale", [PBS | {"PBS_NODEFILE": "others"}, {"PBS_JOBID": "12"}])
 def test_the_first_of_two_allocations_counts(in_folder, stale):
     (in_folder / "others").write_text("x1\nx1\nx2\nx2\n")

@@ -40,9 +40,6 @@ def parse(text):
     return parse_hostfile(text.encode(), "hosts.txt")
 
 
-# --- valid hostfiles ---
-
-
 @pytest.mark.parametrize(
     ("line", "host"),
     [
@@ -83,9 +80,6 @@ def test_parse_a_host_list():
     assert hosts.hosts[1].ssh_target == "joe@h2"
 
 
-# --- errors ---
-
-
 @pytest.mark.parametrize(
     ("text", "id", "values"),
     [
@@ -117,9 +111,6 @@ def test_windows_line_ends_and_a_byte_order_mark_do_no_harm(data):
     assert parse_hostfile(data, "hosts.txt").hosts == (Host("node1", 2),)
 
 
-# --- writing ---
-
-
 def test_render_each_format():
     hosts = parse("joe@node1 slots=2 max_slots=4\nnode2 slots=0\nnode3 slots=1\n")
     assert render(hosts, "openmpi") == (
@@ -144,9 +135,6 @@ def test_gpus_of_a_host():
         "-# for mpiddp launch: node1 gpus=0,2,3",
         "+# for mpiddp launch: node1 gpus=0,1,2",
     ]
-
-
-# --- mpiddp hosts ---
 
 
 def test_mpiddp_hosts_imports_only_the_standard_library():

@@ -72,6 +72,3 @@ def test_what_a_stranger_has_written_is_not_unpickled():
         channel.server = own
         assert received_call(channel)  # and so the launcher has read what was sent before
         assert exchange.results == {}
-
-
-# --- what the caller gets ---

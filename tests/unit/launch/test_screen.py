@@ -28,9 +28,6 @@ def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking():
         os.close(file)
 
 
-# --- a terminal ---
-
-
 def read_until(reader: int, end: bytes) -> bytes:
     text = b""
     while not text.endswith(end):

@@ -16,9 +16,6 @@ HOSTS = ("a", "b", "b")
 RESET = "RuntimeError: [gloo] Connection closed by peer"
 
 
-# --- what ranks report ---
-
-
 def event(rank: int, kind: str, at: float = 1.0, **facts: Any) -> Event:
     return Event(kind, rank, facts, at)
 
@@ -52,9 +49,6 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
         record.add(event(rank, "tail", lines=lines))
     record.note("mpirun", **MpirunEnd("mpirun", 1, proves_signals=True)._asdict())
     return verdict(record)
-
-
-# --- the first failure, and the host ---
 
 
 @pytest.mark.parametrize(
@@ -113,8 +107,6 @@ def test_a_host_is_at_fault_where_its_rank_was_lost_first(events, host):
 def test_the_line_of_an_error(error, line):
     assert f" failed first: {line}. The other ranks" in judged(failed(1, error)).sentence
 
-
-# --- known causes ---
 
 OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 NO_DAEMON = b"ORTE was unable to reliably start one or more daemons.\n"

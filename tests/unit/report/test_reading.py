@@ -96,9 +96,6 @@ def test_what_is_no_run_is_named(tmp_path):
         read_run(tmp_path)
 
 
-# --- curves ---
-
-
 def curve(values: list[float]) -> Curve:
     found = Curve()
     for step, value in enumerate(values):
