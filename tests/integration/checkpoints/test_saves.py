@@ -19,14 +19,13 @@ import torch.distributed.checkpoint  # noqa: F401 - torch does not import it by 
 
 import mpiddp
 from mpiddp.checkpoints.boxes import Boxes
-from mpiddp.checkpoints.run import RunDir, RunLock, is_locked
+from mpiddp.checkpoints.run import RunDir, RunLock
 from mpiddp.checkpoints.save import SaveSchedule
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
 from mpiddp.world import World
-from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.place import Here
 from tests.support.ranks import clean_env, script
@@ -93,31 +92,6 @@ def test_ranks_that_save_different_steps_are_refused(tmp_path):
     assert (tmp_path / "run/checkpoints/step_00000030").exists()
 
 
-SENT = """
-import sys, torch.distributed as dist, mpiddp
-from hashlib import sha256
-from pathlib import Path
-from mpiddp.checkpoints.folder import Entry
-from mpiddp.checkpoints.send import Transfer, send_files
-folder = Path(sys.argv[1])
-content = bytes(range(256)) * 40_000
-with mpiddp.process_group() as world:
-    if world.rank == 0:
-        (folder / "a.pt").write_bytes(content)
-    (folder / f"at{world.rank}").mkdir()
-    transfer = Transfer(0, folder / "a.pt", Entry(len(content), sha256(content).hexdigest()), (0, 2))
-    # Rank 1 keeps nothing, so it needs no group.
-    group = None if world.rank == 1 else dist.group.WORLD
-    send_files([transfer], world.rank, group, folder / f"at{world.rank}")
-    assert world.rank == 1 or (folder / f"at{world.rank}/a.pt").read_bytes() == content
-"""
-
-
-def test_a_file_travels_to_the_ranks_that_keep_it_alone(tmp_path):
-    Here(tmp_path).fork(script(tmp_path, SENT), tmp_path, ranks=3).assert_ok()
-    assert [(tmp_path / f"at{rank}/a.pt").exists() for rank in range(3)] == [True, False, True]
-
-
 SHARDED = """
 import sys, torch, mpiddp
 from torch.distributed.device_mesh import init_device_mesh
@@ -177,21 +151,6 @@ def owning(run: RunDir) -> subprocess.Popen[str]:
     )
     assert process.stdout.readline() == "owns\n"
     return process
-
-
-def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_path):
-    run = RunDir(tmp_path / "run")
-    saved(run.path, 1)
-    assert not is_locked(run.owner)
-    owner = owning(run)
-    assert is_locked(run.owner)
-    with pytest.raises(UserError, match=error("writes there", f"process {owner.pid} on ")):
-        mpiddp.Checkpoints(run.path).resume()
-    owner.kill()  # the kernel frees the lock at once
-    owner.wait()
-    with mpiddp.Checkpoints(run.path) as checkpoints:
-        assert checkpoints.resume() is not None
-    assert not run.owner.exists()
 
 
 def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch):

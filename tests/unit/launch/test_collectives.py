@@ -99,32 +99,12 @@ def test_a_wait_for_the_same_place_is_about_the_same_until_it_is_five_times_as_l
     assert about[0] == about[1] == about[2] != about[3]
 
 
-def test_with_a_time_limit_one_look_is_enough_and_the_stack_follows():
-    job = Job(2, timeout_s=20.0)
-    job.tells(12.0, ENTERED, LEFT)
-    assert next_look_at(job.record) == 30.0
-    (sentence,) = job.looks(30.0, [WAITS, LOADS], ENTERED, LEFT)
-    assert "for which rank 0 has waited 20 s; it is in load" in sentence
-    assert sentence.endswith(f"\nThe Python stack of rank 1:\n{LOADS.rstrip()}")
-
-
 def test_a_rank_that_has_finished_never_comes():
     job = Job(2)
     for at in (70.0, 80.0):
         job.record.add(Event("done", 1, at=20.0))
         said = job.looks(at, [WAITS], ENTERED, LEFT)
     assert said[0].endswith("for which rank 0 has waited 70 s; it has finished.")
-
-
-def test_collectives_that_differ_are_both_named():
-    """Of gloo, a broadcast may end at once on the rank that sends."""
-    job, differs = Job(3), [(31, "broadcast (float32, 1)", 10.0, True), (32, REDUCE, 10.1, False)]
-    for at in (70.0, 80.0):
-        (*_, sentence) = job.looks(at, [WAITS] * 3, ENTERED, differs, ENTERED) or [""]
-    assert sentence.startswith(
-        "the ranks have called different collectives: all_reduce no. 31 (float32, 1,048,576) of rank 0 on a, "
-        "rank 2 on c, broadcast no. 31 (float32, 1) of rank 1 on b; rank 0 on a, rank 1 on b, "
-    )
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past, place
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters import find_starter
+from tests.support.machine import an_mpirun
 from tests.unit.launch.test_starters import MPIS
 
 
@@ -93,14 +94,6 @@ def test_the_network_by_the_routes_to_the_other_hosts(monkeypatch, routes, their
     assert (name, found.networks, found.control_address) == expected
 
 
-def fake_mpirun(folder: Path, answer: str) -> Path:
-    """A program that prints `answer` for --version."""
-    program = folder / "mpirun"
-    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    program.chmod(0o755)
-    return program
-
-
 @pytest.mark.parametrize(
     ("answer", "name", "daemon"),
     [
@@ -117,6 +110,7 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
     ],
 )
 def test_kind_and_version(tmp_path, answer, name, daemon):
-    mpirun = str(fake_mpirun(tmp_path, answer))
-    starter = find_starter("mpirun", mpirun, Path("/venv/bin/python"), os.environ)
+    starter = find_starter(
+        "mpirun", an_mpirun(tmp_path, answer), Path("/venv/bin/python"), os.environ
+    )
     assert (starter.name, starter.daemon) == (name, daemon)

@@ -187,19 +187,3 @@ def test_a_value_that_is_not_a_number_is_refused(launcher, value):
         assert re.fullmatch(sentence, refusal(wrong))
         rank, local_rank = likely_ranks(row)
         assert likely_ranks(wrong) in ((0, 0), (rank, 0), (rank, local_rank))
-
-
-@pytest.mark.parametrize(
-    ("change", "value", "other"),
-    [
-        ({"RANK": "8"}, "RANK=8", "WORLD_SIZE=8"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK=0", "WORLD_SIZE=0"),
-        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"),
-        ({"LOCAL_RANK": "8"}, "LOCAL_RANK=8", "WORLD_SIZE=8"),
-        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9", "WORLD_SIZE=8"),
-    ],
-)
-def test_values_that_contradict_each_other_are_refused(change, value, other):
-    refused = refusal(TORCHRUN | change)
-    for found in (value, other):
-        assert re.fullmatch(error("from one launcher", found, "Unset"), refused)
