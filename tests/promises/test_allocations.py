@@ -16,17 +16,16 @@ import pytest
 import yaml
 
 from tests.support import cluster as test_cluster
-from tests.support.allocations import DRY_RUNS, PBS, enter_folder, expected_dry_runs
+from tests.support.allocations import PBS
 from tests.support.cluster import USER, Cluster, Layout, grid_engine, needs
 from tests.support.cluster.grid_engine import GridEngine
 from tests.support.cluster.slurm import Slurm
 from tests.support.cluster.ssh import stop_sshd
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
-from tests.support.place import Done, Here, Hosts, eventually, every_mpi, program
-from tests.support.ranks import ROOT
+from tests.support.place import Done, Hosts, eventually, every_mpi, program
+from tests.support.ranks import LAUNCH, ROOT
 
-LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 RUN = (sys.executable, "-m", "mpiddp", "run")
 ENV = {"OMP_NUM_THREADS": "1"}
 NO_SSH = "#!/bin/sh\necho 'ssh is not allowed here' >&2; exit 1\n"
@@ -497,37 +496,6 @@ def test_local_ranks_that_nobody_sets(here, kind):
 
 # --- documented variables ---
 
-OF_HOSTS = (
-    *("-n ", "-H ", "-hosts ", "-machinefile ", "-launcher ", "-bootstrap ", "--prtemca "),
-    *("--mca prte_keep_fqdn", "--mca plm_rsh_agent", "--ntasks", "--distribution", "--mpi="),
-)
-
-
-@pytest.fixture
-def in_folder(here: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """A folder with the files that the variables name, and stand-ins of the schedulers' programs."""
-    enter_folder(here.folder, monkeypatch)
-    (here.folder / "train.py").touch()
-    return here
-
-
-@pytest.mark.parametrize("name", DRY_RUNS)
-def test_the_hosts_of_each_scheduler(in_folder, name):
-    """The command for each scheduler has its hosts and slots, and starts the ranks by its program."""
-    mpi, variables = DRY_RUNS[name]
-    folder = in_folder.folder
-    files = {
-        key: str(folder / text) for key, text in variables.items() if (folder / text).is_file()
-    }
-    named = None if mpi == "openmpi5" else mpi
-    done = in_folder.run("launch", "--dry-run", "train.py", env=variables | files, mpi=named)
-    command, _, explained = done.assert_ok().stdout.partition("\n\n")
-    words = [Path(word).name for word in command.split() if word.endswith(("/mpirun", "/srun"))]
-    flags = [line.strip() for line in explained.splitlines() if line.startswith("  -")]
-    shown = [*dict.fromkeys(words), *(flag for flag in flags if flag.startswith(OF_HOSTS))]
-    assert " ".join(shown) == expected_dry_runs()[name]
-    assert any(line.startswith("no hosts given: using ") for line in done.said)
-
 
 @pytest.mark.parametrize(
     ("variables", "words"),
@@ -548,9 +516,10 @@ def test_never_silently_alone(here, variables, words):
     assert done.records == []
 
 
-def test_a_pbs_job_that_has_no_ssh(in_folder):
+def test_a_pbs_job_that_has_no_ssh(here):
     """In a PBS job without any ssh, the error has the command that installs it, and the way without."""
-    variables = PBS | {"PBS_NODEFILE": str(in_folder.folder / "node_file"), "PATH": "/nowhere"}
-    line = one_line(in_folder.run("launch", "train.py", env=variables), "ssh")
+    (here.folder / "nodes").write_text("n1.cluster\nn2.cluster\n")
+    variables = PBS | {"PBS_NODEFILE": str(here.folder / "nodes"), "PATH": "/nowhere"}
+    line = one_line(here.run("launch", here.script(""), env=variables), "ssh")
     values = ("apt-get install openssh-client", "PBS", "mpirun python -m mpiddp run …")
     assert re.fullmatch(error("not installed", *values), line)

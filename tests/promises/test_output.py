@@ -25,13 +25,12 @@ from tests.support.place import (
     here_and_on_hosts,
     program,
 )
-from tests.support.ranks import clean_env
+from tests.support.ranks import LAUNCH, clean_env
 from tests.support.terminal import in_a_terminal
 
 HOST = socket.gethostname()
 # The defaults. Most tests of other chapters read what every rank prints, without prefixes.
 SHOWN = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}
-LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 TRAIN = "-m mpiddp train --use-syn --backend gloo --arch resnet20 --batch-size 4 --epochs 1"
 
 
@@ -328,18 +327,13 @@ def test_no_rank_forges_a_line(here):
     assert not any("\x1b" in line or "\u202e" in line for line in own)
 
 
-KILLED = """
-import os, time
-if os.environ["RANK"] == "1": os.kill(os.getpid(), 9)
-time.sleep(600)
-"""
 BANNER = re.compile(r"processes exited|Primary job|exited on|^[-=]{60}", re.MULTILINE)
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_what_mpirun_prints(here, mpi):
     """mpirun's banner about a failed rank is kept in mpirun.log of --log-dir, and shown with -v only."""
-    job = (*here.where(2), here.script(KILLED))
+    job = (*here.where(2), program("alone.py"), "kill")
     done = here.run("launch", "--log-dir", "logs", *job, mpi=mpi)
     assert "was killed by SIGKILL. The other ranks were stopped." in done.said[-1]
     assert not BANNER.search(done.stderr), done.stderr

@@ -67,12 +67,17 @@ class EndsSlowly:
     def __del__(self, sleep=time.sleep):
         sleep(600)
 kept = EndsSlowly()
+def handle():
+    open("ending", "w").close()
+    time.sleep(0.3)  # rank 1 ends meanwhile
+    print("a handler of atexit")
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if os.environ["RANK"] == "0":
-        atexit.register(print, "a handler of atexit")
+        atexit.register(handle)
         print("not flushed")
         raise ValueError("this is what failed")
-    time.sleep(2)
+    while not os.path.exists("ending"):
+        time.sleep(0.01)
     os._exit(3)
 os._exit(0)
 """

@@ -10,19 +10,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import pytest
 
 from mpiddp.checkpoints import folder as directory
-from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, Host, faults, ssh
 from tests.support.cluster.host import configure
 from tests.support.place import program
 
 CONFIG, BASHRC, KEY = "/root/.ssh/config", "/root/.bashrc", "/root/.ssh/id_ed25519"
 SIX = "fd77::{}"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with test_cluster.up_or_skip(3) as up:
-        yield up
 
 
 def file_with(host: Host, path: str, text: str) -> AbstractContextManager[None]:

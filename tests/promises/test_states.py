@@ -52,7 +52,7 @@ def test_every_kind_of_state(here, ranks):
     here.fork(program("states.py"), "save", here.folder, ranks=ranks).assert_ok()
     for later in (1, 2, 4):
         # A stage takes its tensors out of a pipeline's state, and one that had all layers is none.
-        kinds = ["values", "schedules", "scaler", "lbfgs", "fsdp", "ema", "averaged_model"]
+        kinds = ["values", "schedules", "scaler", "lbfgs", "plain", "fsdp", "ema", "averaged_model"]
         kinds += ["tensor_parallel", "nested"]
         kinds += ["pipeline"] if ranks > 1 or later == 1 else []
         done = here.fork(

@@ -15,6 +15,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -66,12 +67,19 @@ def test_every_signal(here, number):
     assert len(set(saved_steps(done.stdout))) == 1
 
 
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a process has not taken a signal yet."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    (pending,) = re.findall(r"^ShdPnd:\s+(\w+)$", status, re.MULTILINE)
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_one_request_by_two_signals(here, number):
     """A request that arrives as two signals, as from timeout(1) or a closed terminal, counts once."""
     job = stopping(here)
     job.signal(number)
-    time.sleep(0.2)  # what a busy machine puts between the two
+    eventually(lambda: not is_pending(job.pid, number), poll_s=0)  # or the two would be one
     job.signal(number)
     done = job.wait()
     assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mpiddp.protocol.channel import LINE_LIMIT, encode, is_valid
 from mpiddp.runtime.collectives import calls
-from tests.support.place import eventually
+from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import ROOT
 
 
@@ -122,7 +122,7 @@ def test_what_a_group_has_called_is_not_told_of_another_time(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    first, second = (rank.communicate(timeout=120)[0].splitlines() for rank in ranks)
+    first, second = (rank.communicate(timeout=PATIENCE_S)[0].splitlines() for rank in ranks)
     assert first == [
         "{'0:gloo': [(4, False)]}",  # rank 1 has not come
         "{'0:gloo': [(4, True)]}",
