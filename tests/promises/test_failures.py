@@ -459,11 +459,14 @@ def test_a_killed_launcher_leaves_nothing(here):
         assert not [*Path(sessions).iterdir()]
 
 
+WAITS = "import time\nprint('ready\\n', end='', flush=True)\ntime.sleep(6000)\n"
+
+
 @pytest.mark.parametrize("mpi", PROGRAMS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_mpirun(here, mpi, number):
     """An mpirun that somebody else ends by SIGINT or SIGHUP is named with the signal, and no rank is."""
-    job = here.start("launch", *here.where(2), program("alone.py"), "never", mpi=mpi)
+    job = here.start("launch", *here.where(2), here.script(WAITS), mpi=mpi)
     job.until("ready", times=2)
     _, name = PROGRAMS[mpi]["mpirun"]
     found = [each for each in here.processes() if is_program(each.command, name)]
