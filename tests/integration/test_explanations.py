@@ -56,6 +56,7 @@ LOGS = {
     "healthy_retry": ("", 0),
     "healthy_tip": ("", 0),
     "healthy_warning": ("", 0),
+    "healthy_words": ("", 0),
 }
 
 

@@ -497,22 +497,12 @@ def test_local_ranks_that_nobody_sets(here, kind):
 # --- documented variables ---
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"PBS_JOBID": "12"}, "PBS_NODEFILE "),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "4 ranks (env://)"),
-        ({"SLURM_JOB_ID": "1", "LSB_MCPU_HOSTS": "n1 1"}, "SLURM_JOB_NODELIST "),
-        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-7@1"}, "PMIX_RANK=1 "),
-        ({"PET_NNODES": "2"}, "PET_NNODES"),
-        ({"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_ID": "1"}, "AWS_BATCH"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_never_silently_alone(here, variables, words):
+@pytest.mark.parametrize("name", ["PBS_JOBID", "PET_NNODES"])
+def test_never_silently_alone(here, name):
     """A job never starts on one host in silence. If a scheduler does not list its hosts, launch refuses."""
-    done = here.run("launch", program("identity.py"), env=variables)
-    assert words in one_line(done, words)
+    # tests/refusals has the sentence of each scheduler.
+    done = here.run("launch", program("identity.py"), env={name: "2"})
+    assert f"{name}=2" in one_line(done, name)
     assert done.records == []
 
 
