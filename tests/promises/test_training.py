@@ -134,9 +134,6 @@ def first_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dic
     return found
 
 
-Firsts = dict[str, tuple[dict[str, Any], Path]]
-
-
 def test_gradients_of_any_split(first_steps):
     """The gradient of a batch equals that of one process, however the batch is split, evenly or not."""
     expected = first_steps["1"][0]["gradients"]

@@ -38,13 +38,6 @@ def run_of_this_test() -> Iterator[None]:
     current().run = None
 
 
-def saved(folder: Path, *steps: int) -> None:
-    with mpiddp.Checkpoints(folder, keep=9) as checkpoints:
-        checkpoints.resume()
-        for step in steps:
-            checkpoints.save(step, {"weight": torch.full((4,), float(step))})
-
-
 def num_large_tensors() -> int:
     alive = [each for each in gc.get_objects() if type(each) is torch.Tensor]
     return sum(each.numel() >= 1000 for each in alive)

@@ -16,7 +16,7 @@ from mpiddp.protocol.channel import OUTPUT_PROCESS
 from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi, tool
 
 FIRST, SECOND = GPU_ROW["uuid"], SECOND_GPU["uuid"]
-ECC, REASONS = "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.active"
+ECC = "ecc.errors.uncorrected.volatile.total"
 LOST = """echo 'Unable to determine the device handle for {}: Unknown Error' >&2; exit 255"""
 # As NVIDIA's driver and util-linux' dmesg write it, some seconds ago.
 DMESG = """up=$(cut -d. -f1 /proc/uptime)

@@ -16,7 +16,7 @@ from mpiddp.hosts.transport import QRSH, SSH
 from mpiddp.launch.preflight import HostInfo, Needs, _complaint
 from tests.support.errors import error
 
-A, B = Host("a"), Host("b")
+A = Host("a")
 NEEDS = Needs("/venv/bin/python", "/mpi/bin/mpirun", "/mpi/bin/prted", "/work", "/bin")
 ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")
 FINE = HostInfo(A, True, True, True, "mpirun 5.0", "2.6", "4.1", (), (ETH0,))
