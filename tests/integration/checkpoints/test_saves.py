@@ -85,6 +85,31 @@ def test_ranks_that_save_different_steps_are_refused(tmp_path):
     assert (tmp_path / "run/checkpoints/step_00000030").exists()
 
 
+SENT = """
+import sys, torch.distributed as dist, mpiddp
+from hashlib import sha256
+from pathlib import Path
+from mpiddp.checkpoints.folder import Entry
+from mpiddp.checkpoints.send import Transfer, send_files
+folder = Path(sys.argv[1])
+content = bytes(range(256)) * 40_000
+with mpiddp.process_group() as world:
+    if world.rank == 0:
+        (folder / "a.pt").write_bytes(content)
+    (folder / f"at{world.rank}").mkdir()
+    transfer = Transfer(0, folder / "a.pt", Entry(len(content), sha256(content).hexdigest()), (0, 2))
+    # Rank 1 keeps nothing, so it needs no group.
+    group = None if world.rank == 1 else dist.group.WORLD
+    send_files([transfer], world.rank, group, folder / f"at{world.rank}")
+    assert world.rank == 1 or (folder / f"at{world.rank}/a.pt").read_bytes() == content
+"""
+
+
+def test_a_file_travels_to_the_ranks_that_keep_it_alone(tmp_path):
+    Here(tmp_path).fork(script(tmp_path, SENT), tmp_path, ranks=3).assert_ok()
+    assert [(tmp_path / f"at{rank}/a.pt").exists() for rank in range(3)] == [True, False, True]
+
+
 SHARDED = """
 import sys, torch, mpiddp
 from torch.distributed.device_mesh import init_device_mesh
