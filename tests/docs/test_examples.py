@@ -1,7 +1,4 @@
-"""The pages of the examples show the examples' own lines.
-
-python -m pytest tests/docs/test_examples.py
-"""
+"""The pages of the examples show the examples' own lines."""
 
 import difflib
 from itertools import pairwise

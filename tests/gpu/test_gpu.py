@@ -30,7 +30,7 @@ from mpiddp.train.data import DeviceImages, prefetched
 from mpiddp.train.folder import ImageFolder
 from tests.support.patience import PATIENCE_S
 from tests.support.place import Here
-from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command
+from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command, script
 from tests.support.tiny_data import image_folder
 from tests.support.training import configured, contents, records, unequal
 
@@ -149,7 +149,6 @@ def test_a_rank_that_fails_ends_the_job_although_its_group_stands(how):
 @pytest.mark.parametrize("how", [pytest.param("raises", marks=needs_gpu), "dies"])
 def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how):
     with running(mpirun_command(2, RANKS, "fail", how)) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             if "planned failure" in line:
                 break
@@ -175,7 +174,6 @@ def test_who_does_not_come_to_a_collective_is_named(how):
 
 def test_a_straggler_is_named():
     with running([*LAUNCH, "-H", "localhost:2", RANKS, "hang", "is late"]) as process:
-        assert process.stdout is not None
         assert any("rank 1 on" in line and "is a straggler" in line for line in process.stdout)
 
 
@@ -234,15 +232,9 @@ held = [torch.empty(1 << 32, device="cuda") for _ in range(1000)]
 """
 
 
-def written(folder: Path, text: str) -> str:
-    (folder / "script.py").write_text(text)
-    return str(folder / "script.py")
-
-
 @needs_gpu
 def test_one_query_tells_all_of_each_gpu():
     found = read_gpus()
-    assert found is not None
     assert len(found) == torch.cuda.device_count()
     for index, gpu in enumerate(found):
         has = torch.cuda.get_device_properties(index)
@@ -262,11 +254,9 @@ def test_a_healthy_gpu_has_no_fault_and_memory_that_is_held_is_named():
     assert wrong_here(os.environ) == []
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=pipe, stdout=pipe) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"holds\n"
         gpus = read_health(None)
         process.communicate()
-    assert gpus is not None
     assert [*faults("here", gpus, [0])] == []
     (held, *_) = notes("here", gpus, [0])
     assert held.startswith("here: GPU 0 is in use: ")
@@ -277,7 +267,7 @@ def test_a_healthy_gpu_has_no_fault_and_memory_that_is_held_is_named():
 @needs_gpu
 def test_the_report_has_what_the_gpu_did(tmp_path):
     report = tmp_path / "report.json"
-    run([*LAUNCH, "-H", "localhost:1", f"--report={report}", written(tmp_path, WORKS)])
+    run([*LAUNCH, "-H", "localhost:1", f"--report={report}", script(tmp_path, WORKS)])
     (attempt,) = json.loads(report.read_text())["attempts"]
     (gpu,) = attempt["gpus"]
     assert gpu["use"] > 50
@@ -287,7 +277,7 @@ def test_the_report_has_what_the_gpu_did(tmp_path):
 
 @needs_gpu
 def test_a_gpu_whose_memory_is_full_is_told_in_a_short_line(tmp_path):
-    output = run([*LAUNCH, "-H", "localhost:1", written(tmp_path, FILLS)], 1)
+    output = run([*LAUNCH, "-H", "localhost:1", script(tmp_path, FILLS)], 1)
     (line,) = (each for each in output.splitlines() if "failed first" in each)
     assert re.search(r"Tried to allocate [\d.]+ GiB: GPU 0 has .* free; this process holds ", line)
     assert len(line) < 400

@@ -1,7 +1,6 @@
 """The parts of mpiddp bench that need no ranks: its tables, turns and limits, and the scripts of benchmarks/.
 
 Tests mpiddp/bench/.
-python -m pytest tests/integration/test_bench_parts.py
 """
 
 import re

@@ -2,7 +2,6 @@
 
 Tests mpiddp/explain. tests/data/failures/ has the texts. tests/support/provoke_failures.sh provokes most of
 them again; sources.tsv says where the others come from.
-python -m pytest tests/integration/test_explanations.py
 """
 
 import io
@@ -57,6 +56,7 @@ LOGS = {
     "healthy_retry": ("", 0),
     "healthy_tip": ("", 0),
     "healthy_warning": ("", 0),
+    "healthy_words": ("", 0),
 }
 
 
@@ -167,9 +167,6 @@ def test_any_bytes_are_searched(pieces):
     assert [each.number for each in found if each.failure.id == "ssh-host-key-unknown"] == [3]
     text = log.decode("utf-8", "surrogateescape")
     assert explain(text.split("\n")) is not None
-
-
-# ---- the command
 
 
 @pytest.fixture

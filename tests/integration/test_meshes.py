@@ -1,7 +1,6 @@
 """The groups of a mesh, the traffic of its links, and `mpiddp mesh`.
 
 Tests mpiddp/meshes/.
-python -m pytest tests/integration/test_meshes.py
 """
 
 import math
@@ -19,9 +18,6 @@ from mpiddp.meshes.traffic import Training, traffic
 from tests.support.errors import error, refusal
 
 FIXED = settings(max_examples=300, deadline=None, derandomize=True, database=None)
-
-
-# --- the layout ---
 
 
 def block(counts: list[int]) -> list[str]:
@@ -76,9 +72,6 @@ def test_ranks_that_are_not_numbered_host_by_host(letters):
     Layout({"dp": len(letters), "tp": 1}, tuple(letters)).require_tp_inside_hosts()
 
 
-# --- sizes ---
-
-
 HOSTS = block([8] * 64)
 
 
@@ -104,9 +97,6 @@ def test_bad_sizes_of_a_script():
         said = refusal(lambda size=size: check_sizes({"tp": size}))  # type: ignore[misc]
         assert said.startswith(f"tp={size!r}: expected a whole number, 1 or more, or -1")
     assert 'Did you mean "dp_shard"?' in refusal(lambda: check_sizes({"dp_shards": 2}))
-
-
-# --- traffic ---
 
 
 def of(layout: Layout, training: Training) -> dict[str, tuple[float, float]]:

@@ -3,7 +3,6 @@
 Strangers are people with their hostfiles, schedulers, processes that connect to a port, and damaged disks.
 What only mpiddp itself writes is not tried.
 
-python -m pytest tests/integration/test_parsers.py
 python -m pytest tests/integration/test_parsers.py --hypothesis-profile=long     # for some minutes
 """
 

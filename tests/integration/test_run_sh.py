@@ -3,7 +3,6 @@
 The only environment that is created uses this interpreter's torch, so it takes seconds.
 
 Tests run.sh.
-python -m pytest tests/integration/test_run_sh.py
 """
 
 import re
@@ -130,7 +129,6 @@ def test_a_second_set_up_waits_for_the_first(tmp_path):
         text=True,
     )
     with process:
-        assert process.stderr is not None
         waits = f"node7 is setting up {root}/.venv; waiting … If no set-up runs there any more: "
         assert process.stderr.readline() == f"run.sh: {waits}rm -r {lock}\n"
         shutil.rmtree(lock)
@@ -184,15 +182,6 @@ def failed(tree: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.slow
-def test_an_environment_of_another_mpi_is_removed_with_a_message(tree, failed):
-    assert failed.stderr.splitlines()[0] == (
-        f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, but "
-        f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
-    )
-    assert not (tree / ".venv" / "of another MPI").exists()
-
-
 @pytest.fixture(scope="module")
 def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
     """The copy after a second, successful run of the same command."""
@@ -203,22 +192,24 @@ def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
 
 
 @pytest.mark.slow
-def test_the_error_of_a_failed_step_names_it_and_the_fix(tree, failed):
+def test_a_set_up_that_fails(tree, failed):
+    """An environment of another MPI is removed with a message. The failed step is named, with the fix."""
+    first, *_, last = failed.stderr.splitlines()
     assert failed.returncode == 2
+    assert first == (
+        f"run.sh: {tree}/.venv was made for {tree} with python3 and /another/mpirun, but "
+        f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
+    )
+    assert not (tree / ".venv" / "of another MPI").exists()
     step = "install torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle"
-    last = failed.stderr.splitlines()[-1]
     assert last.startswith(f"run.sh: failed to {step} (full output: {tree}/.venv/setup.log).")
     assert last.endswith("run the same command again; it continues from there.")
     assert "ERROR: " in failed.stderr  # pip's error, from the end of the log
 
 
 @pytest.mark.slow
-def test_a_failed_set_up_is_continued(ready):
+def test_a_set_up_is_continued_and_a_second_one_changes_nothing(ready, tmp_path):
     assert (ready / ".venv" / "kept").exists()
-
-
-@pytest.mark.slow
-def test_a_second_set_up_changes_nothing(ready, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()}
     done = run_sh(ready, "setup", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

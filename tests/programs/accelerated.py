@@ -1,7 +1,5 @@
 """A training under accelerate that resumes from its newest state: `accelerated.py FOLDER`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

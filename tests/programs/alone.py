@@ -7,8 +7,6 @@ The ranks end with code 0 once FOLDER/finish exists, and with 75 after a request
 wait for each other in every step, and take seconds longer to start.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource
@@ -37,7 +35,6 @@ def leave_a_process() -> None:
     """It has a session of its own, ignores SIGTERM, and gets no signal that is sent to the rank."""
     text = "trap '' TERM; echo ready; exec sleep 6000"
     process = subprocess.Popen(["setsid", "sh", "-c", text], stdout=subprocess.PIPE)
-    assert process.stdout is not None
     process.stdout.readline()
     sys.exit(3)
 
@@ -57,7 +54,6 @@ def hold_the_interpreter() -> None:
 
 def load() -> None:
     """Wait for a pipe until somebody writes to it."""
-    assert FOLDER is not None
     (FOLDER / "pipe").read_text()
 
 

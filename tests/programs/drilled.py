@@ -3,8 +3,6 @@
 Each defect is a few lines. The drill must name it (tests/promises/test_doctor.py).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -7,8 +7,6 @@ follows. The training ends once FOLDER/finish exists. If FOLDER/broken_HOST exis
 fail before the first step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

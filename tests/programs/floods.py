@@ -5,8 +5,6 @@ They leave the files ready RANK in their folder when they begin, and saved RANK 
 mpiddp launch -H localhost:2 tests/programs/floods.py
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -7,8 +7,6 @@ that refuses it. A layout with "without_NAME" leaves that function out, as a mis
 must show it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -8,8 +8,6 @@ is that of the save under way at the kill, or one beside it. The ranks are forke
 takes seconds.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

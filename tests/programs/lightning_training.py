@@ -3,8 +3,6 @@
 lightning_training.py FOLDER [DEVICES NODES]
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 mpiddp launch -H localhost:2 tests/programs/loader.py
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -7,8 +7,6 @@ is that of its ranks, and that a rank's coordinate is its rank in the group, on 
 size, RANK stands for the rank, so that the calls of the ranks differ.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

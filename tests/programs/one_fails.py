@@ -3,8 +3,6 @@
 mpiddp launch -H localhost:3 tests/programs/one_fails.py HOW [FOLDER]
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

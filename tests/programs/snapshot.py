@@ -3,8 +3,6 @@
 SGD without momentum has no state, so the weights and the number of epochs are enough.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ Only the agreement on a step keeps the ranks together. Each prints "ready" once 
 when it stops, and "saved STEP" after so many seconds.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -6,8 +6,6 @@ To each port it sends requests of other protocols, messages without a right proo
 end. Some connections stay open, and nothing is read from them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

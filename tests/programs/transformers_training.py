@@ -3,8 +3,6 @@
 transformers_training.py FOLDER [STEPS]
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

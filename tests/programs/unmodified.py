@@ -7,8 +7,6 @@ Rank 1 waits at step 5 for a pipe that nobody writes to. Without PIPE, it works 
 others in every step, and the training does not end.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from itertools import count

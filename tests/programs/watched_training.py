@@ -11,8 +11,6 @@ step, and what one copy of the model needs.
     PLAIN=1                BatchNorm scales and shifts only, so that images do not depend on each other
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 mpiddp launch -H localhost:2 tests/programs/without_should_stop.py SECONDS
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Fixtures of the promises: where a test runs (`here`, `hosts`, or `place` for both), and the MPI (`mpi`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

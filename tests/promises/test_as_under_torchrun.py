@@ -1,7 +1,4 @@
-"""As under torchrun: a script sees what it sees under python, in everything that a launcher could change.
-
-python -m pytest tests/promises/test_as_under_torchrun.py
-"""
+"""As under torchrun: a script sees what it sees under python, in everything that a launcher could change."""
 
 import json
 import os
@@ -53,19 +50,19 @@ def said(folder: Path, way: str) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in text.splitlines()] for text in texts]
 
 
-def same(here: Here, folders: dict[str, Path], text: str, **env: str) -> list[dict[str, Any]]:
+def same(
+    here: Here, folders: dict[str, Path], text: str, *job: str, name: str = "train.py"
+) -> list[dict[str, Any]]:
     """What every rank says of this script under every way, which is the same."""
     found = {}
     for way, folder in folders.items():
-        (folder / "train.py").write_text(textwrap.dedent(text))
-        here.run(*WAYS[way], "train.py", cwd=folder, env=env).assert_ok()
+        (folder / name).write_text(textwrap.dedent(text))
+        here.run(*WAYS[way], name, *job, cwd=folder).assert_ok()
         found[way] = said(folder, way)
     one = found["python"][0]
     assert found == {way: [one] * len(ranks_of(way)) for way in WAYS}
     return one
 
-
-# --- signals ---
 
 SIGNALLED = """
 import atexit, os, signal, sys, time
@@ -155,18 +152,13 @@ says(shadowed=[each.__file__ for each in (inspect, types) if each.__file__.start
 
 def test_names(here, folders):
     """A file of the user's with the name of a module of Python shadows nothing of mpiddp's or of Python's."""
-    found = {}
-    for way, folder in folders.items():
+    for folder in folders.values():
         for name in NAMES:
             (folder / f"{name}.py").write_text("raise RuntimeError('a file of the user')\n")
         (folder / "src").mkdir()
-        (folder / "src/train.py").write_text(IN_A_FOLDER)
         (folder / "saying.py").rename(folder / "src/saying.py")
-        here.run(*WAYS[way], "src/train.py", "--lr", "1", cwd=folder).assert_ok()
-        found[way] = said(folder, way)
-    one = found["python"][0]
-    assert found == {way: [one] * len(ranks_of(way)) for way in WAYS}
-    assert (one[0]["paths"], one[1]) == (["src"], {"shadowed": []})
+    script, shadowed = same(here, folders, IN_A_FOLDER, "--lr", "1", name="src/train.py")
+    assert (script["paths"], shadowed) == (["src"], {"shadowed": []})
 
 
 # --- streams ---

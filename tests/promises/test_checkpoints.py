@@ -1,7 +1,4 @@
-"""Checkpoints: what a run saves and resumes, whatever ends it.
-
-python -m pytest tests/promises/test_checkpoints.py
-"""
+"""Checkpoints: what a run saves and resumes, whatever ends it."""
 
 import json
 import random
@@ -114,14 +111,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a model in two shards, saved after steps 1 and 2, and beside it that of a whole model.
-
-    Tests use copies of them.
-    """
+    """The run of a model in two shards, saved after steps 1 and 2. Tests use copies of it."""
     place = Here(tmp_path_factory.mktemp("sharded"))
-    save = (program("sharded_script.py"), "save", "run", "sharded", "whole", "whole")
-    place.fork(*save, ranks=2).assert_ok()
-    return place.folder / "run"
+    place.fork(program("states.py"), "save", ".", "fsdp", ranks=2).assert_ok()
+    return place.folder / "fsdp"
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -215,18 +208,11 @@ def test_each_rank_gets_its_own_state(here):
         assert len(found) == ranks
 
 
-def test_shards_at_any_number_of_ranks(here, sharded):
+def test_shards_at_any_number_of_ranks(here):
     """A sharded model resumes at any number of ranks, and as a whole model, and the other way round."""
-    for ranks, resumes in (
-        (3, [("run", "sharded")]),
-        (1, [("run", "whole"), ("run", "sharded")]),
-        (2, [("whole", "sharded")]),
-    ):
-        job = [program("sharded_script.py"), "resume"]
-        for run, into in resumes:
-            name = f"{run} {into} {ranks}"
-            job += [str(shutil.copytree(sharded.with_name(run), here.folder / name)), into]
-        here.fork(*job, ranks=ranks).assert_ok()
+    here.fork(program("states.py"), "save", ".", "fsdp", "plain", ranks=2).assert_ok()
+    for ranks, kinds in ((3, ["fsdp"]), (1, ["fsdp=plain", "fsdp"]), (2, ["plain=fsdp"])):
+        here.fork(program("states.py"), "resume", ".", *kinds, ranks=ranks).assert_ok()
 
 
 def test_ddp_fsdp_and_exports_continue_each_other(here):

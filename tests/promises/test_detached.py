@@ -1,7 +1,4 @@
-"""Jobs that outlive a terminal, and what programs learn of a job: --detach, logs, wait, --report, --on-end.
-
-python -m pytest tests/promises/test_detached.py
-"""
+"""Jobs that outlive a terminal, and what programs learn of one: --detach, logs, wait, --report, --on-end."""
 
 import json
 import os

@@ -1,12 +1,13 @@
 """Doctor: `mpiddp doctor` before a job, `explain` after it, and `drill` to rehearse failures.
 
-Holds mpiddp/doctor, mpiddp/explain and mpiddp/drill. python -m pytest tests/promises/test_doctor.py
+Holds mpiddp/doctor, mpiddp/explain and mpiddp/drill.
 """
 
 import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -132,25 +133,10 @@ def test_explain_knows_a_failure_of_today(tmp_path, capsys):
     assert (code, name in first) == (0, True)
 
 
-HEALTHY = """
-WARNING: killed 3 stale workers; error rate 0.01; failed: 0; aborted: 0
-Testing that `Permission denied` is handled ... ok
-epoch 3: error: 0.053, timeout=600 s, no errors, 0 segmentation faults
-NCCL INFO Connected all rings; NCCL INFO Setting affinity; NCCL WARN nothing is wrong
-checkpoint saved; 12 GB of 80 GB in use; disk not full; no space was wasted
-node0:1:1 [0] NCCL INFO connect to 10.0.0.2<4711> returned Connection refused, retrying
-[c10d] The IPv6 network addresses of (n1, 29500) cannot be retrieved (gai error: -9 - Family)
-test_rank_killed PASSED; Killed by design: 0
-User note: connection reset by peer is retried; broken pipe is ignored; Broken pipe
-module foo: not found in cache; value: not found
-Starting epoch 2 after Segmentation fault tests passed
-"""
-
-
 def test_explain_finds_nothing_in_a_good_log(tmp_path, capsys):
     """`mpiddp explain` finds no failure in the log of a healthy job."""
     log = tmp_path / "train.log"
-    log.write_text(HEALTHY)
+    shutil.copy(ROOT / "tests/data/logs/healthy_words.log", log)
     logger = logging.Logger("training")
     logger.addHandler(logging.FileHandler(log))
     try:

@@ -1,7 +1,4 @@
-"""Failures: one line names the rank that failed first, and no process is left.
-
-python -m pytest tests/promises/test_failures.py
-"""
+"""Failures: one line names the rank that failed first, and no process is left."""
 
 import os
 import re

@@ -2,7 +2,6 @@
 
 A program on each host prints what a real nvidia-smi, or dmesg, has printed. tests/gpu has what needs a GPU.
 Holds mpiddp/hosts/{gpus,gpu_health,gpu_faults}.py and mpiddp/launch/preflight.py.
-python -m pytest tests/promises/test_gpus.py
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Hangs: one line says which rank waits where, and other terminals can watch the job.
-
-python -m pytest tests/promises/test_hangs.py
-"""
+"""Hangs: one line says which rank waits where, and other terminals can watch the job."""
 
 import os
 import re
@@ -242,9 +239,6 @@ def test_a_missing_rank_of_a_raw_mpirun(here):
     assert (done.code != 0, done.stdout) == (True, "")
     assert re.search(r"Timeout .*\n(.*\n)*?.* in _load_mpi", done.stderr), done.stderr
     eventually(lambda: not here.processes())
-
-
-# --- ps, top, stacks, stop ---
 
 
 def viewed(here: Here) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 The hosts share no file, but in the last two tests: node0 has this repository, the others the system alone.
 
-Holds mpiddp/hosts. python -m pytest tests/promises/test_hosts.py
+Holds mpiddp/hosts.
 """
 
 import hashlib
@@ -111,8 +111,6 @@ def at_a_terminal(host: Host, command: list[str]) -> tuple[int, str]:
     with host.popen(
         [sys.executable, "-c", TERMINAL, *command], cwd=ROOT, stdin=PIPE, stderr=STDOUT
     ) as running:
-        assert running.stdin is not None
-        assert running.stdout is not None
         asked = 0
         while character := running.stdout.read(1):
             shown += character

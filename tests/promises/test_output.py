@@ -1,7 +1,4 @@
-"""Output: whole lines, each with its rank in front, and log files for each rank.
-
-python -m pytest tests/promises/test_output.py
-"""
+"""Output: whole lines, each with its rank in front, and log files for each rank."""
 
 import os
 import re
@@ -28,13 +25,12 @@ from tests.support.place import (
     here_and_on_hosts,
     program,
 )
-from tests.support.ranks import clean_env, find_mpirun
+from tests.support.ranks import LAUNCH, clean_env, find_mpirun
 from tests.support.terminal import in_a_terminal
 
 HOST = socket.gethostname()
 # The defaults. Most tests of other chapters read what every rank prints, without prefixes.
 SHOWN = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}
-LAUNCH = (sys.executable, "-m", "mpiddp", "launch")
 TRAIN = "-m mpiddp train --use-syn --backend gloo --arch resnet20 --batch-size 4 --epochs 1"
 
 
@@ -193,7 +189,6 @@ def test_a_slow_reader(here):
     """A slow reader of the output slows the ranks down, and loses no line."""
     text = "for line in range(300_000): print(line)\nopen('done', 'w').close()"
     with piped(here, "-H", "localhost:1", here.script(text)) as job:
-        assert job.stdout is not None
         assert job.stdout.readline() == b"0\n"
         time.sleep(1.0)
         assert not (here.folder / "done").exists()  # pipes hold 64 KiB each, and this is 2 MB
@@ -209,7 +204,6 @@ def test_many_lines_of_many_ranks(here):
     wait = "while [ ! -e seen ]; do sleep 0.1; done"
     command = ("--", "sh", "-c", f"seq -f $RANK:%.0f {count}; {wait}")
     with piped(here, *here.where(8), *command) as job:
-        assert job.stdout is not None
         lines = [0] * 8
         for line in (job.stdout.readline() for _ in range(8 * count)):
             rank, number = map(int, line.split(b":"))
@@ -220,7 +214,6 @@ def test_many_lines_of_many_ranks(here):
         assert job.stdout.read() == b""
     assert (job.returncode, lines) == (0, [count] * 8)
     peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert peak is not None
     assert int(peak[1]) < 100_000
 
 
@@ -254,7 +247,6 @@ os.write(1, b"\\n")
 def test_open_lines_and_progress_bars(here):
     """With one rank, an unfinished line appears at once, and progress bars work."""
     with piped(here, "-H", "localhost:1", here.script(PROGRESS)) as job:
-        assert job.stdout is not None
         text = b""
         while not text.endswith(b": "):
             text += os.read(job.stdout.fileno(), 1)
@@ -334,18 +326,13 @@ def test_no_rank_forges_a_line(here):
     assert not any("\x1b" in line or "\u202e" in line for line in own)
 
 
-KILLED = """
-import os, time
-if os.environ["RANK"] == "1": os.kill(os.getpid(), 9)
-time.sleep(600)
-"""
 BANNER = re.compile(r"processes exited|Primary job|exited on|^[-=]{60}", re.MULTILINE)
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_what_mpirun_prints(here, mpi):
     """mpirun's banner about a failed rank is kept in mpirun.log of --log-dir, and shown with -v only."""
-    job = (*here.where(2), here.script(KILLED))
+    job = (*here.where(2), program("alone.py"), "kill")
     done = here.run("launch", "--log-dir", "logs", *job, mpi=mpi)
     assert "was killed by SIGKILL. The other ranks were stopped." in done.said[-1]
     assert not BANNER.search(done.stderr), done.stderr
@@ -441,8 +428,6 @@ def test_stdin_is_that_of_rank_0(here, mpi, way):
     job = (*options, *way, program("reads_stdin.py"))
     assert sorted(here.run("launch", *job).assert_ok().lines) == ["rank 0: end", "rank 1: end"]
     with piped(here, *job) as running:
-        assert running.stdin is not None
-        assert running.stdout is not None
         running.stdin.write(b"one\n")
         running.stdin.flush()
         first = sorted(running.stdout.readline() for _ in range(2))
@@ -473,8 +458,6 @@ def test_timestamps(here):
         assert all(times), done.stdout
         assert len(times) == (2 if env else 4)
 
-
-# --- a terminal ---
 
 STEPS = """
 import os, time, mpiddp

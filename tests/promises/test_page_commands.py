@@ -2,8 +2,6 @@
 
 A block ```console is run as it stands. `$ ` begins a command; what follows is compared with what it prints:
 numbers and the name of the host may differ, `…` alone stands for any lines, and within a line for any text.
-
-python -m pytest tests/promises/test_page_commands.py
 """
 
 import re
@@ -67,7 +65,6 @@ def compare(text: str, folder: Path) -> None:
 def first_command(text: str) -> tuple[str, str]:
     """A command, whose lines but the last end with a backslash, and what the page says that it prints."""
     found = re.match(r"((?:[^\n]*\\\n)*[^\n]*)\n?(.*)", text, re.DOTALL)
-    assert found is not None
     return found[1], found[2]
 
 

@@ -1,7 +1,4 @@
-"""Python: functions, notebooks, frameworks and meshes on the ranks; measurements and reports.
-
-python -m pytest tests/promises/test_python.py
-"""
+"""Python: functions, notebooks, frameworks and meshes on the ranks; measurements and reports."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""Restarts: a job restarts by itself, on the hosts that work, and can grow.
-
-python -m pytest tests/promises/test_restarts.py
-"""
+"""Restarts: a job restarts by itself, on the hosts that work, and can grow."""
 
 import itertools
 import json
@@ -70,12 +67,17 @@ class EndsSlowly:
     def __del__(self, sleep=time.sleep):
         sleep(600)
 kept = EndsSlowly()
+def handle():
+    open("ending", "w").close()
+    time.sleep(0.3)  # rank 1 ends meanwhile
+    print("a handler of atexit")
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     if os.environ["RANK"] == "0":
-        atexit.register(print, "a handler of atexit")
+        atexit.register(handle)
         print("not flushed")
         raise ValueError("this is what failed")
-    time.sleep(2)
+    while not os.path.exists("ending"):
+        time.sleep(0.01)
     os._exit(3)
 os._exit(0)
 """

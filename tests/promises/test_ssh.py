@@ -1,6 +1,6 @@
 """Any ssh, any network: settings of users, logins that fail, IPv6, sets of names.
 
-Holds mpiddp/hosts/ssh.py and mpiddp/launch/network.py. python -m pytest tests/promises/test_ssh.py
+Holds mpiddp/hosts/ssh.py and mpiddp/launch/network.py.
 """
 
 import re
@@ -10,19 +10,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import pytest
 
 from mpiddp.checkpoints import folder as directory
-from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, Host, faults, ssh
 from tests.support.cluster.host import configure
 from tests.support.place import program
 
 CONFIG, BASHRC, KEY = "/root/.ssh/config", "/root/.bashrc", "/root/.ssh/id_ed25519"
 SIX = "fd77::{}"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with test_cluster.up_or_skip(3) as up:
-        yield up
 
 
 def file_with(host: Host, path: str, text: str) -> AbstractContextManager[None]:
@@ -40,8 +33,6 @@ def sshd_with(host: Host, text: str) -> Iterator[None]:
         stack.callback(ssh.stop_sshd, host)
         yield
 
-
-# --- the user's own settings ---
 
 SETTINGS = {
     "alias": "Host gpu2\n  HostName 10.77.0.2\n",

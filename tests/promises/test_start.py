@@ -1,7 +1,4 @@
-"""Start: one command starts every rank, whichever MPI, network or launcher there is.
-
-python -m pytest tests/promises/test_start.py
-"""
+"""Start: one command starts every rank, whichever MPI, network or launcher there is."""
 
 import hashlib
 import importlib.metadata
@@ -19,8 +16,10 @@ import pytest
 import mpiddp
 from tests.support import cluster as test_cluster
 from tests.support import containers, installs
-from tests.support.cluster import USER, Cluster, Layout, faults, lacking
+from tests.support.cluster import USER, Cluster, Layout, faults, lacking, why_not
 from tests.support.cluster.ssh import start_sshd, stop_sshd
+from tests.support.doctor_faults import FAULTS as OF_HOSTS
+from tests.support.doctor_faults import PYTHON, WORK, Fault, prepared, shelled
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
 from tests.support.patience import eventually
@@ -30,6 +29,7 @@ from tests.support.ranks import ROOT, mpirun_command, own_lines
 RUN = ("-m", "mpiddp", "run")
 TORCHRUN = ("python", "-m", "torch.distributed.run")
 PORT = 2222
+ONLY = (f"cp /bin/true {WORK}/only", f"rm {WORK}/only")  # a program of one host
 
 
 def refusal(done: Done) -> list[str]:
@@ -244,7 +244,6 @@ def test_a_name_server_that_does_not_answer(odd_hosts):
     with ExitStack() as stack:
         running = stack.enter_context(node2.popen([sys.executable, server, node2.address]))
         stack.callback(running.end)
-        assert running.stdout is not None
         assert running.stdout.readline() == "ready\n"
         for host in odd_hosts.cluster.hosts:
             for path, text in texts.items():
@@ -655,49 +654,34 @@ def test_all_broken_hosts_at_once(hosts):
     assert re.fullmatch(error("be resolved", "nowhere: ", "/etc/hosts"), no_name), no_name
 
 
-# On one host, /run/env is an environment whose Python finds the metadata of another torch.
-WRAPPER = f'#!/bin/sh\nPYTHONPATH=/run/other exec {sys.executable} "$@"\n'
-OTHER_TORCH = """
-mkdir -p /run/env/bin /run/other/torch-2.12.1.dist-info
-ln -s "$1"/* /run/env/bin/ && rm /run/env/bin/python
-cat >/run/env/bin/python && chmod +x /run/env/bin/python
-printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: 2.12.1\\n' \\
-  >/run/other/torch-2.12.1.dist-info/METADATA
-"""
+@pytest.fixture(scope="module")
+def own_folders() -> Iterator[Cluster]:
+    """Hosts whose folders and environments are their own."""
+    if reason := why_not():
+        lacking(reason)
+    with prepared() as up:
+        yield up
 
 
-@pytest.mark.parametrize("fault", ["folder", "python", "torch", "program"])
-def test_hosts_that_differ(hosts, fault):
+DIFFER = {
+    "folder": (OF_HOSTS["working folder missing"], "mpiddp hosts push"),
+    "python": (OF_HOSTS["interpreter missing"], "mpiddp hosts push"),
+    "torch": (OF_HOSTS["another torch"], f"{importlib.metadata.version('torch')} on node0"),
+    "program": (Fault("node1", "./only ", lambda up: shelled(up["node0"], *ONLY)), "Install it on"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_hosts_that_differ(own_folders, name):
     """The preflight names a host that lacks the folder, Python, program or torch version of the others."""
-    node0, node1, bin_ = hosts["node0"], hosts["node1"], Path(sys.executable).parent
-    python, folder = sys.executable, hosts.folder
-    job = [program("identity.py")]
-    try:
-        if fault in ("folder", "program"):
-            folder = Path("/run/only-here")  # each host has its own /run
-            node0.run(["mkdir", "-p", folder], check=True)
-        if fault in ("python", "torch"):
-            python = "/run/env/bin/python"
-            node0.run(["ln", "-sfn", bin_.parent, "/run/env"], check=True)
-        if fault == "torch":
-            node1.run(["sh", "-c", OTHER_TORCH, "sh", bin_], stdin=WRAPPER, check=True)
-        if fault == "program":
-            node1.run(["mkdir", "-p", folder], check=True)
-            node0.run(["cp", "/bin/true", folder / "only"], check=True)
-            job = ["--", "./only"]
-        launch = (python, "-m", "mpiddp", "launch", "-H", "node0:1,node1:1")
-        (sentence,) = refusal(hosts.run(*launch, *job, cwd=folder))
-    finally:
-        for host in (node0, node1):
-            host.run(["rm", "-rf", "/run/env", "/run/other", "/run/only-here"], check=True)
-    here = importlib.metadata.version("torch")
-    words, *values = {
-        "folder": ("missing", "node1: ", "/run/only-here ", "mpiddp hosts push"),
-        "python": ("Install it, and", "node1: ", "/run/env/bin/python ", "mpiddp hosts push"),
-        "torch": ("same version", "torch ", f"{here} on node0", "2.12.1 on node1"),
-        "program": ("Install it on", "node1: ", "./only "),
-    }[fault]
-    assert re.fullmatch(error(words, *values), sentence), sentence
+    fault, words = DIFFER[name]
+    job = ["--", "./only"] if name == "program" else ["train.py"]
+    launch = [PYTHON, "-m", "mpiddp", "launch", "-H", "node0:1,node1:1", *job]
+    with fault.inject(own_folders):
+        done = own_folders["node0"].run(launch, cwd=WORK)
+    (sentence,) = refusal(Done(done.returncode, done.stdout, done.stderr))
+    assert fault.is_named(sentence), sentence
+    assert words in sentence, sentence
 
 
 def test_one_machine_under_two_names(hosts):

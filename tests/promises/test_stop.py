@@ -1,7 +1,4 @@
-"""Stops: on request, all ranks save at the same step, and the job prints the command that resumes it.
-
-python -m pytest tests/promises/test_stop.py
-"""
+"""Stops: on request, all ranks save at the same step, and the job prints the command that resumes it."""
 
 import fcntl
 import json
@@ -18,6 +15,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import pytest
@@ -69,12 +67,19 @@ def test_every_signal(here, number):
     assert len(set(saved_steps(done.stdout))) == 1
 
 
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a process has not taken a signal yet."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    (pending,) = re.findall(r"^ShdPnd:\s+(\w+)$", status, re.MULTILINE)
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_one_request_by_two_signals(here, number):
     """A request that arrives as two signals, as from timeout(1) or a closed terminal, counts once."""
     job = stopping(here)
     job.signal(number)
-    time.sleep(0.2)  # what a busy machine puts between the two
+    eventually(lambda: not is_pending(job.pid, number), poll_s=0)  # or the two would be one
     job.signal(number)
     done = job.wait()
     assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
@@ -299,16 +304,16 @@ def have_left(here: Here, name: str) -> bool:
 
 def test_ctrl_c_ends_the_reader_as_well(here):
     """On Ctrl-C, the ranks of `mpiddp launch … | tee log` save, although tee ends too."""
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tee:
-        assert tee.stdin is not None
-        assert tee.stdout is not None
-        with flooding(here, tee.stdin) as job:
-            tee.stdin.close()
-            while not have_left(here, "ready"):
-                tee.stdout.read(1 << 12)
-            tee.send_signal(signal.SIGINT)
-            job.send_signal(signal.SIGINT)
-            assert job.wait() == 75
+    with (
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tee,
+        flooding(here, tee.stdin) as job,
+    ):
+        tee.stdin.close()
+        while not have_left(here, "ready"):
+            tee.stdout.read(1 << 12)
+        tee.send_signal(signal.SIGINT)
+        job.send_signal(signal.SIGINT)
+        assert job.wait() == 75
     assert have_left(here, "saved")
 
 

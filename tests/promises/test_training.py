@@ -1,7 +1,4 @@
-"""Training: `mpiddp train` and the examples, on many ranks as on one.
-
-python -m pytest tests/promises/test_training.py
-"""
+"""Training: `mpiddp train` and the examples, on many ranks as on one."""
 
 import json
 import random
@@ -135,9 +132,6 @@ def first_steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dic
         here.fork(*job, ranks=int(ranks), env={"PLAIN": "1"}).assert_ok()
         found[split] = (torch.load(folder / "first.pt"), folder / "run")
     return found
-
-
-Firsts = dict[str, tuple[dict[str, Any], Path]]
 
 
 def test_gradients_of_any_split(first_steps):

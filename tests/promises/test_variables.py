@@ -1,6 +1,5 @@
 """Variables: which of them reach the ranks, and the command line that starts the ranks.
 
-python -m pytest tests/promises/test_variables.py
 python -m tests.promises.test_variables     # write tests/data/command_lines.txt, after an intended change
 """
 
@@ -21,7 +20,7 @@ import pytest
 
 from mpiddp.cli import main
 from tests.support import cluster as test_cluster
-from tests.support.allocations import GRID_ENGINE, LSF, SLURM, enter_folder
+from tests.support.allocations import FLUX, GRID_ENGINE, LSF, MPIJOB, PBS, SLURM, enter_folder
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
 from tests.support.machine import TWO_GPUS, reserved, tool
@@ -390,6 +389,9 @@ SCENARIOS: dict[str, tuple[dict[str, str], str]] = {
     "in a job of Slurm": (SLURM | {"SLURM_CPUS_PER_TASK": "12"}, "train.py"),
     "in a job of Grid Engine": (GRID_ENGINE, "train.py"),
     "in a job of LSF": (LSF, "train.py"),
+    "in a job of PBS": (PBS, "train.py"),
+    "in a Flux instance": (FLUX, "train.py"),
+    "in an MPIJob": (MPIJOB, "train.py"),
     "a command": ({}, f"-H node0:2,node1:1 {shlex.join(COMMAND)}"),
     "bound to NUMA nodes": ({}, "--bind numa -H localhost:4 train.py"),
     "bound to cores": ({}, "--bind core -H localhost:4 train.py"),

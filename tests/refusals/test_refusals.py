@@ -3,7 +3,6 @@
 Each section has a folder and an environment of its own. A line after "$ " that calls mpiddp runs in a fork of
 one process, which is why 400 of them take seconds; any other line prepares files, in a shell.
 
-python -m pytest tests/refusals
 python -m tests.refusals.test_refusals --update     # then read the diff
 """
 

@@ -1,12 +1,8 @@
 """The variables and files of each scheduler, as its documentation has them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-
-from tests.support.ranks import ROOT
 
 Env = dict[str, str]
 # Slurm, sbatch(1), "Output environment variables". tests/unit/launch/test_launch_input.py has more of them.
@@ -57,8 +53,6 @@ MPIJOB = {
 }
 NODE_FILE = "n1.cluster\nn1.cluster\nn2.cluster\nn2.cluster\n"
 MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc slots=2\n"
-# The same for Intel MPI and MPICH, whose hostfile has `host:slots`.
-INTEL_HOSTFILE = "pi-worker-0.pi.default.svc:2\npi-worker-1.pi.default.svc:2\n"
 
 
 def enter_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -67,7 +61,6 @@ def enter_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("node_file", NODE_FILE),
         ("pe_hostfile", PE_HOSTFILE),
         ("mpi_hostfile", MPI_HOSTFILE),
-        ("intel_hostfile", INTEL_HOSTFILE),
         *PROGRAMS.items(),
     ):
         (folder / name).write_text(text)
@@ -76,22 +69,3 @@ def enter_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return folder
-
-
-# Environment in tests/data/dry_runs.tsv: MPI, variables.
-DRY_RUNS: dict[str, tuple[str, Env]] = {
-    "Slurm": ("openmpi5", SLURM | {"SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}),
-    "Grid Engine": ("openmpi5", GRID_ENGINE),
-    "LSF": ("openmpi5", LSF | {"LSB_MCPU_HOSTS": "n1 2 n2 2 "}),
-    "PBS": ("openmpi5", PBS),
-    "Flux": ("openmpi5", FLUX),
-    "MPIJob": ("openmpi5", MPIJOB),
-    "Grid Engine, MPICH": ("mpich", GRID_ENGINE),
-    "Grid Engine, Intel MPI": ("intelmpi", GRID_ENGINE),
-}
-
-
-def expected_dry_runs() -> dict[str, str]:
-    """The flags about hosts of the command for each environment of DRY_RUNS."""
-    rows = (ROOT / "tests/data/dry_runs.tsv").read_text().splitlines()
-    return dict(row.split("\t") for row in rows)

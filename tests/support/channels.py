@@ -1,7 +1,5 @@
 """A server of the job channel for tests, and members of it."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -49,7 +47,6 @@ def connect(server: Server, world: World, role: str = RANK) -> Coordinator:
 
 def cut(rank: Coordinator) -> None:
     """End the connection of a member."""
-    assert rank.connection is not None
     rank.connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -6,8 +6,6 @@ A test that is named there fails if it passes without them. `--record-commands` 
     ./run.sh test all --record-commands -k test_of_the_new_option
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -3,8 +3,6 @@
 bubblewrap (Debian's package) stands for Apptainer and the like.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 import sys

@@ -6,8 +6,6 @@ with memory_limited(3 << 29) as enter:
 It needs root.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

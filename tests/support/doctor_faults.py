@@ -4,8 +4,6 @@ with prepared() as hosts, FAULTS["low nofile"].inject(hosts):
     doctor(hosts).warnings  # "limits fail a process may open 256 files on node3 …"
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

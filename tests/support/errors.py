@@ -1,7 +1,5 @@
 """A pattern of an error: words of its sentence, and the values that a user gave."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ other. Promises of a launcher need one; those of a training or a script do not: 
 bits (test_start.py).
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc
@@ -168,8 +166,6 @@ def run(arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: Path
     """`in_children` of a process that has imported torch. The ranks print into the two files."""
     note(["mpiddp", *arguments])
     server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
     job = [[*arguments], [*map(list, ranks)], *map(str, (folder, out, err))]
     server.stdin.write(f"{json.dumps(job)}\n")
     server.stdin.flush()

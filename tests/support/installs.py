@@ -8,8 +8,6 @@ python -m tests.support.installs mpis        # installs the MPIs
 python -m tests.support.installs all
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

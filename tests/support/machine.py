@@ -1,7 +1,5 @@
 """Ports of this machine, and programs that a test puts in the place of real ones."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """examples/ddp_with_checkpoints.py with fewer steps, and with what a test puts into each step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.ranks import ROOT, script

@@ -1,7 +1,5 @@
 """Waits in the tests. Only a test that hangs reaches the time limit, even on a slow machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

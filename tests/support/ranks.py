@@ -1,9 +1,4 @@
-"""Real ranks for tests, started by the mpirun in this interpreter's folder.
-
-python -c 'from tests.support.ranks import mpirun; print(mpirun(2, "-c", "print(1)").stdout)'
-"""
-
-from __future__ import annotations
+"""Real ranks for tests, started by the mpirun in this interpreter's folder."""
 
 import atexit
 import os
@@ -59,28 +54,6 @@ def mpirun_command(ranks: int, *python_args: str) -> list[str]:
     # Several test processes run mpiruns at once, which disturb each other in one session folder.
     command += ["--mca", "prte_local_tmpdir_base", str(_SESSIONS)]
     return [*command, "-np", str(ranks), sys.executable, *python_args]
-
-
-def mpirun(
-    ranks: int,
-    *python_args: str,
-    env: Mapping[str, str] | None = None,
-    without: Sequence[str] = (),
-    cwd: Path | None = None,
-    timeout_s: float = PATIENCE_S,
-) -> subprocess.CompletedProcess[str]:
-    """Run `mpirun -np RANKS python PYTHON_ARGS…`, and capture its output.
-
-    `env` is added to the variables of this process; those in `without` are removed.
-    """
-    return subprocess.run(
-        mpirun_command(ranks, *python_args),
-        env={name: value for name, value in clean_env(env).items() if name not in without},
-        cwd=cwd or ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
 
 
 def run_command(

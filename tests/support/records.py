@@ -6,8 +6,6 @@
 `launch --log-dir` keeps a record of each attempt. Beside each of tests/data/records is what it must give.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Folders of runs as `mpiddp train` writes them, without a training: for the tests of mpiddp/report/."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

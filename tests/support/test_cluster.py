@@ -1,7 +1,4 @@
-"""The test cluster has separate hosts with ssh between them, and leaves nothing behind.
-
-python -m pytest tests/support/test_cluster.py
-"""
+"""The test cluster has separate hosts with ssh between them, and leaves nothing behind."""
 
 from pathlib import Path
 

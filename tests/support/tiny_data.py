@@ -1,7 +1,5 @@
 """Data sets of a few images in the layouts of the real ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a run has written, read as docs/checkpoints.md describes its files."""
 
-from __future__ import annotations
-
 import json
 from hashlib import sha256
 from pathlib import Path

@@ -1,10 +1,7 @@
 """One save and one resume: what they hold in memory, read, send, remove, and refuse.
 
 Tests mpiddp/checkpoints/save.py, resume.py, run.py, send.py, boxes.py.
-python -m pytest tests/integration/checkpoints/test_saves.py
 """
-
-from __future__ import annotations
 
 import fcntl
 import gc
@@ -22,14 +19,13 @@ import torch.distributed.checkpoint  # noqa: F401 - torch does not import it by 
 
 import mpiddp
 from mpiddp.checkpoints.boxes import Boxes
-from mpiddp.checkpoints.run import RunDir, RunLock, is_locked
+from mpiddp.checkpoints.run import RunDir, RunLock
 from mpiddp.checkpoints.save import SaveSchedule
 from mpiddp.errors import UserError
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
 from mpiddp.world import World
-from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
 from tests.support.place import Here
 from tests.support.ranks import clean_env, script
@@ -40,13 +36,6 @@ def run_of_this_test() -> Iterator[None]:
     """A run whose folder was refused stays that of the process."""
     yield
     current().run = None
-
-
-def saved(folder: Path, *steps: int) -> None:
-    with mpiddp.Checkpoints(folder, keep=9) as checkpoints:
-        checkpoints.resume()
-        for step in steps:
-            checkpoints.save(step, {"weight": torch.full((4,), float(step))})
 
 
 def num_large_tensors() -> int:
@@ -158,9 +147,6 @@ def test_shards_are_read_as_they_are_used(tmp_path):
         assert torch.equal(target["w"], torch.arange(2_000_000.0))
 
 
-# The lock of the folder
-
-
 OWNS = """
 import sys
 from pathlib import Path
@@ -181,24 +167,8 @@ def owning(run: RunDir) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "owns\n"
     return process
-
-
-def test_a_second_run_in_the_folder_is_refused_until_the_first_has_ended(tmp_path):
-    run = RunDir(tmp_path / "run")
-    saved(run.path, 1)
-    assert not is_locked(run.owner)
-    owner = owning(run)
-    assert is_locked(run.owner)
-    with pytest.raises(UserError, match=error("writes there", f"process {owner.pid} on ")):
-        mpiddp.Checkpoints(run.path).resume()
-    owner.kill()  # the kernel frees the lock at once
-    owner.wait()
-    with mpiddp.Checkpoints(run.path) as checkpoints:
-        assert checkpoints.resume() is not None
-    assert not run.owner.exists()
 
 
 def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch):
@@ -217,9 +187,6 @@ def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch
     held = RunLock(run)
     assert run.owner.stat().st_ino == os.fstat(held._file.fileno()).st_ino
     held.release()
-
-
-# The schedule
 
 
 def schedule(every: str) -> SaveSchedule:

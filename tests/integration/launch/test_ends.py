@@ -1,10 +1,7 @@
 """The code and the cause of a script's end are what wait() says, whatever the script does to itself.
 
 Tests mpiddp/runtime/agent.py, mpiddp/runtime/script.py.
-python -m pytest tests/integration/launch/test_ends.py
 """
-
-from __future__ import annotations
 
 from socket import gethostname
 

@@ -1,10 +1,7 @@
 """The parts of `mpiddp.spawn` that need no ranks: its options, pickles, refusals and errors.
 
 Tests mpiddp/spawning/, mpiddp/runtime/function.py.
-python -m pytest tests/integration/launch/test_spawning.py
 """
-
-from __future__ import annotations
 
 import functools
 import os
@@ -26,9 +23,6 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-# A rank of a job, or a process that one has started
-
-
 @pytest.mark.parametrize(
     ("env", "id", "values"),
     [
@@ -47,9 +41,6 @@ def test_a_rank_may_not_spawn(env, id, values):
         _refuse_within_a_job(env)
 
 
-# What travels
-
-
 def test_what_cannot_be_pickled_is_named():
     lock = threading.Lock()
     for function, args, name in (
@@ -60,9 +51,6 @@ def test_what_cannot_be_pickled_is_named():
         sentence = error("Create it", name, ": TypeError: ", "object. ")
         with pytest.raises(UserError, match=f"^{sentence}$"):
             pickled_call(functools.partial(function, *args))
-
-
-# What the caller gets
 
 
 def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch):

@@ -1,15 +1,10 @@
 """The address of rank 0: given, or computed from Slurm's list. Ranks that find nobody there.
 
 Tests mpiddp/runtime/rendezvous/by_hand.py, mpiddp/runtime/rendezvous/store.py.
-python -m pytest tests/integration/runtime/test_addresses.py
 """
 
-from __future__ import annotations
-
-import os
 import re
 import socket
-from collections.abc import Callable
 
 import pytest
 
@@ -17,7 +12,6 @@ from mpiddp.errors import JobFailed
 from mpiddp.runtime.rendezvous.by_hand import address_of_rank_0, by_address
 from mpiddp.world import World
 from tests.support.errors import error
-from tests.support.ranks import clean_env
 
 ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
@@ -32,21 +26,6 @@ SRUN = {
 }
 
 
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
-    """`world(env)`: the world of this process with `env` as the only variables of launchers."""
-
-    def set_env(env: dict[str, str]) -> World:
-        kept = clean_env(env)
-        for name in os.environ.keys() - kept.keys():
-            monkeypatch.delenv(name)
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
-        return World.from_env()
-
-    return set_env
-
-
 @pytest.mark.parametrize(
     ("env", "address"),
     [
@@ -56,18 +35,20 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], World]:
         (SRUN | {"MASTER_ADDR": "127.0.0.4"}, "127.0.0.4"),
     ],
 )
-def test_the_address_of_rank_0(world, env, address):
-    found, port = address_of_rank_0(world(env), env)
+def test_the_address_of_rank_0(env, address):
+    found, port = address_of_rank_0(World.from_env(env), env)
     assert found == address
     assert port == 1 if "MASTER_PORT" in env else 20000 <= port < 52768
 
 
-def test_a_rank_that_cannot_reach_rank_0_names_the_address(world):
+def test_a_rank_that_cannot_reach_rank_0_names_the_address(monkeypatch):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = str(silent.getsockname()[1])
-        rank_1 = ENV | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+        rank_1 = ENV | {"RANK": "1", "LOCAL_RANK": "1"}
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(JobFailed) as refused:
-            by_address(world(rank_1 | {"MASTER_PORT": port}), 0.3)
+            by_address(World.from_env(rank_1), 0.3)
     values = (f"rank 1 on {socket.gethostname()} ", f" at 127.0.0.1:{port} ", "refused")
     assert re.fullmatch(error("reach rank 0's channel", *values), str(refused.value))

@@ -1,17 +1,13 @@
 """The process beside rank 0 that serves the job channel: rank 0's native code and its end do not disturb it.
 
 Tests mpiddp/runtime/rendezvous/channel_process.py.
-python -m pytest tests/integration/runtime/test_channel_process.py
 """
-
-from __future__ import annotations
 
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,6 +34,7 @@ channel = member(server, 0, 2)
 print(server.address, flush=True)
 exec(sys.argv[1])
 """
+GATHERS = f"channel.send('gather', b'0', key='a', timeout_s={PATIENCE_S})"
 HOLDS_THE_LOCK = """
 print("holds", flush=True)
 sum(range(10**12))
@@ -54,20 +51,14 @@ def job(code: str) -> Iterator[tuple[subprocess.Popen[str], Coordinator]]:
         text=True,
     ) as rank_0:
         try:
-            assert rank_0.stdout is not None
             address = rank_0.stdout.readline().strip()
             yield rank_0, member(Server(address, KEY), 1, 2)
         finally:
             rank_0.kill()
 
 
-def until_lost(rank_1: Coordinator) -> None:
-    eventually(lambda: rank_1.is_lost)
-
-
 def server_of(rank_1: Coordinator) -> int:
     """The process at the other end of the connection of rank 1."""
-    assert rank_1.connection is not None
     host, port = rank_1.connection.getsockname()
     table = Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()
     own = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
@@ -86,24 +77,20 @@ def holder_of(inode: str) -> int | None:
 
 def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpreter():
     """A failure has to end the others at once, however long rank 0 computes."""
-    code = f"channel.send('gather', b'0', key='a', timeout_s=60)\n{HOLDS_THE_LOCK}"
-    with job(code) as (rank_0, rank_1):
-        assert rank_0.stdout is not None
+    with job(f"{GATHERS}\n{HOLDS_THE_LOCK}") as (rank_0, rank_1):
         assert rank_0.stdout.readline() == "holds\n"
-        since = time.monotonic()
-        assert rank_1.all_gather_json(1, key="a", timeout_s=60) == [0, 1]
+        assert rank_1.all_gather_json(1, key="a", timeout_s=PATIENCE_S) == [0, 1]
         assert rank_1.claim_first_failure()
-        assert time.monotonic() - since < 10
+        assert not rank_1.is_lost
         assert rank_0.poll() is None
 
 
 @pytest.mark.parametrize("holds", ["time.sleep(600)", HOLDS_THE_LOCK])
 def test_the_end_of_rank_0_ends_the_job(holds):
     with job(f"print(flush=True)\n{holds}") as (rank_0, rank_1):
-        assert rank_0.stdout is not None
         rank_0.stdout.readline()
         rank_0.send_signal(signal.SIGKILL)
-        until_lost(rank_1)
+        eventually(lambda: rank_1.is_lost)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -114,7 +101,6 @@ def test_a_rank_that_ends_without_leaving_ends_the_others(leaves):
         if leaves:
             rank_1.leave()
         cut(rank_1)
-        assert rank_0.stdout is not None
         assert rank_0.stdout.readline() == ("None\n" if leaves else "1\n")
 
 
@@ -128,11 +114,9 @@ def test_the_server_of_a_rank_0_that_never_connects_ends(monkeypatch):
 
 
 def test_rank_0_that_has_left_may_end_before_the_others():
-    with job("channel.send('leave'); channel.all_gather_json(0, key='a', timeout_s=60)") as (
-        rank_0,
-        rank_1,
-    ):
-        assert rank_1.all_gather_json(1, key="a", timeout_s=60) == [0, 1]
+    code = f"channel.send('leave'); channel.all_gather_json(0, key='a', timeout_s={PATIENCE_S})"
+    with job(code) as (rank_0, rank_1):
+        assert rank_1.all_gather_json(1, key="a", timeout_s=PATIENCE_S) == [0, 1]
         assert rank_0.wait(PATIENCE_S) == 0
         rank_1.give("b", 5)
         assert eventually(lambda: rank_1.given("b")) == [None, 5]
@@ -143,8 +127,9 @@ def test_rank_0_that_has_left_may_end_before_the_others():
 
 
 def test_signals_to_all_processes_of_the_job_leave_the_server():
-    with job("time.sleep(600)") as (_, rank_1):
+    """A member that has lost its server would not get the answers of a gather."""
+    with job(f"{GATHERS}\ntime.sleep(600)") as (_, rank_1):
         server = server_of(rank_1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(server, number)
-        assert rank_1.claim_first_failure()
+        assert rank_1.all_gather_json(1, key="a", timeout_s=PATIENCE_S) == [0, 1]

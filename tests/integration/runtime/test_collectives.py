@@ -1,10 +1,7 @@
 """What a process tells of the collectives that it has called.
 
 Tests mpiddp/runtime/collectives.py.
-python -m pytest tests/integration/runtime/test_collectives.py
 """
-
-from __future__ import annotations
 
 import os
 import subprocess
@@ -16,7 +13,7 @@ import torch.distributed as dist
 
 from mpiddp.protocol.channel import LINE_LIMIT, encode, is_valid
 from mpiddp.runtime.collectives import calls
-from tests.support.place import eventually
+from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import ROOT
 
 
@@ -31,7 +28,6 @@ def group():
 def told() -> dict[str, list[tuple[int, str, bool]]]:
     """By group: the number, the kind and the end of each call."""
     facts = calls()
-    assert facts is not None
     assert is_valid("calls", facts)
     assert len(encode("calls", **facts)) < LINE_LIMIT / 2
     assert all(at <= facts["now_us"] for each in facts["groups"] for _, _, at, _ in each["calls"])
@@ -126,7 +122,7 @@ def test_what_a_group_has_called_is_not_told_of_another_time(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    first, second = (rank.communicate(timeout=120)[0].splitlines() for rank in ranks)
+    first, second = (rank.communicate(timeout=PATIENCE_S)[0].splitlines() for rank in ranks)
     assert first == [
         "{'0:gloo': [(4, False)]}",  # rank 1 has not come
         "{'0:gloo': [(4, True)]}",

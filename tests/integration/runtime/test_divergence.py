@@ -3,10 +3,7 @@
 The digests change with every bit. The majority of the ranks is right.
 
 Tests mpiddp/runtime/torch/process_group.py and divergence.py.
-python -m pytest tests/integration/runtime/test_divergence.py
 """
-
-from __future__ import annotations
 
 import pytest
 import torch

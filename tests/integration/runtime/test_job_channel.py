@@ -1,10 +1,7 @@
 """The job channel: what ranks agree on, how long they wait, and what a stranger can do to them.
 
 Tests mpiddp/protocol/channel.py, server.py and mpiddp/runtime/job/coordinator.py.
-python -m pytest tests/integration/runtime/test_job_channel.py
 """
-
-from __future__ import annotations
 
 import socket
 import threading
@@ -370,6 +367,3 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch
             if job.messages:
                 break
         assert job.receives("lost").rank == 0
-
-
-# --- the lines ---

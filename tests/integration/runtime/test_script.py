@@ -1,10 +1,7 @@
 """A script in its process: its first line, the steps that its optimizers count, its files and its end.
 
 Tests mpiddp/runtime/{script,child,join}.py, and the end of a script alone in checkpoints/checkpoints.py.
-python -m pytest tests/integration/runtime/test_script.py
 """
-
-from __future__ import annotations
 
 import json
 import os

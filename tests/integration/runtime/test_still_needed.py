@@ -3,8 +3,6 @@
 Of mpiddp/runtime/patches.py, tests/promises/test_as_under_torchrun.py has `finalized_mpi`: it needs an MPI.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess
@@ -40,8 +38,6 @@ def test_python_still_forgets_the_exit_code_of_a_script():
     hooks = "sys.excepthook = sys.unraisablehook = lambda *args: print(args)"
     assert run(f"import sys; {hooks}; sys.exit(3)") == ""
 
-
-# --- patches ---
 
 THREADS = """
 import atexit, pathlib, torch, torch.distributed as dist

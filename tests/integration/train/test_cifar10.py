@@ -1,10 +1,7 @@
 """CIFAR-10: found, verified, read, and downloaded from whichever source works.
 
 Tests mpiddp/train/cifar10.py, data.py.
-python -m pytest tests/integration/train/test_cifar10.py
 """
-
-from __future__ import annotations
 
 import hashlib
 import tarfile

@@ -3,10 +3,7 @@
 Padded, bucketed and packed rows give each document the same loss.
 
 Tests examples/gpt/batches.py, model.py and train.py.
-python -m pytest tests/integration/train/test_gpt.py
 """
-
-from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,6 @@
 """A folder in ImageNet's layout: its classes, order, crops and errors.
 
 Tests mpiddp/train/folder.py.
-python -m pytest tests/integration/train/test_image_folder.py
 """
 
 import random
@@ -121,9 +120,6 @@ def test_workers_ignore_sigterm(folder, tmp_path_factory):
         timeout=PATIENCE_S,
     )
     assert (done.stdout.split(), done.stderr) == (["received", "12"], "")
-
-
-# Errors
 
 
 # Pillow would start Ghostscript for EPS, whatever the file's name.

@@ -1,10 +1,7 @@
 """The options of `mpiddp train`, the defaults that follow from the machines, and what a resume may change.
 
 Tests mpiddp/train/config.py, run.py.
-python -m pytest tests/integration/train/test_options.py
 """
-
-from __future__ import annotations
 
 import math
 import re

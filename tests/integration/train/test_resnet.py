@@ -1,7 +1,6 @@
 """The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR models.
 
 Tests mpiddp/train/resnet.py.
-python -m pytest tests/integration/train/test_resnet.py
 """
 
 import hashlib

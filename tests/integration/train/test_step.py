@@ -3,10 +3,7 @@
 tests/promises/test_checkpoints.py has Muon on three ranks, and test_training.py the shifts and flips.
 
 Tests mpiddp/train/train.py, state.py, muon.py and data.py.
-python -m pytest tests/integration/train/test_step.py
 """
-
-from __future__ import annotations
 
 import copy
 import re

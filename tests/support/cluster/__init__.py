@@ -6,8 +6,6 @@
 By hand: `python -m tests.support.cluster 3`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

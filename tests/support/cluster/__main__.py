@@ -5,8 +5,6 @@ python -m tests.support.cluster 2 -- ssh node1 hostname
 apt-get install $(python -m tests.support.cluster packages)
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -7,8 +7,6 @@ The kernel's cpu controller (of cgroup v1) stops the processes of a host for the
 have used their share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path

@@ -4,8 +4,6 @@ with faults.no_sshd(cluster["node1"]):
     ...  # ssh node1: connection refused
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 

@@ -4,15 +4,13 @@ with cluster.up(2) as c:
     grid_engine.start(c).qsub("#!/bin/sh\\ncat $PE_HOSTFILE\\n", "-pe", "fill", "4")
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from tests.support.cluster.host import Arg, Host
+from tests.support.cluster.host import ETC, Arg, Host
 from tests.support.cluster.start import Cluster
 from tests.support.patience import eventually
 
@@ -20,46 +18,10 @@ _DEBIAN = Path("/usr/share/gridengine")  # the packages' templates
 _LIBRARY = Path("/usr/lib/gridengine")
 _LOCAL = "/run/gridengine"  # on a private tmpfs of each host
 
-_BOOTSTRAP = """\
-admin_user none
-default_domain none
-ignore_fqdn false
-spooling_method berkeleydb
-spooling_lib libspoolb
-spooling_params {root}/spooldb
-binary_path /usr/sbin
-qmaster_spool_dir {root}/qmaster
-security_mode none
-listener_threads 2
-worker_threads 2
-scheduler_threads 1
-"""
-_EXECUTION_HOST = """\
-hostname {host.name}
-load_scaling NONE
-complex_values NONE
-user_lists NONE
-xuser_lists NONE
-projects NONE
-xprojects NONE
-usage_scaling NONE
-report_variables NONE
-"""
+_BOOTSTRAP = (ETC / "grid_engine_bootstrap").read_text(encoding="utf-8")
+_EXECUTION_HOST = (ETC / "grid_engine_execution_host").read_text(encoding="utf-8")
 # Tight integration: Grid Engine starts, counts and kills the programs on the other hosts, too.
-_PARALLEL_ENVIRONMENT = """\
-pe_name {name}
-slots 999
-user_lists NONE
-xuser_lists NONE
-start_proc_args NONE
-stop_proc_args NONE
-allocation_rule {rule}
-control_slaves {control_slaves}
-job_is_first_task FALSE
-urgency_slots min
-accounting_summary FALSE
-qsort_args NONE
-"""
+_PARALLEL_ENVIRONMENT = (ETC / "grid_engine_parallel_environment").read_text(encoding="utf-8")
 # Their names, rules and control_slaves. `loose` gives no way to start programs on other hosts.
 _ENVIRONMENTS = (
     ("fill", "$fill_up", "TRUE"),

@@ -1,7 +1,5 @@
 """A host of a running test cluster: run programs on it, list its processes, cut its network link."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -18,6 +16,7 @@ from tests.support.ranks import ALL_OUTPUT
 
 USER = "mpiddp-test"  # exists only in the /etc/passwd of the hosts, not on this machine
 USER_ID = 60123
+ETC = Path(__file__).with_name("etc")  # templates of the daemons' configurations
 TMPDIR = "/run/tmp"  # private to each host, while all share /tmp
 
 # The PATH that Debian's sshd without PAM sets, for root and for other users.

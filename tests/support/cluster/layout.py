@@ -4,8 +4,6 @@ The defaults give a well-configured cluster. Each field of `Layout` adds a prope
 confuses launchers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 # Every cluster has its own unconnected namespaces, so all of them can use the same networks.

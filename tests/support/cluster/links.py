@@ -4,8 +4,6 @@ with links.limited(cluster.hosts, mbit=100):
     ...  # tc's token bucket filter on both ends of each host's link
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence

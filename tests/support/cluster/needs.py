@@ -3,8 +3,6 @@
 To install its Debian packages: `apt-get install $(python -m tests.support.cluster packages)`.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

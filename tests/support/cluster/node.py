@@ -4,8 +4,6 @@ It is started as a script in new namespaces (see `start.py`). The host's files a
 mount namespace, so killing this process removes the host completely.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

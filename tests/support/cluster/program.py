@@ -3,8 +3,6 @@
 Processes are killed by pid, never by name.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

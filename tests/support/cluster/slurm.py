@@ -6,8 +6,6 @@ with cluster.up(2) as c:
     s.sbatch("#!/bin/sh\\nsrun hostname\\n", "-N2")
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -17,43 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.cluster import needs
-from tests.support.cluster.host import Arg, Host
+from tests.support.cluster.host import ETC, Arg, Host
 from tests.support.cluster.start import Cluster
 from tests.support.patience import PATIENCE_S, eventually
 
 _FOLDERS = ("/run/munge", "/run/slurm")  # on a private tmpfs of each host
 
 # Without cgroups and binding, because the hosts share those of this machine.
-_SLURM_CONF = """\
-ClusterName=mpiddp-test
-SlurmctldHost={controller.name}({controller.address})
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-StateSaveLocation=/run/slurm
-SlurmdSpoolDir=/run/slurm/spool
-SlurmctldPidFile=/run/slurm/slurmctld.pid
-SlurmdPidFile=/run/slurm/slurmd.pid
-SlurmctldLogFile=/run/slurm/slurmctld.log
-SlurmdLogFile=/run/slurm/slurmd.log
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SchedulerParameters=batch_sched_delay=0
-# A daemon that is slow to answer is not dead.
-MessageTimeout=100
-TCPTimeout=60
-BatchStartTimeout=100
-EnforcePartLimits=ALL
-AuthInfo=cred_expire={credentials_s}
-# The test sets the number of CPUs below, independent of the machine.
-SlurmdParameters=config_overrides
-PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+_SLURM_CONF = (ETC / "slurm.conf").read_text(encoding="utf-8")
 _NODE = "NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=64000\n"
 _CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # v2 needs systemd
 

@@ -3,8 +3,6 @@
 ssh verifies host keys as usual. The known_hosts of every host have the keys of all hosts.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile
@@ -13,27 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.cluster import needs
-from tests.support.cluster.host import TMPDIR, USER, USER_ID, Host
+from tests.support.cluster.host import ETC, TMPDIR, USER, USER_ID, Host
 from tests.support.patience import PATIENCE_S, eventually
 
 # By default, a login takes 60 ms more CPU time, and each byte four times as much.
-_SSHD_CONFIG = f"""\
-ListenAddress {{address}}
-ListenAddress 127.0.0.1
-ListenAddress 127.0.1.1
-KexAlgorithms curve25519-sha256
-Ciphers aes128-gcm@openssh.com
-HostKey /etc/ssh/ssh_host_key
-PidFile /run/sshd.pid
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-UsePAM no
-PrintMotd no
-PrintLastLog no
-AcceptEnv LANG LC_*
-SetEnv TMPDIR={TMPDIR}
-Subsystem sftp internal-sftp
-"""
+_SSHD_CONFIG = (ETC / "sshd_config").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -68,7 +50,9 @@ def configure_ssh(hosts: Sequence[Host]) -> None:
     for host, host_key in zip(hosts, host_keys, strict=True):
         _add_user(host)
         _write(host, "/etc/ssh/ssh_config", "")  # OpenSSH's defaults instead of this machine's
-        _write(host, "/etc/ssh/sshd_config", _SSHD_CONFIG.format(address=host.address))
+        _write(
+            host, "/etc/ssh/sshd_config", _SSHD_CONFIG.format(address=host.address, tmpdir=TMPDIR)
+        )
         _write(host, "/etc/ssh/ssh_host_key", host_key.private)
         for (user, uid), key in zip((("root", 0), (USER, USER_ID)), user_keys, strict=True):
             folder = f"{host.home(user)}/.ssh"

@@ -3,8 +3,6 @@
 The kernel kills these processes when the process that started them ends, and a host ends with its pid 1.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

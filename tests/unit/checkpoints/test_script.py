@@ -1,9 +1,4 @@
-"""mpiddp.Checkpoints in one process: when a save is due, what a step and a key may be, which calls fit.
-
-python -m pytest tests/unit/checkpoints/test_script.py
-"""
-
-from __future__ import annotations
+"""mpiddp.Checkpoints in one process: when a save is due, what a step and a key may be, which calls fit."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +29,7 @@ def create(tmp_path: Path) -> Iterator[Open]:
     current().run = None
 
 
-def test_a_step_before_the_resumed_one_is_refused(create: Open) -> None:
+def test_a_step_before_the_resumed_one_is_refused(create):
     first = create()
     first.save(7, {})
     first.close()
@@ -47,7 +42,7 @@ def test_a_step_before_the_resumed_one_is_refused(create: Open) -> None:
         second.resume()
 
 
-def test_any_key_is_a_file_of_its_own(create: Open, tmp_path: Path) -> None:
+def test_any_key_is_a_file_of_its_own(create, tmp_path):
     keys = ("model", "a/b", "..", "é x", "%")
     state = {key: torch.tensor(number) for number, key in enumerate(keys)}
     first = create()
@@ -55,18 +50,17 @@ def test_any_key_is_a_file_of_its_own(create: Open, tmp_path: Path) -> None:
     first.close()
     folder = tmp_path / "run/checkpoints/step_00000001"
     saved = create().resume()
-    assert saved is not None
     assert saved.state == state
     assert [path.parent for path in (tmp_path / "run").rglob("*.safetensors")] == [folder] * 5
 
 
 @pytest.mark.parametrize("key", ["shard_00000", "", "x" * 300])
-def test_a_key_that_cannot_be_a_file(create: Open, key: str) -> None:
+def test_a_key_that_cannot_be_a_file(create, key):
     with pytest.raises(ValueError, match="file"):
         create().save(1, {key: 1})
 
 
-def test_records_need_a_run(create: Open) -> None:
+def test_records_need_a_run(create):
     with pytest.raises(mpiddp.UserError, match="Checkpoints"):
         mpiddp.log_metrics(1, loss=2)
     create().resume()

@@ -1,7 +1,6 @@
 """Checks of `mpiddp doctor` as functions. tests/promises/test_doctor.py has the faults of real hosts.
 
 Tests mpiddp/doctor/{main,compare}.py.
-python -m pytest tests/unit/doctor/test_doctor_checks.py
 """
 
 import pytest

@@ -1,7 +1,6 @@
 """Verdicts about what ranks have recorded, without a rank.
 
 Tests mpiddp/drill/verdict.py, records.py, command.py and main.py.
-python -m pytest tests/unit/drill/test_drill_verdict.py
 """
 
 from mpiddp.drill import main

@@ -1,10 +1,7 @@
 """Which files belong to a program: they are compared between hosts, and mpiddp.spawn ships them.
 
 Tests mpiddp/hosts/files.py.
-python -m pytest tests/unit/hosts/test_files.py
 """
-
-from __future__ import annotations
 
 import sys
 from pathlib import Path
@@ -63,7 +60,7 @@ def names(*where: str | list[str]) -> list[str]:
     return [name for name, _ in files_of(*where)]
 
 
-def test_the_files_of_a_script_are_those_that_it_imports(folder: Path) -> None:
+def test_the_files_of_a_script_are_those_that_it_imports(folder):
     """A module beside the script counts as the script does; others in its folder do not."""
     found = names("script", "train.py", str(folder))
     assert sorted(found) == sorted(FILES.keys() - NOT_IMPORTED)
@@ -74,7 +71,7 @@ def test_the_files_of_a_script_are_those_that_it_imports(folder: Path) -> None:
     assert {name for name in before if before[name] != after[name]} == {"helper.py"}
 
 
-def test_the_files_of_a_module(folder: Path) -> None:
+def test_the_files_of_a_module(folder):
     """python -m PACKAGE.MODULE, with an __init__.py or without one, and what an installed module imports."""
     package = {"pkg/__init__.py", "pkg/sub.py", "pkg/nets/net.py", "pkg/unused/__init__.py"}
     assert {*names("module", "pkg.sub", str(folder))} == package
@@ -85,15 +82,13 @@ def test_the_files_of_a_module(folder: Path) -> None:
     assert names("command", "train.py", str(folder)) == []
 
 
-def test_a_link_leads_to_the_folder_whose_modules_are_imported(folder: Path) -> None:
+def test_a_link_leads_to_the_folder_whose_modules_are_imported(folder):
     (folder / "bin").mkdir()
     (folder / "bin/run").symlink_to("../helper.py")
     assert names("script", "bin/run", str(folder))[:2] == ["helper.py", "deeper.py"]
 
 
-def test_modules_of_other_folders_count_and_installed_ones_do_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_of_other_folders_count_and_installed_ones_do_not(folder, monkeypatch):
     """PYTHONPATH, and what an editable install adds to sys.path. The first folder with a module counts."""
     other, editable = folder / "lib", folder / "project"
     for each in (other, editable):
@@ -112,11 +107,11 @@ def test_modules_of_other_folders_count_and_installed_ones_do_not(
     }
 
 
-def test_a_file_that_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_has_no_digest(tmp_path):
     assert files_of("script", "gone.py", str(tmp_path)) == [("gone.py", "")]
 
 
-def test_what_lines_import() -> None:
+def test_what_lines_import():
     text = (
         b"import a.b as c, d; import e\nfrom .f import g as h\nfrom . import i\nfrom j import *\n"
     )

@@ -1,7 +1,6 @@
 """What is wrong with a host's GPUs, from what its tools print and its processes are.
 
 Tests mpiddp/hosts/{gpu_health,gpu_faults}.py.
-python -m pytest tests/unit/hosts/test_gpu_faults.py
 """
 
 import os
@@ -17,7 +16,7 @@ from mpiddp.protocol.channel import OUTPUT_PROCESS
 from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi, tool
 
 FIRST, SECOND = GPU_ROW["uuid"], SECOND_GPU["uuid"]
-ECC, REASONS = "ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.active"
+ECC = "ecc.errors.uncorrected.volatile.total"
 LOST = """echo 'Unable to determine the device handle for {}: Unknown Error' >&2; exit 255"""
 # As NVIDIA's driver and util-linux' dmesg write it, some seconds ago.
 DMESG = """up=$(cut -d. -f1 /proc/uptime)
@@ -39,7 +38,6 @@ def host(tmp_path):
         tool(tmp_path, "journalctl", "echo '-- No entries --'")
         tool(tmp_path, "dmesg", dmesg or "exit 1")
         gpus = read_health(path)
-        assert gpus is not None
         return [*faults("a", gpus, chosen)], [*notes("a", gpus, chosen, "ssh a")]
 
     return wrong

@@ -3,7 +3,6 @@
 No machine of the tests has a GPU: the tools print what real ones have printed.
 
 Tests mpiddp/hosts/gpus.py and mpiddp/runtime/gpu.py. The promises have the variables of ranks.
-python -m pytest tests/unit/hosts/test_gpus_by_host.py
 """
 
 import pytest

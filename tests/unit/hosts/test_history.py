@@ -1,7 +1,6 @@
 """What launches write down of their hosts: whole lines beside the hostfile, and never an error.
 
 Tests mpiddp/hosts/history.py.
-python -m pytest tests/unit/hosts/test_history.py
 """
 
 import json

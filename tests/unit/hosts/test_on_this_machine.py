@@ -1,7 +1,6 @@
 """Programs on hosts, where each host is this machine: no ssh is between.
 
 Tests mpiddp/hosts/ssh.py.
-python -m pytest tests/unit/hosts/test_on_this_machine.py
 """
 
 import contextlib

@@ -1,10 +1,7 @@
 """What a host keeps for the ranks: for its user alone, and no other user's folder is opened.
 
 Tests mpiddp/hosts/private.py, and the folders of mpiddp/launch/mpirun.py.
-python -m pytest tests/unit/hosts/test_private.py
 """
-
-from __future__ import annotations
 
 import os
 import tempfile
@@ -26,7 +23,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_hosts_that_share_a_folder_keep_the_same(parent: Path) -> None:
+def test_hosts_that_share_a_folder_keep_the_same(parent):
     name = new_name()
     for _ in range(2):
         keep(name, KEPT)
@@ -38,7 +35,7 @@ def test_hosts_that_share_a_folder_keep_the_same(parent: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["open", "link"])
-def test_a_folder_of_others_is_neither_opened_nor_followed(parent: Path, how: str) -> None:
+def test_a_folder_of_others_is_neither_opened_nor_followed(parent, how):
     name, theirs = new_name(), parent / "theirs"
     theirs.mkdir()
     (theirs / "variables").write_text("{}")
@@ -54,13 +51,13 @@ def test_a_folder_of_others_is_neither_opened_nor_followed(parent: Path, how: st
     assert len(list(private._folder(name).iterdir())) == 1
 
 
-def test_nothing_else_is_removed(parent: Path) -> None:
+def test_nothing_else_is_removed(parent):
     for name in ("", ".", "../x", f"{new_name()}/.."):
         with pytest.raises(ValueError, match=r".*"):
             remove(name)
 
 
-def test_what_killed_launchers_have_left_is_removed_after_a_day(parent: Path) -> None:
+def test_what_killed_launchers_have_left_is_removed_after_a_day(parent):
     old, young = new_name(), new_name()
     for name in (old, young):
         keep(name, KEPT)
@@ -70,7 +67,7 @@ def test_what_killed_launchers_have_left_is_removed_after_a_day(parent: Path) ->
 
 
 @pytest.mark.parametrize("how", ["pipe", "link"])
-def test_a_launcher_does_not_open_the_lock_of_another_user(how: str) -> None:
+def test_a_launcher_does_not_open_the_lock_of_another_user(how):
     """A file of theirs may let whoever opens it wait, and a link may lead anywhere."""
     with tempfile.TemporaryDirectory(dir="/tmp") as root:  # a short path
         folder, aim = Path(root, "mpiddp-0123"), Path(root, "aim")
@@ -89,9 +86,7 @@ def test_a_launcher_does_not_open_the_lock_of_another_user(how: str) -> None:
 @pytest.mark.parametrize(
     ("name", "is_used"), [("short", True), ("a b", False), ("x" * 60, False), ("gone", False)]
 )
-def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(
-    name: str, is_used: bool
-) -> None:
+def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(name, is_used):
     """A socket's path is short, and every mpirun splits the arguments of ssh at blanks."""
     with tempfile.TemporaryDirectory(dir="/tmp") as root:
         parent = Path(root, name)
@@ -103,7 +98,7 @@ def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(
         assert not folder.exists()
 
 
-def test_an_attempt_removes_the_folders_of_killed_launchers_alone() -> None:
+def test_an_attempt_removes_the_folders_of_killed_launchers_alone():
     with tempfile.TemporaryDirectory(dir="/tmp") as root, private_folder({"TMPDIR": root}) as own:
         killed = Path(root, "mpiddp-0")
         killed.mkdir(mode=0o700)

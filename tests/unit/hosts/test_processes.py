@@ -1,7 +1,6 @@
 """A signal reaches the process that was checked, or none: never another one with the same pid.
 
 Tests mpiddp/hosts/processes.py and mpiddp/launch/mpirun.py.
-python -m pytest tests/unit/hosts/test_processes.py
 """
 
 import os
@@ -151,13 +150,7 @@ def test_the_kills_of_a_control_group(tmp_path, files, kills):
     ],
     ids=["no limit", "own", "above", "less than one", "v1", "v1 without"],
 )
-def test_the_quota_of_a_control_group_limits_its_cores(
-    outer: dict[str, str],
-    inner: dict[str, str],
-    cores: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_quota_of_a_control_group_limits_its_cores(outer, inner, cores, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     own = tmp_path / "outer" / "inner"
     own.mkdir(parents=True)

@@ -1,7 +1,6 @@
 """Ports, names, and which addresses answer, on this machine's loopback.
 
 Tests mpiddp/hosts/{sockets,interfaces}.py.
-python -m pytest tests/unit/hosts/test_sockets.py
 """
 
 import socket
@@ -13,17 +12,12 @@ from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import sockets
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 from tests.support.errors import error
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.mark.parametrize(("text", "port"), [(None, 0), ("", 0), ("0", 0), ("65535", 65535)])
 def test_the_port_of_the_environment(text, port):
     assert sockets.port_in({} if text is None else {"MASTER_PORT": text}) == port
-
-
-@pytest.mark.parametrize("text", ["-1", "65537", "ssh", "1.5", "²", " 80"])
-def test_a_port_that_is_none(text):
-    with pytest.raises(UserError, match=error("65535, or", f'MASTER_PORT="{text}"', "1 to 65535")):
-        sockets.port_in({"MASTER_PORT": text})
 
 
 def test_a_name_that_cannot_be_one(monkeypatch):
@@ -55,13 +49,14 @@ def test_one_process_listens_on_a_port(monkeypatch):
         assert sockets.reachable(["127.0.0.1"], [port]) == ["127.0.0.1"]
 
 
-def test_an_address_that_refuses_is_not_reached():
+def test_an_address_that_refuses_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", PATIENCE_S)
     with socket.socket() as taken, sockets.bind("127.0.0.2", 0, "a") as listener:
         taken.bind(("127.0.0.1", 0))  # it does not listen
         ports = [taken.getsockname()[1], listener.getsockname()[1]]
         since = time.monotonic()
         assert sockets.reachable(["127.0.0.1", "127.0.0.2"], ports) == ["127.0.0.2"]
-        assert time.monotonic() - since < sockets.PROBE_TIMEOUT_S
+        assert time.monotonic() - since < PATIENCE_S / 2
 
 
 def test_a_silent_address_is_waited_for_only_until_the_best_one_answers(monkeypatch):
@@ -77,12 +72,12 @@ def test_a_silent_address_is_waited_for_only_until_the_best_one_answers(monkeypa
             each.connect_ex(silent.getsockname())
         monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 0.2)
         assert sockets.reachable(["127.0.0.2"], ports[1:]) == []
-        monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", 30.0)
+        monkeypatch.setattr(sockets, "PROBE_TIMEOUT_S", PATIENCE_S)
         since = time.monotonic()
         unroutable = "255.255.255.255"
         found = sockets.reachable(["127.0.0.1", "127.0.0.2", unroutable], [*ports, 1])
         assert found == ["127.0.0.1"]
-        assert time.monotonic() - since < 15
+        assert time.monotonic() - since < PATIENCE_S / 2
         for each in clients:
             each.close()
 

@@ -1,10 +1,7 @@
 """An mpirun that does not start, or does not end. It is `sleep`, and its ranks are messages.
 
 Tests mpiddp/launch/{attempt,mpirun}.py.
-python -m pytest tests/unit/launch/test_attempt.py
 """
-
-from __future__ import annotations
 
 import errno
 import gc
@@ -90,7 +87,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Starter], Job]]
         yield lambda starter: Job(starter, stack)
 
 
-def test_no_rank_starts_in_time(start: Callable[[Starter], Job]) -> None:
+def test_no_rank_starts_in_time(start):
     """A scheduler may let a start wait, until the first rank has begun."""
     job = start(OPEN_MPI)
     assert job.until_end().startswith("no rank has started in 0.01 s: mpirun or one of")
@@ -100,9 +97,7 @@ def test_no_rank_starts_in_time(start: Callable[[Starter], Job]) -> None:
     assert job.record.own("limit")
 
 
-def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(
-    start: Callable[[Starter], Job],
-) -> None:
+def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(start):
     job = start(OPEN_MPI)
     for rank in (0, 1):
         job.say(rank, "started", host="a", pid=rank + 1)
@@ -112,7 +107,7 @@ def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(
     assert job.mpirun._process.wait(LIMIT_S) == -signal.SIGHUP  # Open MPI's stop signal
 
 
-def test_an_mpirun_that_cannot_be_started() -> None:
+def test_an_mpirun_that_cannot_be_started():
     """It is one sentence, and leaves no file open."""
     gc.collect()  # what other tests have left open
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -122,7 +117,7 @@ def test_an_mpirun_that_cannot_be_started() -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
-def test_an_mpirun_without_a_free_file() -> None:
+def test_an_mpirun_without_a_free_file():
     """At the limit of open files (EMFILE), subprocess has no pipe for it. It is one sentence."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open(os.devnull, os.O_RDONLY)  # the lowest free one, which /dev/null will be

@@ -1,10 +1,7 @@
 """A rank of `mpiddp.spawn` gets its function from the launcher, and answers, over real connections.
 
 Tests mpiddp/launch/{control,main}.py, mpiddp/runtime/function.py.
-python -m pytest tests/unit/launch/test_exchange.py
 """
-
-from __future__ import annotations
 
 import pickle
 import threading
@@ -63,7 +60,7 @@ def script_of(exchange: Exchange) -> Iterator[Coordinator]:
             server.close()
 
 
-def test_what_a_stranger_has_written_is_not_unpickled() -> None:
+def test_what_a_stranger_has_written_is_not_unpickled():
     """Whoever has taken over a connection does not have the secret."""
     exchange = Exchange(FUNCTION)
     with script_of(exchange) as channel:
@@ -75,6 +72,3 @@ def test_what_a_stranger_has_written_is_not_unpickled() -> None:
         channel.server = own
         assert received_call(channel)  # and so the launcher has read what was sent before
         assert exchange.results == {}
-
-
-# --- what the caller gets ---

@@ -1,10 +1,7 @@
 """The input from which `mpiddp launch` composes a command: options, hosts, GPUs, the MPI.
 
 Tests mpiddp/launch/place.py, network.py and starters.py.
-python -m pytest tests/unit/launch/test_launch_input.py
 """
-
-from __future__ import annotations
 
 import os
 import socket
@@ -23,10 +20,11 @@ from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.place import Past, place
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters import find_starter
+from tests.support.machine import an_mpirun
 from tests.unit.launch.test_starters import MPIS
 
 
-def test_ranks_fill_the_slots_in_order() -> None:
+def test_ranks_fill_the_slots_in_order():
     hosts = parse_host_list("c.invalid:1,none.invalid:0,a.invalid:3,b.invalid:2")
     starter = MPIS["mpich"]
     for n, npernode, past, wanted, expected in (
@@ -81,12 +79,7 @@ def of(family: socket.AddressFamily, route: tuple[str, str] | None) -> tuple[str
         ([("127.0.0.1", "127.0.0.2")] * 2, [], (None, (), "127.0.0.1")),
     ],
 )
-def test_the_network_by_the_routes_to_the_other_hosts(
-    monkeypatch: pytest.MonkeyPatch,
-    routes: list[tuple[str, str] | None],
-    theirs: list[str],
-    expected: tuple[str | None, tuple[str, ...], str],
-) -> None:
+def test_the_network_by_the_routes_to_the_other_hosts(monkeypatch, routes, theirs, expected):
     """The routes are this machine's address and the host's. `theirs` are the names of their links."""
     hosts = parse_host_list("localhost:1,a.invalid:1,b.invalid:1")
     by_name = dict(zip(("a.invalid", "b.invalid"), routes, strict=True))
@@ -101,14 +94,6 @@ def test_the_network_by_the_routes_to_the_other_hosts(
     found = find_network(hosts, infos, None)
     name = found.interface.name if found.interface else None
     assert (name, found.networks, found.control_address) == expected
-
-
-def fake_mpirun(folder: Path, answer: str) -> Path:
-    """A program that prints `answer` for --version."""
-    program = folder / "mpirun"
-    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    program.chmod(0o755)
-    return program
 
 
 @pytest.mark.parametrize(
@@ -126,9 +111,10 @@ def fake_mpirun(folder: Path, answer: str) -> Path:
         ("slurm-wlm 22.05.8", "Slurm's srun 22.05.8", ""),
     ],
 )
-def test_kind_and_version(tmp_path: Path, answer: str, name: str, daemon: str) -> None:
-    mpirun = str(fake_mpirun(tmp_path, answer))
-    starter = find_starter("mpirun", mpirun, Path("/venv/bin/python"), os.environ)
+def test_kind_and_version(tmp_path, answer, name, daemon):
+    starter = find_starter(
+        "mpirun", an_mpirun(tmp_path, answer), Path("/venv/bin/python"), os.environ
+    )
     assert (starter.name, starter.daemon) == (name, daemon)
 
 

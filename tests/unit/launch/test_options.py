@@ -1,10 +1,7 @@
 """The options of `mpiddp launch`: what one becomes, what users of other launchers type, what contradicts.
 
 Tests mpiddp/launch/options.py.
-python -m pytest tests/unit/launch/test_options.py
 """
-
-from __future__ import annotations
 
 import argparse
 from dataclasses import replace
@@ -85,9 +82,6 @@ def test_the_help_begins_with_examples_and_has_the_common_options(capsys):
     assert [flag for flag in sorted(flags) if flag not in whole] == []
 
 
-# ---- options behind the script; those that are to start nothing are in tests/refusals
-
-
 @pytest.fixture
 def script(tmp_path) -> Path:
     script = tmp_path / "train.py"
@@ -116,9 +110,6 @@ def test_an_option_of_the_launcher_behind_the_script_is_pointed_out(script, capf
     said = capfd.readouterr().err
     assert said.count("\n") == 1
     assert f"-n comes after {script}" in said
-
-
-# ---- the job
 
 
 @pytest.mark.parametrize(

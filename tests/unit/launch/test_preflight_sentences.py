@@ -1,10 +1,7 @@
 """What the preflight says about a host that cannot be used, and about hosts that differ.
 
 Tests mpiddp/launch/preflight.py and mpiddp/hosts/complaints.py. No host is contacted here.
-python -m pytest tests/unit/launch/test_preflight_sentences.py
 """
-
-from __future__ import annotations
 
 import re
 import socket
@@ -15,11 +12,11 @@ import pytest
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.transport import QRSH, SSH, Transport
+from mpiddp.hosts.transport import QRSH, SSH
 from mpiddp.launch.preflight import HostInfo, Needs, _complaint
 from tests.support.errors import error
 
-A, B = Host("a"), Host("b")
+A = Host("a")
 NEEDS = Needs("/venv/bin/python", "/mpi/bin/mpirun", "/mpi/bin/prted", "/work", "/bin")
 ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")
 FINE = HostInfo(A, True, True, True, "mpirun 5.0", "2.6", "4.1", (), (ETH0,))
@@ -111,8 +108,6 @@ def test_what_mends_an_error_of_ssh(errors, words, values):
         ),
     ],
 )
-def test_a_host_that_gives_no_answer(
-    code: int | None, errors: str, transport: Transport, sentence: str
-) -> None:
+def test_a_host_that_gives_no_answer(code, errors, transport, sentence):
     answer = Answer(A, NEEDS.python, transport, code, "", errors, has_begun=False)
     assert re.fullmatch(sentence, answer.why)

@@ -2,12 +2,7 @@
 
 Most are of real jobs (`tests.support.records` runs them again); the others are of what is hard to provoke.
 Tests mpiddp/launch/{events,verdict,watch}.py. No process starts here.
-python -m pytest tests/unit/launch/test_records.py
 """
-
-from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -19,16 +14,16 @@ from tests.support.records import FOLDER, JOBS, events, replay
 RECORDS = sorted(FOLDER.glob("*.jsonl"))
 
 
-def test_there_is_a_record_of_each_job() -> None:
+def test_there_is_a_record_of_each_job():
     assert JOBS.keys() <= {path.stem for path in RECORDS}
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
-def test_what_is_said_of_a_record(path: Path) -> None:
+def test_what_is_said_of_a_record(path):
     assert replay(path) == path.with_suffix(".txt").read_text(encoding="utf-8")
 
 
-def test_a_record_is_written_as_it_grows_and_read_back(tmp_path: Path) -> None:
+def test_a_record_is_written_as_it_grows_and_read_back(tmp_path):
     path = tmp_path / "logs" / "attempt_2.jsonl"
     written = Record(["a", "b"], path, attempt=2, here=[0])
     written.add(Event("progress", 1, progress(7), 2.5, from_script=True))

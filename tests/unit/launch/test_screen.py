@@ -1,10 +1,7 @@
 """What many sources write on one terminal, file or pipe, and what waits for the verdict.
 
 Tests mpiddp/launch/{log,output}.py.
-python -m pytest tests/unit/launch/test_screen.py
 """
-
-from __future__ import annotations
 
 import fcntl
 import os
@@ -17,7 +14,7 @@ from mpiddp.launch import log
 from mpiddp.launch.log import Screen, Source
 
 
-def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking() -> None:
+def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     os.write(writer, b"." * fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1 << 16))
@@ -29,9 +26,6 @@ def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking() 
     thread.join(60)
     for file in (reader, writer):
         os.close(file)
-
-
-# --- a terminal ---
 
 
 def read_until(reader: int, end: bytes) -> bytes:

@@ -1,10 +1,7 @@
 """The command that `mpiddp launch` composes for each MPI. Nothing is started here.
 
 Tests mpiddp/launch/{starters,command}.py.
-python -m pytest tests/unit/launch/test_starters.py
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
@@ -54,7 +51,7 @@ def follows(argv: list[str], *expected: str) -> bool:
     return expected in spans
 
 
-def test_a_choice_of_the_user_is_kept() -> None:
+def test_a_choice_of_the_user_is_kept():
     """The record of command lines has what is chosen without one, in the job of each scheduler."""
     request = UNEQUAL._replace(env={"SLURM_JOB_ID": "7", "PRTE_MCA_plm": "slurm"})
     argv = argv_of("openmpi5", request)
@@ -79,7 +76,7 @@ def test_a_choice_of_the_user_is_kept() -> None:
     assert command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-F mpiddp-ssh_config -v"
 
 
-def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own() -> None:
+def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own():
     """Unless the user has chosen one."""
     name = "PRTE_MCA_prte_local_tmpdir_base"
     chosen = UNEQUAL._replace(mpi_args=("--mca", "orte_tmpdir_base", "/big"))
@@ -93,7 +90,7 @@ def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("cpus", "flags"), [("7", ["--cpus-per-task=3"]), ("1", []), ("", [])])
-def test_ranks_beyond_the_one_task_of_a_host_share_its_cores(cpus: str, flags: list[str]) -> None:
+def test_ranks_beyond_the_one_task_of_a_host_share_its_cores(cpus, flags):
     """A script for torchrun asks for no tasks. Slurm then grants the cores of one on each host."""
     request = UNEQUAL._replace(env={"SLURM_CPUS_PER_TASK": cpus})
     assert max(host.ranks for host in request.hosts.hosts) == 2

@@ -1,10 +1,7 @@
 """What stands below the output on a terminal.
 
 Tests mpiddp/launch/status.py.
-python -m pytest tests/unit/launch/test_status.py
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -21,7 +18,7 @@ def report(record: Record, rank: int, step: int, at: float, **shown: Any) -> Non
     record.add(Event("progress", rank, facts, at))
 
 
-def test_the_status_says_how_far_the_training_is() -> None:
+def test_the_status_says_how_far_the_training_is():
     record = Record(["a", "a", "b"], attempt=2)
     report(record, 0, 1000, 0.0, total=4000, loss=0.123456, epoch=3, phase="warm-up\x1b[2J")
     report(record, 1, 1000, 0.0, loss=9.0)
@@ -35,7 +32,7 @@ def test_the_status_says_how_far_the_training_is() -> None:
     assert status_lines(record, 20.0)[0].startswith("step 4,001  ")
 
 
-def test_a_training_of_no_steps_and_numbers_that_are_none_have_a_status() -> None:
+def test_a_training_of_no_steps_and_numbers_that_are_none_have_a_status():
     record = Record(["a"])
     report(record, 0, 0, 0.0, total=0, loss=float("nan"))
     assert status_lines(record, 0.0)[0] == "step 0  loss nan"

@@ -1,10 +1,7 @@
 """The variables of the ranks: which of this shell's reach other hosts, and those of -x and --env-file.
 
 Tests mpiddp/launch/{variables,plan}.py. The promises have the command line for each MPI.
-python -m pytest tests/unit/launch/test_variables.py
 """
-
-from __future__ import annotations
 
 from mpiddp.launch.variables import forwarded, is_secret, parse_env_file, without_values
 
@@ -25,7 +22,7 @@ SECRETS = (
 )
 
 
-def test_variables_of_the_allow_list_reach_the_ranks_and_no_secret() -> None:
+def test_variables_of_the_allow_list_reach_the_ranks_and_no_secret():
     env = dict.fromkeys((*PASSED, *OF_A_HOST, *FREE, *SECRETS), "1")
     assert forwarded(env) == dict.fromkeys(sorted(PASSED), "1")
     assert forwarded(env, env_all=True) == dict.fromkeys(sorted((*PASSED, *FREE)), "1")
@@ -48,7 +45,7 @@ def parse(text: str) -> dict[str, str]:
     return dict(parse_env_file(text.encode(), "f", {"HERE": "x"}))
 
 
-def test_the_format_of_the_file() -> None:
+def test_the_format_of_the_file():
     assert parse(FILE) == {
         "PLAIN": "one two",
         "EXPORTED": "three   # no comment",
@@ -61,7 +58,7 @@ def test_the_format_of_the_file() -> None:
     assert parse("\ufeffA=1\r\nB='2'\r\n") == {"A": "1", "B": "2"}  # as Windows writes it
 
 
-def test_a_printed_command_has_no_values() -> None:
+def test_a_printed_command_has_no_values():
     exports = ["HF_TOKEN=abc", "MY_KEY=d=e", "A=h", "PLAIN=i", "TOKEN", "V="]
     own = ["-x", "HF_TOKEN=abc", "-xMY_KEY=d=e", "-x=A=h", "-vxPLAIN=i", "-x", "TOKEN", "-x", "V="]
     assert without_values([*own, "--hostfile", "f"], exports) == [

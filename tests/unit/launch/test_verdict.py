@@ -1,10 +1,7 @@
 """The verdict on an attempt, by single events: who failed first, the host at fault, a known cause.
 
 test_records.py judges whole records. Tests mpiddp/launch/{events,verdict,watch}.py. No process starts here.
-python -m pytest tests/unit/launch/test_verdict.py
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -17,9 +14,6 @@ from mpiddp.protocol.server import Event
 
 HOSTS = ("a", "b", "b")
 RESET = "RuntimeError: [gloo] Connection closed by peer"
-
-
-# --- what ranks report ---
 
 
 def event(rank: int, kind: str, at: float = 1.0, **facts: Any) -> Event:
@@ -57,9 +51,6 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
     return verdict(record)
 
 
-# --- the first failure, and the host ---
-
-
 @pytest.mark.parametrize(
     ("events", "culprit"),
     [
@@ -76,9 +67,8 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
         ([failed(0, "", 1.0, traceback="", signal=15), failed(1, at=1.1)], 1),
     ],
 )
-def test_the_first_failure_is_the_cause_of_the_others(events: list[Event], culprit: int) -> None:
+def test_the_first_failure_is_the_cause_of_the_others(events, culprit):
     first = judged(*events).first
-    assert first is not None
     assert first.rank == culprit
 
 
@@ -93,7 +83,7 @@ def test_the_first_failure_is_the_cause_of_the_others(events: list[Event], culpr
         ([event(rank, "done") for rank in range(3)], ""),
     ],
 )
-def test_a_host_is_at_fault_where_its_rank_was_lost_first(events: list[Event], host: str) -> None:
+def test_a_host_is_at_fault_where_its_rank_was_lost_first(events, host):
     assert judged(*events).host_at_fault == host
 
 
@@ -114,17 +104,15 @@ def test_a_host_is_at_fault_where_its_rank_was_lost_first(events: list[Event], h
         ),
     ],
 )
-def test_the_line_of_an_error(error: str, line: str) -> None:
+def test_the_line_of_an_error(error, line):
     assert f" failed first: {line}. The other ranks" in judged(failed(1, error)).sentence
 
-
-# --- known causes ---
 
 OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
 NO_DAEMON = b"ORTE was unable to reliably start one or more daemons.\n"
 
 
-def test_what_mpirun_says_of_the_end_of_a_job_is_no_cause() -> None:
+def test_what_mpirun_says_of_the_end_of_a_job_is_no_cause():
     """It has ended the ranks of a job that hung. What it has said before may explain why no rank started."""
     banner = ["mpirun noticed that process rank 1 exited on signal 9 (Killed)."]
     hung = "the job hung and was stopped."
@@ -134,7 +122,7 @@ def test_what_mpirun_says_of_the_end_of_a_job_is_no_cause() -> None:
     assert not judged(killed, printed={MPIRUN: banner}).known_cause
 
 
-def test_the_sentence_of_a_known_cause_and_the_host_at_fault() -> None:
+def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
     for text, row, host in (
         (OUT_OF_MEMORY.decode().strip(), "cuda-out-of-memory", ""),
         ("CUDA error: uncorrectable ECC error encountered", "cuda-hardware", "b"),

@@ -1,10 +1,7 @@
 """When the launcher asks for the stacks of the ranks, and when these hang.
 
 Tests mpiddp/launch/{places,watch}.py.
-python -m pytest tests/unit/launch/test_watch.py
 """
-
-from __future__ import annotations
 
 import random
 from pathlib import Path
@@ -106,7 +103,7 @@ class Job:
         return said
 
 
-def test_one_rank_makes_the_others_wait() -> None:
+def test_one_rank_makes_the_others_wait():
     job = Job(16)
     job.steps(50, every_s=0.2)
     job.stacks = dict.fromkeys(range(16), ALL_REDUCE) | {11: OPENS}
@@ -116,10 +113,12 @@ def test_one_rank_makes_the_others_wait() -> None:
         "load (data.py:40): with open(path) as file."
     )
     assert job.after(3600) == ""  # it is said once
+    job.steps(1, every_s=1)
+    assert "rank 11 on l is in load" in job.after(100)
 
 
 @pytest.mark.parametrize("timeout_s", [None, 100.0])
-def test_a_script_that_counts_its_steps_anew_does_not_hang(timeout_s: float | None) -> None:
+def test_a_script_that_counts_its_steps_anew_does_not_hang(timeout_s):
     """In each epoch, or each fold."""
     job = Job(2, timeout_s)
     job.stacks = {0: BACKWARD, 1: OPENS}
@@ -131,28 +130,8 @@ def test_a_script_that_counts_its_steps_anew_does_not_hang(timeout_s: float | No
     assert "rank 1 on b" in job.after(400)
 
 
-def test_steps_end_a_hang_and_the_next_one_is_named_again() -> None:
-    job = Job(2)
-    job.steps(5, every_s=1)
-    job.stacks = {0: BACKWARD, 1: OPENS}
-    said = "rank 0 on a waits in backward (train.py:60); rank 1 on b is in load (data.py:40)"
-    assert said in job.after(100)
-    job.steps(1, every_s=1)
-    assert said in job.after(100)
-
-
-def test_a_rank_that_does_not_answer_is_named() -> None:
-    job = Job(3)
-    job.steps(5, every_s=1)
-    job.stacks = {0: ALL_REDUCE, 2: ALL_REDUCE}
-    assert job.after(100).endswith(
-        "rank 0 on a, rank 2 on c wait in all_reduce (train.py:88); "
-        "rank 1 on b does not answer: stopped, or stuck in native code."
-    )
-
-
 @pytest.mark.parametrize("cause", ["moves", "computes", "starves", "saves"])
-def test_a_job_that_works_between_its_steps_does_not_hang(cause: str) -> None:
+def test_a_job_that_works_between_its_steps_does_not_hang(cause):
     """One rank evaluates, compiles or saves for four minutes, and the others wait for it."""
     job = Job(2)
     job.steps(50, every_s=0.5)
@@ -172,7 +151,7 @@ def test_a_job_that_works_between_its_steps_does_not_hang(cause: str) -> None:
     job.steps(50, every_s=0.5)
 
 
-def test_a_save_that_follows_a_long_evaluation_is_no_hang() -> None:
+def test_a_save_that_follows_a_long_evaluation_is_no_hang():
     job = Job(2)
     job.steps(50, every_s=0.5)
     job.stacks = {0: OPENS, 1: ALL_REDUCE}
@@ -185,7 +164,7 @@ def test_a_save_that_follows_a_long_evaluation_is_no_hang() -> None:
         assert job.after(1) == ""
 
 
-def test_with_a_time_limit_only_steps_count() -> None:
+def test_with_a_time_limit_only_steps_count():
     job = Job(2, 100.0)
     job.stacks = {0: BACKWARD, 1: OPENS}
     job.note(0, "saving", active=True)
@@ -196,7 +175,7 @@ def test_with_a_time_limit_only_steps_count() -> None:
     assert "rank 1 on b" in job.after(20)
 
 
-def test_a_rank_that_computes_for_ever_in_one_line_is_named_later() -> None:
+def test_a_rank_that_computes_for_ever_in_one_line_is_named_later():
     job = Job(2)
     job.steps(50, every_s=0.5)
     job.stacks, job.busy = {0: OPENS, 1: ALL_REDUCE}, {0}
@@ -204,7 +183,7 @@ def test_a_rank_that_computes_for_ever_in_one_line_is_named_later() -> None:
     assert "rank 0 on a is in load" in job.after(100)
 
 
-def test_a_job_without_steps_hangs_when_ranks_wait_and_nothing_is_printed() -> None:
+def test_a_job_without_steps_hangs_when_ranks_wait_and_nothing_is_printed():
     job = Job(2)
     job.stacks = {0: ALL_REDUCE, 1: OPENS}
     for _ in range(10):  # a slow start that prints
@@ -217,18 +196,7 @@ def test_a_job_without_steps_hangs_when_ranks_wait_and_nothing_is_printed() -> N
     )
 
 
-def test_a_limit_of_the_user_needs_one_look_once_there_are_steps() -> None:
-    job = Job(2, timeout_s=20)
-    job.steps(5, every_s=1)
-    job.stacks = {0: ALL_REDUCE, 1: OPENS}
-    assert job.after(19) == ""
-    said = job.after(3)
-    waits = "rank 0 on a waits in all_reduce (train.py:88); rank 1 on b is in load (data.py:40)"
-    assert said.startswith(f"no rank has made a step for 20 s: {waits}")
-    assert said.count("The Python stack of rank") == said.count("rank 1:\nthread MainThread:") == 1
-
-
-def test_ranks_that_have_ended_are_not_waited_for() -> None:
+def test_ranks_that_have_ended_are_not_waited_for():
     job = Job(2)
     job.steps(5, every_s=1)
     job.stacks = {0: ALL_REDUCE}
@@ -238,7 +206,7 @@ def test_ranks_that_have_ended_are_not_waited_for() -> None:
     )
 
 
-def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
+def test_100_000_steps_of_all_kinds_raise_no_alarm():
     """Steps of 5 ms to 20 s, a slow first one, evaluations and recompilations of up to four minutes."""
     job, random_ = Job(4), random.Random(1)
     job.stacks = {0: LOADS, 1: BACKWARD, 2: BACKWARD, 3: BACKWARD}
@@ -279,12 +247,12 @@ def test_100_000_steps_of_all_kinds_raise_no_alarm() -> None:
         ([(f"{OURS}/train/loop.py", 5, "train", "loss.item()")], "train (loop.py:5): loss.item()"),
     ],
 )  # fmt: skip
-def test_the_place_of_a_rank_in_words(frames: Frames, text: str) -> None:
+def test_the_place_of_a_rank_in_words(frames, text):
     found = place_of(stacks(stack(frames).replace("\n    \n", "\n")))
     assert found.text == text
 
 
-def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
+def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on():
     """A rank that answers late, in native code, has made a step since the question."""
     record = Record(["a"], at=0.0, hang_timeout_s=60.0)
     record.add(Event("progress", 0, progress(1), 0.0))
@@ -294,7 +262,7 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on() -> None:
 
 
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
-def test_the_answer_of_a_script_counts_although_it_is_late(order: tuple[bool, bool]) -> None:
+def test_the_answer_of_a_script_counts_although_it_is_late(order):
     """Its agent, which the launcher has asked meanwhile, answers for it as well."""
     record = Record(["a"])
     for from_script in order:
@@ -312,7 +280,7 @@ EVALUATES = [
 
 @pytest.mark.parametrize("waiting", [(), (1, 2)])
 @pytest.mark.parametrize("steps", [0, 50])
-def test_ranks_that_compute_in_torch_are_not_accused(waiting: tuple[int, ...], steps: int) -> None:
+def test_ranks_that_compute_in_torch_are_not_accused(waiting, steps):
     """Rank 0 evaluates while the others wait, all evaluate, or all infer without an optimizer."""
     job = Job(3)
     job.steps(steps, every_s=0.5)
@@ -324,7 +292,7 @@ def test_ranks_that_compute_in_torch_are_not_accused(waiting: tuple[int, ...], s
     assert "rank 0 on a waits" not in sentence
 
 
-def test_training_in_a_thread_is_named_by_that_thread() -> None:
+def test_training_in_a_thread_is_named_by_that_thread():
     lines = [
         f'  File "{file}", line {line}, in {name}\n    {code}\n'
         for file, line, name, code in ALL_REDUCE

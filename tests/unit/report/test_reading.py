@@ -1,7 +1,6 @@
 """What the folder of a run tells, whatever state it is in: whole, going on, half written, of another program.
 
 Tests mpiddp/report/{read,tables}.py.
-python -m pytest tests/unit/report/test_reading.py
 """
 
 import os
@@ -56,7 +55,6 @@ def test_a_run_goes_on_as_long_as_its_owner_lives(tmp_path):
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as owner:
-        assert owner.stdout is not None
         owner.stdout.readline()
         assert read_run(folder).state == "running"
         assert read_run(folder).seconds == pytest.approx(time.time() - BEGAN, abs=100)
@@ -96,9 +94,6 @@ def test_what_is_no_run_is_named(tmp_path):
     no_run = error("has neither", f"{tmp_path} ", "metrics.jsonl", "checkpoints/")
     with pytest.raises(UserError, match=no_run):
         read_run(tmp_path)
-
-
-# --- curves ---
 
 
 def curve(values: list[float]) -> Curve:

@@ -1,7 +1,6 @@
 """`mpiddp runs DIR` prints a line for each run, with what the end of its records tells.
 
 Tests mpiddp/report/main.py.
-python -m pytest tests/unit/report/test_runs.py
 """
 
 import json

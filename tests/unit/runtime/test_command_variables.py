@@ -1,18 +1,13 @@
 """No variable of an MPI reaches a command, and a script that needs no torch does not wait for it.
 
 Tests mpiddp/runtime/program.py.
-python -m pytest tests/unit/runtime/test_command_variables.py
 """
-
-from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.program import SCRIPT, Program, command_environment
-from mpiddp.world import RANK_SOURCES, RankSource, World
+from mpiddp.world import RANK_SOURCES, World
 
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -20,7 +15,7 @@ OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_S
 @pytest.mark.parametrize(
     "launcher", [each for each in RANK_SOURCES if each.mpis], ids=lambda each: each.name
 )
-def test_no_variable_of_an_mpi_reaches_the_command(launcher: RankSource) -> None:
+def test_no_variable_of_an_mpi_reaches_the_command(launcher):
     """A script in it is a rank by torchrun's variables. Its GPU may be the only one that it sees."""
     kept = {**OF_TORCHRUN, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
     of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
@@ -51,7 +46,7 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher: RankSource) -> None
         ("import settings\nimport torch", False),
     ],
 )
-def test_for_what_torch_is_imported_ahead(tmp_path: Path, text: str, expected: bool) -> None:
+def test_for_what_torch_is_imported_ahead(tmp_path, text, expected):
     """Not for a script of Python's own modules, nor for one that sets a variable, in any of its files."""
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "settings.py").write_text("import os\nos.environ.update(TORCH_LOGS='+dynamo')")

@@ -1,10 +1,7 @@
 """How a rank ended, from an error, an exit code or a signal.
 
 Tests mpiddp/runtime/job/ending.py. Needs no torch.
-python -m pytest tests/unit/runtime/test_ending.py
 """
-
-from __future__ import annotations
 
 import pytest
 
@@ -40,14 +37,14 @@ EXIT = "rank 1 ended with exit code"
     ],
     ids=repr,
 )
-def test_an_error(error: BaseException | None, expected: Ending, line: str) -> None:
+def test_an_error(error, expected, line):
     found = ending_of(error)
     assert found == expected
     assert found.line("rank 1") == line
     assert found.is_failure == (expected.code != 0)
 
 
-def test_a_requested_end_is_no_failure() -> None:
+def test_a_requested_end_is_no_failure():
     assert ending_of(SystemExit(75), has_stopped=True) == Ending(0)
     assert ending_of(SystemExit(3), has_stopped=True) == Ending(3)
 

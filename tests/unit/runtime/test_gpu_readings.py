@@ -1,7 +1,6 @@
 """The readings of a host's GPUs: one process of the tool at a time, and none after a failure.
 
 Tests mpiddp/runtime/gpu_readings.py.
-python -m pytest tests/unit/runtime/test_gpu_readings.py
 """
 
 import queue

@@ -1,13 +1,9 @@
 """The master address, chosen from RankInfos made by hand. tests/unit/hosts/test_sockets.py has real sockets.
 
 Tests mpiddp/runtime/rendezvous/{result,meet}.py.
-python -m pytest tests/unit/runtime/test_master_address.py
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping
 
 import pytest
 
@@ -71,9 +67,7 @@ OTHER_NAMES = ((LO, eth(0, "eth0")), (LO, eth(1, "ens5")))
         (TWO, {"MASTER_ADDR": "localhost"}, ["10.0.0.1"]),
     ],
 )
-def test_addresses_on_which_rank_0_can_listen(
-    hosts: list[Host], env: Mapping[str, str], expected: list[str]
-) -> None:
+def test_addresses_on_which_rank_0_can_listen(hosts, env, expected):
     assert choose(ranks_on(*hosts, ranks=2), env) == expected
 
 
@@ -91,9 +85,7 @@ def test_addresses_on_which_rank_0_can_listen(
         ),
     ],
 )
-def test_no_address_that_other_hosts_can_reach(
-    hosts: tuple[Host, Host], requested: str, sentence: str
-) -> None:
+def test_no_address_that_other_hosts_can_reach(hosts, requested, sentence):
     infos, env = ranks_on(*hosts), {"MPIDDP_INTERFACE": requested}
 
     def chosen() -> list[str]:
@@ -115,12 +107,12 @@ def test_no_address_that_other_hosts_can_reach(
         ("127.0.0.1", "eth1", "lo"),
     ],
 )
-def test_the_interface_of_a_rank(address: str, requested: str, expected: str) -> None:
+def test_the_interface_of_a_rank(address, requested, expected):
     info = RankInfo(0, 0, 1, "a", "a", TWO_NETWORKS[0])
     assert info.interface_for(address, requested) == expected
 
 
-def test_hosts_are_numbered_in_the_order_of_their_lowest_rank() -> None:
+def test_hosts_are_numbered_in_the_order_of_their_lowest_rank():
     """Two machines may have one name."""
     machines = ["b", "a", "b", "a"]
     infos = [RankInfo(rank, rank // 2, 2, "x", machines[rank], ()) for rank in range(4)]

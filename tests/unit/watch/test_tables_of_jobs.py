@@ -1,7 +1,6 @@
 """The tables of `mpiddp ps` and `mpiddp top`, from the reports of ranks, and which job a name means.
 
 Tests mpiddp/watch, mpiddp/launch/status.py.
-python -m pytest tests/unit/watch/test_tables_of_jobs.py
 """
 
 import json
