@@ -333,13 +333,14 @@ def run(number: int, plan: Plan, hosts: Cluster, right: Any) -> Result:
 
 
 def own_tracebacks(output: str) -> int:
-    """The tracebacks with a line of mpiddp, but for those of a rank that has lost another one.
+    """The tracebacks with a line of mpiddp, except those of a SIGINT and of a rank that has lost another one.
 
     If a rank of a raw mpirun is killed, the first of the others to notice prints where `mpiddp train` was.
     """
     package = f'File "{Path(mpiddp.__file__).parent}/'
     blocks = _PREFIX.sub("", output).split("Traceback (most recent call last):")[1:]
     errors = [re.search(r"^\S.*", block, re.MULTILINE) for block in blocks if package in block]
+    errors = [error for error in errors if not (error and error[0].endswith("KeyboardInterrupt"))]
     known = [explain([error[0]]) if error else None for error in errors]
     return sum(not each or each.failure.weight != Weight.CONSEQUENCE for each in known)
 

@@ -117,6 +117,11 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         ([KILLED], [("system-killed", 1)]),
         (["ValueError: bad", VERDICT], [("python-exception", 1)]),
         (["ValueError: bad", VERDICT, *DF], [("python-exception", 1)]),
+        # That of a DataLoader whose worker has ended names no file.
+        (
+            ["FileNotFoundError: [Errno 2] No such file or directory", VERDICT],
+            [("python-exception", 1)],
+        ),
         # What a restart has survived is no cause of the end.
         (["ValueError: bad", VERDICT, RESTARTED, KILLED], [("system-killed", 4)]),
         (["ValueError: bad", VERDICT, RESTARTED, ENDED], [("system-rank-ended", 4)]),
