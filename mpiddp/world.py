@@ -14,6 +14,7 @@ import re
 import socket
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
@@ -102,7 +103,8 @@ _OF_LAUNCHERS = re.compile(
 ALONE = RankSource("none", (), ())
 
 
-class World(NamedTuple):
+@dataclass(frozen=True)
+class World:
     """This process's identity in the job.
 
     `mpiddp.init` and `mpiddp.process_group` return one with all of its fields set. In one that
@@ -130,7 +132,7 @@ class World(NamedTuple):
     local_rank: int | None
     local_world_size: int | None
     launcher: RankSource = ALONE
-    hostname: str = socket.gethostname()
+    hostname: str = field(default_factory=socket.gethostname)
     node_rank: int | None = None
     num_nodes: int | None = None
     master_addr: str | None = None

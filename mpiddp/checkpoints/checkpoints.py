@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -367,7 +368,7 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
     if not session.is_member and world.launcher.name == "none":
         log_to_console(0)
         at_exit(finish)
-        alone = Coordinator(world._replace(node_rank=0, num_nodes=1), None)
+        alone = Coordinator(replace(world, node_rank=0, num_nodes=1), None)
         alone.hostnames = (socket.gethostname(),)
         return alone
     if not session.is_member:

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -101,7 +102,8 @@ def _as_script(world: World, session: Session) -> None:
             f"first process of a rank joins the others. Unset {RUN_ID} to start a job of its own."
         )
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    world = world._replace(
+    world = replace(
+        world,
         local_rank=int(env["LOCAL_RANK"]),
         local_world_size=int(env["LOCAL_WORLD_SIZE"]),
         master_addr=address,

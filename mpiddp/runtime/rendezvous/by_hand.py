@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from zlib import crc32
 
 from mpiddp.errors import JobFailed, UserError
@@ -34,7 +35,7 @@ def way_to_meet(ranks: Coordinator, timeout_s: float) -> Iterator[Coordinator]:
 def by_address(world: World, timeout_s: float) -> Coordinator:
     """The channel of ranks that know the address of rank 0, which is set in their world."""
     address, port = address_of_rank_0(world, os.environ)
-    world = world._replace(master_addr=address, master_port=port)
+    world = replace(world, master_addr=address, master_port=port)
     if os.environ.get(AGENT_STORE) == "True":
         server = _serve_beside_agent(world, timeout_s)
     else:
