@@ -39,6 +39,7 @@ from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import Event
+from mpiddp.protocol.terminal import Manners
 
 AGAIN_S = 5.0  # all agents to begin again
 
@@ -116,10 +117,13 @@ class Agents:
         messages, signals = list[Event](), self.launcher.signals
         ready = self.server.selector.ready(until)
         for data in ready:
-            if data is self.output:
-                self.output.copy()
-            elif data is not signals:
+            if data not in (self.output, signals):
                 messages += self.server.receive(data)
+        for message in messages:
+            if message.kind == "terminal" and message.rank == 0:
+                self.output.follow(Manners(message.facts["echo"], message.facts["lines"]))
+        if self.output in ready:  # then the question for a password comes after the end of the echo
+            self.output.copy()
         numbers = signals.receive() if signals in ready else []
         if signals.has_resized:
             signals.has_resized = False

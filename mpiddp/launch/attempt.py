@@ -24,7 +24,6 @@ from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.launch.verdict import HUNG_UP, verdict
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.server import LAUNCHER, Event
-from mpiddp.protocol.terminal import Manners
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 
 # Time limits for:
@@ -223,8 +222,6 @@ class Attempt:
                     record.note("limit", seconds=facts["timeout_s"])
                 if was_starting and record.phase is Phase.RUNNING:
                     self._run_on()
-            case "terminal" if rank == 0:
-                self.output.follow(Manners(facts["echo"], facts["lines"]))
             case "stopped" if record.stop is Stop.TO_GROW and record.phase is Phase.RUNNING:
                 self._begin_grace()
             case "claim" if record.phase < Phase.ENDING:

@@ -79,9 +79,9 @@ class Child:
         name = f"rank {world.rank} on {world.hostname}"
         numbers = STREAMS if shown.selection else ()
         self.outputs = [Stream(each, name, shown.terminal) for each in numbers]
-        self.streams: list[Stream | Input] = [*self.outputs]
-        if shown.selection and world.rank == 0:
-            self.streams.append(Input(shown.terminal))
+        # stdin's first: the launcher hides what is typed before it shows the question.
+        inputs = [Input(shown.terminal)] if shown.selection and world.rank == 0 else []
+        self.streams: list[Stream | Input] = [*inputs, *self.outputs]
         # Their ends in the child, by its own file descriptors. They are closed here when it starts.
         self._files = {each.number: each.theirs for each in self.streams}
         if shown.selection and world.rank != 0:
