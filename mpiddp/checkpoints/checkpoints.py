@@ -113,7 +113,7 @@ class Checkpoints:
         self._saver: Saver | None = None
         self._infinite: Sequence[str] | None = None  # tensors with infinities on purpose
         self._thread: int | None = None  # of the first save
-        self._step = -1  # the latest one that has been saved, or that the run resumes from
+        self._resumed = -1  # the step from which the run resumes
         self._records = RunRecords(self._dir, best[0] if best else "")
         self._has_ended, self._pid = False, os.getpid()
         self._made: int | None = None  # the last step of which `due` was asked
@@ -178,7 +178,7 @@ class Checkpoints:
                 later = set_aside(run.dir.checkpoints, resumed.step) if run.is_writer else ()
                 for each in later:
                     log.info(f"renamed to {each.name}: its step is later than that of the resume")
-            self._step = resumed.step
+            self._resumed = resumed.step
             self._infinite = resumed._facts.infinite if copies[0].of_this_run else None
             current().stop.steps_before = resumed.step
             return resumed
@@ -266,17 +266,7 @@ class Checkpoints:
                         "Call resume() before the first save(), or name another folder."
                     )
         assert self._saver is not None
-        self._saver.meet(step, outline)
-        if step < self._step:
-            raise ValueError(
-                f"step {step} is earlier than step {self._step}, which {self._dir} has already. "
-                "Continue to count from the step that resume() returns."
-            )
-        if step == self._step:
-            return
         self._saver.save(step, outline, own, self._config)
-        # Only now: a script that catches an error of the save before may repeat this one.
-        self._step = step
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.
@@ -345,11 +335,17 @@ class Checkpoints:
         except BaseException:
             run.close(removes_new=True)
             raise
-        step = max(0, self._step)
+        step = max(0, self._resumed)
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
-        known = run, self._records, self._keep, self._infinite
-        self._saver = Saver(*known, must_succeed=self._must_succeed)
+        self._saver = Saver(
+            run,
+            self._records,
+            self._keep,
+            step=self._resumed,
+            infinite=self._infinite,
+            must_succeed=self._must_succeed,
+        )
         session.send("run_dir", path=str(self._dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mpiddp.checkpoints.state import Keys, is_sharded, mapped, shown_path
+from mpiddp.checkpoints.state import Keys, as_kind_of, is_sharded, mapped, shown_path
 from mpiddp.checkpoints.values import ShardedValue
 from mpiddp.errors import UserError
 from mpiddp.text import listed
@@ -86,9 +86,7 @@ class Fit:
         for what, names in (("has no", missing), ("also has", unexpected)):
             if names:
                 raise UserError(f"it {what} {listed(list(map(str, names)), 4)}")
-        copied = type(self.entry)(entry)
-        getattr(copied, "__dict__", {}).update(getattr(self.entry, "__dict__", {}))
-        self.entry = copied
+        self.entry = as_kind_of(self.entry, entry)
         self.likes = {(name,): value for name, value in found.items()}
 
     def _match_optimizer(self, modules: Sequence[Module]) -> None:

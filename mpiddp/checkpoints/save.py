@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.boxes import Boxes, boxes_of, headers_of, write_boxes
+from mpiddp.checkpoints.boxes import Copies, boxes_of, headers_of, write_boxes
 from mpiddp.checkpoints.contents import rng_states
-from mpiddp.checkpoints.files import Turns, packed, reason_of
+from mpiddp.checkpoints.files import packed, reason_of
 from mpiddp.checkpoints.folder import INDEX, TREE, Entry, Facts, name_of_step, shard_of
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.retention import Retention, prune
@@ -105,7 +105,7 @@ class _Job:
     final: Path
     facts: Facts
     tree: Any
-    boxes: Boxes
+    copies: Copies
     ranks: Sequence[Tensor]  # what each rank saves for itself, on the writers
     has_shards: bool  # False if every writer has the whole state
 
@@ -113,7 +113,10 @@ class _Job:
 class Saver:
     """Saves the state of a training. Every rank creates one, with the same arguments.
 
-    With `must_succeed`, a failed save ends the run; else it causes a warning.
+    Attributes:
+        step: the latest one that has been saved, or that the run resumes from.
+        infinite: the tensors with infinities on purpose, such as masks; None before the first save.
+        must_succeed: a failed save ends the run; else it causes a warning.
     """
 
     def __init__(
@@ -121,52 +124,55 @@ class Saver:
         run: Run,
         records: RunRecords,
         keep: Retention,
-        infinite: Sequence[str] | None,
         *,
+        step: int,
+        infinite: Sequence[str] | None,
         must_succeed: bool,
     ) -> None:
-        """`infinite`: the tensors with infinities on purpose, such as masks; None before the first save."""
         self._run, self._records, self._root = run, records, run.dir.checkpoints
-        self._keep, self._infinite, self._must_succeed = keep, infinite, must_succeed
-        self._facts: dict[str, Any] = {}  # that rank 0 tells of the records
+        self._keep, self._must_succeed = keep, must_succeed
+        self._step, self._infinite = step, infinite
         self._is_warned = False  # of a state that is not finite
-        self._digests: list[str] = []  # of what each rank saves
         self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._num_saves = 0
         self.pending: Future[str] | None = None  # the save in flight
-        self._hurry = threading.Event()  # somebody waits for it
-        # Of the boxes that were saved last; mostly, the next ones have the same.
-        self._layout: Any = None
-        self._headers: dict[str, bytes] = {}
         self._prefix = run.coordinator.unique_prefix("saves")
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
 
     def save(
         self, step: int, outline: Outline, per_rank: Outline, config: Mapping[str, Any]
     ) -> None:
-        """Copy the state, and write it in a thread. A collective, after `meet`. Raises ValueError."""
+        """Copy the state, and write it in a thread. A collective, see `Checkpoints.save`."""
         run = self._run
-        union = union_of(run, outline, self._digests)
+        digests, facts = self.meet(step, outline)
+        if step < self._step:
+            raise ValueError(
+                f"step {step} is earlier than step {self._step}, which {run.dir} has already. "
+                "Continue to count from the step that resume() returns."
+            )
+        if step == self._step:
+            return
+        union = union_of(run, outline, digests)
         self._num_saves += 1
         own = per_rank.filled([each.detach().to("cpu", copy=True) for each in per_rank.tensors])
-        boxes, tensors = boxes_of(outline, union, run.rank, is_writer=run.is_writer)
-        boxes.copy(tensors)
+        copies = Copies.of(*boxes_of(outline, union, run.rank, is_writer=run.is_writer))
         ranks = self._gather(own)
         has_shards = bool(union.savers) or any(map(is_sharded, outline.tensors))
         if has_shards and self._ring is None and len(run.writers) > 1:
             timeout = timedelta(seconds=run.timeout_s)
             self._ring = dist.new_group(backend="gloo", timeout=timeout)
         if has_shards or run.is_writer:
-            self._hurry.clear()
             final = self._root / name_of_step(step)
             # Leftovers of other processes were removed when the run opened.
             new = folder.hidden(self._root, f"{final.name}-{self._num_saves}")
-            facts = Facts(step, config, union.is_partial, **self._facts)
-            job = _Job(new, final, facts, union.tree, boxes, ranks, has_shards)
+            told = Facts(step, config, union.is_partial, **facts)
+            job = _Job(new, final, told, union.tree, copies, ranks, has_shards)
             # A thread of its own, because its priority is lowered in the middle.
             thread = ThreadPoolExecutor(1, "checkpoint")
             self.pending = thread.submit(self._write, job)
             thread.shutdown(wait=False)
+        # Only now: a script that catches an error of the save before may repeat this one.
+        self._step = step
 
     def _gather(self, per_rank: dict[str, Any]) -> list[Tensor]:
         """What each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
@@ -186,14 +192,16 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for the save in flight, whether it succeeds or not. Not a collective."""
-        self._hurry.set()
         wait(filter(None, [self.pending]))
 
-    def meet(self, next_step: int | None, outline: Outline | None = None) -> None:
+    def meet(
+        self, next_step: int | None, outline: Outline | None = None
+    ) -> tuple[list[str], dict[str, Any]]:
         """Wait for the save in flight, and for the other ranks. A collective: every rank must call it.
 
         `next_step` is None after the last save. That one must succeed, or its checkpoint would be lost.
-        `outline` is what this rank saves next.
+        `outline` is what this rank saves next. Returns the digests of what the ranks save next, and what the
+        records tell of the state.
 
         Raises:
             ValueError: the ranks save different steps.
@@ -209,8 +217,6 @@ class Saver:
             # The values are compared in the first save, where they differ if the ranks are no replicas.
             digest = digest_of(outline, samples=self._num_saves == 0)
         answers = run.gather((next_step, problem, digest, facts))
-        self._digests = [each[2] for each in answers]
-        self._facts = answers[0][3]
         first = {step: rank for rank, (step, *_) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
             calls = [
@@ -224,6 +230,7 @@ class Saver:
         for host, text in zip(run.coordinator.hostnames, problems, strict=True):
             if text and run.rank == 0:
                 log.warning(f"warning: {host}: {text}")
+        return [digest for _, _, digest, _ in answers], answers[0][3]
 
     # In the thread
 
@@ -242,13 +249,11 @@ class Saver:
         run, hashes = self._run, dict[str, str]()
         try:
             reports = self._settle(job, "written", partial(self._write_files, job, hashes))
-            files = {
-                shard_of(rank): Entry(*each) for rank, (each, *_) in enumerate(reports) if each
-            }
+            receivers = receivers_of(run.writer_of)
             shards = [
-                Transfer(rank, job.new / name, files[name], (receiver,))
-                for rank, receiver in enumerate(receivers_of(run.writer_of))
-                if (name := shard_of(rank)) in files
+                Transfer(rank, job.new / shard_of(rank), Entry(*shard), (receivers[rank],))
+                for rank, (shard, *_) in enumerate(reports)
+                if shard
             ]
             if self._ring is not None and job.has_shards:
                 send = partial(send_files, shards, run.rank, self._ring, job.new)
@@ -319,23 +324,19 @@ class Saver:
         Returns the size and the hash of its shards, or None; why its tensors are not finite, or ""; those
         that have infinities on purpose.
         """
-        turns = Turns(self._hurry)
-        if (layout := job.boxes.layout) != self._layout:
-            self._headers, self._layout = headers_of(job.boxes, turns), layout
-        turns.rest()
+        headers = headers_of(job.copies)
         # Only now: what holds the interpreter must not wait for a processor.
         _lower_priority()
-        job.boxes.wait()
+        job.copies.wait()
         job.new.mkdir(parents=True, exist_ok=True)
-        hashes |= write_boxes(job.boxes, self._headers, job.new)
+        hashes |= write_boxes(job.copies, headers, job.new)
         if self._run.is_writer:
             torch.save({"state": job.tree, "ranks": job.ranks}, job.new / TREE)
-        turns.rest()
         shard, own = None, shard_of(self._run.rank)
         if own in hashes:
             flush(job.new / own)
             shard = [(job.new / own).stat().st_size, hashes[own]]
-        bad = {shown_path(path): value for path, value in job.boxes.not_finite().items()}
+        bad = {shown_path(path): value for path, value in job.copies.not_finite().items()}
         infinite = [name for name, value in bad.items() if math.isinf(value)]
         known = set(infinite if self._infinite is None else self._infinite)
         for name, value in bad.items():

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,14 +43,19 @@ def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> 
     kind = type(nested)
     if kind in DICTS:
         changed = {key: mapped(value, change, (*path, key)) for key, value in nested.items()}
-        if kind is dict:
-            return changed
-        copied = kind(changed)
-        copied.__dict__.update(nested.__dict__)  # a module's state_dict keeps its versions there
-        return copied
+        return as_kind_of(nested, changed)
     if kind in LISTS:
         return kind(mapped(value, change, (*path, index)) for index, value in enumerate(nested))
     return change(path, nested)
+
+
+def as_kind_of(known: Any, items: dict[Any, Any]) -> Any:
+    """A dict of the kind of a known one. A module's state_dict keeps its versions in an attribute."""
+    if type(known) is dict:
+        return items
+    made = type(known)(items)
+    made.__dict__.update(known.__dict__)
+    return made
 
 
 def is_sharded(value: object) -> bool:
@@ -289,19 +294,16 @@ class _Merge:
         if kind is _Leaf:
             return self._leaf(found, path)
         if kind in LISTS:
-            rows = range(len(value))
-            return kind(self._at(row, found, path) for row in rows)
+            rows = [{rank: each[row] for rank, each in found.items()} for row in range(len(value))]
+            return kind(self.merged(each, (*path, row)) for row, each in enumerate(rows))
         if kind not in DICTS:
             return value
-        keys = dict.fromkeys(key for each in found.values() for key in each)
-        parts = kind({key: self._at(key, found, path) for key in keys})
-        for rank in sorted(found, reverse=True):  # a module's state_dict keeps its versions there
-            getattr(parts, "__dict__", {}).update(getattr(found[rank], "__dict__", {}))
-        return parts
-
-    def _at(self, key: Any, found: Mapping[int, Any], path: Keys) -> Any:
-        having = [rank for rank, each in found.items() if type(each) in LISTS or key in each]
-        return self.merged({rank: found[rank][key] for rank in having}, (*path, key))
+        having: dict[Any, dict[int, Any]] = defaultdict(dict)
+        for rank, each in found.items():
+            for key, own in each.items():
+                having[key][rank] = own
+        parts = {key: self.merged(each, (*path, key)) for key, each in having.items()}
+        return as_kind_of(value, parts)
 
     def _leaf(self, found: Mapping[int, _Leaf], path: Keys) -> torch.dtype:
         first = min(found)
