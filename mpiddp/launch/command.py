@@ -86,7 +86,6 @@ class Command:
     folder: str = "."
     settings: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # their texts by their paths
-    mpi_args: tuple[str, ...] = ()  # the user's own arguments, which end the flags
 
     def add(self, reason: str, *arguments: str) -> None:
         """Add arguments that belong together, unless there is no reason for them."""
@@ -161,12 +160,8 @@ class Starter(NamedTuple):
         # The others are inherited from the user's environment.
         own = {name: value for name, value in variables.items() if env.get(name) != value}
         command = Command(str(self.program), [], request.job, {*variables}, scratch)
-        command.mpi_args = request.mpi_args
         self.add_flags(request, command)
-        why = "--mpi-args, as you wrote them"
-        why += (
-            "" if command.mpi_args == request.mpi_args else ", behind the ssh settings of this job"
-        )
-        command.add(why if command.mpi_args else "", *command.mpi_args)
+        if request.mpi_args:
+            command.add("--mpi-args, as you wrote them", *request.mpi_args)
         command.settings = {**own, **command.settings, **own}
         return command

@@ -128,9 +128,7 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
         _say_left_out(each.partition("=")[0] for each in options.exports if "=" in each)
     report.end(outcome, resume)
     for number in repeated:
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # while Python ends, it restores the default of the others
+        signal.signal(number, signal.SIG_IGN)  # Python's end restores the default of the others
     return outcome.code
 
 
@@ -163,10 +161,10 @@ def launch_function(argv: list[str]) -> int:
         leave_launchers(os.environ)
         options = parse_options([*call["options"], "-m", "mpiddp.runtime.function"])
         log.is_quiet = options.quiet
-        unfit: dict[str, object] = {"--dry-run": options.dry_run, "--detach": options.detach}
-        unfit |= {"--report": options.report, "--on-end": options.on_end}
-        for flag in (flag for flag, value in unfit.items() if value):
-            raise UserError(f"mpiddp.spawn: {flag} has no place here. Leave it out.")
+        for name in ("dry_run", "detach", "report", "on_end"):
+            if getattr(options, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"mpiddp.spawn: {flag} has no place here. Leave it out.")
         # Those of `env=`, which are on no command line.
         given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
         options = replace(options, variables={**options.variables, **given})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -120,8 +121,8 @@ def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
     The folders that killed launchers have left are removed: no lock says that their owner is alive.
     """
     parent = env.get("TMPDIR", "")
-    # Every mpirun splits ssh's arguments at blanks. (Importing tempfile would take 10 ms.)
-    is_fit = " " not in parent and len(parent) < _LONGEST_PARENT and parent.startswith("/")
+    # An mpirun splits what it gets for ssh at blanks and colons. (Importing tempfile would take 10 ms.)
+    is_fit = re.fullmatch(f"/[^ :]{{,{_LONGEST_PARENT}}}", parent)
     if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
         parent = "/tmp"
     for lock in Path(parent).glob("mpiddp-*/owner.lock"):

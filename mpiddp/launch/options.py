@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -41,15 +41,28 @@ def _ranks(text: str) -> str:
         raise UserError(f"--log-ranks {shown(text)}: {expected}.") from None
 
 
-def _command(text: str) -> tuple[str, ...]:
-    """The words of a command, as a shell splits them."""
+def _words(text: str) -> tuple[str, ...]:
+    """As a shell splits them."""
     try:
-        words = shlex.split(text)
+        return tuple(shlex.split(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{shown(text)}: {str(error).lower()}") from None
-    if not words:
-        raise argparse.ArgumentTypeError("expected a command")
-    return tuple(words)
+
+
+def _command(text: str) -> tuple[str, ...]:
+    if words := _words(text):
+        return words
+    raise argparse.ArgumentTypeError("expected a command")
+
+
+def _mpi_args(text: str) -> str:
+    first = "".join(_words(text)[:1])
+    if first.startswith("-") or not first:
+        return text
+    raise argparse.ArgumentTypeError(
+        f'"{shown(first)}" is not an option, and mpirun would start it as a program. '
+        "Example: --mpi-args='--mca pml ucx'"
+    )
 
 
 # What the values of options are, by what the help calls them. Others are texts.
@@ -60,6 +73,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "TIME": duration,
     "RANKS": _ranks,
     "COMMAND": _command,
+    "ARGS": _mpi_args,
 }
 
 # The variables that hold another default of an option.
@@ -307,7 +321,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
         raise UserError('--log-dir "": expected a folder.')
     if None not in (given["hostfile"], given["host_list"]):
         raise UserError("--hostfile and -H both name the hosts. Give one.")
-    given["mpi_args"] = parse_mpi_args(given["mpi_args"])
+    given["mpi_args"] = [word for text in given["mpi_args"] for word in _words(text)]
     variables: dict[str, str] = {}
     for path in given["env_files"]:
         variables |= read_env_file(path, os.environ)
@@ -330,20 +344,3 @@ def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None
     given["needs_gpus"] = given["npernode"] == "gpu"
     for name in ("n", "npernode"):
         given[name] = None if given[name] in _BY_GPU else given[name]
-
-
-def parse_mpi_args(texts: Sequence[str]) -> tuple[str, ...]:
-    """The arguments of each --mpi-args, split as a shell splits them, in one row."""
-    arguments: list[str] = []
-    for text in texts:
-        try:
-            found = shlex.split(text)
-        except ValueError as error:
-            raise UserError(f"--mpi-args={shown(text)}: {str(error).lower()}.") from None
-        if found and not found[0].startswith("-"):
-            raise UserError(
-                f'--mpi-args={shown(text)}: "{shown(found[0])}" is not an option, and mpirun would '
-                "start it as a program. Example: --mpi-args='--mca pml ucx'"
-            )
-        arguments += found
-    return tuple(arguments)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, Gpu, hides_all_gpus, read_gpus
+from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus, hides_all_gpus, read_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
@@ -128,16 +128,12 @@ def _visible_gpus(host: Host, known: Sequence[Gpu] | None, variables: Mapping[st
     found = read_gpus(env.get("PATH")) if known is None else known
     if found is None:
         raise UserError(NO_ANSWER.format(name=host.name))
-    installed = len(found)
-    if host.gpus is None:
-        chosen = [len(env[name].split(",")) for name in VISIBLE if name in env]
-        return min([installed, *chosen])
-    if missing := [number for number in host.gpus if number >= installed]:
+    for missing in (number for number in host.gpus or () if number >= len(found)):
         raise UserError(
-            f"{host.name} has {counted(installed, 'GPU')}, so there is no GPU {missing[0]} "
-            f"(gpus={','.join(map(str, host.gpus))}). They are numbered from 0."
+            f"{host.name} has {counted(len(found), 'GPU')}, so there is no GPU {missing} "
+            f"(gpus={','.join(map(str, host.gpus or ()))}). They are numbered from 0."
         )
-    return len(host.gpus)
+    return min(len(found), len(chosen_gpus(found, env, host.gpus)))
 
 
 def place(

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -102,17 +103,11 @@ def preflight(
 ) -> Checked:
     """Ask each host until it answers once, for at most `wait_s` after the first time."""
     program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
+    ask = partial(ask_hosts, program=program, python=needs.python, work_s=facts.LONGEST_S)
     answers, began_at = dict[Host, Answer](), time.monotonic()
     waits_until, waiting, said = began_at + wait_s, [*hosts], list[Host]()
     while True:
-        answers |= ask_hosts(
-            waiting,
-            program,
-            work_s=facts.LONGEST_S,
-            python=needs.python,
-            transport=transport,
-            logins=logins,
-        )
+        answers |= ask(waiting, transport=transport, logins=logins)
         silent = [h for h, each in answers.items() if each.why and not each.has_failed_there]
         # Only people change a host's key.
         waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]

@@ -15,12 +15,13 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from functools import cache, partial
-from pathlib import Path, PurePath
+from itertools import pairwise
+from pathlib import Path
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.facts import VERSION_S, program_version
-from mpiddp.hosts.transport import Transport
+from mpiddp.hosts.hostfile import Hosts
 from mpiddp.launch.command import Command, Request, Starter
 from mpiddp.text import shown
 
@@ -59,7 +60,6 @@ _FULL_NAMES = (
     "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know "
     "the short ones"
 )
-_SSH_ARGUMENTS = ("plm_rsh_args", "plm_ssh_args")  # ssh gets the user's own behind those of the job
 _PARAMETER_OPTION = re.compile("--?(|g|o|prte|pmix)mca")
 # For each generation: its runtime, the option of the runtime's parameters, the component that starts daemons,
 # one that would follow another scheduler, and the folder of session files. That of 5 is not
@@ -74,42 +74,26 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     runtime, option, plm, other, tmpdir = _NAMES[generation]
     followers = [row.followed_by[generation - 4] for row in SCHEDULERS if row.followed_by]
     followers = [each for each in (*followers, other) if each]
-    names = request.aliases_of_ranks
-    listed, ssh = command.host_file(names), command.ssh_arguments(request.hosts)
-    hosts, is_ssh = request.hosts.hosts, request.hosts.transport.is_ssh
-    several, why_pinned = len(hosts) > 1, request.why_pinned
+    names, hosts = request.aliases_of_ranks, request.hosts.hosts
+    listed, several, why_pinned = command.host_file(names), len(hosts) > 1, request.why_pinned
     include = ",".join(request.network.networks) if several else ""
-    exclude = ""
-    if request.network.other_family == 4 and (":" in include or not include):
-        include, exclude = (
-            "",
-            "lo",
-        )  # Open MPI knows networks of IPv4 only, and would take the loopback
+    # Open MPI knows networks of IPv4 only. Over IPv6, it would take the loopback.
+    exclude = "lo" if request.network.other_family == 4 and (":" in include or not include) else ""
+    include = "" if exclude else include
     dotted = [each for each in hosts if "." in each.name and each.name.strip("0123456789.")]
-    # The names of the parameters that the user's own arguments for mpirun, or the environment, set.
-    given = {name.partition("_MCA_")[2]: value for name, value in request.env.items()}
-    own = [*request.mpi_args]
-    flags = [at for at, flag in enumerate(own[:-2]) if _PARAMETER_OPTION.fullmatch(flag)]
-    given |= {own[at + 1]: own[at + 2] for at in flags}
+    # The parameters that the user's own arguments for mpirun, or the environment, set.
+    given = {name.partition("_MCA_")[2] for name in request.env}
+    options = pairwise(request.mpi_args)
+    given |= {name for flag, name in options if _PARAMETER_OPTION.fullmatch(flag)}
     chooses_tmpdir = any("tmpdir_base" in name for name in given)
+    keeps_tmpdir = chooses_tmpdir or request.hosts.transport.is_ssh
     if generation == 5 and command.folder != "." and not chooses_tmpdir:
         # The next launch removes it after a kill. And those that share a folder disturb each other: of 6,300
         # mpiruns, twelve at a time, 10 ended with "The PMIx server's listener thread failed to start", and of
         # 6,300 with a folder each, none.
         command.settings["PRTE_MCA_prte_local_tmpdir_base"] = command.folder
-    agent, why_agent = _agent(request.hosts.transport) if several else ("", "")
-    own_agent = given.get("plm_ssh_agent", given.get("plm_rsh_agent"))
-    if own_agent is not None and "ssh" not in [PurePath(each).name for each in own_agent.split()]:
-        ssh = ""
-        if six := next((host.name for host in hosts if ":" in host.name), ""):
-            needs = f"{own_agent} gets the name of a host from mpirun, which takes no IPv6 address"
-            raise UserError(f"{needs}. Give {six} a name in /etc/hosts, and write that.")
-    for at in flags if ssh else ():
-        if own[at + 1] in _SSH_ARGUMENTS:
-            own[at + 2] = f"{ssh} {own[at + 2]}"
-    command.mpi_args = tuple(own)
-    needs_ssh = ssh and command.mpi_args == request.mpi_args
-    own_ssh = [given.pop(name) for name in _SSH_ARGUMENTS if name in given]
+    owns_agent = not given.isdisjoint(("plm_rsh_agent", "plm_ssh_agent"))
+    agent, why_agent = ("", "") if owns_agent else _agent(request.hosts, command)
     # For each: its option, its name, its value, whether this job needs it, and why. The first three keep its
     # components from following a scheduler's variables. Names that this one was built without do no harm.
     parameters: list[tuple[str, str, str, object, str]] = [
@@ -126,9 +110,8 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", "btl_tcp_if_exclude", exclude, exclude, _NETWORK),
         ("--mca", "btl_tcp_disable_family", str(request.network.other_family), several, _FAMILY),
         ("--mca", f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
-        ("--mca", tmpdir, "/tmp", not (is_ssh or chooses_tmpdir), _SESSIONS),
-        ("--mca", "plm_rsh_agent", agent, why_agent and own_agent is None, why_agent),
-        ("--mca", "plm_rsh_args", " ".join([ssh, *own_ssh]), needs_ssh, _SSH_CONFIG),
+        ("--mca", tmpdir, "/tmp", not keeps_tmpdir, _SESSIONS),
+        ("--mca", "plm_rsh_agent", agent, agent, why_agent),
         ("--mca", "plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _ALL_LOGINS),
     ]
     where = ("--hostfile", listed) if listed else ("-H", ",".join(names))
@@ -143,19 +126,23 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     ]
 
 
-def _agent(transport: Transport) -> tuple[str, str]:
-    """The program for the other hosts, and why; no reason where it is Open MPI's own choice."""
-    agent, reasons = "ssh -x", list[str]()
-    if not transport.is_ssh:
+def _agent(hosts: Hosts, command: Command) -> tuple[str, str]:
+    """The program for the other hosts, and why; "" without any. Arguments of the user's for ssh follow it."""
+    transport = hosts.transport
+    if ssh := command.ssh_arguments(hosts):
+        agent, why = f"ssh -x {ssh}", _SSH_CONFIG
+    elif len(hosts.hosts) > 1:
         agent = " ".join(transport.agent)
-        reasons.append(f"{transport.name} reaches the hosts of the job, without ssh")
-    if can_shield():
-        agent, program = f"{_SHIELD} {agent}", transport.agent[0]
-        reasons.append(
-            f"{program} ignores SIGTERM: batch systems send it to every process, and mpirun ends with "
-            f"its {program}"
-        )
-    return agent, "; ".join(reasons)
+        why = f"{transport.name} reaches the hosts of the job, without ssh"
+    else:
+        return "", ""
+    if not can_shield():
+        return agent, why
+    program = transport.agent[0]
+    why += (
+        f"; {program} ignores SIGTERM: batch systems send it to every process, and mpirun ends with"
+    )
+    return f"{_SHIELD} {agent}", f"{why} its {program}"
 
 
 @cache
