@@ -29,9 +29,9 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 
 
 def meet(
-    ranks: Coordinator, info: RankInfo
+    ranks: Coordinator, info: RankInfo, files: result.Files = ()
 ) -> tuple[Coordinator, dict[str, str], socket.socket | None]:
-    """Meet the other ranks, which learn `info` of this one. All ranks must call this.
+    """Meet the other ranks, which learn `info` and `files` of this one. All ranks must call this.
 
     `ranks` may be connected to the launcher; without one, rank 0 serves the job channel. Returns the ranks,
     the variables of each, and rank 0's socket for torch's store, which is bound before it is announced.
@@ -46,14 +46,13 @@ def meet(
         way = way_to_meet(ranks, timeout_s)
     with way as ranks, ranks.all_or_none():
         world, gather = ranks.world, partial(ranks.all_gather_json, timeout_s=timeout_s)
-        infos = result.gathered(gather(info._replace(program=())))
+        infos = result.gathered(gather(info))
         ranks.hostnames = names = tuple(each.hostname for each in infos)
         if any(each.problem for each in infos):
             raise UserError(info.problem)  # "" on a rank that could begin
         # Long, and the same on most ranks: a gather sends what all have only once.
-        programs = gather(info.program)
-        infos = [each._replace(program=programs[each.rank]) for each in infos]
-        _from_rank_0(world, gather, partial(result.check_alike, infos, env))
+        programs = gather(files)
+        _from_rank_0(world, gather, partial(result.check_alike, infos, programs, env))
         address, port, listener = _place(world, infos, gather)
         world = result.joined(world, infos, address, port)
         if ranks.connection is None and world.world_size > 1:  # they have met over MPI alone
