@@ -61,7 +61,7 @@ class Attempt:
         if spare is not None and not (spare.can_begin and rank.program.imports_torch):
             spare.discard()  # the script has changed meanwhile
             self.child = Child(rank)
-        self.coordinator = Coordinator(self.world, None)  # until it is connected
+        self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
         self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
@@ -137,7 +137,7 @@ class Attempt:
         files = [] if world.local_world_size == world.world_size else rank.program.files
         info = RankInfo.of_this_process(world, str(problem or ""))
         try:
-            self.coordinator, env, store = meet(self.coordinator, info, files)
+            env, store = meet(self.coordinator, info, files)
         finally:
             if rank.kept:  # all ranks have taken it
                 from mpiddp.hosts import private
@@ -174,7 +174,7 @@ class Attempt:
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, and the streams that it shows."""
         world = self.world
-        self.coordinator = Coordinator(world, launcher)
+        self.coordinator.connect(world, launcher)
         self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
         self.coordinator.send("started", host=world.hostname, pid=os.getpid())

@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,6 +249,6 @@ def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
 def table(infos: Infos, expected: Sequence[str]) -> str:
     """A line for each rank: its host, its local rank, and the expected host."""
     rows = [("rank", "host", "local rank", "expected host")]
-    for info, name in zip_longest(infos, expected[: len(infos)], fillvalue="none"):
+    for info, name in zip(infos, [*expected, *["none"] * len(infos)], strict=False):
         rows.append((str(info.rank), info.hostname, str(info.local_rank), name))
     return align_columns(rows)

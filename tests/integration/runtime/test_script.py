@@ -76,7 +76,8 @@ from mpiddp.runtime.patches import optimizer_steps
 
 told = []
 progress = SimpleNamespace(count=lambda steps, by: told.append(steps))
-session = SimpleNamespace(has_launcher=True, progress=progress)
+ranks = SimpleNamespace(has_launcher=True)
+session = SimpleNamespace(coordinator=ranks, progress=progress)
 optimizer_steps(SimpleNamespace(session=session, imports_torch=True))
 parameter = torch.nn.Parameter(torch.zeros(1))
 parameter.grad = torch.zeros(1)
