@@ -346,7 +346,7 @@ class Checkpoints:
             infinite=self._infinite,
             must_succeed=self._must_succeed,
         )
-        session.send("run_dir", path=str(self._dir.path.absolute()))
+        session.coordinator.tell_launcher("run_dir", path=str(self._dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)
@@ -364,7 +364,7 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
     if not session.is_member and world.launcher.name == "none":
         log_to_console(0)
         at_exit(finish)
-        alone = Coordinator(replace(world, node_rank=0, num_nodes=1), None)
+        alone = Coordinator(replace(world, node_rank=0, num_nodes=1))
         alone.hostnames = (socket.gethostname(),)
         return alone
     if not session.is_member:

@@ -268,7 +268,7 @@ class Saver:
                 shutil.rmtree(job.new, ignore_errors=True)
             raise
         if run.rank == 0:
-            current().send("saved", path=str(job.final))
+            current().coordinator.tell_launcher("saved", path=str(job.final))
         if run.is_writer:
             self._is_good[job.final] = True
             try:

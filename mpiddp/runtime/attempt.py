@@ -57,11 +57,11 @@ class Attempt:
         self.rank, self.world = rank, rank.world
         self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
         self.spare: Child | None = None  # that has imported torch, for the next attempt
-        self.child = spare or self._new_child()
+        self.child = spare or Child(rank)
         if spare is not None and not (spare.can_begin and rank.program.imports_torch):
             spare.discard()  # the script has changed meanwhile
-            self.child = self._new_child()
-        self.coordinator = Coordinator(self.world, None)  # until it is connected
+            self.child = Child(rank)
+        self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
         self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
@@ -97,9 +97,6 @@ class Attempt:
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=stops)
         return self._code
-
-    def _new_child(self) -> Child:
-        return Child(self.rank.program, self.world, self.rank.shown, self.rank.others)
 
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
@@ -138,9 +135,9 @@ class Attempt:
         from mpiddp.runtime.rendezvous.result import RankInfo
 
         files = [] if world.local_world_size == world.world_size else rank.program.files
-        info = RankInfo.of_this_process(world, str(problem or ""), files)
+        info = RankInfo.of_this_process(world, str(problem or ""))
         try:
-            self.coordinator, env, store = meet(self.coordinator, info)
+            env, store = meet(self.coordinator, info, files)
         finally:
             if rank.kept:  # all ranks have taken it
                 from mpiddp.hosts import private
@@ -169,7 +166,7 @@ class Attempt:
         else:
             spare = []
             if rank.holds and child.said.get("ready", {}).get("has_torch"):
-                self.spare = self._new_child()  # of which the script makes a copy of itself
+                self.spare = Child(self.rank)  # of which the script makes a copy of itself
                 spare = self.spare.offer()
             variables_of_script = {**rank.own, **env}
             child.go(rank.program, variables_of_script, store, spare, is_restart=bool(rank.own))
@@ -177,7 +174,7 @@ class Attempt:
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, and the streams that it shows."""
         world = self.world
-        self.coordinator = Coordinator(world, launcher)
+        self.coordinator.connect(world, launcher)
         self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
         self.coordinator.send("started", host=world.hostname, pid=os.getpid())
@@ -306,7 +303,7 @@ class Attempt:
         self.rank = self.rank.resized(columns, rows)
         for child in (self.child, self.spare):
             for stream in child.streams if child else ():
-                stream.resize(self.rank.shown.terminal)
+                stream.resize(self.rank.terminal)
         self.child.pass_on(signal.SIGWINCH)
 
     def _see_others(self) -> None:

@@ -18,10 +18,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpiddp.errors import cause_of
 from mpiddp.hosts.processes import (
@@ -34,14 +34,13 @@ from mpiddp.hosts.processes import (
     signal_at_parents_end,
 )
 from mpiddp.protocol.channel import LINE_LIMIT, STREAMS, Lines, is_shown
-from mpiddp.protocol.terminal import Terminal
 from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.coordinator import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.output import Input, Stream
 from mpiddp.runtime.program import COMMAND, Program, command_environment
+from mpiddp.runtime.rank import Rank
 from mpiddp.text import escaped
-from mpiddp.world import World
 
 # A user's signal.py in the working folder, which -c puts first, is not Python's own.
 _START = (
@@ -59,32 +58,25 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 
 
-class Shown(NamedTuple):
-    """What the launcher shows of a rank: the streams that --log-ranks selects, as in this terminal."""
-
-    selection: str  # "" without a launcher: the program has the streams of the MPI
-    terminal: Terminal
-
-
 class Child:
     """The process of a rank's script, which waits for `go` once it has imported torch, or of its command.
 
     `others` are processes below the agent that are not the child's.
     """
 
-    def __init__(self, program: Program, world: World, shown: Shown, others: Iterable[int]) -> None:
-        self.program, self.is_command = program, program.kind == COMMAND
-        self.others = {*others}
-        self._world, self._shown = world, shown
+    def __init__(self, rank: Rank) -> None:
+        self._rank, self.program, self.others = rank, rank.program, {*rank.others}
+        self.is_command = self.program.kind == COMMAND
+        world = rank.world
         name = f"rank {world.rank} on {world.hostname}"
-        numbers = STREAMS if shown.selection else ()
-        self.outputs = [Stream(each, name, shown.terminal) for each in numbers]
+        numbers = STREAMS if rank.selection else ()
+        self.outputs = [Stream(each, name, rank.terminal) for each in numbers]
         # stdin's first: the launcher hides what is typed before it shows the question.
-        inputs = [Input(shown.terminal)] if shown.selection and world.rank == 0 else []
+        inputs = [Input(rank.terminal)] if rank.selection and world.rank == 0 else []
         self.streams: list[Stream | Input] = [*inputs, *self.outputs]
         # Their ends in the child, by its own file descriptors. They are closed here when it starts.
         self._files = {each.number: each.theirs for each in self.streams}
-        if shown.selection and world.rank != 0:
+        if rank.selection and world.rank != 0:
             self._files[0] = os.open(os.devnull, os.O_RDONLY)
         self.pid = 0  # until it has started
         self.status: int | None = None  # its exit code, -N for signal N, once it has ended
@@ -150,9 +142,10 @@ class Child:
 
     def connect(self, launcher: Server) -> None:
         """Let the launcher show the streams, and send its stdin."""
+        selection, world = self._rank.selection, self._rank.world
         for each in self.streams:
-            if each.number == 0 or is_shown(self._shown.selection, self._world.rank, each.number):
-                each.connect(launcher, self._world)
+            if each.number == 0 or is_shown(selection, world.rank, each.number):
+                each.connect(launcher, world)
 
     def go(
         self,

@@ -61,7 +61,7 @@ def join(world: World | None = None) -> Iterator[Coordinator]:
         if session.has_agent:
             _as_script(world, session)
         else:
-            session.coordinator = _by_hand(world, session)
+            _by_hand(world, session)
     coordinator = session.coordinator
     if session.is_member:  # mpiddp.Checkpoints has joined, and is the one to leave
         yield coordinator
@@ -121,13 +121,13 @@ def _as_script(world: World, session: Session) -> None:
     ranks.hostnames = ranks.all_gather_json(world.hostname, timeout_s=joining_timeout_s())
 
 
-def _by_hand(world: World, session: Session) -> Coordinator:
+def _by_hand(world: World, session: Session) -> None:
     """Meet the other ranks, and prepare this process for what it runs."""
     from mpiddp.runtime.rendezvous.store import serve_store
 
-    ranks, info = Coordinator(world, None), RankInfo.of_this_process(world)
+    session.coordinator.world = world
     try:
-        coordinator, env, listener = meet(ranks, info)
+        env, listener = meet(session.coordinator, RankInfo.of_this_process(world))
     except UserError as error:  # such as a foreign MPI: the ranks have not met
         print_from_one_rank(str(error), world.rank, world.local_rank)
         raise SystemExit(BAD_INPUT) from None
@@ -136,8 +136,7 @@ def _by_hand(world: World, session: Session) -> Coordinator:
         session.torch_store = serve_store(env, listener.detach())
     atexit.register(_leave_at_exit, session)
     if world.local_world_size is None:  # the local ranks have just been counted
-        limit_threads(coordinator.world)
-    return coordinator
+        limit_threads(session.coordinator.world)
 
 
 def _end(session: Session, error: BaseException | None = None) -> None:

@@ -270,7 +270,9 @@ def optimizer_steps(script: Script) -> None:
     It costs a microsecond a step. A compiled optimizer reports none. A later optimizer, of the next
     fold for example, goes on from the steps of the others.
     """
-    if not (script.imports_torch and script.session.has_launcher and "torch" in sys.modules):
+    if not (
+        script.imports_torch and script.session.coordinator.has_launcher and "torch" in sys.modules
+    ):
         return
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook

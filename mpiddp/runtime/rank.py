@@ -12,7 +12,6 @@ from mpiddp.hosts.processes import descendants
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import next_key
 from mpiddp.protocol.terminal import Terminal, prefix_of
-from mpiddp.runtime.child import Shown
 from mpiddp.runtime.job.coordinator import Server
 from mpiddp.runtime.program import Program
 from mpiddp.world import World
@@ -24,7 +23,9 @@ class Rank(NamedTuple):
     world: World
     command: Program  # as it was given
     launcher: Server | None
-    shown: Shown
+    # Its streams that the launcher shows, as in this terminal. "" without one: it has those of the MPI.
+    selection: str
+    terminal: Terminal
     holds: bool  # it waits for the launcher after a failure, which may begin the next attempt
     kept: str  # under this name, the host keeps what is private, until all ranks have met
     daemon: int | None  # this process's parent. Without it, nothing would end this rank.
@@ -57,7 +58,8 @@ class Rank(NamedTuple):
             world,
             program,
             launcher,
-            Shown(selection if launcher else "", terminal),
+            selection if launcher else "",
+            terminal,
             holds=bool(holds and launcher) and not program.starts_mpi,
             kept=kept,
             daemon=os.getppid() if has_daemon else None,
@@ -79,7 +81,7 @@ class Rank(NamedTuple):
 
     def resized(self, columns: int, rows: int) -> Rank:
         """The rank whose launcher has a terminal of this size, and may write a prefix before each line."""
-        terminal = self.shown.terminal._replace(columns=columns, rows=rows)
+        terminal = self.terminal._replace(columns=columns, rows=rows)
         if terminal.has_prefix:
             terminal = terminal.behind(prefix_of(self.world.rank, self.world.hostname))
-        return self._replace(shown=self.shown._replace(terminal=terminal))
+        return self._replace(terminal=terminal)

@@ -68,7 +68,7 @@ def announce(
         raise ValueError(
             f"mpiddp.announce: not the arguments of a command, or too large: {shown(str(facts))}"
         )
-    script_session().send("announce", **facts)
+    script_session().coordinator.tell_launcher("announce", **facts)
 
 
 def announced() -> Announced | None:

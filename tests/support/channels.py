@@ -42,7 +42,9 @@ def member(server: Server, rank: int, world_size: int) -> Coordinator:
 
 def connect(server: Server, world: World, role: str = RANK) -> Coordinator:
     """A member that has connected. Nobody reads its messages yet."""
-    return Coordinator(world, server, role)
+    channel = Coordinator(world)
+    channel.connect(world, server, role)
+    return channel
 
 
 def cut(rank: Coordinator) -> None:

@@ -1,7 +1,8 @@
 """The ranks of a job share one channel: they exchange values, refuse together and leave together.
 
-    coordinator = Coordinator(world, server)  # `mpiddp.protocol.channel` has the messages
-    coordinator.listen(act_on)                # in a thread; a rank's agent calls `receive` in its own loop
+    coordinator = Coordinator(world)
+    coordinator.connect(world, server)  # `mpiddp.protocol.channel` has the messages
+    coordinator.listen(act_on)          # in a thread; a rank's agent calls `receive` in its own loop
     hosts = coordinator.all_gather_json(socket.gethostname(), timeout_s=60)
 
 Any thread may ask: it waits until its answer has been received. The server alone decides that a wait has
@@ -77,21 +78,17 @@ class AnotherFailed(Exception):
 class Coordinator:
     """The ranks of `world`, as one process sees them, and its connection to the server of their job.
 
-    Without a server there is no connection. `role` is of a rank, or of its script.
+    Before it connects, messages are dropped.
     """
 
-    def __init__(
-        self, world: World, server: Server | None, role: str = RANK, answer_s: float | None = None
-    ) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
-        self.server = server or Server("", "")
+        self.server = Server("", "")
         self.hostnames: Sequence[str] = ()  # [world_size], once the ranks have met; for sentences
         self.has_launcher = False  # which prints why a job failed
         self.connection: socket.socket | None = None
-        # Gathers a text of every rank in the place of the server: a rank alone, and MPI while ranks meet.
+        # Gathers a text of every rank in the place of the server: MPI, while ranks meet.
         self.exchange: Callable[[str], list[str]] | None = None
-        if world.world_size == 1:
-            self.exchange = lambda text: [text]
         self.group = 0  # of the ranks; n of their n-th scripts
         self.code_of_failure = 0  # of the rank whose failure ends this one
         self.gone: int | None = None  # that rank, if it has ended without leaving
@@ -106,14 +103,24 @@ class Coordinator:
         self._changed = threading.Condition()  # of what follows
         # The answers, by the key of a gather or a claim, or by their type; and the values that they bring.
         self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
-        if server is not None:
-            self.connection, self.group = connect_to_server(
-                server, world, "hello", role=role, answer_s=answer_s
-            )
-            if role == channel.SCRIPT:
-                self.connection = out_of_the_way(self.connection)
-            # It would hide this one's end.
-            os.register_at_fork(after_in_child=self.connection.close)
+
+    def connect(
+        self, world: World, server: Server, role: str = RANK, answer_s: float | None = None
+    ) -> None:
+        """Connect as this rank of `world`, or as its script. Raises as `connect_to_server`."""
+        connection, self.group = connect_to_server(
+            server, world, "hello", role=role, answer_s=answer_s
+        )
+        self.connection = out_of_the_way(connection) if role == channel.SCRIPT else connection
+        self.world, self.server = world, server
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child, which is no rank: its copy of the connection would hide the end of this one."""
+        if self.connection is not None:
+            self.connection.close()
+        self.connection, self.has_launcher = None, False
+        self.world, self.hostnames = World(0, 1, 0, 1), ()
 
     def send(self, kind: str, value: bytes = b"", /, **facts: object) -> None:
         """Send a message. A lost connection is left to whoever receives."""
@@ -124,6 +131,11 @@ class Coordinator:
             except OSError as error:
                 # The script has closed it, and may have opened another file.
                 self.is_lost |= error.errno in (errno.EBADF, errno.ENOTSOCK)
+
+    def tell_launcher(self, kind: str, **facts: object) -> None:
+        """Send the launcher a message, if there is a launcher."""
+        if self.has_launcher:
+            self.send(kind, b"", **facts)
 
     @property
     def has_room(self) -> bool:
@@ -140,8 +152,9 @@ class Coordinator:
         NoAnswer, which names the ranks that did not call within `timeout_s` of the first, and as `ask` does.
         """
         text = json.dumps(value)
-        if self.exchange is not None:
-            return [json.loads(each) for each in self.exchange(text)]
+        if self.exchange is not None or self.world.world_size == 1:
+            texts = [text] if self.exchange is None else self.exchange(text)
+            return [json.loads(each) for each in texts]
         options = {"key": key or self.unique_prefix("exchange"), "timeout_s": timeout_s}
         answer = self.ask("gather", text.encode(), unless_failed=bool(key), **options)
         return self._values(*answer, timeout_s)
@@ -233,7 +246,7 @@ class Coordinator:
         key, waits = self.unique_prefix("left"), self.world.rank == 0 if waits is None else waits
         if waits and self.exchange is not None:
             self.exchange("")
-        elif waits:
+        elif waits and self.world.world_size > 1:
             with contextlib.suppress(ChannelLost):
                 self.ask("gather", b"null", key=key, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
         else:

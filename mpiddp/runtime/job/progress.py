@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.protocol.channel import LARGEST_WHOLE
-from mpiddp.runtime.job.links import Links
+from mpiddp.runtime.job.coordinator import Coordinator
 
 BY_OPTIMIZER, BY_CALLS, BY_SCRIPT = range(3)  # who counts the steps; the last one is right
 # What a script says of its training: values, and the bytes of each, with its name, in the message.
@@ -23,8 +23,8 @@ PROGRESS_EVERY_S = 0.5
 class Progress:
     """The latest step of this process, and the values to show with it."""
 
-    def __init__(self, links: Links) -> None:
-        self._links = links
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self._step, self._counter = 0, BY_OPTIMIZER
         self._sent_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
@@ -39,9 +39,9 @@ class Progress:
             return
         self._counter, self._step = counter, step
         now = time.monotonic()
-        if now - self._sent_at >= PROGRESS_EVERY_S and self._links.coordinator.has_room:
+        if now - self._sent_at >= PROGRESS_EVERY_S and self._coordinator.has_room:
             self._sent_at = now
-            self._links.send("progress", step=step, shown=self._shown, **_usage())
+            self._coordinator.tell_launcher("progress", step=step, shown=self._shown, **_usage())
             self._shown = {}
 
     def show(self, values: Mapping[str, Any]) -> None:

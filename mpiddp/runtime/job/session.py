@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,34 +20,43 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import print_error
-from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT
+from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, encode
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.coordinator import AnotherScript, Coordinator, Server
 from mpiddp.runtime.job.ending import ending_of, record
-from mpiddp.runtime.job.links import Links
 from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.stopping import StopRequest
-from mpiddp.world import World
+from mpiddp.world import World, is_joined
 
 _END_S = 2.0  # for this rank to be ended after another has failed
 
 
-class Session(Links):
+class Session:
     """The state of one process. A process belongs to one job, so it has one session."""
 
     def __init__(self) -> None:
-        super().__init__()
+        # This process is the script of a rank, whose agent reports its end. By hand it is the rank itself.
+        self.has_agent = is_joined(os.environ)
+        self.control: socket.socket | None = None  # to the agent, unless that has started a command
+        # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
+        self.coordinator = Coordinator(World(0, 1, 0, 1))
         self.is_member = False  # of the process group of its job, which this process leaves later
         self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
         self.torch_store: object = None  # rank 0 serves it as long as its process lives
         self.error: BaseException | None = None  # that has ended the script, or by hand its group
-        self.progress = Progress(self)
-        self.stop = StopRequest(self, self.progress)
+        self.progress = Progress(self.coordinator)
+        self.stop = StopRequest(self.coordinator, self.progress, self.tell_agent)
         # Calls on every rank, the latest first, once its script has succeeded.
         self.before_leaving: list[Callable[[], None]] = []
         self.savers: list[Callable[[], None]] = []  # each waits for this rank's saves of one kind
         self._saves = 0
         self._lock = threading.RLock()
+
+    def tell_agent(self, kind: str, **facts: object) -> None:
+        """Tell the agent that has started this script, if one has."""
+        if self.control is not None:
+            with contextlib.suppress(OSError):  # the script has closed it
+                self.control.sendall(encode(kind, b"", **facts))
 
     def obey(self, facts: Mapping[str, Any]) -> None:
         """Act on news: of the launcher, or a call. The agent ends this process, so "end" is none of them."""
@@ -67,13 +77,18 @@ class Session(Links):
                     from mpiddp.runtime.collectives import calls
 
                     if (made := calls()) is not None:
-                        self.send("calls", **made)
+                        self.coordinator.tell_launcher("calls", **made)
                     if kind == "stacks":
-                        self.send("stacks", text=_stacks(), **usage_of(os.getpid()))
+                        facts = usage_of(os.getpid())
+                        self.coordinator.tell_launcher("stacks", text=_stacks(), **facts)
 
     def log_to(self, folder: Path) -> None:
         """Let the agent write all output to files in `folder`, unless the user has named another one."""
-        if self.control is not None and self.has_launcher and not os.environ.get(LOG_DIR):
+        if (
+            self.control is not None
+            and self.coordinator.has_launcher
+            and not os.environ.get(LOG_DIR)
+        ):
             folder.mkdir(parents=True, exist_ok=True)  # here, where an error is the script's own
             self.tell_agent("log_to", folder=str(folder))
 
@@ -82,7 +97,7 @@ class Session(Links):
         with self._lock:
             self._saves += difference
             if self._saves == max(0, difference):  # the first begins, or the last has ended
-                self.send("saving", active=bool(self._saves))
+                self.coordinator.tell_launcher("saving", active=bool(self._saves))
 
     def wait_for_saves(self) -> None:
         """Wait until this rank has no save in flight, whether the saves succeed or not. Not a collective."""
@@ -114,11 +129,19 @@ class Session(Links):
             record(ending, os.environ.get(ERROR_FILE, ""))
         is_sentence = ending.is_refusal or ending.is_verdict
         prints = ending.is_refusal or (is_sentence and not self.has_agent)
-        if is_first and prints and not (is_printed or self.has_launcher):
+        if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
         elif not (is_first or is_printed) and (is_sentence or isinstance(error, RuntimeError)):
             self.tell_over(ending.code)
             time.sleep(_END_S)
+
+    def tell_over(self, code: int) -> None:
+        """Tell the agent that this script, which has failed, has no more to do than to end."""
+        if self.control is not None:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the script may have closed or replaced it
+                    stream.flush()
+            self.tell_agent("over", code=code)
 
     def tell_over_at_exit(self) -> None:
         """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""
@@ -146,13 +169,13 @@ def script_session() -> Session:
     In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls a function of mpiddp is the
     rank's script.
     """
-    session = current()
-    if not session.coordinator.connection and CHANNEL in os.environ and session.has_agent:
+    session, ranks = current(), current().coordinator
+    if not ranks.connection and CHANNEL in os.environ and session.has_agent:
         with contextlib.suppress(AnotherScript):
             server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""), is_own=True)
-            session.coordinator = Coordinator(World.from_env(), server, SCRIPT)
-            session.coordinator.has_launcher = JOB in os.environ
-            session.coordinator.listen(session.obey, session.stop.agree)
+            ranks.connect(World.from_env(), server, SCRIPT)
+            ranks.has_launcher = JOB in os.environ
+            ranks.listen(session.obey, session.stop.agree)
             if session.control is None:
                 atexit.register(session.fail_at_exit)
     return session
@@ -161,8 +184,7 @@ def script_session() -> Session:
 def _forget() -> None:
     global _current
     before, _current = _current, Session()
-    # Code may hold the session.
-    before.coordinator, before.control = _current.coordinator, None
+    before.control = None  # code may hold the session
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -11,8 +11,9 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 
-from mpiddp.runtime.job.links import Links
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.progress import BY_CALLS, Progress
 
 _AHEAD = 2  # steps; no rank waits if they take longer than the agreement
@@ -23,8 +24,10 @@ _ONLY_FIRST = "mpiddp: %s: saving and stopping; another signal kills the trainin
 class StopRequest:
     """The state of a requested stop in this process. Its steps are the calls of `should_stop`."""
 
-    def __init__(self, links: Links, progress: Progress) -> None:
-        self._links, self._progress = links, progress
+    def __init__(
+        self, ranks: Coordinator, progress: Progress, tell_agent: Callable[[str], None]
+    ) -> None:
+        self._ranks, self._progress, self._tell_agent = ranks, progress, tell_agent
         self._changed = threading.Condition()  # its lock: a handler of a signal may call os._exit
         self._calls = 0
         self.steps_before = 0  # of the run, which another process has made
@@ -41,8 +44,8 @@ class StopRequest:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
         if not self.supports_stop:
             self.supports_stop = True
-            self._links.send("supports_stop")
-            if self._links.has_launcher:
+            self._ranks.tell_launcher("supports_stop")
+            if self._ranks.has_launcher:
                 stop_on(self, signal.SIGTERM)
 
     def should_stop(self) -> bool:
@@ -75,15 +78,15 @@ class StopRequest:
         """Record that this rank ends early with its work saved, on request or for another reason."""
         if not self.has_stopped:
             self.has_stopped = True
-            self._links.send("stopped")
-            self._links.tell_agent("stopped")
+            self._ranks.tell_launcher("stopped")
+            self._tell_agent("stopped")
 
     def agree(self) -> None:
         """Advance the agreement, without waiting: at each call, and in the thread that receives, after news.
 
         A rank that has left its process group proposes as well. One that is gone gives no step.
         """
-        ranks = self._links.coordinator
+        ranks = self._ranks
         with self._changed:
             if not self.is_requested or self._step != _NEVER:
                 return

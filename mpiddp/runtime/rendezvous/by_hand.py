@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from zlib import crc32
 
@@ -19,23 +19,21 @@ from mpiddp.text import shown
 from mpiddp.world import World
 
 
-@contextlib.contextmanager
-def way_to_meet(ranks: Coordinator, timeout_s: float) -> Iterator[Coordinator]:
-    """The ranks, which agree over MPI in the body, or from now on over a channel at a known address."""
+def way_to_meet(ranks: Coordinator, timeout_s: float) -> AbstractContextManager[None]:
+    """Let `ranks` agree over MPI in the body, or from now on over a channel at a known address."""
     launcher, env = ranks.world.launcher, os.environ
     # The ranks of a resource manager, which starts any program, may know rank 0's address already.
     is_named = bool(env.get("MASTER_ADDR") and env.get("MASTER_PORT"))
     if launcher.mpis and not (is_named and launcher.starts_any_program):
-        with over_mpi(ranks, timeout_s):
-            yield ranks
-    else:
-        yield by_address(ranks.world, timeout_s)
+        return over_mpi(ranks, timeout_s)
+    connect_by_address(ranks, timeout_s)
+    return nullcontext()
 
 
-def by_address(world: World, timeout_s: float) -> Coordinator:
-    """The channel of ranks that know the address of rank 0, which is set in their world."""
-    address, port = address_of_rank_0(world, os.environ)
-    world = replace(world, master_addr=address, master_port=port)
+def connect_by_address(ranks: Coordinator, timeout_s: float) -> None:
+    """Connect ranks that know the address of rank 0, which is set in their world."""
+    address, port = address_of_rank_0(ranks.world, os.environ)
+    world = replace(ranks.world, master_addr=address, master_port=port)
     if os.environ.get(AGENT_STORE) == "True":
         server = _serve_beside_agent(world, timeout_s)
     else:
@@ -44,7 +42,7 @@ def by_address(world: World, timeout_s: float) -> Coordinator:
         server = Server(f"{address}:{port}", f"{_slurm_ids(os.environ)} {port}")
         if world.rank == 0:
             serve_beside(world, port, server.key)
-    return Coordinator(world, server, answer_s=timeout_s)
+    ranks.connect(world, server, answer_s=timeout_s)
 
 
 def address_of_rank_0(world: World, env: Mapping[str, str]) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 """The ranks meet: over the launcher's channel, or without a launcher over MPI or at an address.
 
-    ranks, variables, listener = meet(Coordinator(world, None), RankInfo.of_this_process(world))
+    variables, listener = meet(Coordinator(world), RankInfo.of_this_process(world))
 
 A rank's agent comes here, and by hand the rank itself. Whatever they meet over gathers a value of every rank,
 and there is one course: every rank tells the others who it is, rank 0 compares them and listens on its
@@ -29,42 +29,41 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 
 
 def meet(
-    ranks: Coordinator, info: RankInfo
-) -> tuple[Coordinator, dict[str, str], socket.socket | None]:
-    """Meet the other ranks, which learn `info` of this one. All ranks must call this.
+    ranks: Coordinator, info: RankInfo, files: result.Files = ()
+) -> tuple[dict[str, str], socket.socket | None]:
+    """Meet the other ranks, which learn `info` and `files` of this one. All ranks must call this.
 
-    `ranks` may be connected to the launcher; without one, rank 0 serves the job channel. Returns the ranks,
-    the variables of each, and rank 0's socket for torch's store, which is bound before it is announced.
+    `ranks` may be connected to the launcher; without one, rank 0 serves the job channel. Returns this rank's
+    variables, and rank 0's socket for torch's store, which is bound before it is announced.
     """
     env, world = os.environ, ranks.world
     timeout_s = joining_timeout_s() + _LAUNCHER_HEAD_START_S * ranks.has_launcher
     is_alone = world.world_size == 1 and env.get(AGENT_STORE) != "True"
-    way: contextlib.AbstractContextManager[Coordinator] = contextlib.nullcontext(ranks)
+    way: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not (is_alone or ranks.has_launcher):
         from mpiddp.runtime.rendezvous.by_hand import way_to_meet  # takes 5 ms of each rank
 
         way = way_to_meet(ranks, timeout_s)
-    with way as ranks, ranks.all_or_none():
+    with way, ranks.all_or_none():
         world, gather = ranks.world, partial(ranks.all_gather_json, timeout_s=timeout_s)
-        infos = result.gathered(gather(info._replace(program=())))
-        ranks.hostnames = names = tuple(each.hostname for each in infos)
+        infos = result.gathered(gather(info))
+        ranks.hostnames = tuple(each.hostname for each in infos)
         if any(each.problem for each in infos):
             raise UserError(info.problem)  # "" on a rank that could begin
         # Long, and the same on most ranks: a gather sends what all have only once.
-        programs = gather(info.program)
-        infos = [each._replace(program=programs[each.rank]) for each in infos]
-        _from_rank_0(world, gather, partial(result.check_alike, infos, env))
+        programs = gather(files)
+        _from_rank_0(world, gather, partial(result.check_alike, infos, programs, env))
         address, port, listener = _place(world, infos, gather)
         world = result.joined(world, infos, address, port)
         if ranks.connection is None and world.world_size > 1:  # they have met over MPI alone
             from mpiddp.runtime.rendezvous.channel_process import serve_beside
 
             server = _from_rank_0(world, gather, partial(serve_beside, world))
-            ranks = Coordinator(world, Server(*server), answer_s=timeout_s)
-        ranks.world, ranks.hostnames = world, names
+            ranks.connect(world, Server(*server), answer_s=timeout_s)
+        ranks.world = world
         own = infos[world.rank]
         interface = own.interface_for(address, result.requested_interface(env))
-        return ranks, result.variables_of(world, own, interface, infos[0].run_id), listener
+        return result.variables_of(world, own, interface, infos[0].run_id), listener
 
 
 def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket.socket | None]:

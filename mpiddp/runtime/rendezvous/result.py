@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import resolve
 from mpiddp.protocol import variables
@@ -33,18 +32,13 @@ class RankInfo(NamedTuple):
     machine: str  # distinguishes two machines with the same name
     interfaces: Sequence[Interface]
     problem: str = ""  # why this rank cannot begin
-    program: Sequence[tuple[str, str]] = ()  # the files of its script, with their SHA-256
     run_id: str = ""  # that of rank 0 counts; the same in all attempts of a job
-    gpus: str = ""  # that it may see, as CUDA_VISIBLE_DEVICES has them
 
     @classmethod
-    def of_this_process(
-        cls, world: World, problem: str = "", program: Sequence[tuple[str, str]] = ()
-    ) -> RankInfo:
+    def of_this_process(cls, world: World, problem: str = "") -> RankInfo:
         own = (world.rank, world.local_rank, world.local_world_size, world.hostname, machine_id())
         run_id = os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
-        gpus = next((os.environ[name] for name in VISIBLE if name in os.environ), "all")
-        return cls(*own, interfaces(), problem, program, run_id, gpus)
+        return cls(*own, interfaces(), problem, run_id)
 
     @property
     def host(self) -> tuple[str, str]:
@@ -78,6 +72,7 @@ class RankInfo(NamedTuple):
 
 
 Infos = Sequence[RankInfo]  # of all ranks, by rank
+Files = Sequence[Sequence[str]]  # of a rank's script: of each, its name and its SHA-256
 Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 
 
@@ -210,11 +205,11 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
     return [each.address for each in usable]
 
 
-def check_alike(infos: Infos, env: Mapping[str, str]) -> None:
+def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str]) -> None:
     """Raise a UserError unless all ranks run the same files, and are where they are expected."""
-    for info in infos:
-        if info.program != infos[0].program:
-            ours, theirs = dict(infos[0].program), dict(info.program)
+    for info, program in zip(infos, programs, strict=True):
+        if program != programs[0]:
+            ours, theirs = dict(programs[0]), dict(program)
             name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
             own, other = (each.get(name, "")[:8] or "none" for each in (ours, theirs))
             raise UserError(
@@ -251,11 +246,9 @@ def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
     return len(names) == len(infos) and one_to_one and all(fits)
 
 
-def table(infos: Infos, expected: Sequence[str] = ()) -> str:
-    """A line for each rank: its host, local rank and GPUs, and the expected host if it is known."""
-    rows = [("rank", "host", "local rank", "visible GPUs", "expected host")]
+def table(infos: Infos, expected: Sequence[str]) -> str:
+    """A line for each rank: its host, its local rank, and the expected host."""
+    rows = [("rank", "host", "local rank", "expected host")]
     for info, name in zip(infos, [*expected, *["none"] * len(infos)], strict=False):
-        rows.append(
-            (str(info.rank), info.hostname, str(info.local_rank), info.gpus or "none", name)
-        )
-    return align_columns([row if expected else row[:-1] for row in rows])
+        rows.append((str(info.rank), info.hostname, str(info.local_rank), name))
+    return align_columns(rows)

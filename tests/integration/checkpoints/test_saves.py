@@ -189,7 +189,7 @@ def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch
 
 
 def schedule(every: str) -> SaveSchedule:
-    alone = Coordinator(World(0, 1, 0, 1), None)
+    alone = Coordinator(World(0, 1, 0, 1))
     return SaveSchedule(parse_interval(every), alone, 0, timeout_s=1)
 
 

@@ -9,7 +9,8 @@ import socket
 import pytest
 
 from mpiddp.errors import JobFailed
-from mpiddp.runtime.rendezvous.by_hand import address_of_rank_0, by_address
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.rendezvous.by_hand import address_of_rank_0, connect_by_address
 from mpiddp.world import World
 from tests.support.errors import error
 
@@ -49,6 +50,6 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(monkeypatch):
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(JobFailed) as refused:
-            by_address(World.from_env(rank_1), 0.3)
+            connect_by_address(Coordinator(World.from_env(rank_1)), 0.3)
     values = (f"rank 1 on {socket.gethostname()} ", f" at 127.0.0.1:{port} ", "refused")
     assert re.fullmatch(error("reach rank 0's channel", *values), str(refused.value))

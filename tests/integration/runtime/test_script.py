@@ -11,10 +11,9 @@ import sys
 import pytest
 
 from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
-from mpiddp.protocol.terminal import Terminal
-from mpiddp.runtime.child import Child, Shown, reap
+from mpiddp.runtime.child import Child, reap
 from mpiddp.runtime.program import COMMAND, Program
-from mpiddp.world import World
+from mpiddp.runtime.rank import Rank
 from tests.support.ranks import LAUNCH, run_command, script
 
 LOOK = """
@@ -77,7 +76,8 @@ from mpiddp.runtime.patches import optimizer_steps
 
 told = []
 progress = SimpleNamespace(count=lambda steps, by: told.append(steps))
-session = SimpleNamespace(has_launcher=True, progress=progress)
+ranks = SimpleNamespace(has_launcher=True)
+session = SimpleNamespace(coordinator=ranks, progress=progress)
 optimizer_steps(SimpleNamespace(session=session, imports_torch=True))
 parameter = torch.nn.Parameter(torch.zeros(1))
 parameter.grad = torch.zeros(1)
@@ -101,9 +101,8 @@ def test_a_later_optimizer_goes_on_and_two_of_one_step_count_once():
 
 
 def test_a_signal_that_comes_before_a_command_reaches_it(monkeypatch):
+    child = Child(Rank.from_env(Program(COMMAND, "sleep", ("600",))))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a rank that has joined")
-    world, shown = World(0, 1, 0, 1), Shown("", Terminal())
-    child = Child(Program(COMMAND, "sleep", ("600",)), world, shown, others=())
     child.pass_on(signal.SIGTERM)
     child.start(os.environ)
     while child.status is None:
