@@ -26,6 +26,7 @@ _CONSEQUENCE_S = 0.3
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 HUNG_UP = "the terminal has hung up (SIGHUP)"
+_LEFT_EARLY = "ended early, with exit code 0"
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
 _OF_THE_HOST = frozenset(
@@ -56,10 +57,7 @@ def _with_cause(record: Record, found: Outcome, first: Event | None) -> Outcome:
     if named and (sentence := _lack_of_memory(record, named)):
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
-    early = ""
-    if first and not record.fact("end", "why"):
-        early = _left_early(record, first.at, is_needed=_may_follow(first))
-    if (named and is_silent(named)) or (early and found.sentence.startswith(early)):
+    if (named and is_silent(named)) or _LEFT_EARLY in found.sentence:
         return found  # it names what precedes every error
     least = MPIRUN_AT_END
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
@@ -164,21 +162,15 @@ def _may_follow(failure: Event) -> bool:
     return bool(facts.get("traceback") and _CONSEQUENCE.search(facts["error"]))
 
 
-def _is_refusal(record: Record, first: Event) -> bool:
-    """Whether a rank that ends with code 2 has refused its input, as argparse does.
-
-    In the middle of the job, code 2 is a failure like any other: steps were made, or it leaves ranks behind.
-    """
-    is_amid = bool(record.paces) or any(map(_may_follow, record.failures.values()))
-    return first.facts["code"] == BAD_INPUT and bool(first.facts["error"] or not is_amid)
-
-
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
-    facts = first.facts
-    if first.kind == "failed" and (facts["code"] == STOPPED or _is_refusal(record, first)):
+    facts, failures = first.facts, [each for _, each in sorted(record.failures.items())]
+    # Code 2 without a word, in the middle of the job, is no refusal, as argparse's: steps were made, or it
+    # leaves ranks behind.
+    is_amid = bool(record.paces) or any(map(_may_follow, failures))
+    is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
+    if facts.get("code") == STOPPED or is_refusal:
         return _of_own_end(record, first)
-    failures = [each for _, each in sorted(record.failures.items())]
     # These, or their scripts, were killed: they have ended without a word of their own.
     killed = [each for each in failures if each.kind == "lost" or each.facts.get("signal")]
     # Those that vanished together with the first.
@@ -290,7 +282,7 @@ def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool
     if is_needed and not exited:
         exited = [each for each in record.done.values() if each.at <= before + _CONSEQUENCE_S]
     early = record.names(sorted(each.rank for each in exited))
-    return f"{early} ended early, with exit code 0{how}. Then " if early else ""
+    return f"{early} {_LEFT_EARLY}{how}. Then " if early else ""
 
 
 # --- known causes ---
