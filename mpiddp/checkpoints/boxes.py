@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its buckets
 
-from mpiddp.checkpoints.files import CODES, Turns, header_of, row_of, write_tensors
+from mpiddp.checkpoints.files import CODES, header_of, row_of, write_tensors
 from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
 from mpiddp.checkpoints.state import (
     Keys,
@@ -95,12 +94,11 @@ class Copies:
         """
         copies = cls()
         groups: dict[Any, list[int]] = defaultdict(list)  # numbers of tensors that share a block
-        first: dict[Any, Keys] = {}  # the path of the first of tied tensors
+        first: dict[Any, int] = {}  # the number of the first tensor at an address
         for number, (box, value) in enumerate(zip(boxes, tensors, strict=True)):
-            kind = value.dtype, value.shape, value.stride(), value.is_conj()
-            same = first.setdefault((box.file, value.data_ptr(), *kind), box.path)
-            if same is not box.path:
-                copies.tied[same].append(box)
+            before = first.setdefault((box.file, value.data_ptr()), number)
+            if before < number and _kind_of(value) == _kind_of(tensors[before]):
+                copies.tied[boxes[before].path].append(box)
                 continue
             is_small = 0 < value.numel() <= _SMALL and value.dtype in _JOINED
             is_joined = is_small and value.is_contiguous()
@@ -203,6 +201,10 @@ def _order(tensor: Tensor) -> int:
     return -tensor.element_size()
 
 
+def _kind_of(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.stride(), value.is_conj()
+
+
 def _unexpanded(value: Tensor) -> Tensor:
     """The part of a tensor that its dimensions of stride 0 repeat."""
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
@@ -230,18 +232,17 @@ def _worst(value: Tensor) -> float:
 # Written
 
 
-def headers_of(copies: Copies, turns: Turns) -> dict[str, bytes]:
+def headers_of(copies: Copies) -> dict[str, bytes]:
     """The header of each file, by its name. The values of the copies may still be under way."""
-    return {file: _header_of(file, copies, turns) for file in copies.blocks}
+    return {file: _header_of(file, copies) for file in copies.blocks}
 
 
-def _header_of(file: str, copies: Copies, turns: Turns) -> bytes:
+def _header_of(file: str, copies: Copies) -> bytes:
     rows, end = list[str](), 0
     beside: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}, "layouts": {}}
     for values, boxes in copies.blocks[file]:
         code, most, width = CODES.get(values.dtype), values.numel(), values.element_size()
         for box in boxes:
-            turns.rest()
             start, size = end, math.prod(box.shape)
             end = start + min(size, most) * width
             part = box.shape if size <= most else values.shape  # of an expanded one
@@ -279,5 +280,5 @@ def write_whole(state: Mapping[str, Any], folder: Path) -> Any:
     copies = Copies()  # none of these
     for tensor, box in sorted(zip(tensors, boxes, strict=True), key=lambda each: _order(each[0])):
         copies.blocks[box.file].append(Block(tensor, [box]))
-    write_boxes(copies, headers_of(copies, Turns(threading.Event())), folder)
+    write_boxes(copies, headers_of(copies), folder)
     return outline.tree

@@ -338,14 +338,8 @@ class Checkpoints:
         step = max(0, self._resumed)
         self._records.start(step, is_writer=run.is_writer)
         self._run = run
-        self._saver = Saver(
-            run,
-            self._records,
-            self._keep,
-            step=self._resumed,
-            infinite=self._infinite,
-            must_succeed=self._must_succeed,
-        )
+        known = run, self._records, self._keep, self._resumed, self._infinite
+        self._saver = Saver(*known, must_succeed=self._must_succeed)
         session.send("run_dir", path=str(self._dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"

@@ -94,7 +94,7 @@ class Facts:
     @classmethod
     def read(cls, path: Path) -> Facts:
         """Those of a state.json. Raises OSError; ValueError, TypeError or RecursionError for another file."""
-        found = json.loads(read_limited(path, path.stat().st_size))
+        found = json.loads(read_limited(path, _MAX_BYTES))
         return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
 
     @classmethod
@@ -317,8 +317,7 @@ def listing(folder: Path) -> Listing:
 
 def _read(folder: Path, name: str) -> bytes:
     with reading(folder, name):
-        size = (folder / name).stat().st_size  # a read allocates its limit
-        return read_limited(folder / name, min(size, _MAX_BYTES))
+        return read_limited(folder / name, _MAX_BYTES)
 
 
 @contextlib.contextmanager

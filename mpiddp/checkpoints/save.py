@@ -31,7 +31,7 @@ from torch import Tensor
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.boxes import Copies, boxes_of, headers_of, write_boxes
 from mpiddp.checkpoints.contents import rng_states
-from mpiddp.checkpoints.files import Turns, packed, reason_of
+from mpiddp.checkpoints.files import packed, reason_of
 from mpiddp.checkpoints.folder import INDEX, TREE, Entry, Facts, name_of_step, shard_of
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.retention import Retention, prune
@@ -124,9 +124,9 @@ class Saver:
         run: Run,
         records: RunRecords,
         keep: Retention,
-        *,
         step: int,
         infinite: Sequence[str] | None,
+        *,
         must_succeed: bool,
     ) -> None:
         self._run, self._records, self._root = run, records, run.dir.checkpoints
@@ -136,7 +136,6 @@ class Saver:
         self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._num_saves = 0
         self.pending: Future[str] | None = None  # the save in flight
-        self._hurry = threading.Event()  # somebody waits for it
         self._prefix = run.coordinator.unique_prefix("saves")
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
 
@@ -163,7 +162,6 @@ class Saver:
             timeout = timedelta(seconds=run.timeout_s)
             self._ring = dist.new_group(backend="gloo", timeout=timeout)
         if has_shards or run.is_writer:
-            self._hurry.clear()
             final = self._root / name_of_step(step)
             # Leftovers of other processes were removed when the run opened.
             new = folder.hidden(self._root, f"{final.name}-{self._num_saves}")
@@ -194,7 +192,6 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for the save in flight, whether it succeeds or not. Not a collective."""
-        self._hurry.set()
         wait(filter(None, [self.pending]))
 
     def meet(
@@ -327,9 +324,7 @@ class Saver:
         Returns the size and the hash of its shards, or None; why its tensors are not finite, or ""; those
         that have infinities on purpose.
         """
-        turns = Turns(self._hurry)
-        headers = headers_of(job.copies, turns)
-        turns.rest()
+        headers = headers_of(job.copies)
         # Only now: what holds the interpreter must not wait for a processor.
         _lower_priority()
         job.copies.wait()
@@ -337,7 +332,6 @@ class Saver:
         hashes |= write_boxes(job.copies, headers, job.new)
         if self._run.is_writer:
             torch.save({"state": job.tree, "ranks": job.ranks}, job.new / TREE)
-        turns.rest()
         shard, own = None, shard_of(self._run.rank)
         if own in hashes:
             flush(job.new / own)
