@@ -9,7 +9,7 @@ its tensors, a file tells in JSON what the header of safetensors cannot:
     "tied": {"lm_head.weight": "embedding.weight"}                written once
     "layouts": {"conv1.weight": "channels_last"}                  of memory; a file has all row by row
 
-A step copies the boxes into the memory of the host, and the thread that saves reads them there. values.py
+A step copies the boxes into the memory of the host, and the thread that saves reads them there. contents.py
 reads the files.
 """
 

@@ -354,5 +354,4 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
 
 def best_first(folders: list[Path]) -> list[Path]:
     """The newest finite one first, the oldest that is not finite last. `folders`: oldest first."""
-    newest_first = list(reversed(folders))
-    return sorted(newest_first, key=lambda each: bool(Facts.of(each).not_finite))
+    return sorted(folders, key=lambda each: not Facts.of(each).not_finite)[::-1]

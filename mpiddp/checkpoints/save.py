@@ -339,10 +339,8 @@ class Saver:
         bad = {shown_path(path): value for path, value in job.copies.not_finite().items()}
         infinite = [name for name, value in bad.items() if math.isinf(value)]
         known = set(infinite if self._infinite is None else self._infinite)
-        for name, value in bad.items():
-            if math.isnan(value) or name not in known:
-                return [shard, f"{name} has {value}", []]
-        return [shard, "", infinite]
+        wrong = [name for name, value in bad.items() if math.isnan(value) or name not in known]
+        return [shard, f"{wrong[0]} has {bad[wrong[0]]}" if wrong else "", infinite]
 
     def _complete(
         self, job: _Job, not_finite: str, hashes: dict[str, str], shards: Sequence[Transfer]
