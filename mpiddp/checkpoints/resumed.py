@@ -16,14 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mpiddp.checkpoints.folder import Facts
-from mpiddp.checkpoints.state import (
-    Keys,
-    as_kind_of,
-    is_sharded,
-    mapped,
-    own_part,
-    shown_path,
-)
+from mpiddp.checkpoints.state import Keys, as_kind_of, is_sharded, mapped, own_part, shown_path
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import listed
 

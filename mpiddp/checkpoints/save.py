@@ -37,13 +37,7 @@ from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.retention import Retention, prune
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
-from mpiddp.checkpoints.state import (
-    Outline,
-    digest_of,
-    is_sharded,
-    shown_path,
-    union_of,
-)
+from mpiddp.checkpoints.state import Outline, digest_of, is_sharded, shown_path, union_of
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
