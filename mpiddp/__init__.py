@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpiddp.checkpoints.checkpoints import Checkpoints as Checkpoints
-    from mpiddp.checkpoints.contents import Resumed as Resumed
     from mpiddp.checkpoints.load import load as load
     from mpiddp.checkpoints.records import log_metrics as log_metrics
     from mpiddp.checkpoints.records import run_dir as run_dir
+    from mpiddp.checkpoints.resumed import Resumed as Resumed
     from mpiddp.errors import JobFailed as JobFailed
     from mpiddp.errors import RankFailed as RankFailed
     from mpiddp.errors import UserError as UserError
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "checkpoints.checkpoints": "Checkpoints",
-    "checkpoints.contents": "Resumed",
+    "checkpoints.resumed": "Resumed",
     "checkpoints.load": "load",
     "checkpoints.records": "log_metrics run_dir",
     "errors": "JobFailed RankFailed UserError",

@@ -11,10 +11,11 @@ from pathlib import Path
 
 def read_limited(path: Path, limit: int) -> bytes:
     """The contents of a regular file of at most `limit` bytes. Raises OSError: a device may never end."""
-    if not stat.S_ISREG(path.stat().st_mode):
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open("rb") as file:
-        content = file.read(limit + 1)
+        content = file.read(min(found.st_size, limit) + 1)  # which it allocates
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
     return content

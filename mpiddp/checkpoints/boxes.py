@@ -9,7 +9,7 @@ its tensors, a file tells in JSON what the header of safetensors cannot:
     "tied": {"lm_head.weight": "embedding.weight"}                written once
     "layouts": {"conv1.weight": "channels_last"}                  of memory; a file has all row by row
 
-A step copies the boxes into the memory of the host, and the thread that saves reads them there. values.py
+A step copies the boxes into the memory of the host, and the thread that saves reads them there. contents.py
 reads the files.
 """
 
@@ -94,12 +94,11 @@ class Copies:
         """
         copies = cls()
         groups: dict[Any, list[int]] = defaultdict(list)  # numbers of tensors that share a block
-        first: dict[Any, Keys] = {}  # the path of the first of tied tensors
+        first: dict[Any, int] = {}  # the number of the first tensor at an address
         for number, (box, value) in enumerate(zip(boxes, tensors, strict=True)):
-            kind = value.dtype, value.shape, value.stride(), value.is_conj()
-            same = first.setdefault((box.file, value.data_ptr(), *kind), box.path)
-            if same is not box.path:
-                copies.tied[same].append(box)
+            before = first.setdefault((box.file, value.data_ptr()), number)
+            if before < number and _kind_of(value) == _kind_of(tensors[before]):
+                copies.tied[boxes[before].path].append(box)
                 continue
             is_small = 0 < value.numel() <= _SMALL and value.dtype in _JOINED
             is_joined = is_small and value.is_contiguous()
@@ -200,6 +199,10 @@ def _saves(path: Keys, tensor: Any) -> bool:
 def _order(tensor: Tensor) -> int:
     """Of a tensor in its file: the widest elements come first, so that all are aligned."""
     return -tensor.element_size()
+
+
+def _kind_of(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.stride(), value.is_conj()
 
 
 def _unexpanded(value: Tensor) -> Tensor:

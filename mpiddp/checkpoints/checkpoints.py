@@ -18,10 +18,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from mpiddp.checkpoints.contents import Resumed, read
+from mpiddp.checkpoints.contents import read
 from mpiddp.checkpoints.folder import list_steps, name_of_step
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Candidate, bring, find
+from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import Retention, set_aside
 from mpiddp.checkpoints.run import Run, RunDir
 from mpiddp.checkpoints.save import Saver, SaveSchedule
@@ -127,7 +128,7 @@ class Checkpoints:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if ending_of(error, has_stopped=current().stop.has_stopped).is_failure:
-            self._end("failed", error)
+            self._end(error)
         else:
             self.close()
 
@@ -281,20 +282,22 @@ class Checkpoints:
             if self._saver is not None:
                 self._saver.meet(None)
         except BaseException as error:
-            self._end("failed", error)
+            self._end(error)
             raise
         finally:
             self._saver = None  # only now: os._exit(0) in a signal handler still waits for its save
-        self._end("stopped" if current().stop.has_stopped else "done")
+        self._end()
 
-    def _end(self, outcome: str, error: BaseException | None = None) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         """Give the folder up. Say once in it how this rank ended; a rank that says nothing has failed."""
         self._records.is_closed = True
         run = self._run
         if run is None or os.getpid() != self._pid:
             return
-        failure = ending_of(error).error if error else ""
+        failure = ending_of(error).error
         if not self._has_ended and (run.rank == 0 or failure):
+            has_stopped = current().stop.has_stopped
+            outcome = "failed" if error else "stopped" if has_stopped else "done"
             facts = {"rank": run.rank, "host": socket.gethostname(), "outcome": outcome}
             self._records.note(event="ended", **facts, step=self._made, failure=failure)
         self._has_ended = True
@@ -304,7 +307,7 @@ class Checkpoints:
         """After an error that has ended a script without a `with`. The thread has ended its save then."""
         assert self._run is not None
         if error := getattr(sys, "last_value", None):
-            self._end("failed", error)
+            self._end(error)
         self._run.close()
 
     def _wait_for_own_save(self) -> None:

@@ -1,93 +1,33 @@
-"""The contents of a checkpoint: read from the files of this host, and loaded."""
+"""The contents of a checkpoint, read from its files: whole tensors, and boxes of sharded ones, mapped.
+
+Earlier versions wrote files of torch.save, and shards with the paths of their tensors:
+
+    model.pt         the entry "model"; None in the places of tensors in shards
+    ranks.pt         what each rank has saved for itself
+    shard_00001.pt   {"[\"model\", \"fc.weight\"]": {"shape": [10, 64], "offsets": [5, 0], "box": …}, …}
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mpiddp.checkpoints.files import read_saved, reason_of, unpacked
-from mpiddp.checkpoints.fit import Fit
-from mpiddp.checkpoints.folder import FACTS, SUFFIX, TREE, Facts
-from mpiddp.checkpoints.values import read_boxes, read_old
+from mpiddp.checkpoints.files import read_saved, read_tensors, reason_of, unpacked
+from mpiddp.checkpoints.folder import FACTS, SHARDS, SUFFIX, TREE, Facts, stem_of
+from mpiddp.checkpoints.resumed import Resumed, ShardedValue
+from mpiddp.checkpoints.state import Keys, key_of, mapped, shown_path
 from mpiddp.errors import JobFailed, UserError, cause_of
 
-_MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 _NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint that a script resumes from, see `Checkpoints.resume`, or reads, see `load`.
-
-    Tensors are on the CPU, and mapped from their files: they take memory of their own only once they change.
-    In the place of a sharded tensor there is a value with its `shape`, `dtype` and `full_tensor()`. Its files
-    are there until the run ends.
-
-    Attributes:
-        step: the step after which it was saved.
-        state: what all ranks have in common, as it was given to `Checkpoints.save`.
-        per_rank: the state of this rank alone; {} if the job that saved it had no such rank.
-        world_size: number of ranks of the job that saved it.
-        config: that of the `Checkpoints` that saved it.
-    """
-
-    step: int
-    state: dict[str, Any]
-    per_rank: dict[str, Any] = field(default_factory=dict)
-    world_size: int = 1
-    config: Mapping[str, Any] = field(default_factory=dict)
-    _facts: Facts = field(default=Facts(0, {}), repr=False)
-    # What each rank has saved for itself.
-    _ranks: list[Any] = field(default_factory=list, repr=False)
-
-    def load_into(self, **objects: Any) -> None:
-        """Call `load_state_dict` of each object with the entry of the same name.
-
-            saved.load_into(model=model, optimizer=optimizer)
-
-        All of them are compared with their entries before the first one changes. A tensor that is sharded in
-        the object is loaded in parts, whether it was sharded when it was saved or not, and at any number of
-        ranks. A module of one pipeline stage takes its own tensors. A module's names match with or without
-        the prefixes of DDP and torch.compile. An optimizer's state may be by parameter names, as torch's
-        `get_optimizer_state_dict` returns it, if its module is among the objects.
-
-        Args:
-            objects: by the name of their entry in `state`: modules, optimizers, anything else with a
-                `load_state_dict`, or dicts of these.
-
-        Raises:
-            UserError: the checkpoint has no such entry, or that of another model.
-            JobFailed: a disk has failed.
-        """
-        where = f"the checkpoint of step {self.step}"
-        for name in objects:
-            if name not in self.state:
-                raise UserError(
-                    f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}."
-                )
-        modules = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
-        name, fits = "", list[Fit]()
-        try:
-            for name, target in objects.items():
-                entry, is_partial = self.state[name], self._facts.is_partial
-                fits += Fit.each(name, entry, target, modules, is_partial=is_partial)
-            for fit in fits:
-                name = fit.name
-                fit.load()
-        except JobFailed:
-            raise
-        except Exception as error:  # whatever a load_state_dict raises
-            reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
-            raise UserError(
-                f"{where} does not fit: {name}: {reason}. "
-                "Build the same as before, or name another folder."
-            ) from None
 
 
 def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> Resumed:
@@ -116,6 +56,71 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> R
     except Exception as error:  # files that fit their hashes, of another program
         what = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
         raise UserError(f"{place} was not written by mpiddp: {what}.") from None
+
+
+def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
+    """The tree with the tensors of these files: a whole one as it is, others as `ShardedValue`.
+
+    Raises UserError if a box is missing; what `read_tensors` raises.
+    """
+    found: dict[str, list[tuple[Tensor, Any]]] = defaultdict(list)
+    layouts: dict[str, str] = {}
+    for path in files:
+        tensors, beside = read_tensors(path)
+        tensors |= {name: tensors[first] for name, first in beside["tied"].items()}
+        stem = "" if path.name.startswith(SHARDS) else f"{path.name.removesuffix(SUFFIX)}/"
+        layouts |= {stem + name: layout for name, layout in beside["layouts"].items()}
+        for name, tensor in tensors.items():
+            found[stem + name].append((tensor, beside["boxes"].get(name)))
+
+    def value_of(path: Keys, leaf: Any) -> Any:
+        if type(leaf) is not torch.dtype:
+            return leaf
+        parts = found.get(key_of(path))
+        if not parts:
+            raise UserError(f"{shown_path(path)} is in none of its files.")
+        value = joined(path, parts, leaf)
+        if layout := layouts.get(key_of(path)):
+            return value.contiguous(memory_format=getattr(torch, layout))
+        return value
+
+    return mapped(tree, value_of)
+
+
+def joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype | None = None) -> Any:
+    """The value of these parts, each with the shape of the whole, its offsets, and its own shape; or None.
+
+    `dtype`: of tensors that lie in their files as bytes.
+    """
+    boxes: dict[tuple[int, ...], Tensor] = {}  # by offsets, because replicas may repeat them
+    for tensor, about in parts:
+        if about is None:
+            return tensor
+        shape, offsets, part = about
+        box = tensor.view(dtype or tensor.dtype).view(part)
+        if offsets is None:
+            return box if part == shape else box.expand(shape)
+        boxes[tuple(offsets)] = box
+    has = sum(box.numel() for box in boxes.values())
+    if has != math.prod(shape):
+        raise UserError(f"{shown_path(path)} has {has} elements of the shape {shape}.")
+    return ShardedValue(torch.Size(shape), [(box, at) for at, box in boxes.items()])
+
+
+def read_old(files: Mapping[str, Path], keys: Sequence[str]) -> dict[str, Any]:
+    """What tree.pt has today: the state with its tensors, and what each rank has saved for itself."""
+    state = {key: read_saved(files[f"{stem_of(key)}.pt"]) for key in keys}
+    boxes: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+    for name in files:
+        for key, each in read_saved(files[name]).items() if name.startswith(SHARDS) else ():
+            box, offsets = each["box"], None if each.get("is_plain") else each["offsets"]
+            boxes[key].append((box, [each["shape"], offsets, box.shape]))
+
+    def value_of(path: Keys, value: Any) -> Any:
+        parts = boxes.get(json.dumps(path)) if value is None else None
+        return joined(path, parts) if parts else value
+
+    return {"state": mapped(state, value_of), "ranks": read_saved(files["ranks.pt"])}
 
 
 # Random number generators

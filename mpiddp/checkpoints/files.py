@@ -142,11 +142,6 @@ def packed(nested: Any) -> bytes:
     return file.getvalue()
 
 
-def unpacked(data: bytes) -> Any:
-    """The contents of a file with these bytes, with tensors on the CPU. Raises ValueError, JobFailed."""
-    return load(io.BytesIO(data))
-
-
 def read_saved(path: Path) -> Any:
     """The contents of a file of torch.save, with tensors on the CPU, mapped.
 
@@ -155,12 +150,17 @@ def read_saved(path: Path) -> Any:
     """
     try:
         with named_by(""), path.open("rb"):  # torch words the errors of a path in its own way
-            return load(str(path), mmap=True)
+            return _load(str(path), mmap=True)
     except ValueError as error:
         raise UserError(f"{path} was not written by mpiddp: {error}.") from None
 
 
-def load(file: Any, *, mmap: bool = False) -> Any:
+def unpacked(data: bytes) -> Any:
+    """The contents of a file with these bytes, with tensors on the CPU. Raises ValueError, JobFailed."""
+    return _load(io.BytesIO(data))
+
+
+def _load(file: Any, *, mmap: bool = False) -> Any:
     """What torch.load reads without code. Raises ValueError for another file, OSError, JobFailed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of code that it then refuses
@@ -171,5 +171,5 @@ def load(file: Any, *, mmap: bool = False) -> Any:
             if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
                 raise  # not of the bytes, which make torch seek to no position at most
             if mmap:  # some file systems map no file
-                return load(file)
+                return _load(file)
             raise ValueError("torch.load(weights_only=True) refuses it") from None

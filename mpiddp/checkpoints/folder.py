@@ -94,7 +94,7 @@ class Facts:
     @classmethod
     def read(cls, path: Path) -> Facts:
         """Those of a state.json. Raises OSError; ValueError, TypeError or RecursionError for another file."""
-        found = json.loads(read_limited(path, path.stat().st_size))
+        found = json.loads(read_limited(path, _MAX_BYTES))
         return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
 
     @classmethod
@@ -317,8 +317,7 @@ def listing(folder: Path) -> Listing:
 
 def _read(folder: Path, name: str) -> bytes:
     with reading(folder, name):
-        size = (folder / name).stat().st_size  # a read allocates its limit
-        return read_limited(folder / name, min(size, _MAX_BYTES))
+        return read_limited(folder / name, _MAX_BYTES)
 
 
 @contextlib.contextmanager
@@ -355,5 +354,4 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
 
 def best_first(folders: list[Path]) -> list[Path]:
     """The newest finite one first, the oldest that is not finite last. `folders`: oldest first."""
-    newest_first = list(reversed(folders))
-    return sorted(newest_first, key=lambda each: bool(Facts.of(each).not_finite))
+    return sorted(folders, key=lambda each: not Facts.of(each).not_finite)[::-1]

@@ -19,12 +19,11 @@ import torch
 
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.boxes import write_whole
-from mpiddp.checkpoints.contents import Resumed, read
+from mpiddp.checkpoints.contents import joined, read
 from mpiddp.checkpoints.files import DAMAGE, read_tensors, unpacked
-from mpiddp.checkpoints.fit import placed
 from mpiddp.checkpoints.folder import SUFFIX, TREE, BrokenCheckpoint, stem_of
+from mpiddp.checkpoints.resumed import Resumed, placed
 from mpiddp.checkpoints.retention import hold
-from mpiddp.checkpoints.values import joined
 from mpiddp.errors import JobFailed, UserError, cause_of
 
 _MAX_RELISTS = 1000  # of a run that removes checkpoints faster than they are opened

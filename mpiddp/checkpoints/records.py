@@ -55,8 +55,7 @@ class RunRecords:
 
     def facts(self) -> dict[str, Any]:
         """What a checkpoint tells of the records: why the latest loss is not finite, or ""; the metric."""
-        metrics = {"metrics": self._latest} if self._latest else {}
-        return {"not_finite": next(iter(self._not_finite.values()), ""), **metrics}
+        return {"not_finite": next(iter(self._not_finite.values()), ""), "metrics": self._latest}
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         if self._is_writer is None:

@@ -42,17 +42,15 @@ class Retention:
     def spared(self, folders: list[Path]) -> set[Path]:
         """Those that are kept although they are old. `folders`: the oldest first."""
         spared = {each for each in folders if (each / PINNED).exists()}
-        before = 0
-        for folder in folders if self.every else ():
-            if self.every and step_of(folder) // self.every > before // self.every:
-                spared.add(folder)
-            before = step_of(folder)
+        if self.every is not None:
+            first = {step_of(each) // self.every: each for each in reversed(folders)}
+            spared |= {each for multiple, each in first.items() if multiple > 0}
         if self.best is not None:
             metric, order = self.best
-            values = [(Facts.of(each).metrics.get(metric), each) for each in folders]
-            found = [(value, each) for value, each in values if value is not None]
+            values = {each: Facts.of(each).metrics.get(metric) for each in folders}
+            found = {each: value for each, value in values.items() if value is not None}
             extreme = min if order == "min" else max
-            spared |= {extreme(found, key=lambda each: each[0])[1]} if found else set()
+            spared |= {extreme(found, key=found.__getitem__)} if found else set()
         return spared
 
 

@@ -37,13 +37,7 @@ from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.retention import Retention, prune
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
-from mpiddp.checkpoints.state import (
-    Outline,
-    digest_of,
-    is_sharded,
-    shown_path,
-    union_of,
-)
+from mpiddp.checkpoints.state import Outline, digest_of, is_sharded, shown_path, union_of
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
@@ -124,9 +118,9 @@ class Saver:
         run: Run,
         records: RunRecords,
         keep: Retention,
-        *,
         step: int,
         infinite: Sequence[str] | None,
+        *,
         must_succeed: bool,
     ) -> None:
         self._run, self._records, self._root = run, records, run.dir.checkpoints
@@ -339,10 +333,8 @@ class Saver:
         bad = {shown_path(path): value for path, value in job.copies.not_finite().items()}
         infinite = [name for name, value in bad.items() if math.isinf(value)]
         known = set(infinite if self._infinite is None else self._infinite)
-        for name, value in bad.items():
-            if math.isnan(value) or name not in known:
-                return [shard, f"{name} has {value}", []]
-        return [shard, "", infinite]
+        wrong = [name for name, value in bad.items() if math.isnan(value) or name not in known]
+        return [shard, f"{wrong[0]} has {bad[wrong[0]]}" if wrong else "", infinite]
 
     def _complete(
         self, job: _Job, not_finite: str, hashes: dict[str, str], shards: Sequence[Transfer]

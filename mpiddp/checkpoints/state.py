@@ -195,11 +195,9 @@ def digest_of(outline: Outline, *, samples: bool) -> str:
     rows: list[Any] = []
     every = max(1, len(outline.tensors) // _MAX_SAMPLED)
     for index, (path, value) in enumerate(zip(outline.paths, outline.tensors, strict=True)):
-        if mesh := mesh_of(value):  # its ranks have different parts of it
-            rows.append((tuple(value.shape), _label_of(value), mesh))
-        else:
-            sampled = samples and index % every == 0 and not _is_of_each_rank(path)
-            rows.append((tuple(value.shape), _sample(value) if sampled else ()))
+        mesh = mesh_of(value)  # its ranks have different parts of it
+        sampled = samples and not mesh and index % every == 0 and not _is_of_each_rank(path)
+        rows.append((_label_of(value), mesh, _sample(value) if sampled else ()))
     return hashlib.sha256(repr((outline.tree, rows)).encode()).hexdigest()
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mpiddp.checkpoints.contents import Resumed
+from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.train.data import Data, DeviceImages
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import orthogonal

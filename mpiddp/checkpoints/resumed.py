@@ -1,4 +1,7 @@
-"""How an entry of a checkpoint fits the object that loads it, which is known before anything changes."""
+"""What a script has of a checkpoint: its state, whose sharded tensors are still in their files, and loads it.
+
+How an entry fits the object that loads it is known before anything changes.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,126 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mpiddp.checkpoints.state import Keys, as_kind_of, is_sharded, mapped, shown_path
-from mpiddp.checkpoints.values import ShardedValue
-from mpiddp.errors import UserError
+from mpiddp.checkpoints.folder import Facts
+from mpiddp.checkpoints.state import Keys, as_kind_of, is_sharded, mapped, own_part, shown_path
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import listed
 
 _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+|(?<=\.)_orig_mod\.")  # of torch.compile and DDP
 _FLAT = "param_groups."  # begins the keys of a flattened optimizer's state
+_MAX_REASON = 300  # characters of torch's list of tensors that do not fit
+
+
+@dataclass(frozen=True)
+class ShardedValue:
+    """A tensor that is still in its files, in `Resumed.state` in place of the tensor.
+
+    The boxes are those of all ranks, with their offsets, in mapped files: each is read when it is used.
+    """
+
+    shape: torch.Size
+    boxes: Sequence[tuple[Tensor, Sequence[int]]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of its elements."""
+        return self.boxes[0][0].dtype
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on the CPU. Not a collective."""
+        return self._filled(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
+
+    def read_like(self, like: Tensor) -> Tensor:
+        """The tensor, placed like one of its shape. Reads only this rank's bytes. Not a collective."""
+        return self._filled(torch.empty_like(like, dtype=self.dtype, requires_grad=False))
+
+    def _filled(self, target: Tensor) -> Tensor:
+        """The target, after this rank's part of it is read."""
+        own, offsets = own_part(target)
+        for box, at in self.boxes:
+            _copy_overlap(box, at, own, offsets)
+        return target
+
+
+def _copy_overlap(source: Tensor, at: Sequence[int], target: Tensor, to: Sequence[int]) -> None:
+    """Copy the elements that both boxes have. Their offsets in the whole tensor are `at` and `to`."""
+    for dim, (first, second) in enumerate(zip(at, to, strict=True)):
+        start = max(first, second)
+        end = min(first + source.shape[dim], second + target.shape[dim])
+        if start >= end:
+            return
+        source = source.narrow(dim, start - first, end - start)
+        target = target.narrow(dim, start - second, end - start)
+    target.copy_(source)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that a script resumes from, see `Checkpoints.resume`, or reads, see `load`.
+
+    Tensors are on the CPU, and mapped from their files: they take memory of their own only once they change.
+    In the place of a sharded tensor there is a value with its `shape`, `dtype` and `full_tensor()`. Its files
+    are there until the run ends.
+
+    Attributes:
+        step: the step after which it was saved.
+        state: what all ranks have in common, as it was given to `Checkpoints.save`.
+        per_rank: the state of this rank alone; {} if the job that saved it had no such rank.
+        world_size: number of ranks of the job that saved it.
+        config: that of the `Checkpoints` that saved it.
+    """
+
+    step: int
+    state: dict[str, Any]
+    per_rank: dict[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+    config: Mapping[str, Any] = field(default_factory=dict)
+    _facts: Facts = field(default=Facts(0, {}), repr=False)
+    # What each rank has saved for itself.
+    _ranks: list[Any] = field(default_factory=list, repr=False)
+
+    def load_into(self, **objects: Any) -> None:
+        """Call `load_state_dict` of each object with the entry of the same name.
+
+            saved.load_into(model=model, optimizer=optimizer)
+
+        All of them are compared with their entries before the first one changes. A tensor that is sharded in
+        the object is loaded in parts, whether it was sharded when it was saved or not, and at any number of
+        ranks. A module of one pipeline stage takes its own tensors. A module's names match with or without
+        the prefixes of DDP and torch.compile. An optimizer's state may be by parameter names, as torch's
+        `get_optimizer_state_dict` returns it, if its module is among the objects.
+
+        Args:
+            objects: by the name of their entry in `state`: modules, optimizers, anything else with a
+                `load_state_dict`, or dicts of these.
+
+        Raises:
+            UserError: the checkpoint has no such entry, or that of another model.
+            JobFailed: a disk has failed.
+        """
+        where = f"the checkpoint of step {self.step}"
+        for name in objects:
+            if name not in self.state:
+                raise UserError(
+                    f"{where} has no {name!r}. It has: {', '.join(map(repr, self.state))}."
+                )
+        modules = [each for each in objects.values() if isinstance(each, torch.nn.Module)]
+        name, fits = "", list[Fit]()
+        try:
+            for name, target in objects.items():
+                entry, is_partial = self.state[name], self._facts.is_partial
+                fits += Fit.each(name, entry, target, modules, is_partial=is_partial)
+            for fit in fits:
+                name = fit.name
+                fit.load()
+        except JobFailed:
+            raise
+        except Exception as error:  # whatever a load_state_dict raises
+            reason = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
+            raise UserError(
+                f"{where} does not fit: {name}: {reason}. "
+                "Build the same as before, or name another folder."
+            ) from None
 
 
 @dataclass
@@ -73,19 +189,15 @@ class Fit:
         found = self.target.state_dict()
         if not isinstance(self.entry, dict):
             raise UserError("it is not the state of a module")
-        entry = dict(self.entry)
-        if entry.keys() != found.keys():
-            bare = {_bare(name): name for name in found}
-            renamed = {bare.get(_bare(name), name): value for name, value in entry.items()}
-            entry = renamed if len(renamed) == len(entry) else entry
-        missing = [name for name in found if name not in entry]
-        unexpected = [name for name in entry if name not in found]
-        if self.is_partial:  # those of other stages
+        bare = {_bare(name): name for name in found}
+        renamed = {bare.get(_bare(name), name): value for name, value in self.entry.items()}
+        entry = renamed if len(renamed) == len(self.entry) else dict(self.entry)
+        if self.is_partial:  # some are of other stages
             entry = {name: value for name, value in entry.items() if name in found}
-            unexpected = []
-        for what, names in (("has no", missing), ("also has", unexpected)):
-            if names:
-                raise UserError(f"it {what} {listed(list(map(str, names)), 4)}")
+        if missing := [str(name) for name in found if name not in entry]:
+            raise UserError(f"it has no {listed(missing, 4)}")
+        if unexpected := [str(name) for name in entry if name not in found]:
+            raise UserError(f"it also has {listed(unexpected, 4)}")
         self.entry = as_kind_of(self.entry, entry)
         self.likes = {(name,): value for name, value in found.items()}
 
@@ -101,8 +213,7 @@ class Fit:
         if names:
             self._match_names(names, {id(each) for each in params}, modules)
             return
-        known, had = ({*groups[0]} if groups else set()), ({*saved[0]} if saved else set())
-        known, had = known - {"initial_lr"}, had - {"initial_lr"}
+        known, had = ({*each[0]} - {"initial_lr"} if each else set() for each in (groups, saved))
         if known - had and had - known:
             raise UserError(
                 f"it is the state of another optimizer, with {listed(sorted(had - known), 4)} and without "
