@@ -28,7 +28,7 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.text import counted, escaped, names_by_value, size_text
+from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 _PART, _REPLACED = ".mpiddp-part", ".mpiddp-replaced"
@@ -71,6 +71,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
     parser.add_argument(
         "--leave-out",
         action="append",
+        type=_entry,
         default=[],
         metavar="NAME",
         help=f"leave out this entry of a folder, as {', '.join(LEFT_OUT[:3])} (repeatable)",
@@ -84,6 +85,14 @@ def parse_folder(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("expected a folder, not ''")
     return os.path.abspath(text)  # noqa: PTH100 - a link stays one
+
+
+def _entry(text: str) -> str:
+    """The name of an entry of a folder. A shell completes it with a slash."""
+    name = text.rstrip("/")
+    if not name or "/" in name:
+        raise argparse.ArgumentTypeError(f"expected a name without a folder, not {shown(text)!r}")
+    return name
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
@@ -205,7 +214,8 @@ def _send(host: Host, folder: str, left_out: Sequence[str], transport: Transport
         transport,
         *("--delete", "--delete-delay", "--omit-dir-times"),
         *(f"--exclude=/{each}" for each in (*left_out, _REPLACED)),
-        *("--exclude=__pycache__", "--exclude=*.history.jsonl"),  # each host has its own
+        # Each host has its own. A folder that is removed takes its __pycache__ along (p).
+        *("--filter=-p __pycache__", "--exclude=*.history.jsonl"),
         *([] if folder in environment else kept),
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
