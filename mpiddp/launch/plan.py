@@ -59,7 +59,6 @@ class Plan(NamedTuple):
     request: Request
     past: Past
     hosts: Hosts  # the chosen ones, before their ranks were placed
-    memory: Path | None  # the file of the named hosts' history; None without one
     checked: Checked
 
     @property
@@ -101,17 +100,18 @@ def make_plan(
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
     resolve_all([host.name for host in named.hosts])
-    # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
-    has_none = _is_local(named) or names.DRILL in env
-    memory = None if has_none else history.file_of(options.hostfile)
-    past = past or Past(named, history.doubts(memory, named.usable))
+    if past is None:
+        # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
+        has_none = _is_local(named) or names.DRILL in env
+        memory = None if has_none else history.file_of(options.hostfile)
+        past = Past(named, history.doubts(memory, named.usable), memory)
     _, least = place.wanted_hosts(options, past)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
     wait_s = (options.wait_s or 0.0) if is_first else 0.0
     checked = run_preflight(options, named, starter, env, logins, wait_s=wait_s)
-    _note(memory, named, checked.silent)
-    return _plan(options, env, starter, past, memory, checked)
+    _note(past, checked.silent)
+    return _plan(options, env, starter, past, checked)
 
 
 def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
@@ -121,16 +121,15 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     """
     by_key = {plan.key_of(name): why for name, why in failures.items()}
     new = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
-    _note(plan.memory, plan.named, new)
+    _note(plan.past, new)
     checked = plan.checked._replace(complaints={**plan.checked.complaints, **new}, notes={})
-    env = plan.request.env
-    return _plan(plan.options, env, plan.starter, plan.past, plan.memory, checked)
+    return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
 
 
-def _note(memory: Path | None, named: Hosts, silent: Mapping[Host, str]) -> None:
+def _note(past: Past, silent: Mapping[Host, str]) -> None:
     """Remember these hosts, unless they are all: then it is this machine, or its network."""
-    if len(silent) < sum(not is_this_host(host.name) for host in named.usable):
-        history.note(memory, (), {host.key: why for host, why in silent.items()})
+    if len(silent) < sum(not is_this_host(host.name) for host in past.named.usable):
+        history.note(past.memory, (), {host.key: why for host, why in silent.items()})
 
 
 def _plan(
@@ -138,7 +137,6 @@ def _plan(
     env: Mapping[str, str],
     starter: Starter,
     past: Past,
-    memory: Path | None,
     checked: Checked,
 ) -> Plan:
     """The plan by what the preflight has found."""
@@ -177,7 +175,7 @@ def _plan(
     if options.dry_run and len(placed.hosts) > 1:
         for sentence in told(env, request.variables):
             log.info(sentence)
-    return Plan(options, starter, request, past, chosen, memory, checked)
+    return Plan(options, starter, request, past, chosen, checked)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
