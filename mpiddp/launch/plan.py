@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from mpiddp.errors import JobFailed, UserError, cause_of, check_program
+from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpu_health import read_health
@@ -250,12 +250,7 @@ def run_preflight(
 
     Hosts with slots=0 take no rank and are not checked.
     """
-    first = options.job[0]
-    program = options.job[1] if first == "--" else None
-    is_alone = _is_local(named)
-    if is_alone and program is not None and not options.dry_run:
-        check_program(program, env.get("PATH"))
-    exports = options.variables
+    kind, is_alone, exports = options.job[0], _is_local(named), options.variables
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
     has_none = starter.has_scheduler or options.dry_run or not options.check
     if has_none or (is_alone and not uses_gpus):
@@ -273,8 +268,8 @@ def run_preflight(
         folder=working_folder(env),
         path=env.get("PATH", os.defpath),
         interface=",".join(interface) or None,
-        program=program,
-        script=None if first in ("--", "-m") else first,
+        program=options.job[1] if kind == "--" else None,
+        script=None if kind in ("--", "-m") else kind,
         uses_gpus=uses_gpus,
     )
     checked = preflight(named.usable, needs, named.transport, wait_s=wait_s, logins=logins)
