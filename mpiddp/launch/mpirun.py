@@ -79,10 +79,8 @@ class MpirunProcess:
     @property
     def end(self) -> MpirunEnd:
         """How it has ended."""
-        starter = self.starter
-        return MpirunEnd(
-            starter.program.name, self.code or DONE, starter.proves_signals, self.was_ended
-        )
+        name, proves_signals = self.starter.program.name, self.starter.proves_signals
+        return MpirunEnd(name, self.code or DONE, proves_signals, self.was_ended)
 
     def stop(self) -> None:
         """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.

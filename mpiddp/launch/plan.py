@@ -20,13 +20,7 @@ from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
-from mpiddp.hosts.hostfile import (
-    Host,
-    Hosts,
-    hosts_between_commas,
-    parse_host_list,
-    read_hostfile,
-)
+from mpiddp.hosts.hostfile import Host, Hosts, hosts_between_commas, parse_host_list, read_hostfile
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log, place
@@ -133,11 +127,7 @@ def _note(past: Past, silent: Mapping[Host, str]) -> None:
 
 
 def _plan(
-    options: LaunchOptions,
-    env: Mapping[str, str],
-    starter: Starter,
-    past: Past,
-    checked: Checked,
+    options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked
 ) -> Plan:
     """The plan by what the preflight has found."""
     wanted, least = place.wanted_hosts(options, past)
