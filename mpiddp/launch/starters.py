@@ -321,8 +321,10 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
 
 
 def _find_library(file: str, program: Path) -> Path | None:
-    for prefix in (program.parent.parent, program.resolve().parent.parent):
-        for folder in ("lib", "lib64", "lib/release", "lib/*-linux-gnu"):
-            if found := sorted(prefix.glob(f"{folder}/{file}")):
-                return found[0]
-    return None
+    folders = (
+        folder
+        for prefix in dict.fromkeys([program.parent.parent, program.resolve().parent.parent])
+        for pattern in ("lib", "lib64", "lib/release", "lib/*-linux-gnu")
+        for folder in sorted(prefix.glob(pattern))
+    )
+    return next((folder / file for folder in folders if (folder / file).is_file()), None)
