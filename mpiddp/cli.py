@@ -40,12 +40,10 @@ VERBS = {
 HEAD = {"launch": "run", "ps": "watch", "hosts": "hosts", "explain": "after a run", "drill": "more"}
 
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
-INTERNAL_VERBS = {
-    "bench-rank": "bench.rank",
-    "launch-function": "launch.main:launch_function",
-}
+INTERNAL_VERBS = {"bench-rank": "bench.rank", "launch-function": "launch.main:launch_function"}
 
-_OF_A_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+# A reader that has gone away, and a full disk.
+_OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 # The verbs that every rank of a job runs. They join the job by themselves.
 RANK_VERBS = ("run", "train", "bench-rank")
@@ -72,24 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
         errors.print_from_one_rank(str(error), rank, local_rank)
         return errors.BAD_INPUT if isinstance(error, UserError) else errors.FAILED
-    except (BrokenPipeError, KeyboardInterrupt) as error:
+    except (OSError, KeyboardInterrupt) as error:
         if is_rank:  # a script ends as it would under python
             raise
-        if isinstance(error, BrokenPipeError):  # so that Python's own flush at exit succeeds
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return errors.FAILED
-        print("interrupted", file=sys.stderr)
-        return errors.INTERRUPTED
-    except OSError as error:
-        if is_rank or error.filename is not None:
-            raise
-        if error.errno == errno.ENOENT:  # only os.getcwd() names no file
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+            return errors.INTERRUPTED
+        if error.filename is None and error.errno == errno.ENOENT:  # of os.getcwd() alone
             print("mpiddp: this folder has been removed. Change to another.", file=sys.stderr)
             return errors.BAD_INPUT
-        if error.errno not in _OF_A_FULL_DISK:
+        if error.filename is not None or error.errno not in _OF_STDOUT:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print(f"mpiddp: stdout: {error.strerror}.", file=sys.stderr)
+        if error.errno != errno.EPIPE:
+            print(f"mpiddp: stdout: {error.strerror}.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own flush at exit succeeds
         return errors.FAILED
 
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 _V = TypeVar("_V", bound=Hashable)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-# Unless the caller says otherwise: no count of ranks, steps or images is larger.
-_WHOLE_BELOW = 10**9
+_BILLION = 10**9  # no count of ranks, steps or images is larger
 MAX_DURATION_DAYS = 1000
 # Control characters but the tab, ends of lines, and what changes the direction of the text around it.
 _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -60,17 +59,15 @@ def shown(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def parse_whole(text: str, low: int = 0, high: int | None = None) -> int:
-    """The whole number in `text`, in [low, high), by default below a billion.
+def parse_whole(text: str, low: int = 0, high: int = _BILLION) -> int:
+    """The whole number in `text`, in [low, high).
 
     Raises ValueError for any other text. Its message is the expectation: "a whole number, 1 or more".
     """
-    below = _WHOLE_BELOW if high is None else high
-    # int() refuses more than 4,300 digits. A number with one more than `below` is too large in any case.
-    digits = (text.lstrip("0") or "0")[: len(str(below)) + 1]
+    digits = text.lstrip("0")[:20] or "0"  # more are too large in any case, and int() refuses 4,301
     number = int(digits) if text.isascii() and text.isdigit() else -1
-    if not low <= number < below:
-        bound = f" and less than {below}" if high is not None or number >= below else ""
+    if not low <= number < high:
+        bound = f" and less than {high}" if number >= high else ""
         raise ValueError(f"a whole number, {low} or more{bound}")
     return number
 

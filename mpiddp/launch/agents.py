@@ -29,8 +29,8 @@ from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue, listen
 from mpiddp.launch.events import Announcement
-from mpiddp.launch.handover import hand_over
-from mpiddp.launch.mpirun import MpirunProcess, kill_orphans, private_folder
+from mpiddp.launch.handover import hand_over, sweep
+from mpiddp.launch.mpirun import MpirunProcess, private_folder
 from mpiddp.launch.outcome import Outcome
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.plan import Plan
@@ -154,8 +154,7 @@ class Agents:
         self.opened.close()
         if self.has_logged_in and outcome.code not in (DONE, BAD_INPUT, STOPPED):
             left = [host for host in self.others if host.name not in silent]
-            request = self.plan.request
-            kill_orphans(left, self.job, self.kept, request.job[0], request.hosts.transport)
+            sweep(self.plan.request, left, self.job, self.kept)
 
 
 def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:

@@ -1,4 +1,4 @@
-"""The last word with the hosts of an attempt before its mpirun starts, over ssh.
+"""What goes over ssh to the hosts of an attempt before its mpirun starts, and after it has failed.
 
 Each connects back to the launcher, which listens already, and to the other hosts: a firewall that passes only
 ssh is named in seconds. And each keeps what mpirun would send to its daemons in clear text: the job's key and
@@ -20,16 +20,18 @@ from mpiddp.errors import JobFailed
 from mpiddp.hosts import interfaces, network, private, processes
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
+from mpiddp.launch import log
 from mpiddp.launch.command import Request
 from mpiddp.launch.control import ControlServer
 from mpiddp.launch.plan import Plan
 from mpiddp.protocol import channel
-from mpiddp.protocol.variables import ADDRESS
+from mpiddp.protocol.variables import ADDRESS, JOB
 from mpiddp.text import listed, names_by_value
 
 TRAVELLING = (channel, interfaces, network, processes, private)
 _PORTS = range(33_000, 60_000)  # the kernel's own choice is among them, as for the ranks
 _MOST = 16  # hosts of which each connects to each
+_SWEEP_S = 8.0  # for a login that kills what an attempt has left
 
 
 class CutOff(JobFailed):
@@ -109,6 +111,25 @@ def gone(request: Request, names: Collection[str]) -> list[str]:
     answers = ask_hosts(hosts, "print(0)", transport=request.hosts.transport)
     lost = {host: each.why for host, each in answers.items() if not each.has_begun}
     return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
+
+
+def sweep(request: Request, hosts: Sequence[Host], job: str, name: str) -> None:
+    """Kill what is left of `job` on these hosts at once, and remove what they keep under this name.
+
+    A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. Only processes that
+    were started with the job's id in their environment are killed.
+    """
+    program = program_that_prints(TRAVELLING, f"sweep({f'{JOB}={job}'!r}, {name!r})")
+    quick = request.hosts.transport._replace(login_s=_SWEEP_S)
+    answers = ask_hosts(hosts, program, python=request.job[0], transport=quick)
+    for host, answer in answers.items():
+        if answer.why:
+            log.info(
+                f"{host.name} cannot be reached, so no leftover process was killed there; "
+                "its ranks end by themselves."
+            )
+        elif answer.value:
+            log.info(f"killed leftover processes of the job on {host.name}: {len(answer.value)}.")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Start and stop mpirun and all that it starts, and leave nothing behind, here and on the other hosts.
+"""Start and stop mpirun and all that it starts on this host, and leave nothing behind.
 
 mpirun gets its own session, so that a Ctrl-C reaches it once, from this process. This process adopts
 mpirun's orphans, so that none of them outlives the job. Those that have ended are zombies until it ends.
@@ -12,25 +12,18 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpiddp.errors import DONE, JobFailed, cause_of
 from mpiddp.hosts.facts import with_own_folder
-from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.private import is_private
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
-from mpiddp.hosts.ssh import ask_hosts, program_that_prints
-from mpiddp.hosts.transport import Transport
-from mpiddp.launch import log
 from mpiddp.launch.command import Command, Starter
-from mpiddp.launch.handover import TRAVELLING
 from mpiddp.launch.outcome import MpirunEnd
 from mpiddp.protocol.channel import OUTPUT_PROCESS
-from mpiddp.protocol.variables import JOB
 
-ORPHANS_S = 8.0  # for the other hosts to kill what a job has left there
 _LONGEST_PARENT = 60  # characters: a Unix socket's path has at most 107
 
 
@@ -86,10 +79,8 @@ class MpirunProcess:
     @property
     def end(self) -> MpirunEnd:
         """How it has ended."""
-        starter = self.starter
-        return MpirunEnd(
-            starter.program.name, self.code or DONE, starter.proves_signals, self.was_ended
-        )
+        name, proves_signals = self.starter.program.name, self.starter.proves_signals
+        return MpirunEnd(name, self.code or DONE, proves_signals, self.was_ended)
 
     def stop(self) -> None:
         """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.
@@ -146,27 +137,3 @@ def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def kill_orphans(
-    hosts: Sequence[Host], job: str, private_name: str, python: str, transport: Transport
-) -> None:
-    """Kill the remaining processes of `job` on these other hosts at once, and log how many there were.
-
-    What they have kept for its ranks under `private_name` is removed.
-
-    A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. Only processes that
-    were started with the job's id in their environment are killed. Every host has the interpreter `python`.
-    """
-    if not transport.is_installed:
-        return
-    program = program_that_prints(TRAVELLING, f"sweep({f'{JOB}={job}'!r}, {private_name!r})")
-    quick = transport._replace(login_s=ORPHANS_S)
-    for host, answer in ask_hosts(hosts, program, python=python, transport=quick).items():
-        if answer.why:
-            log.info(
-                f"{host.name} cannot be reached, so no leftover process was killed there; "
-                "its ranks end by themselves."
-            )
-        elif answer.value:
-            log.info(f"killed leftover processes of the job on {host.name}: {len(answer.value)}.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,24 +22,21 @@ from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.terminal import Terminal
-from mpiddp.text import parse_whole, shown
+from mpiddp.text import shown
 
 _HIDDEN = argparse.SUPPRESS
 # torchrun's words for one rank per GPU, which is what slots are by default.
 _BY_GPU = ("gpu", "auto")
+_RANK = "(0|[1-9][0-9]{0,8})"
 # Those of its options that one host does not need.
 _OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
 
 
 def _ranks(text: str) -> str:
     """The ranks of --log-ranks, for `mpiddp.protocol.channel.is_shown`."""
-    if text in ("all", "none", DEFAULT_RANKS):
+    if re.fullmatch(f"all|none|{DEFAULT_RANKS}|{_RANK}(,{_RANK})*", text):
         return text
-    try:
-        return ",".join(str(parse_whole(each)) for each in text.split(","))
-    except ValueError:
-        expected = "expected all, none, or ranks such as 0,5"
-        raise UserError(f"--log-ranks {shown(text)}: {expected}.") from None
+    raise UserError(f"--log-ranks {shown(text)}: expected all, none, or ranks such as 0,5.")
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
@@ -32,6 +33,7 @@ class Past(NamedTuple):
     # Why the job would do better without a host, by its key. Those of earlier jobs are only said. Where it
     # can, a job does without hosts that its own attempts have shown.
     doubts: Mapping[str, str]
+    memory: Path | None = None  # the file of their history; None without one
     enough: int | None = None  # the number of hosts of the first attempt; None before it
     max_ranks: int | None = None  # the most that the job has announced
 
@@ -82,15 +84,14 @@ def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) 
 
 def _slots(hosts: Hosts, host: Host, known: Sequence[Gpu] | None, options: LaunchOptions) -> int:
     """A host's slots: those of its line, else its GPUs. A scheduler's, which may be cores, are no more."""
-    backend, is_here, is_alone = options.backend, is_this_host(host.name), len(hosts.hosts) == 1
-    is_gloo, slots = backend == "gloo", host.slots or 0
+    is_gloo, is_here, slots = options.backend == "gloo", is_this_host(host.name), host.slots or 0
     if host.slots is None and known is None and not is_here:  # nobody has asked it
         if not options.dry_run:
             return slots_of(hosts, host)
         log.info(f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1")
         return 1
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
-    may_share = is_alone and slots > 1 and not is_gloo
+    may_share = len(hosts.hosts) == 1 and slots > 1 and not is_gloo
     matters = is_here and (host.slots is None or host.gpus or may_share)
     is_asked = known is not None or matters
     gpus = _visible_gpus(host, known, options.variables) if is_asked else 0
@@ -106,12 +107,10 @@ def _slots(hosts: Hosts, host: Host, known: Sequence[Gpu] | None, options: Launc
         return slots
     found = f"{host.name} has {counted(gpus, 'GPU')} but {slots} slots"
     if hosts.scheduler:
-        hides = f"-x CUDA_VISIBLE_DEVICES= hides {'it' if gpus == 1 else 'them'}"
-        log.info(
-            f"{found}: starting only {counted(gpus, 'rank')} there; {hides} from a script that uses gloo"
-        )
+        hides = "for a script that uses gloo, -x CUDA_VISIBLE_DEVICES= hides GPUs"
+        log.info(f"{found}: starting only {counted(gpus, 'rank')} there; {hides}")
         return gpus
-    if backend is not None:  # "auto" is nccl on GPUs
+    if options.backend is not None:  # "auto" is nccl on GPUs
         raise UserError(f"{found}: ranks would share GPUs. Write: {host.name} slots={gpus}")
     log.info(f"{found}: ranks that use GPUs would share them, which NCCL refuses")
     return slots

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST_CODE = 60  # characters
-_BUSY = (
-    0.2  # of a core: on a crowded host, a rank that computes has one for a small part of the time
-)
+_BUSY = 0.2  # of a core: on a crowded host, a rank that computes has a small part of one
 
 # The folder of this package, the same on every host, and the programs in it that ranks run as scripts.
 _PACKAGE = f"{Path(__file__).parents[1]}/"

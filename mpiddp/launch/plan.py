@@ -15,18 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from mpiddp.errors import JobFailed, UserError, cause_of, check_program
+from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
-from mpiddp.hosts.hostfile import (
-    Host,
-    Hosts,
-    hosts_between_commas,
-    parse_host_list,
-    read_hostfile,
-)
+from mpiddp.hosts.hostfile import Host, Hosts, hosts_between_commas, parse_host_list, read_hostfile
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log, place
@@ -59,7 +53,6 @@ class Plan(NamedTuple):
     request: Request
     past: Past
     hosts: Hosts  # the chosen ones, before their ranks were placed
-    memory: Path | None  # the file of the named hosts' history; None without one
     checked: Checked
 
     @property
@@ -101,17 +94,18 @@ def make_plan(
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
     resolve_all([host.name for host in named.hosts])
-    # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
-    has_none = _is_local(named) or names.DRILL in env
-    memory = None if has_none else history.file_of(options.hostfile)
-    past = past or Past(named, history.doubts(memory, named.usable))
+    if past is None:
+        # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
+        has_none = _is_local(named) or names.DRILL in env
+        memory = None if has_none else history.file_of(options.hostfile)
+        past = Past(named, history.doubts(memory, named.usable), memory)
     _, least = place.wanted_hosts(options, past)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
     wait_s = (options.wait_s or 0.0) if is_first else 0.0
     checked = run_preflight(options, named, starter, env, logins, wait_s=wait_s)
-    _note(memory, named, checked.silent)
-    return _plan(options, env, starter, past, memory, checked)
+    _note(past, checked.silent)
+    return _plan(options, env, starter, past, checked)
 
 
 def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
@@ -121,25 +115,19 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     """
     by_key = {plan.key_of(name): why for name, why in failures.items()}
     new = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
-    _note(plan.memory, plan.named, new)
+    _note(plan.past, new)
     checked = plan.checked._replace(complaints={**plan.checked.complaints, **new}, notes={})
-    env = plan.request.env
-    return _plan(plan.options, env, plan.starter, plan.past, plan.memory, checked)
+    return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
 
 
-def _note(memory: Path | None, named: Hosts, silent: Mapping[Host, str]) -> None:
+def _note(past: Past, silent: Mapping[Host, str]) -> None:
     """Remember these hosts, unless they are all: then it is this machine, or its network."""
-    if len(silent) < sum(not is_this_host(host.name) for host in named.usable):
-        history.note(memory, (), {host.key: why for host, why in silent.items()})
+    if len(silent) < sum(not is_this_host(host.name) for host in past.named.usable):
+        history.note(past.memory, (), {host.key: why for host, why in silent.items()})
 
 
 def _plan(
-    options: LaunchOptions,
-    env: Mapping[str, str],
-    starter: Starter,
-    past: Past,
-    memory: Path | None,
-    checked: Checked,
+    options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked
 ) -> Plan:
     """The plan by what the preflight has found."""
     wanted, least = place.wanted_hosts(options, past)
@@ -177,7 +165,7 @@ def _plan(
     if options.dry_run and len(placed.hosts) > 1:
         for sentence in told(env, request.variables):
             log.info(sentence)
-    return Plan(options, starter, request, past, chosen, memory, checked)
+    return Plan(options, starter, request, past, chosen, checked)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -252,12 +240,7 @@ def run_preflight(
 
     Hosts with slots=0 take no rank and are not checked.
     """
-    first = options.job[0]
-    program = options.job[1] if first == "--" else None
-    is_alone = _is_local(named)
-    if is_alone and program is not None and not options.dry_run:
-        check_program(program, env.get("PATH"))
-    exports = options.variables
+    kind, is_alone, exports = options.job[0], _is_local(named), options.variables
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
     has_none = starter.has_scheduler or options.dry_run or not options.check
     if has_none or (is_alone and not uses_gpus):
@@ -275,8 +258,8 @@ def run_preflight(
         folder=working_folder(env),
         path=env.get("PATH", os.defpath),
         interface=",".join(interface) or None,
-        program=program,
-        script=None if first in ("--", "-m") else first,
+        program=options.job[1] if kind == "--" else None,
+        script=None if kind in ("--", "-m") else kind,
         uses_gpus=uses_gpus,
     )
     checked = preflight(named.usable, needs, named.transport, wait_s=wait_s, logins=logins)

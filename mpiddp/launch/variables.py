@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError, named_by
-from mpiddp.hosts.gpus import VISIBLE, for_numbers, hides_all_gpus, is_of_one_host
+from mpiddp.hosts.gpus import for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch.command import LEFT_OUT, Request
@@ -179,13 +179,13 @@ def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[st
 
     Numbers of the hostfile do not count in a job whose user hides all GPUs, and nobody has checked them.
     """
-    own = {
-        name: env[name]
-        for name in VISIBLE
-        if name in env and name not in exports and is_of_one_host(name, env[name])
-    }
-    choices = [own if is_this_host(host.name) else {} for host in hosts]
-    for number, host in enumerate(hosts if not hides_all_gpus(env) else ()):
-        if host.gpus is not None:
-            choices[number] = for_numbers(host.gpus, env)
+    left = {name: value for name, value in env.items() if name not in exports}
+    here = {name: value for name, value in left.items() if is_of_one_host(name, value)}
+
+    def choice(host: Host) -> dict[str, str]:
+        if host.gpus is not None and not hides_all_gpus(env):
+            return for_numbers(host.gpus, env)
+        return here if is_this_host(host.name) else {}
+
+    choices = [*map(choice, hosts)]
     return json.dumps(choices, separators=(",", ":")) if any(choices) else ""

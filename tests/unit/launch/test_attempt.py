@@ -55,7 +55,7 @@ class Job:
         stack.callback(self.mpirun.kill_all)
         hosts = Hosts("here", (Host("localhost", ranks=2),))
         request, past = Request(hosts, ("x",), "."), Past(hosts, {})
-        plan = Plan(LaunchOptions(), starter, request, past, hosts, None, Checked())
+        plan = Plan(LaunchOptions(), starter, request, past, hosts, Checked())
         launcher = Launcher(stack.enter_context(closing(SignalQueue())), Console())
         turn = Turn(1, Announcement(), holds=False, grows=False)
         agents = Agents(launcher, plan, server, self.mpirun, output, stack, turn)
