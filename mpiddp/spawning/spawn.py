@@ -294,7 +294,7 @@ def _copy(pipe: IO[bytes], stream: Any) -> None:
 def unpickled(body: bytes, name: str, rank: int) -> Any:
     """The result of a rank, or its exception.
 
-    That of a class of `__main__` brings the methods of the class along, with copies of their global variables.
+    One of a class of `__main__` brings the methods of the class along, with copies of their global variables.
     """
     try:
         return pickle.loads(body)
