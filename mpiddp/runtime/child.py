@@ -155,13 +155,13 @@ class Child:
         """Let the script begin, with these variables. `store`: where rank 0 serves torch's store.
 
         It makes `spare`, a copy of itself that waits for a restart: the first file is its socket, and then
-        come its streams.
+        come its streams. A copy was made before the last arguments of its program were known.
         """
         self._kills_before = kills_in(group_of())
         offered = spare._offer() if spare else []
         facts = {
             "variables": {**rank.own, **variables},
-            "args": rank.program.args,
+            "args": rank.program.args[len(self._rank.program.args) :],
             "spare": [number for number, _ in offered],
             "is_restart": bool(rank.own),  # in the agent of an earlier attempt
         }

@@ -104,8 +104,8 @@ def _begin(script: patches.Script) -> patches.Script:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
     The agent sends a line: the variables that a script finds under torchrun, where the server of the job is,
-    and the arguments, which a restart may change. With its first byte come the files of a spare process, and
-    on rank 0 that where it serves torch's store.
+    and the last arguments, if the process is older than these. With its first byte come the files of a
+    spare process, and on rank 0 that where it serves torch's store.
     """
     script.session.tell_agent("ready", has_torch="torch" in sys.modules, pid=os.getpid())
     facts, files = _told_by_agent(script)
@@ -120,7 +120,6 @@ def _begin(script: patches.Script) -> patches.Script:
         patches.import_compiler(script)
         facts, files = _told_by_agent(script)
         patches.name_process(Path(sys.executable).name)
-    sys.argv[1:] = facts["args"]
     if facts["is_restart"]:
         script = script._replace(mpi_ended=patches.MPI_USED)
     env = facts["variables"]
@@ -138,12 +137,17 @@ def _begin(script: patches.Script) -> patches.Script:
 
 
 def _told_by_agent(script: patches.Script) -> tuple[dict[str, Any], list[int]]:
-    """What the agent says once the ranks have met, and the files that come with it."""
+    """What the agent says once the ranks have met, and the files that come with it.
+
+    Its last arguments are taken at once: a copy of this process has them, too.
+    """
     first, files, _, _ = socket.recv_fds(script.control, 1, _MOST_FILES)
     line = first + script.control.makefile("rb").readline()
     if not line.endswith(b"\n"):
         os._exit(1)
-    return json.loads(line), files
+    facts = json.loads(line)
+    sys.argv += facts["args"]
+    return facts, files
 
 
 def _run(kind: str, name: str) -> None:

@@ -289,7 +289,9 @@ def _copy(pipe: IO[bytes], stream: Any) -> None:
         for line in lines:
             # Its reader went away: the output is lost.
             with suppress(OSError, ValueError, AttributeError):
-                errors.print_line(line, stream, end="")
+                encoding = getattr(stream, "encoding", None) or "utf-8"
+                stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
+                stream.flush()
 
 
 def unpickled(body: bytes, name: str, rank: int) -> Any:
