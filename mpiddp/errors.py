@@ -145,11 +145,11 @@ def print_error(error: str | Exception) -> None:
     print_line(escaped(str(error), keep="\n"), sys.stderr)
 
 
-def print_line(line: str, stream: TextIO, end: str = "\n") -> None:
+def print_line(line: str, stream: TextIO) -> None:
     """Print the line in one write. With PYTHONUNBUFFERED, `print` takes two, and others write between."""
     encoding = getattr(stream, "encoding", None) or "utf-8"  # a path in it may be any bytes
     text = line.encode(encoding, "backslashreplace").decode(encoding)
-    print(f"{text}{end}", end="", file=stream, flush=True)
+    print(f"{text}\n", end="", file=stream, flush=True)
 
 
 # --- paths that a user names ---

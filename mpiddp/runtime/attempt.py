@@ -35,8 +35,6 @@ _REQUESTS = frozenset(
 
 
 class Why(Enum):
-    """Why a rank ends."""
-
     ITSELF = auto()  # its program has ended, or will
     REQUEST = auto()  # so far, the launcher has requested a stop of its program
     HELD = auto()  # some rank has failed, and the launcher may begin the next attempt
@@ -132,12 +130,10 @@ class Attempt:
             raise problem
         # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
-        from mpiddp.runtime.rendezvous.result import RankInfo
 
         files = [] if world.local_world_size == world.world_size else rank.program.files
-        info = RankInfo.of_this_process(world, str(problem or ""))
         try:
-            env, store = meet(self.coordinator, info, files)
+            env, store = meet(self.coordinator, str(problem or ""), files)
         finally:
             if rank.kept:  # all ranks have taken it
                 from mpiddp.hosts import private
@@ -157,19 +153,17 @@ class Attempt:
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
         self._join(joining_timeout_s())
-        if store is not None and not child.said.get("ready", {}).get("has_torch"):
+        has_torch = "ready" in child.said and child.said["ready"]["has_torch"]
+        if store is not None and not has_torch:
             reserve(store)  # a process of the program may listen there
             store = None
         if child.is_command:
             with ranks.all_or_none():
                 child.start(os.environ)
-        else:
-            spare = []
-            if rank.holds and child.said.get("ready", {}).get("has_torch"):
-                self.spare = Child(self.rank)  # of which the script makes a copy of itself
-                spare = self.spare.offer()
-            variables_of_script = {**rank.own, **env}
-            child.go(rank.program, variables_of_script, store, spare, is_restart=bool(rank.own))
+            return
+        if rank.holds and has_torch:
+            self.spare = Child(self.rank)  # of which the script makes a copy of itself
+        child.go(rank, env, store, self.spare)
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, and the streams that it shows."""
@@ -269,7 +263,6 @@ class Attempt:
                     child.pass_on(number)
 
     def _obey(self, facts: Mapping[str, Any]) -> None:
-        """Act on a message of the launcher."""
         match facts:
             case {"type": "end", "code": int(code)}:
                 self._cut(Why.OTHERS, code)

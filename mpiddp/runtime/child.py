@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.coordinator import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.output import Input, Stream
-from mpiddp.runtime.program import COMMAND, Program, command_environment
+from mpiddp.runtime.program import COMMAND, command_environment
 from mpiddp.runtime.rank import Rank
 from mpiddp.text import escaped
 
@@ -65,8 +65,8 @@ class Child:
     """
 
     def __init__(self, rank: Rank) -> None:
-        self._rank, self.program, self.others = rank, rank.program, {*rank.others}
-        self.is_command = self.program.kind == COMMAND
+        self._rank, self.others = rank, {*rank.others}
+        self.is_command = rank.command.kind == COMMAND
         world = rank.world
         name = f"rank {world.rank} on {world.hostname}"
         numbers = STREAMS if rank.selection else ()
@@ -83,7 +83,7 @@ class Child:
         self.said: dict[str, dict[str, Any]] = {}  # by the script, by type
         self.passed: set[int] = set()  # the signals
         self.control: socket.socket | None = None  # to the script, until that has closed it
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
         self._kills_before: OomKills | None = None  # before it, in this control group
@@ -99,8 +99,7 @@ class Child:
         return self.runs and self.control is not None
 
     def start(self, variables: Mapping[str, str]) -> None:
-        """Start it with these variables."""
-        program, files = self.program, self._files
+        program, files = self._rank.program, self._files
         self._kills_before = kills_in(group_of())
         ours, theirs = socket.socketpair()
         argv, env, passed = [program.name, *program.args], dict(variables), [theirs.fileno()]
@@ -109,11 +108,10 @@ class Child:
         else:
             code = _START % program.imports_torch
             argv = [sys.executable, "-c", code, str(theirs.fileno()), program.kind, *argv]
-            passed += (
-                [int(env["PMI_FD"])] if "PMI_FD" in env else []
-            )  # Hydra's, for an MPI of its own
+            # Hydra's, for an MPI of the script's own.
+            passed += [int(env["PMI_FD"])] if "PMI_FD" in env else []
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 argv,
                 env=env,
                 stdin=files.get(0),
@@ -130,13 +128,13 @@ class Child:
         finally:
             for file in (*files.values(), theirs.detach()):
                 os.close(file)
-        self.pid, self.control = self._process.pid, ours
+        self.pid, self.control = self.process.pid, ours
         _running[self.pid] = self
         for number in tuple(self.passed):  # before there was a command
             self.pass_on(number)
 
-    def offer(self) -> list[tuple[int, int]]:
-        """The files with which another child makes this one, a copy of itself, see `go`."""
+    def _offer(self) -> list[tuple[int, int]]:
+        """The files of a child that another one makes, a copy of itself: each after its number."""
         self.control, theirs = socket.socketpair()
         return [(-1, theirs.detach()), *self._files.items()]
 
@@ -149,29 +147,30 @@ class Child:
 
     def go(
         self,
-        program: Program,
+        rank: Rank,
         variables: Mapping[str, str],
         store: socket.socket | None,
-        spare: Sequence[tuple[int, int]] = (),
-        *,
-        is_restart: bool = False,
+        spare: Child | None,
     ) -> None:
         """Let the script begin, with these variables. `store`: where rank 0 serves torch's store.
 
-        `spare` are the files of a copy that waits for a restart: its socket, and then its streams, each after
-        its number. A copy was made before the last arguments of its program were known. `is_restart`: in the
-        agent of an earlier attempt.
+        It makes `spare`, a copy of itself that waits for a restart: the first file is its socket, and then
+        come its streams. A copy was made before the last arguments of its program were known.
         """
         self._kills_before = kills_in(group_of())
-        args = program.args[len(self.program.args) :]
-        numbers = [number for number, _ in spare]
-        facts = {"variables": variables, "args": args, "spare": numbers, "is_restart": is_restart}
+        offered = spare._offer() if spare else []
+        facts = {
+            "variables": {**rank.own, **variables},
+            "args": rank.program.args[len(self._rank.program.args) :],
+            "spare": [number for number, _ in offered],
+            "is_restart": bool(rank.own),  # in the agent of an earlier attempt
+        }
         line = json.dumps(facts).encode() + b"\n"
-        files = [*(file for _, file in spare), *([store.fileno()] if store else [])]
+        files = [*(file for _, file in offered), *([store.fileno()] if store else [])]
         with contextlib.suppress(ConnectionError):  # the script has ended
             if self.control is not None:
                 socket.send_fds(self.control, [line], files)
-        for _, file in spare:
+        for _, file in offered:
             os.close(file)
         if store is not None:
             store.close()
@@ -228,12 +227,6 @@ class Child:
             if self.runs:
                 (os.killpg if self.is_command else os.kill)(self.pid, number)
 
-    def collected(self, status: int) -> None:
-        """It has ended, as waitpid() says."""
-        self.status = os.waitstatus_to_exitcode(status)
-        if self._process is not None:
-            self._process.returncode = self.status
-
     def ending(self) -> Ending:
         """What wait() says, with the script's own reason."""
         assert self.status is not None
@@ -262,7 +255,6 @@ class Child:
             self.outputs[-1].say(f"ended what the script has left behind: {named}.")
 
     def close(self) -> None:
-        """Close the streams."""
         for each in self.streams:
             each.close()
 
@@ -287,7 +279,9 @@ def reap() -> None:
     with contextlib.suppress(ChildProcessError):
         for pid, status in iter(partial(os.waitpid, -1, os.WNOHANG), (0, 0)):
             if (child := _running.pop(pid, None)) is not None:
-                child.collected(status)
+                child.status = os.waitstatus_to_exitcode(status)
+                if child.process is not None:
+                    child.process.returncode = child.status
 
 
 def _begin(agent: int) -> None:

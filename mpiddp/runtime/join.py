@@ -40,7 +40,6 @@ from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.runtime.log import log_to_console
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
-from mpiddp.runtime.rendezvous.result import RankInfo
 from mpiddp.world import World
 
 Value = TypeVar("Value")
@@ -127,7 +126,7 @@ def _by_hand(world: World, session: Session) -> None:
 
     session.coordinator.world = world
     try:
-        env, listener = meet(session.coordinator, RankInfo.of_this_process(world))
+        env, listener = meet(session.coordinator)
     except UserError as error:  # such as a foreign MPI: the ranks have not met
         print_from_one_rank(str(error), world.rank, world.local_rank)
         raise SystemExit(BAD_INPUT) from None

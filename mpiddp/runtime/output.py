@@ -58,7 +58,6 @@ class Stream:
         return self.source.closed and not self._unsent
 
     def resize(self, terminal: Terminal) -> None:
-        """Give it a new size, if it is a terminal."""
         if not self.source.closed:
             terminal.resize(self.source.fileno())
 
@@ -148,12 +147,10 @@ class Input:
         self._manners = Manners()
 
     def connect(self, launcher: Server, world: World) -> None:
-        """Read the launcher's stdin."""
         self._connection, _ = connect_to_server(launcher, world, INPUT)
         self._connection.setblocking(False)
 
     def resize(self, terminal: Terminal) -> None:
-        """Give it a new size, if it is a terminal."""
         if self.sink is not None:
             terminal.resize(self.sink)
 
@@ -177,19 +174,15 @@ class Input:
             if not self._unwritten and self._connection.fileno() in ready:
                 self._unwritten = self._connection.recv(_CHUNK)
                 if not self._unwritten:
-                    self.close()
-            if self._unwritten and self.sink is not None:
+                    raise EOFError
+            if self._unwritten:
                 self._unwritten = self._unwritten[os.write(self.sink, self._unwritten) :]
-            if (
-                self.is_terminal
-                and self.sink is not None
-                and self._manners != Manners.of(self.sink)
-            ):
-                self._manners = Manners.of(self.sink)
-                return self._manners
+            if self.is_terminal and (manners := Manners.of(self.sink)) != self._manners:
+                self._manners = manners
+                return manners
         except BlockingIOError:
             pass
-        except (OSError, termios.error):  # nobody reads it any more
+        except (EOFError, OSError, termios.error):  # it has ended, or nobody reads it any more
             self.close()
         return None
 

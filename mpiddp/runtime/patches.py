@@ -59,7 +59,6 @@ class Script(NamedTuple):
     control: socket.socket  # to the agent
     imports_torch: bool  # before its first line
     mpi_ended: str  # why MPI cannot start; "" if it can
-    name: str  # of its process, as ps and top show it
 
 
 def apply(patches: Iterable[Callable[[Script], None]], script: Script) -> None:
@@ -208,6 +207,7 @@ def spare(script: Script, files: Mapping[int, int]) -> Script | None:
     if is_on(stack.__name__):
         stack(script)
     name_process(_SPARE)
+    session.tell_agent("ready", has_torch=True, pid=os.getpid())
     return script
 
 
@@ -270,9 +270,8 @@ def optimizer_steps(script: Script) -> None:
     It costs a microsecond a step. A compiled optimizer reports none. A later optimizer, of the next
     fold for example, goes on from the steps of the others.
     """
-    if not (
-        script.imports_torch and script.session.coordinator.has_launcher and "torch" in sys.modules
-    ):
+    has_launcher = script.session.coordinator.has_launcher
+    if not (script.imports_torch and has_launcher and "torch" in sys.modules):
         return
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook

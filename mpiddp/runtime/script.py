@@ -53,8 +53,7 @@ def main(*, imports_torch: bool) -> None:
         sys.path.insert(0, str(Path(name).resolve().parent if kind == "script" else Path.cwd()))
     has_used_mpi = World.from_env().launcher.mpis and JOB not in os.environ
     mpi_ended = patches.MPI_FINALIZED if has_used_mpi else ""
-    comm = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
-    script = patches.Script(session, control, imports_torch, mpi_ended, comm)
+    script = patches.Script(session, control, imports_torch, mpi_ended)
     atexit.register(lambda: current().tell_over_at_exit())  # the first handler is called last
     patches.apply(patches.BEFORE_RANKS_MEET, script)
     sys.argv = sys.argv[3:]
@@ -108,18 +107,19 @@ def _begin(script: patches.Script) -> patches.Script:
     and the last arguments, if the process is older than these. With its first byte come the files of a
     spare process, and on rank 0 that where it serves torch's store.
     """
+    script.session.tell_agent("ready", has_torch="torch" in sys.modules, pid=os.getpid())
     facts, files = _told_by_agent(script)
     while numbers := facts["spare"]:
-        of_spare, others = dict(zip(numbers, files, strict=False)), files[len(numbers) :]
+        of_spare, files = dict(zip(numbers, files, strict=False)), files[len(numbers) :]
         spare = patches.spare(script, of_spare) if patches.is_on("spare") else None
-        for file in (*of_spare.values(), *(others if spare else ())):
+        for file in (*of_spare.values(), *(files if spare else ())):
             os.close(file)
         if spare is None:
-            files = others
             break
         script = spare
-        facts, files = _told_by_agent(script, meanwhile=patches.import_compiler)
-        patches.name_process(script.name)
+        patches.import_compiler(script)
+        facts, files = _told_by_agent(script)
+        patches.name_process(Path(sys.executable).name)
     if facts["is_restart"]:
         script = script._replace(mpi_ended=patches.MPI_USED)
     env = facts["variables"]
@@ -136,16 +136,11 @@ def _begin(script: patches.Script) -> patches.Script:
     return script
 
 
-def _told_by_agent(
-    script: patches.Script, meanwhile: Callable[[patches.Script], None] = lambda script: None
-) -> tuple[dict[str, Any], list[int]]:
+def _told_by_agent(script: patches.Script) -> tuple[dict[str, Any], list[int]]:
     """What the agent says once the ranks have met, and the files that come with it.
 
     Its last arguments are taken at once: a copy of this process has them, too.
     """
-    has_torch = "torch" in sys.modules
-    script.session.tell_agent("ready", has_torch=has_torch, pid=os.getpid())
-    meanwhile(script)
     first, files, _, _ = socket.recv_fds(script.control, 1, _MOST_FILES)
     line = first + script.control.makefile("rb").readline()
     if not line.endswith(b"\n"):

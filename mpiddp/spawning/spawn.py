@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import current_process, parent_process
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, TypeAlias, TypeVar
 
@@ -288,19 +289,36 @@ def _copy(pipe: IO[bytes], stream: Any) -> None:
         for line in lines:
             # Its reader went away: the output is lost.
             with suppress(OSError, ValueError, AttributeError):
-                errors.print_line(line, stream, end="")
+                encoding = getattr(stream, "encoding", None) or "utf-8"
+                stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
+                stream.flush()
 
 
 def unpickled(body: bytes, name: str, rank: int) -> Any:
-    """The result of a rank, or its exception.
-
-    That of a class of `__main__` brings the methods of the class along, with copies of their global
-    variables.
-    """
+    """The result of a rank, or its exception."""
     try:
-        return pickle.loads(body)
+        return _Unpickler(io.BytesIO(body)).load()
     except Exception as error:
         raise UserError(
             f"the result of {name} from rank {rank} cannot be unpickled here: {said(error)}. "
             "Return plain values, or tensors on the CPU."
         ) from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a pickle of a rank without changing the caller's own classes.
+
+    cloudpickle sends a class of `__main__` by value, finds the caller's class again, and would set its
+    methods to those that came back, with copies of their global variables.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+
+        def set_state(kind: type, state: object) -> Any:
+            with suppress(KeyError, AttributeError):
+                if attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind:
+                    return kind
+            return found(kind, state)
+
+        return set_state if name == "_class_setstate" else found

@@ -11,6 +11,8 @@ _TEXT = re.compile(
 )
 _OWN = re.compile(r"this process has ([\d.]+ \w+) memory in use")
 _OTHER = re.compile(r"Process (\d+) has ([\d.]+ \w+) memory in use")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_NAMED = 2  # other processes, those that hold most
 
 
 def shortened(text: str) -> str:
@@ -23,7 +25,15 @@ def _short(found: re.Match[str]) -> str:
 
     asked, gpu, total, free, rest, _ = found.groups()
     holders = [f"this process holds {own}" for own in _OWN.findall(rest)]
-    for pid, size in _OTHER.findall(rest):
+    others = sorted(_OTHER.findall(rest), key=lambda each: _bytes(each[1]), reverse=True)
+    for pid, size in others[:_NAMED]:
         user, command = who(pid)
         holders.append(f"pid {pid}{f' of {user} ({command})' * bool(user)} {size}")
+    if more := [_bytes(size) for _, size in others[_NAMED:]]:
+        holders.append(f"{len(more)} more {sum(more) / _UNITS['GiB']:.2f} GiB")
     return f"{asked}: GPU {gpu} has {free} of {total} free; {', '.join(holders)}."
+
+
+def _bytes(size: str) -> float:
+    number, _, unit = size.partition(" ")
+    return float(number) * _UNITS.get(unit, 1)

@@ -84,11 +84,8 @@ class Session:
 
     def log_to(self, folder: Path) -> None:
         """Let the agent write all output to files in `folder`, unless the user has named another one."""
-        if (
-            self.control is not None
-            and self.coordinator.has_launcher
-            and not os.environ.get(LOG_DIR)
-        ):
+        writes = self.control is not None and self.coordinator.has_launcher
+        if writes and not os.environ.get(LOG_DIR):
             folder.mkdir(parents=True, exist_ok=True)  # here, where an error is the script's own
             self.tell_agent("log_to", folder=str(folder))
 
@@ -159,7 +156,6 @@ _current = Session()
 
 
 def current() -> Session:
-    """The session of this process."""
     return _current
 
 

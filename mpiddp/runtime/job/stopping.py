@@ -49,7 +49,6 @@ class StopRequest:
                 stop_on(self, signal.SIGTERM)
 
     def should_stop(self) -> bool:
-        """See `mpiddp.should_stop`."""
         self.declare_support()
         with self._changed:
             self._calls += 1

@@ -1,6 +1,6 @@
 """The ranks meet: over the launcher's channel, or without a launcher over MPI or at an address.
 
-    variables, listener = meet(Coordinator(world), RankInfo.of_this_process(world))
+    variables, listener = meet(Coordinator(world))
 
 A rank's agent comes here, and by hand the rank itself. Whatever they meet over gathers a value of every rank,
 and there is one course: every rank tells the others who it is, rank 0 compares them and listens on its
@@ -29,9 +29,9 @@ _LAUNCHER_HEAD_START_S = 15.0  # the launcher reports missing ranks first: it kn
 
 
 def meet(
-    ranks: Coordinator, info: RankInfo, files: result.Files = ()
+    ranks: Coordinator, problem: str = "", files: result.Files = ()
 ) -> tuple[dict[str, str], socket.socket | None]:
-    """Meet the other ranks, which learn `info` and `files` of this one. All ranks must call this.
+    """Meet the other ranks, which learn this one's facts, problem and files. All ranks must call this.
 
     `ranks` may be connected to the launcher; without one, rank 0 serves the job channel. Returns this rank's
     variables, and rank 0's socket for torch's store, which is bound before it is announced.
@@ -46,10 +46,10 @@ def meet(
         way = way_to_meet(ranks, timeout_s)
     with way, ranks.all_or_none():
         world, gather = ranks.world, partial(ranks.all_gather_json, timeout_s=timeout_s)
-        infos = result.gathered(gather(info))
+        infos = result.gathered(gather(RankInfo.of_this_process(world, problem)))
         ranks.hostnames = tuple(each.hostname for each in infos)
         if any(each.problem for each in infos):
-            raise UserError(info.problem)  # "" on a rank that could begin
+            raise UserError(problem)  # "" on a rank that could begin
         # Long, and the same on most ranks: a gather sends what all have only once.
         programs = gather(files)
         _from_rank_0(world, gather, partial(result.check_alike, infos, programs, env))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError
+from mpiddp.hosts.gpus import VISIBLE
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.sockets import resolve
 from mpiddp.protocol import variables
@@ -33,12 +34,14 @@ class RankInfo(NamedTuple):
     interfaces: Sequence[Interface]
     problem: str = ""  # why this rank cannot begin
     run_id: str = ""  # that of rank 0 counts; the same in all attempts of a job
+    gpus: str = ""  # that it may see, as CUDA_VISIBLE_DEVICES has them
 
     @classmethod
     def of_this_process(cls, world: World, problem: str = "") -> RankInfo:
         own = (world.rank, world.local_rank, world.local_world_size, world.hostname, machine_id())
         run_id = os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
-        return cls(*own, interfaces(), problem, run_id)
+        gpus = next((os.environ[name] for name in VISIBLE if name in os.environ), "all")
+        return cls(*own, interfaces(), problem, run_id, gpus)
 
     @property
     def host(self) -> tuple[str, str]:
@@ -247,8 +250,10 @@ def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
 
 
 def table(infos: Infos, expected: Sequence[str]) -> str:
-    """A line for each rank: its host, its local rank, and the expected host."""
-    rows = [("rank", "host", "local rank", "expected host")]
+    """A line for each rank: its host, local rank and GPUs, and the expected host."""
+    rows = [("rank", "host", "local rank", "visible GPUs", "expected host")]
     for info, name in zip(infos, [*expected, *["none"] * len(infos)], strict=False):
-        rows.append((str(info.rank), info.hostname, str(info.local_rank), name))
+        rows.append(
+            (str(info.rank), info.hostname, str(info.local_rank), info.gpus or "none", name)
+        )
     return align_columns(rows)

@@ -13,10 +13,11 @@ from tests.support.ranks import ROOT
 
 REAL = (ROOT / "tests/data/failures/cuda-out-of-memory.txt").read_text().strip()
 ASKED = "OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 GiB"
-# torch 2.11 on an H100 that three processes share.
+# torch 2.11 on an H100 that five processes share.
 SHARED = (
     f"{ASKED}. GPU 0 has a total capacity of 79.18 GiB of which 5.25 GiB is free. Process 999999 has "
-    "1014.00 MiB memory in use. Process {pid} has 1.50 GiB memory in use. "
+    "1014.00 MiB memory in use. Process {pid} has 1.50 GiB memory in use. Process 999997 has 1010.00 MiB "
+    "memory in use. Process 999996 has 1010.00 MiB memory in use. "
     f"{REAL[REAL.index('Including') :]}"
 )
 
@@ -31,7 +32,7 @@ def test_who_holds_the_rest():
     pid = os.getpid()
     said = shortened(SHARED.format(pid=pid))
     start = f"{ASKED}: GPU 0 has 5.25 GiB of 79.18 GiB free; this process holds 23.60 GiB, "
-    rest = rf"pid 999999 1014\.00 MiB, pid {pid} of \w+ \(.+\) 1\.50 GiB\."
+    rest = rf"pid {pid} of \w+ \(.+\) 1\.50 GiB, pid 999999 1014\.00 MiB, 2 more 1\.97 GiB\."
     assert re.fullmatch(re.escape(start) + rest, said), said
     assert Ending(1, SHARED.format(pid=pid)).facts["error"] == said
     found = explain([said])
