@@ -40,13 +40,13 @@ VERBS = {
 HEAD = {"launch": "run", "ps": "watch", "hosts": "hosts", "explain": "after a run", "drill": "more"}
 
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
-INTERNAL_VERBS = {"bench-rank": "bench.rank", "launch-function": "launch.main:launch_function"}
+INTERNAL_VERBS = {"launch-function": "launch.main:launch_function"}
 
 # A reader that has gone away, and a full disk.
 _OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 # The verbs that every rank of a job runs. They join the job by themselves.
-RANK_VERBS = ("run", "train", "bench-rank")
+RANK_VERBS = ("run", "train")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
