@@ -233,14 +233,19 @@ def commands(page: Path) -> Iterator[list[str]]:
     lines += [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if " -" in code]
     for line in lines:
         if found := re.search(rf"(?:^|\s)mpiddp ((?:{'|'.join(VERBS)}) .*)", line):
-            lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|&;><")
-            lexer.whitespace_split = True
             try:
-                words = list(lexer)
+                words = shell_words(found[1])
             except ValueError:  # a quotation mark of prose
                 continue
             ends = [words.index(mark) for mark in ("|", ";", "&&", ">", "2>&1") if mark in words]
             yield words[: min(ends, default=len(words))]
+
+
+def shell_words(line: str) -> list[str]:
+    """The words of a line, of which each `|`, `&`, `;`, `>` and `<` is one."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;><")
+    lexer.whitespace_split = True
+    return list(lexer)
 
 
 def joined(text: str) -> list[str]:
@@ -320,9 +325,8 @@ class Command(NamedTuple):
 
     def words(self) -> set[str]:
         """Its programs and options. An option without a program is of mpiddp."""
-        lexer = shlex.shlex(self.text, posix=True, punctuation_chars="|&;><")
-        lexer.whitespace_split = True
-        return list_of_commands.words(["mpiddp", *lexer] if self.text.startswith("-") else lexer)
+        own = ["mpiddp"] if self.text.startswith("-") else []
+        return list_of_commands.words([*own, *shell_words(self.text)])
 
 
 def commands_to_run(page: Path) -> Iterator[Command]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.errors import error
-from tests.support.machine import nvidia_smi, program, tool
+from tests.support.machine import executable, nvidia_smi, tool
 from tests.support.ranks import ROOT, clean_env, find_mpirun, run_command
 
 TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "tail")  # enough for a refusal
@@ -48,7 +48,7 @@ def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
     for name in TOOLS:
         (tools / name).symlink_to(str(shutil.which(name)))
     if modules:
-        program(tools / "python3", f'PYTHONPATH={folder} exec {sys.executable} "$@"')
+        executable(tools / "python3", f'PYTHONPATH={folder} exec {sys.executable} "$@"')
     return str(tools)
 
 
@@ -90,7 +90,7 @@ def test_unsuitable_values_of_variables_are_refused(tmp_path):
         sentence = f"{name}={tmp_path} is not a program. Set it to the path of one, or unset it."
         assert done.stderr == f"run.sh: {sentence}\n"
 
-    bare = program(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
+    bare = executable(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
     done = run_sh(root, env={"MPIDDP_PYTHON": bare})
     assert done.returncode == 2
     sentence = f"MPIDDP_PYTHON={bare} has no torch. Install it there, or unset MPIDDP_PYTHON."

@@ -16,7 +16,6 @@ import pytest
 import yaml
 
 from tests.support import cluster as test_cluster
-from tests.support import machine
 from tests.support.allocations import PBS
 from tests.support.cluster import USER, Cluster, Layout, faults, grid_engine, needs
 from tests.support.cluster.grid_engine import GridEngine
@@ -24,6 +23,7 @@ from tests.support.cluster.slurm import Slurm
 from tests.support.cluster.ssh import stop_sshd
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
+from tests.support.machine import executable
 from tests.support.place import Done, Hosts, eventually, every_mpi, program
 from tests.support.ranks import LAUNCH, ROOT
 
@@ -75,9 +75,10 @@ def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
 
 def test_a_slurm_job(hosts, sbatch):
     """In a Slurm job, `mpiddp launch` starts a rank for each task on the job's hosts, without ssh."""
-    ssh = machine.program(hosts.folder / "without_ssh/ssh", NO_SSH)
+    folder = hosts.folder / "without_ssh"
+    executable(folder / "ssh", NO_SSH)
     options = ("--wait-for-hosts=1h", "--interface", "10.77.0.0/24")
-    done = sbatch(*options, program("identity.py"), first=f"export PATH={Path(ssh).parent}:$PATH")
+    done = sbatch(*options, program("identity.py"), first=f"export PATH={folder}:$PATH")
     assert placed(done) == ON_TWO
     assert done.said[0].startswith("no hosts given: using Slurm job ")
     master = hosts["node0"].address
@@ -224,7 +225,7 @@ def test_tasks_of_a_grid_engine_job(engine, qsub):
     """No qrsh of a Grid Engine job is killed: Grid Engine would kill the whole job."""
     log, folder = engine.folder / "log", engine.folder / "bin"
     qrsh = f'echo began >>{log}; /usr/bin/qrsh "$@"; code=$?; echo ended $code >>{log}; exit $code'
-    machine.program(folder / "qrsh", qrsh)
+    executable(folder / "qrsh", qrsh)
     first = f"export PATH={folder}:$PATH"
     qsub("--mpirun", mpirun_of("mpich"), program("identity.py"), first=first).assert_ok()
     lines = log.read_text().splitlines()
@@ -301,8 +302,8 @@ with open(os.path.join(folder, "output"), "a") as output:
 def two_hosts_with(program: str, text: str) -> Iterator[Cluster]:
     """Two hosts that share bin/PROGRAM and a bin/ssh that refuses."""
     with test_cluster.up_or_skip(2) as up:
-        machine.program(up.shared / "bin" / program, text)
-        machine.program(up.shared / "bin/ssh", NO_SSH)
+        executable(up.shared / "bin" / program, text)
+        executable(up.shared / "bin/ssh", NO_SSH)
         yield up
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import faults
+from tests.support.cluster.program import stat_of
 from tests.support.control_groups import memory_limited
 from tests.support.machine import reserved, tool
 from tests.support.place import MPIS, Done, Here, Place, eventually, every_mpi, program
@@ -562,16 +563,13 @@ def test_a_killed_rank_with_a_command(here):
     text = "trap '' TERM; setsid sleep 6000 & sleep 6001 & echo ready; sleep 6002"
     job = here.start("launch", *here.where(2), "--", "bash", "-c", text).until("ready", times=2)
     commands = {each.pid: each.command for each in here.processes()}
-    rank = next(pid for pid in commands if is_program(commands.get(parent(pid), ""), "prterun"))
+    parents = {pid: int(stat_of(pid)[1]) for pid in commands}
+    rank = next(pid for pid in parents if is_program(commands.get(parents[pid], ""), "prterun"))
     os.kill(rank, signal.SIGKILL)
     done = job.wait()
     assert done.code == 1
     assert "was killed by SIGKILL" in verdict(done)
     eventually(lambda: not here.processes())
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("command", 3)])

@@ -24,7 +24,7 @@ import pytest
 from mpiddp.checkpoints import folder as directory
 from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, Host, Layout, faults, links
-from tests.support.machine import program as write_program
+from tests.support.machine import executable
 from tests.support.place import Hosts, Job, eventually, program
 from tests.support.ranks import ROOT, find_mpirun
 
@@ -279,7 +279,7 @@ def test_a_launch_names_another_python(hosts):
         (env / "bin" / name).unlink(missing_ok=True)
         (env / "bin" / name).symlink_to(base)
     other = "exec python3 -c \"import sys; sys.version = '3.99.1 (main)'; $2\""
-    write_program(hosts["node1"].path(base), other)
+    executable(hosts["node1"].path(base), other)
     python = [str(env / "bin/python"), "-m", "mpiddp"]
     file = hosts.folder / "three"
     file.write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")

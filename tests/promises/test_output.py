@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.programs.prints_lines import LAST_WORDS, PARTS
-from tests.support import machine
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
+from tests.support.machine import executable
 from tests.support.place import (
     MPIS,
     Done,
@@ -340,7 +340,7 @@ def test_a_warning_of_mpirun_that_means_nothing(here):
     """Open MPI's warning that its ssh was fast ("setpgid … failed") is not shown."""
     warning = "[vm:00140] plm:ssh: Warning: setpgid(145,145) failed in parent with errno=13"
     lines = f"[ $1 = --version ] || echo '{warning}\nanother' >&2"
-    mpirun = machine.program(here.folder / "mpirun", f'{lines}\nexec {find_mpirun()} "$@"')
+    mpirun = executable(here.folder / "mpirun", f'{lines}\nexec {find_mpirun()} "$@"')
     done = here.run("launch", "--mpirun", mpirun, *here.where(2), "--", "true").assert_ok()
     assert done.stderr == "another\n"
 

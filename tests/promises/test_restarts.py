@@ -16,6 +16,7 @@ from mpiddp.protocol.channel import OUTPUT_PROCESS
 from tests.programs import elastic
 from tests.programs.elastic import GLOBAL_BATCH, Step
 from tests.support.cluster import faults
+from tests.support.cluster.program import stat_of
 from tests.support.place import Done, Hosts, Job, eventually, program
 
 STOPPING = ": stopping to restart.\n"
@@ -197,8 +198,7 @@ def comm_of(pid: int) -> str:
 
 def has_imported_more(copy: int) -> bool:
     """Whether a copy has imported what the first optimizer of a script imports, and waits again."""
-    state = Path(f"/proc/{copy}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    return state == "S" and cost_of(copy) > 60e6
+    return stat_of(copy)[0] == "S" and cost_of(copy) > 60e6
 
 
 def cost_of(copy: int) -> int:

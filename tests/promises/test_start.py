@@ -16,12 +16,13 @@ import pytest
 
 import mpiddp
 from tests.support import cluster as test_cluster
-from tests.support import containers, installs, machine
+from tests.support import containers, installs
 from tests.support.cluster import USER, Cluster, Layout, faults, lacking
 from tests.support.doctor_faults import FAULTS as OF_HOSTS
 from tests.support.doctor_faults import PYTHON, WORK, on, prepared, shelled
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
+from tests.support.machine import executable
 from tests.support.patience import eventually
 from tests.support.place import Done, Hosts, every_mpi, every_mpi_on_hosts, program
 from tests.support.ranks import ROOT, mpirun_command, own_lines
@@ -614,7 +615,7 @@ def test_ranks_elsewhere_than_listed(hosts):
     """The ranks check where they run. If the MPI placed one on another host, the job ends with a table."""
     real = Path(mpirun_of("openmpi5"))
     wrong = hosts.folder / "bin" / "mpirun"
-    machine.program(wrong, ELSEWHERE.replace("MPIRUN", str(real)))
+    executable(wrong, ELSEWHERE.replace("MPIRUN", str(real)))
     for each in real.parent.iterdir():  # its daemons are looked for beside it
         if each.name != wrong.name:
             (wrong.parent / each.name).symlink_to(each)

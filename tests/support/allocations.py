@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.machine import program
+from tests.support.machine import executable
 
 Env = dict[str, str]
 # Slurm, sbatch(1), "Output environment variables". tests/unit/launch/test_launch_input.py has more of them.
@@ -59,7 +59,7 @@ def enter_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "pe_hostfile").write_text(PE_HOSTFILE)
     (folder / "mpi_hostfile").write_text(MPI_HOSTFILE)
     for name, text in PROGRAMS.items():
-        program(folder / name, text)
+        executable(folder / name, text)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return folder

@@ -40,8 +40,8 @@ esac
 TWO_GPUS = nvidia_smi({}, SECOND_GPU)
 
 
-def program(path: Path, text: str) -> str:
-    """Write a program of a shell, or of another interpreter that the text names. Returns its path."""
+def executable(path: Path, text: str) -> str:
+    """Write a program for the shell, or for the interpreter that the text names. Returns its path."""
     path.parent.mkdir(exist_ok=True)
     shell = "" if text.startswith("#!") else "#!/bin/sh\n"
     path.write_text(f"{shell}{text}\n", encoding="utf-8")
@@ -51,13 +51,13 @@ def program(path: Path, text: str) -> str:
 
 def tool(folder: Path, name: str, text: str) -> str:
     """Write a program with this text. Returns a PATH that has it."""
-    program(folder / name, text)
+    executable(folder / name, text)
     return f"{folder}:{os.defpath}"
 
 
 def an_mpirun(folder: Path, version: str = "mpirun (Open MPI) 5.0.11") -> str:
     """The path of an mpirun that prints this version, and starts nothing."""
-    return program(folder / "mpirun", f"echo '{version}'")
+    return executable(folder / "mpirun", f"echo '{version}'")
 
 
 def reserved(address: str) -> socket.socket:
