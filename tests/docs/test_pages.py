@@ -44,6 +44,9 @@ def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
 class Block(NamedTuple):
     """What stands between ``` and ```."""
 
@@ -52,17 +55,12 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(
-        r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    return [Block(*each) for each in found]
+    return [Block(*each) for each in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 def prose(page: Path) -> str:
     """The text without blocks."""
-    return re.sub(
-        r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
-    )
+    return BLOCK.sub("", page.read_text(encoding="utf-8"))
 
 
 # ---- links that mkdocs does not see
@@ -158,12 +156,10 @@ def test_the_table_of_launch_has_every_option_with_its_default():
     written: dict[str, str] = {}
     for cell, default, *_ in rows("docs/launch.md", "| option | default | meaning |"):
         options = flags(cell)
-        each = (
-            default.split(", ")
-            if len(options) > 1 and default.count(", ") == len(options) - 1
-            else []
-        )
-        written |= dict(zip(options, each or [default] * len(options), strict=True))
+        each = default.split(", ")
+        if len(each) != len(options):
+            each = [default] * len(options)
+        written |= dict(zip(options, each, strict=True))
     assert written.keys() == actual.keys() - left_out
     assert [flag for flag, text in written.items() if not is_default(text, actual[flag])] == []
 
@@ -175,12 +171,8 @@ def test_the_table_of_train_has_no_other_option():
         assert set(options) <= actual.keys(), cell
         each = [part.strip() for part in default.split(", ")]
         if len(options) == len(each) and re.fullmatch(r"[\w.`]+", "".join(each)):
-            wrong = [
-                flag
-                for flag, text in zip(options, each, strict=True)
-                if not says(text, actual[flag])
-            ]
-            assert wrong == [], cell
+            pairs = zip(options, each, strict=True)
+            assert [flag for flag, text in pairs if not says(text, actual[flag])] == [], cell
 
 
 def says(text: str, actual: object) -> bool:
@@ -241,14 +233,19 @@ def commands(page: Path) -> Iterator[list[str]]:
     lines += [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if " -" in code]
     for line in lines:
         if found := re.search(rf"(?:^|\s)mpiddp ((?:{'|'.join(VERBS)}) .*)", line):
-            lexer = shlex.shlex(found[1], posix=True, punctuation_chars="|&;><")
-            lexer.whitespace_split = True
             try:
-                words = list(lexer)
+                words = shell_words(found[1])
             except ValueError:  # a quotation mark of prose
                 continue
             ends = [words.index(mark) for mark in ("|", ";", "&&", ">", "2>&1") if mark in words]
             yield words[: min(ends, default=len(words))]
+
+
+def shell_words(line: str) -> list[str]:
+    """The words of a line, of which each `|`, `&`, `;`, `>` and `<` is one."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;><")
+    lexer.whitespace_split = True
+    return list(lexer)
 
 
 def joined(text: str) -> list[str]:
@@ -277,20 +274,15 @@ def wrong_options(words: list[str]) -> list[str]:
         rest = rest[: rest.index("--")]  # the command is another program's
     if verb in ("hosts", "checkpoints", "bench") and rest and not rest[0].startswith("-"):
         known = help_of(verb, rest[0]) if rest[0].islower() else frozenset(rest)
-        is_training = rest[0] in ("scaling", "step", "loader")
-        return unknown(
-            rest[1:], known | (frozenset(defaults(train_parser())) if is_training else frozenset())
-        )
+        if rest[0] in ("scaling", "step", "loader"):
+            known |= frozenset(defaults(train_parser()))
+        return unknown(rest[1:], known)
     if verb not in ("launch", "run", "drill"):
         return unknown(rest, help_of(verb))
     of_launch = frozenset(defaults(option_parser()))
     actual = help_of(verb) | (of_launch if verb != "run" else frozenset())
-    takes_none = {
-        flag
-        for action in option_parser()._actions
-        if action.nargs == 0
-        for flag in action.option_strings
-    }
+    without = (action for action in option_parser()._actions if action.nargs == 0)
+    takes_none = {flag for action in without for flag in action.option_strings}
     own: list[str] = []
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--"):
         flag, is_whole, _ = rest.pop(0).partition("=")
@@ -313,9 +305,7 @@ def test_commands_have_options_that_exist(page):
 
 def test_each_help_opens_with_two_examples():
     for verb in VERBS:
-        head = re.split(
-            r"^(?:options|positional arguments|  scaling)", help_text(verb), flags=re.M
-        )[0]
+        head, *_ = re.split(r"(?m)^(?:options|positional arguments|  scaling)", help_text(verb))
         examples = re.findall(r"^  (?:\S.* )?mpiddp (\w+.*?)(?:   .*)?$", head, re.MULTILINE)
         assert len(examples) >= 2, verb
         assert [line for line in examples if wrong_options(line.split())] == []
@@ -335,9 +325,8 @@ class Command(NamedTuple):
 
     def words(self) -> set[str]:
         """Its programs and options. An option without a program is of mpiddp."""
-        lexer = shlex.shlex(self.text, posix=True, punctuation_chars="|&;><")
-        lexer.whitespace_split = True
-        return list_of_commands.words(["mpiddp", *lexer] if self.text.startswith("-") else lexer)
+        own = ["mpiddp"] if self.text.startswith("-") else []
+        return list_of_commands.words([*own, *shell_words(self.text)])
 
 
 def commands_to_run(page: Path) -> Iterator[Command]:
@@ -349,12 +338,11 @@ def commands_to_run(page: Path) -> Iterator[Command]:
     for part in re.split(r"^(#+ .*)$", text, flags=re.MULTILINE):
         if part.startswith("#"):
             heading = part if MARK in part else ""
-        for block in re.findall(r"^```sh\n(.*?)^```$", part, re.MULTILINE | re.DOTALL):
+        for block in (block for kind, block in BLOCK.findall(part) if kind == "sh"):
             for line in joined(block):
                 if line and not line.startswith("#"):
                     yield Command(line.replace(MARK, ""), bool(heading) or MARK in line, heading)
-        rest = re.sub(r"^```.*?^```$", "", part, flags=re.MULTILINE | re.DOTALL)
-        for line in rest.splitlines():
+        for line in BLOCK.sub("", part).splitlines():
             # The first cell of another table is often an option of another program.
             cells = line.split("|")
             first_cell = (first_cell or cells[1].strip()) if cells[0] == "" != line else ""

@@ -49,16 +49,10 @@ def form_twice() -> None:
             dist.all_reduce(one)
             everyone: list[Any] = [None] * world.world_size
             dist.all_gather_object(everyone, world.rank)  # NCCL carries pickles on the GPU
-            found.append(
-                {
-                    "world_size": world.world_size,
-                    "backend": world.backend,
-                    "device": str(world.device),
-                    "bound": str(getattr(dist.group.WORLD, "bound_device_id", None)),
-                    "sum": one.item(),
-                    "ranks": everyone,
-                }
-            )
+            facts = {"world_size": world.world_size, "backend": world.backend, "ranks": everyone}
+            facts |= {"device": str(world.device), "sum": one.item()}
+            facts |= {"bound": str(getattr(dist.group.WORLD, "bound_device_id", None))}
+            found.append(facts)
     if world.rank == 0:
         emit({"groups": found, "is_destroyed": not dist.is_initialized()})
 
@@ -131,22 +125,22 @@ def capture() -> None:
         emit({"sum": numbers[0].item(), "reads": len(read), "groups": max(read)})
 
 
+WHAT = {
+    "group": form_twice,
+    "sum": sum_and_gradient,
+    "fail": fail,
+    "hang": hang,
+    "capture": capture,
+}
+
+
 def main(what: str, *arguments: str) -> int:
     world = World.from_env()
     if world.world_size > 1:
         share_gpu(world)
-    if what == "group":
-        form_twice()
-    elif what == "sum":
-        sum_and_gradient()
-    elif what == "fail":
-        fail(*arguments)
-    elif what == "hang":
-        hang(*arguments)
-    elif what == "capture":
-        capture()
-    else:
+    if what not in WHAT:
         return cli.main([what, *arguments])
+    WHAT[what](*arguments)
     return 0
 
 

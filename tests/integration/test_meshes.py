@@ -38,9 +38,8 @@ def cases(draw: st.DrawFn) -> Case:
     counts = [tp * blocks for blocks in draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))]
     left, sizes = sum(counts) // tp, {"tp": tp}
     for name in ("cp", "dp"):
-        sizes[name] = draw(
-            st.sampled_from([each for each in range(1, left + 1) if left % each == 0])
-        )
+        divisors = [each for each in range(1, left + 1) if left % each == 0]
+        sizes[name] = draw(st.sampled_from(divisors))
         left //= sizes[name]
     sizes["pp"] = left
     return Case(counts, resolve(sizes, block(counts)))

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.errors import error
-from tests.support.machine import nvidia_smi, tool
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT, clean_env, find_mpirun
+from tests.support.machine import executable, nvidia_smi, tool
+from tests.support.ranks import ROOT, clean_env, find_mpirun, run_command
 
 TOOLS = ("bash", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "tail")  # enough for a refusal
 TRAINING = ("--use-syn", "--epochs", "1", "--steps-per-epoch", "2")
@@ -31,22 +30,13 @@ def copy(folder: Path) -> Path:
     return folder
 
 
-def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Without PYTHONPATH, so that the copy's own mpiddp runs."""
-    return {name: value for name, value in clean_env(extra).items() if name != "PYTHONPATH"}
+OWN = {"PYTHONPATH": ""}  # so that the copy's own mpiddp runs
 
 
 def run_sh(
     root: Path, *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [root / "run.sh", *arguments],
-        cwd=cwd or root,
-        env=environment(env),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    return run_command([str(root / "run.sh"), *arguments], cwd or root, **OWN, **(env or {}))
 
 
 def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
@@ -58,14 +48,8 @@ def path_with_python(folder: Path, modules: Mapping[str, str]) -> str:
     for name in TOOLS:
         (tools / name).symlink_to(str(shutil.which(name)))
     if modules:
-        program(tools / "python3", f'PYTHONPATH={folder} exec {sys.executable} "$@"')
+        executable(tools / "python3", f'PYTHONPATH={folder} exec {sys.executable} "$@"')
     return str(tools)
-
-
-def program(path: Path, line: str) -> str:
-    path.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
-    path.chmod(0o755)
-    return str(path)
 
 
 # --- errors before anything is created ---
@@ -106,7 +90,7 @@ def test_unsuitable_values_of_variables_are_refused(tmp_path):
         sentence = f"{name}={tmp_path} is not a program. Set it to the path of one, or unset it."
         assert done.stderr == f"run.sh: {sentence}\n"
 
-    bare = program(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
+    bare = executable(tmp_path / "bare", f'exec {sys.executable} -S "$@"')
     done = run_sh(root, env={"MPIDDP_PYTHON": bare})
     assert done.returncode == 2
     sentence = f"MPIDDP_PYTHON={bare} has no torch. Install it there, or unset MPIDDP_PYTHON."
@@ -124,7 +108,7 @@ def test_a_second_set_up_waits_for_the_first(tmp_path):
     (lock / "holder").write_text("node7 1\n")
     process = subprocess.Popen(
         [root / "run.sh", "setup"],
-        env=environment({"MPIDDP_PYTHON": "/bin/false"}),
+        env=clean_env({**OWN, "MPIDDP_PYTHON": "/bin/false"}),
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -142,9 +126,7 @@ def test_the_lock_of_a_killed_set_up_is_named(tmp_path):
     lock.mkdir()
     with subprocess.Popen(["true"]) as ended:
         pass
-    host = subprocess.check_output(
-        ["bash", "-c", "echo $HOSTNAME"], text=True, timeout=PATIENCE_S
-    ).strip()
+    host = subprocess.check_output(["bash", "-c", "echo $HOSTNAME"], text=True).strip()
     (lock / "holder").write_text(f"{host} {ended.pid}\n")
     done = run_sh(root, "setup")
     assert done.returncode == 2

@@ -26,8 +26,8 @@ from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.watch import jobs
 from tests.support.channels import progress
 from tests.support.errors import error
-from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env, mpiddp
+from tests.support.terminal import in_a_terminal
 
 PID = str(os.getpid())  # of the launcher, which is this process
 # The job is viewed.py: other tests run a train.py at the same time.
@@ -87,10 +87,8 @@ def test_the_stack_of_a_rank(job):
     (own,) = job.glob("mpiddp/*/*")
     assert own.stat().st_mode & 0o777 == 0o700
     stacks = mpiddp("stacks", PID, "--rank", "1")
-    assert (stacks.stdout, stacks.stderr) == (
-        f"both wait.\n\n{STACK}\n\nthread 2:\n".replace("\x1b", "\\x1b"),
-        "",
-    )
+    shown = f"both wait.\n\n{STACK}\n\nthread 2:\n".replace("\x1b", "\\x1b")
+    assert (stacks.stdout, stacks.stderr) == (shown, "")
     refused = mpiddp("stacks", PID, "--rank", "7")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "--rank 7: there is no such rank" in refused.stderr
@@ -123,41 +121,19 @@ def test_what_a_killed_launcher_has_left_is_removed(job):
     assert len([*left.parent.iterdir()]) == 1
 
 
-@contextmanager
-def top_on_a_terminal():
-    """`mpiddp top`, and a function that waits until its screen shows a text."""
-    terminal, its_end = pty.openpty()
-    command = [sys.executable, "-m", "mpiddp", "top", PID]
-    with subprocess.Popen(
-        command, env=clean_env({"TERM": "xterm"}), cwd=ROOT, stdin=its_end, stdout=its_end
-    ) as top:
-        limit = threading.Timer(PATIENCE_S, top.kill)
-        limit.start()
-        os.close(its_end)
-
-        def show(text):
-            screen = b""
-            while text.encode() not in screen:
-                screen += os.read(terminal, 4096)
-            return screen
-
-        yield top, show
-        assert top.wait(PATIENCE_S) == 0
-        limit.cancel()
-    os.close(terminal)
-
-
 def test_top_outlives_a_restart_and_ends_with_the_job(folder):
     """Nobody answers between two attempts."""
+    command = (sys.executable, "-m", "mpiddp", "top", PID)
+    job = rf"viewed\.py \(pid {PID}\), "
     with ExitStack() as stack:
         with serving(Console("viewed.py")) as is_between:
-            _, show = stack.enter_context(top_on_a_terminal())
-            show(f"viewed.py (pid {PID}), running")
+            top = stack.enter_context(in_a_terminal(*command, cwd=ROOT)).until(f"{job}running")
             is_between.set()
-            show(f"viewed.py (pid {PID}), no answer, 2 ranks")
+            top.until(f"{job}no answer, 2 ranks")
             is_between.clear()
-            show(f"viewed.py (pid {PID}), running")
-        show(f"job {PID} (viewed.py) has ended.")
+            top.until(rf"{job}no answer[\s\S]*{job}running")
+        top.until(rf"job {PID} \(viewed\.py\) has ended\.")
+        assert top.wait() == 0
 
 
 # Other tests' jobs run at the same time; here the only one is this process's.
@@ -172,14 +148,8 @@ sys.exit(cli.main(["stop"]))
 
 
 def stop_without_a_name(stdin):
-    return subprocess.run(
-        [sys.executable, "-c", ONLY_JOB],
-        env=clean_env(),
-        stdin=stdin,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    command = [sys.executable, "-c", ONLY_JOB]
+    return subprocess.run(command, env=clean_env(), stdin=stdin, capture_output=True, text=True)
 
 
 def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job):
@@ -187,10 +157,8 @@ def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job):
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
         done = stop_without_a_name(subprocess.DEVNULL)
-        assert (done.returncode, done.stderr) == (
-            2,
-            f"name the job that is to stop: mpiddp stop {PID}\n",
-        )
+        needs_a_name = f"name the job that is to stop: mpiddp stop {PID}\n"
+        assert (done.returncode, done.stderr) == (2, needs_a_name)
         for answer, count in (("", 0), ("n", 0), ("y", 1)):
             ours, theirs = pty.openpty()
             os.write(ours, f"{answer}\n".encode())

@@ -37,12 +37,7 @@ def read_steps(folder: Path) -> list[Step]:
     """The steps so far, in the order in which they were made."""
     file = folder / "steps"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [_parse(line) for line in lines if line.endswith("\n")]
-
-
-def _parse(line: str) -> Step:
-    restarts, ranks, number, samples, loss, at = line.split()
-    return Step(int(restarts), int(ranks), int(number), int(samples), float(loss), float(at))
+    return [Step(*json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +81,7 @@ def main(folder: Path) -> int:
                 samples, loss = int(sums[SIZE + 1]), float(sums[SIZE]) / GLOBAL_BATCH
                 made = Step(restarts, world.world_size, step, samples, loss, time.time())
                 with (folder / "steps").open("a") as file:
-                    file.write(" ".join(map(str, made)) + "\n")
+                    file.write(f"{json.dumps(made)}\n")
             if checkpoints.due(step):
                 checkpoints.save(step, {"weights": weights, "seen": seen})
             if sums[-1]:

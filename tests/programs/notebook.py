@@ -68,13 +68,10 @@ try:
     run(FUNCTIONS)
     shown = run("mpiddp.spawn(work, 5, hosts='localhost:2', log_ranks='all')")
     check(shown["result"] == "[5, 15]", "results", shown)
-    lines = sorted(
-        re.sub(r"rank (\d) \S+\]", r"\1]", line) for line in shown["stdout"].splitlines()
-    )
+    lines = sorted(re.sub(r"rank (\d) \S+\]", r"\1]", shown["stdout"]).splitlines())
     check(lines == ["[0] out 0", "[1] out 1"] and "] err 1\n" in shown["stderr"], "output", shown)
-    module = Path(
-        "noted.py"
-    )  # beside the notebook, which has an older version of it than the ranks
+    # Beside the notebook, which has an older version of it than the ranks.
+    module = Path("noted.py")
     module.write_text("import threading\nLOCK = threading.Lock()\nVERSION = 1\n", encoding="utf-8")
     spawn = "import noted; f = lambda: noted.VERSION; mpiddp.spawn(f, hosts='localhost:1') + [f()]"
     shown = run(spawn)

@@ -179,9 +179,8 @@ def pipeline(trains: bool) -> Objects:
         stages = [mesh["pp"].get_local_rank()]
         for layer in layers.values():
             fully_shard(layer, mesh=mesh["dp"])
-    model = nn.ModuleDict(
-        {name: list(layers.values())[i] for i, name in enumerate(layers) if i in stages}
-    )
+    own = [name for i, name in enumerate(layers) if i in stages]
+    model = nn.ModuleDict({name: layers[name] for name in own})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     if trains:
         for layer in model.values():
@@ -214,21 +213,9 @@ def values(trains: bool) -> dict[str, Any]:
     }
 
 
-KINDS: dict[str, Callable[[bool], Any]] = {
-    each.__name__: each
-    for each in (
-        schedules,
-        scaler,
-        lbfgs,
-        plain,
-        fsdp,
-        ema,
-        averaged_model,
-        tensor_parallel,
-        nested,
-        pipeline,
-    )
-}
+WHOLE = (schedules, scaler, lbfgs, plain, averaged_model)
+SHARDED = (fsdp, ema, tensor_parallel, nested, pipeline)
+KINDS: dict[str, Callable[[bool], Any]] = {each.__name__: each for each in (*WHOLE, *SHARDED)}
 
 
 def same_bits(a: Any, b: Any) -> bool:

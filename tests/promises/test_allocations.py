@@ -17,18 +17,19 @@ import yaml
 
 from tests.support import cluster as test_cluster
 from tests.support.allocations import PBS
-from tests.support.cluster import USER, Cluster, Layout, grid_engine, needs
+from tests.support.cluster import USER, Cluster, Layout, faults, grid_engine, needs
 from tests.support.cluster.grid_engine import GridEngine
 from tests.support.cluster.slurm import Slurm
 from tests.support.cluster.ssh import stop_sshd
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
+from tests.support.machine import executable
 from tests.support.place import Done, Hosts, eventually, every_mpi, program
 from tests.support.ranks import LAUNCH, ROOT
 
 RUN = (sys.executable, "-m", "mpiddp", "run")
 ENV = {"OMP_NUM_THREADS": "1"}
-NO_SSH = "#!/bin/sh\necho 'ssh is not allowed here' >&2; exit 1\n"
+NO_SSH = "echo 'ssh is not allowed here' >&2; exit 1"
 TWO_EACH = ("-N2", "--ntasks-per-node=2")
 ON_TWO = [("node0", 0, 0), ("node0", 1, 0), ("node1", 0, 1), ("node1", 1, 1)]
 
@@ -75,9 +76,7 @@ def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
 def test_a_slurm_job(hosts, sbatch):
     """In a Slurm job, `mpiddp launch` starts a rank for each task on the job's hosts, without ssh."""
     folder = hosts.folder / "without_ssh"
-    folder.mkdir()
-    (folder / "ssh").write_text(NO_SSH)
-    (folder / "ssh").chmod(0o755)
+    executable(folder / "ssh", NO_SSH)
     options = ("--wait-for-hosts=1h", "--interface", "10.77.0.0/24")
     done = sbatch(*options, program("identity.py"), first=f"export PATH={folder}:$PATH")
     assert placed(done) == ON_TWO
@@ -224,13 +223,10 @@ def test_a_user_of_grid_engine(engine, qsub):
 
 def test_tasks_of_a_grid_engine_job(engine, qsub):
     """No qrsh of a Grid Engine job is killed: Grid Engine would kill the whole job."""
-    log, qrsh = engine.folder / "log", engine.folder / "bin" / "qrsh"
-    qrsh.parent.mkdir()
-    qrsh.write_text(
-        f'#!/bin/sh\necho began >>{log}\n/usr/bin/qrsh "$@"\ncode=$?\necho ended $code >>{log}\nexit $code\n'
-    )
-    qrsh.chmod(0o755)
-    first = f"export PATH={qrsh.parent}:$PATH"
+    log, folder = engine.folder / "log", engine.folder / "bin"
+    qrsh = f'echo began >>{log}; /usr/bin/qrsh "$@"; code=$?; echo ended $code >>{log}; exit $code'
+    executable(folder / "qrsh", qrsh)
+    first = f"export PATH={folder}:$PATH"
     qsub("--mpirun", mpirun_of("mpich"), program("identity.py"), first=first).assert_ok()
     lines = log.read_text().splitlines()
     assert lines.count("began") == lines.count("ended 0") > 0, lines
@@ -284,7 +280,6 @@ def test_an_environment_that_starts_nothing_elsewhere(qsub):
 
 # "The blaunch command provides a drop-in replacement for the rsh and ssh commands" (LSF command reference).
 BLAUNCH = """\
-#!/bin/sh
 [ "$LSB_JOBID" ] || { echo "blaunch: not within a job" >&2; exit 1; }
 [ "$1" = -n ] && shift && exec </dev/null
 echo "$1" >> "${0%/*}/calls"
@@ -307,11 +302,8 @@ with open(os.path.join(folder, "output"), "a") as output:
 def two_hosts_with(program: str, text: str) -> Iterator[Cluster]:
     """Two hosts that share bin/PROGRAM and a bin/ssh that refuses."""
     with test_cluster.up_or_skip(2) as up:
-        folder = up.shared / "bin"
-        folder.mkdir()
-        for name, content in ((program, text), ("ssh", NO_SSH)):
-            (folder / name).write_text(content)
-            (folder / name).chmod(0o755)
+        executable(up.shared / "bin" / program, text)
+        executable(up.shared / "bin/ssh", NO_SSH)
         yield up
 
 
@@ -415,16 +407,10 @@ def test_an_mpijob(pods, mpi):
     options = container["args"][2 : container["args"].index("-m")]
     assert not any("hostfile" in option for option in options)  # the operator's variable names it
     command = [ENTRY, *LAUNCH, *options, "--mpirun", mpirun_of(mpi), program("identity.py")]
-    names = pods["node0"].path("/etc/hosts")
-    whole = names.read_text()
-    names.write_text("".join(line for line in whole.splitlines(True) if WORKERS[1] not in line))
-    try:
-        with pods["node0"].popen(command, cwd=pods.shared, env=POD) as job:
-            next(line for line in job.stderr if f"waiting for {WORKERS[1]} (up to " in line)
-            names.write_text(whole)
-            out, err = job.communicate()
-    finally:
-        names.write_text(whole)
+    with faults.without_lines(pods["node0"], "/etc/hosts", WORKERS[1]):
+        job = pods["node0"].popen(command, cwd=pods.shared, env=POD)
+        next(line for line in job.stderr if f"waiting for {WORKERS[1]} (up to " in line)
+    out, err = job.communicate()
     done = Done(job.returncode, out, err).assert_ok()
     assert [rank["host"] for rank in done.records] == ["node1", "node2"]
 
@@ -435,12 +421,10 @@ def test_a_pod_of_another_job(pods):
     ssh = ["ssh", "-o", "BatchMode=yes", WORKERS[0], "true"]
     pod.run([ENTRY, *LAUNCH, "--help"], env=POD)  # the entry point writes the keys
     assert pod.run(ssh).returncode == 0
-    known = pod.path(f"{pod.home()}/.ssh/known_hosts")
-    written = known.read_text()
-    _, kind, key = written.split()
-    known.write_text(f"* {kind} {key[:-8]}AAAAAAA=\n")
-    refused = pod.run(ssh)
-    known.write_text(written)
+    known = f"{pod.home()}/.ssh/known_hosts"
+    _, kind, key = pod.path(known).read_text().split()
+    with faults.changed(pod, known, lambda _: f"* {kind} {key[:-8]}AAAAAAA=\n"):
+        refused = pod.run(ssh)
     assert refused.returncode == 255
     assert "Host key verification failed" in refused.stderr
 

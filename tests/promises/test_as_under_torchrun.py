@@ -214,9 +214,8 @@ dist.destroy_process_group()
 
 def test_questions_at_a_terminal(here):
     """input(), getpass() without an echo, and torch.distributed.breakpoint() work at a terminal."""
-    with in_a_terminal(
-        *WAYS["mpiddp"], here.script(ASKS), cwd=here.folder, TEST_PLACE=here.mark
-    ) as job:
+    command = [*WAYS["mpiddp"], here.script(ASKS)]
+    with in_a_terminal(*command, cwd=here.folder, TEST_PLACE=here.mark) as job:
         job.until(r"name\? ").types("ada\n")
         job.until(r"secret\? ").types("olleh\n")
         job.until(r"got ADA hello").until(r"\(Pdb\) ").types("p 6 * 7\n")

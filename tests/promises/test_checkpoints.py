@@ -243,17 +243,21 @@ def test_ddp_fsdp_and_exports_continue_each_other(here):
 
 
 def test_each_image_once_an_epoch(here):
-    """Each epoch uses each image once, even with restarts at other numbers of ranks."""
+    """Each epoch uses each image once, even with restarts at other numbers of ranks, which keep the global
+    batch.
+    """
     data = tiny_data.numbered_images(here.folder / "data", 101)
     train = (program("watched_training.py"), str(here.folder), "--arch=resnet20", "--epochs=2")
     train += ("--dataset=image-folder", f"--data-dir={data}", "--image-size=32", "--num-workers=0")
-    train += ("--global-batch-size=12", "--amp=off", "--save-every=2", "--out=run")
+    train += ("--batch-size=6", "--amp=off", "--save-every=2", "--out=run")
     used: dict[int, list[int]] = {}  # by step, of which an epoch has eight
     repeated = 0
-    for ranks, kill_after in ((2, 5), (3, 7), (1, None)):
-        env = {} if kill_after is None else {"KILL_AFTER_STEPS": str(kill_after)}
+    # What the launcher tells a restart.
+    announced = {"MPIDDP_ANNOUNCED": json.dumps({"global_batch_size": 12, "world_size": 2})}
+    kill, kill_later = ({"KILL_AFTER_STEPS": number} for number in "57")
+    for ranks, env in ((2, kill), (3, {**announced, **kill_later}), (1, announced)):
         done = here.fork(*train, ranks=ranks, env=env)
-        assert (done.code == 0) == (kill_after is None), done.stderr
+        assert (done.code == 0) == (env == announced), done.stderr
         first = resumed_step(done) + 1
         repeated += sum(step >= first for step in used)
         used = {step: images for step, images in used.items() if step < first}
@@ -309,9 +313,8 @@ def test_keep_counts_verified_checkpoints(here):
 def test_timed_saves(here):
     """With saves every so many seconds, all ranks save at the same steps."""
     train = (*OPTIONS, "--steps-per-epoch=20", "--save-every=0.05s")
-    here.train(
-        *train, "--parallel=fsdp", "--out=run", ranks=2
-    ).assert_ok()  # each writes its shards
+    # Under fsdp, each writes its shards.
+    here.train(*train, "--parallel=fsdp", "--out=run", ranks=2).assert_ok()
     before, last = steps_kept(here.folder / "run")
     assert before < last == 20
 
@@ -540,9 +543,8 @@ def test_lost_host_of_rank_0(apart):
     flip_a_bit(step_folder(node0, 3) / "model.safetensors")
     done = apart.fork("node0:1,node1:1", *train, "--stop-at-step=5")
     assert (done.code, resumed_step(done)) == (75, 3), done.stderr
-    assert (
-        "step_00000003: model.safetensors does not match its SHA-256; another host" in done.stdout
-    )
+    damaged = "step_00000003: model.safetensors does not match its SHA-256; another host"
+    assert damaged in done.stdout
     assert steps_kept(node0) == steps_kept(node1) == [4, 5]
     kept = contents(node0, 5)
 
@@ -645,9 +647,8 @@ def test_hsdp_resumes_bit_for_bit(hosts):
 
     options = ("--parallel=ddp", f"--resume={step_folder(whole, 4)}", "--out=ddp")
     hosts.fork(*train, *options).assert_ok()
-    assert losses(hosts.folder / "ddp") == pytest.approx(
-        {step: losses(whole)[step] for step in (5, 6)}, rel=1e-4
-    )
+    expected = {step: losses(whole)[step] for step in (5, 6)}
+    assert losses(hosts.folder / "ddp") == pytest.approx(expected, rel=1e-4)
 
 
 # Disks
@@ -680,9 +681,8 @@ def test_full_disk(apart):
         assert steps_kept(run) == [1, 2]
         assert len(list(saves.iterdir())) == 2, "an incomplete checkpoint is left"
 
-        apart["node0"].run(
-            ["mount", "-o", "remount,size=9M", str(PRIVATE / "checkpoints")], check=True
-        )
+        larger = ["mount", "-o", "remount,size=9M", str(PRIVATE / "checkpoints")]
+        apart["node0"].run(larger, check=True)
         done = apart.run(*train).assert_ok()
         assert resumed_step(done) == 2
         assert steps_kept(run) == [4, 5]

@@ -41,9 +41,8 @@ def detached(here: Here, env: dict[str, str], *options: str, code: int = 0) -> s
     script = [here.script(WAITS, script_of(here)), str(code)]
     done = here.run("launch", "--detach", *options, *here.where(2), *script, env=env).assert_ok()
     (name,) = done.lines
-    assert done.said == [
-        f"the job goes on in the background. To follow its output: mpiddp logs -f {name}"
-    ]
+    follow = f"To follow its output: mpiddp logs -f {name}"
+    assert done.said == [f"the job goes on in the background. {follow}"]
     return name
 
 
@@ -79,9 +78,8 @@ def test_a_job_outlives_its_terminal_and_its_shell(here, env):
     ended = here.run("wait", name, env=env).assert_ok()
     assert ended.lines == [f"job {name} has ended with code 0."]
     assert here.run("logs", name, env=env).assert_ok().stdout == done.stdout
-    assert (
-        report(here, name).with_name("attempt_1.jsonl").read_text().startswith('{"kind": "began"')
-    )
+    record = report(here, name).with_name("attempt_1.jsonl")
+    assert record.read_text().startswith('{"kind": "began"')
     eventually(lambda: not here.processes())
 
 
@@ -107,10 +105,8 @@ def test_wait_has_the_exit_code_of_the_job(here, env):
     here.start("logs", "-f", name, env=env).until("step 1 of 2")
     assert waiting.process.poll() is None
     go(here)
-    first = (
-        f"rank 1 on {here.hosts[0]} ended first, with exit code 3. The other ranks were stopped."
-    )
-    ended = f"job {name} has ended with code 1: {first}"
+    first = f"rank 1 on {here.hosts[0]} ended first, with exit code 3."
+    ended = f"job {name} has ended with code 1: {first} The other ranks were stopped."
     assert (waiting.wait().code, waiting.stdout) == (1, f"{ended}\n")
     for verb in ("stop", "top", "wait"):
         assert here.run(verb, name, env=env).stdout == f"{ended}\n"
@@ -154,12 +150,8 @@ def test_a_killed_launcher_is_told(here, env):
     here.start("logs", "-f", name, env=env).until("step 1 of 2")
     os.kill(json.loads(report(here, name).read_text())["pid"], signal.SIGKILL)
     done = here.run("wait", name, env=env)
-    assert (done.code, done.lines) == (
-        1,
-        [
-            f"job {name} has ended without a report: its launcher was killed, or its machine stopped."
-        ],
-    )
+    killed = "its launcher was killed, or its machine stopped."
+    assert (done.code, done.lines) == (1, [f"job {name} has ended without a report: {killed}"])
     eventually(lambda: not here.processes())
 
 
@@ -221,10 +213,8 @@ def test_the_report_of_a_job_that_failed(here):
 def test_the_report_of_a_job_that_was_stopped(here):
     """The report of a stop has the checkpoint, and the command that resumes the job."""
     train = ["--use-syn", "--backend=gloo", "--arch=resnet20", "--epochs=9", "--out", "run"]
-    job = here.start(
-        "launch", "--report", "r.json", *here.where(2), "-m", "mpiddp", "train", *train
-    )
-    job.until("epoch")
+    options = ("--report", "r.json", *here.where(2))
+    job = here.start("launch", *options, "-m", "mpiddp", "train", *train).until("epoch")
     facts = json.loads((here.folder / "r.json").read_text())
     assert (facts["cause"], facts["exit_code"]) == ("running", None)
     job.signal(signal.SIGTERM)

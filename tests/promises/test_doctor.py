@@ -20,9 +20,9 @@ import pytest
 from mpiddp import cli
 from tests.support import cluster as test_cluster
 from tests.support import installs
-from tests.support.cluster import Cluster, lacking, why_not
+from tests.support.cluster import Cluster
 from tests.support.doctor_faults import FAULTS, WORK, doctor, prepared
-from tests.support.drills import DEFECTS, RIGHT, SCRIPT, command
+from tests.support.drills import DEFECTS, RIGHT, SCRIPT
 from tests.support.own_script import example
 from tests.support.patience import eventually
 from tests.support.place import Done, Hosts, Process
@@ -34,8 +34,6 @@ from tests.support.ranks import ROOT
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Four hosts with folders, an environment and a GPU of their own."""
-    if reason := why_not():
-        lacking(reason)
     with prepared() as up:
         yield up
 
@@ -162,7 +160,7 @@ def test_drill_names_the_defect(here, defect):
     planted = DEFECTS[defect]
     options = ("-n", str(planted.ranks), "--only", planted.fault, "--seed", "3", "--json")
     drill = here.run if planted.needs_launcher else here.fork
-    done = drill("drill", *options, ROOT / SCRIPT, "{out}", defect)
+    done = drill("drill", *options, SCRIPT, "{out}", defect)
     assert done.code == 1, done.stderr
     result = results(done)[planted.fault]
     assert not result["passed"]
@@ -177,7 +175,7 @@ def test_drill_passes_a_right_script(here, name):
     env = installs.environment(right.package) if right.package else {}
     options = ("-n", "1", "--only", right.faults, "--seed", "3", "--json")
     drill = here.run if right.needs_launcher else here.fork
-    done = drill("drill", *options, *command(*right.job), env=env)
+    done = drill("drill", *options, *right.job, env=env)
     assert done.code == 0, done.stderr + done.stdout
     assert [fault for fault, each in results(done).items() if not each["passed"]] == []
 
@@ -207,6 +205,6 @@ def test_drill_on_hosts(request):
     """`mpiddp drill` works on several hosts."""
     with test_cluster.up_or_skip(2) as up, Hosts.on(up, request.node.name) as hosts:
         options = ("--only", "sigterm", "--seed", "3", "--json")
-        done = hosts.run("drill", *options, *hosts.where(2), ROOT / SCRIPT, "{out}")
+        done = hosts.run("drill", *options, *hosts.where(2), SCRIPT, "{out}")
         assert done.code == 0, done.stderr + done.stdout
         assert [fault for fault, each in results(done).items() if not each["passed"]] == []

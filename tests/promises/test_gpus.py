@@ -39,10 +39,8 @@ while not mpiddp.should_stop():
 
 def tools(hosts: Hosts, name: str, texts: Mapping[str, str]) -> dict[str, str]:
     """Variables of a launcher whose hosts have this program, each with its own text."""
-    cases = "".join(
-        f"if [ $(hostname) = {host} ]; then {text}\nfi\n" for host, text in texts.items()
-    )
-    return {"PATH": tool(hosts.folder / "tools", name, cases)}
+    cases = [f"if [ $(hostname) = {host} ]; then {text}\nfi\n" for host, text in texts.items()]
+    return {"PATH": tool(hosts.folder / "tools", name, "".join(cases))}
 
 
 def test_a_host_with_a_broken_gpu(hosts):
@@ -99,11 +97,9 @@ def test_a_gpu_that_has_reported_an_error(hosts):
     tools(hosts, "dmesg", {"node1": f'{log} the bus."'})
     refused = hosts.run(*ONE_EACH, JOB, env=env)
     assert refused.code == 2
-    sentence = (
-        r"node1: GPU 0 reported Xid 79 \(it has fallen off the bus\) \d+ s ago\. .*--no-check"
-    )
     (said,) = refused.said
-    assert re.fullmatch(sentence, said)
+    xid = r"node1: GPU 0 reported Xid 79 \(it has fallen off the bus\) \d+ s ago\. .*--no-check"
+    assert re.fullmatch(xid, said)
 
 
 def test_a_gpu_that_an_earlier_job_still_holds(hosts):
@@ -115,9 +111,8 @@ def test_a_gpu_that_an_earlier_job_still_holds(hosts):
     done = hosts.run(*ONE_EACH, JOB, env=env).assert_ok()
     (said,) = done.said
     fact, _, end = said.partition(" To end it: ")
-    assert fact == (
-        f"node1: pid {pid} of root (sleep 6000) of an earlier job still holds 1.1 GB of GPU 0."
-    )
+    holder = f"node1: pid {pid} of root (sleep 6000) of an earlier job"
+    assert fact == f"{holder} still holds 1.1 GB of GPU 0."
     assert end == f"ssh node1 kill -9 {pid}"
     hosts["node0"].run(["sh", "-c", end], check=True)
     eventually(lambda: not hosts.processes("sleep 6000"))
@@ -144,15 +139,9 @@ def test_top_shows_what_the_gpus_do(hosts):
     idle = nvidia_smi({**BUSY, "utilization.gpu": "2"}, SECOND_GPU)
     texts = {"node0": log + nvidia_smi(BUSY, {**SECOND_GPU, **BUSY}), "node1": log + idle}
     report = hosts.folder / "report.json"
-    launch = (
-        "launch",
-        "-H",
-        "node0:2,node1:1",
-        "--report",
-        report,
-        hosts.script(STEPS, "gpu_steps.py"),
-    )
-    job = hosts.start(*launch, env=tools(hosts, "nvidia-smi", texts))
+    launch = ("launch", "-H", "node0:2,node1:1", "--report", report)
+    script = hosts.script(STEPS, "gpu_steps.py")
+    job = hosts.start(*launch, script, env=tools(hosts, "nvidia-smi", texts))
     top = ("top", "gpu_steps.py", "--once")
     eventually(lambda: "idles" in hosts.run(*top).stdout)
     shown = hosts.run(*top).assert_ok().stdout

@@ -197,9 +197,8 @@ STOPS = "import os\nos.kill(os.getpid(), 19)\n"
 
 def troubled(place: Place, module: str, text: str) -> dict[str, str]:
     """The variables under which rank 1 executes this text when it imports the module."""
-    trouble = (
-        place.folder / "site-packages"
-    )  # else the ranks would have other files than their neighbours
+    # By this name, or the ranks would have other files than their neighbours.
+    trouble = place.folder / "site-packages"
     trouble.mkdir()
     (trouble / "trouble.py").touch()
     (trouble / f"{module}.py").write_text(text)

@@ -15,6 +15,7 @@ import signal
 import sys
 import venv
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
@@ -22,12 +23,12 @@ import pytest
 
 from mpiddp.checkpoints import folder as directory
 from tests.support import cluster as test_cluster
-from tests.support.cluster import Cluster, Host, Layout, faults, links, ssh
-from tests.support.place import Hosts, eventually, program
+from tests.support.cluster import Cluster, Host, Layout, faults, links
+from tests.support.machine import executable
+from tests.support.place import Hosts, Job, eventually, program
 from tests.support.ranks import ROOT, find_mpirun
 
 PASSWORD = "a password"
-_HASH = "$6$mpiddp$iAGtOWy6S5/wYngnyRrRPLZpS7l.mPSTKWl0y7KeWM0U.gxY9tWQCqDKNKt/tMTKCtk1V5NrPeUjJwLoBCSOC."
 # Its stdin and stdout become those of a terminal, from which ssh reads a password.
 TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 
@@ -49,9 +50,8 @@ def project(hosts: Hosts) -> Path:
     """The folder of a project on node0, whose name means something to a shell."""
     folder = hosts.folder / "a project; $HOME"
     files = {"train.py": "print(1)\n", "src/deep/table.bin": "0123" * 9999}
-    files |= {
-        f"src/{name}": "odd\n" for name in ("-rf", "#a", ";b", "*", "e\\nf", "new\nline", "\udcff")
-    }
+    odd = ("-rf", "#a", ";b", "*", "e\\nf", "new\nline", "\udcff")
+    files |= {f"src/{name}": "odd\n" for name in odd}
     write(folder, {**files, "runs/log": "mine", ".git/HEAD": "mine", "src/old.py": "old\n"})
     (folder / "train.py").chmod(0o755)
     (folder / "src/link").symlink_to("deep/table.bin")
@@ -87,30 +87,21 @@ def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
 @pytest.fixture
 def strangers() -> Iterator[Cluster]:
     """node0 has no key and knows no host. The others accept the password of root."""
-    with test_cluster.up_or_skip(3, layout=Layout(apart=True)) as up:
+    with ExitStack() as stack:
+        up = stack.enter_context(test_cluster.up_or_skip(3, layout=Layout(apart=True)))
         shutil.rmtree(up["node0"].path("/root/.ssh"))
         for host in up.hosts[1:]:
-            shadow, config = host.path("/etc/shadow"), host.path("/etc/ssh/sshd_config")
-            shadow.write_text(
-                re.sub(
-                    r"^root:.*", f"root:{_HASH}:19000:0:99999:7:::", shadow.read_text(), flags=re.M
-                )
-            )
-            ssh.stop_sshd(host)
-            text = config.read_text().replace(
-                "PasswordAuthentication no", "PasswordAuthentication yes"
-            )
-            config.write_text(f"PermitRootLogin yes\n{text}")
-            ssh.start_sshd([host])
+            host.run(["chpasswd", "-c", "SHA512"], stdin=f"root:{PASSWORD}\n", check=True)
+            settings = "PermitRootLogin yes\nPasswordAuthentication yes\n"
+            stack.enter_context(faults.sshd_with(host, settings))
         yield up
 
 
 def at_a_terminal(host: Host, command: list[str]) -> tuple[int, str]:
     """The exit code, and all that is shown to a user who says yes and types the password when asked."""
     shown = ""
-    with host.popen(
-        [sys.executable, "-c", TERMINAL, *command], cwd=ROOT, stdin=PIPE, stderr=STDOUT
-    ) as running:
+    command = [sys.executable, "-c", TERMINAL, *command]
+    with host.popen(command, cwd=ROOT, stdin=PIPE, stderr=STDOUT) as running:
         asked = 0
         while character := running.stdout.read(1):
             shown += character
@@ -145,9 +136,8 @@ def test_keys(strangers):
 def test_run_prints_equal_outputs_once(hosts, file):
     """`mpiddp hosts run` runs a command on every host, and prints equal outputs once."""
     done = hosts.run("hosts", "run", file, "--", "sh", "-c", "echo same; uname -n; echo why >&2")
-    assert done.lines == [
-        line for n in range(3) for line in (f"node{n}: same", f"node{n}: node{n}")
-    ]
+    assert done.lines[0::2] == [f"node{n}: same" for n in range(3)]
+    assert done.lines[1::2] == [f"node{n}: node{n}" for n in range(3)]
     assert (done.code, done.stderr) == (0, "node[0-2]: why\n")
     done = hosts.run("hosts", "run", file, "--", "printf", "%s\n", "$HOME; *", "--", "\033[31mred")
     assert done.stdout == "node[0-2]: $HOME; *\nnode[0-2]: --\nnode[0-2]: \\x1b[31mred\n"
@@ -222,15 +212,20 @@ def test_a_shell_that_prints(hosts, file, project):
     """A login shell that prints disturbs neither a push nor a pull."""
     run = hosts["node1"].path(hosts.folder / "run")
     write(run, {"log": "1"})
-    start = hosts["node1"].path("/root/.bashrc")
-    start.write_text("echo Welcome; printf 'to node1'; echo; echo warning >&2\n")
-    try:
+    prints = "echo Welcome; printf 'to node1'; echo; echo warning >&2\n"
+    with faults.begins_with(hosts["node1"], "/root/.bashrc", prints):
         hosts.run("hosts", "push", file, project).assert_ok()
         assert contents(hosts["node1"].path(project)) == contents(project)
         hosts.run("hosts", "pull", file, hosts.folder / "run").assert_ok()
-    finally:
-        start.unlink()
     assert (hosts.folder / "run/log").read_text() == "1"
+
+
+def break_off(hosts: Hosts, job: Job) -> None:
+    """Kill a push or a pull, with all that it has started on node0."""
+    job.signal(signal.SIGKILL)
+    for process in hosts.processes("rsync") + hosts.processes("ssh"):
+        if process.host == "node0":
+            hosts.kill(process)
 
 
 def test_push_that_breaks_off(hosts, file, project):
@@ -245,10 +240,7 @@ def test_push_that_breaks_off(hosts, file, project):
         began = links.sent_bytes(node0)
         job = hosts.start("hosts", "push", file, project)
         eventually(lambda: links.sent_bytes(node0) - began > 14_000_000)  # of 20 MB
-        job.signal(signal.SIGKILL)
-        for process in hosts.processes("rsync") + hosts.processes("ssh"):
-            if process.host == "node0":
-                hosts.kill(process)
+        break_off(hosts, job)
     eventually(lambda: not hosts.processes("rsync") and not hosts.processes("python3"))
     assert contents(there) == before
     began = links.sent_bytes(node0)
@@ -286,12 +278,8 @@ def test_a_launch_names_another_python(hosts):
     for name in ("python", "python3"):
         (env / "bin" / name).unlink(missing_ok=True)
         (env / "bin" / name).symlink_to(base)
-    there = hosts["node1"].path(base)
-    there.parent.mkdir(parents=True, exist_ok=True)
-    there.write_text(
-        "#!/bin/sh\nexec python3 -c \"import sys; sys.version = '3.99.1 (main)'; $2\"\n"
-    )
-    there.chmod(0o755)
+    other = "exec python3 -c \"import sys; sys.version = '3.99.1 (main)'; $2\""
+    executable(hosts["node1"].path(base), other)
     python = [str(env / "bin/python"), "-m", "mpiddp"]
     file = hosts.folder / "three"
     file.write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
@@ -314,16 +302,8 @@ def test_from_bare_hosts_to_a_training(hosts):
     write(project, {"train.py": "import os\nprint('first', os.environ['RANK'])\n"})
     file = project / "hosts.txt"
     file.write_text("node0 slots=1\nnode1 slots=1\n")
-    train = [
-        "-m",
-        "mpiddp",
-        "train",
-        "--use-syn",
-        "--arch=resnet20",
-        "--batch-size=4",
-        "--epochs=1",
-    ]
-    train += ["--steps-per-epoch=2", "--save-every=1", "--out=runs/x"]
+    train = ["-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=4"]
+    train += ["--epochs=1", "--steps-per-epoch=2", "--save-every=1", "--out=runs/x"]
     done = hosts.run("launch", "--hostfile", file, *train, cwd=project)
     assert done.code == 2
     assert "mpiddp hosts push" in done.stderr
@@ -359,9 +339,8 @@ def test_pull_brings_a_run_home(hosts, file):
         write(hosts[f"node{number}"].path(run), {f"logs/rank_{number:05d}.log": f"rank {number}\n"})
     checkpoint(hosts["node2"].path(run), 4, {"model.pt": "weights"})
     hosts.run("hosts", "pull", file, run).assert_ok()
-    assert sorted(path.name for path in (run / "logs").iterdir()) == [
-        f"rank_{number:05d}.log" for number in range(3)
-    ]
+    logs = sorted(path.name for path in (run / "logs").iterdir())
+    assert logs == [f"rank_{number:05d}.log" for number in range(3)]
     directory.verify(run / "checkpoints/step_00000004")
 
 
@@ -385,10 +364,7 @@ def test_pull_that_breaks_off(hosts, file):
         began = links.sent_bytes(node1)
         job = hosts.start("hosts", "pull", file, run)
         eventually(lambda: links.sent_bytes(node1) - began > 3_000_000)
-        job.signal(signal.SIGKILL)
-        for process in hosts.processes("rsync") + hosts.processes("ssh"):
-            if process.host == "node0":
-                hosts.kill(process)
+        break_off(hosts, job)
     eventually(lambda: not hosts.processes("rsync"))
     folder = run / "checkpoints/step_00000004"
     assert not (folder / "COMPLETE").exists()
@@ -429,10 +405,8 @@ def test_check(hosts, file):
     mpirun = (find_mpirun(), "--allow-run-as-root", "--bind-to", "none", "--hostfile")
     assert hosts.run(*mpirun, hosts.folder / "one", "hostname").lines == ["node0"] * 2
     done = hosts.run("hosts", "diff", file, other)
-    assert (done.code, done.lines[2:]) == (
-        1,
-        ["@@ -2,2 +2 @@", "-node1 slots=1", "-node2 slots=1", "+node1 slots=2"],
-    )
+    differences = ["@@ -2,2 +2 @@", "-node1 slots=1", "-node2 slots=1", "+node1 slots=2"]
+    assert (done.code, done.lines[2:]) == (1, differences)
     assert hosts.run("hosts", "diff", file, file).code == 0
 
 

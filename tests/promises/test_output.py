@@ -14,6 +14,7 @@ import pytest
 from tests.programs.prints_lines import LAST_WORDS, PARTS
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
+from tests.support.machine import executable
 from tests.support.place import (
     MPIS,
     Done,
@@ -266,19 +267,14 @@ sys.stdout.write("last\\r\\n")
 """
 
 
-def test_without_prefixes(here):
-    """MPIDDP_PREFIX=never gives the stdout of rank 0 byte by byte, also a line that grows for long."""
-    job = shlex.join(["launch", "--quiet", *here.where(2), here.script(GROWS, "grows.py")])
-    command = f"{sys.executable} -m mpiddp {job} >results"
-    here.run("sh", "-c", command, env={**SHOWN, "MPIDDP_PREFIX": "never"}).assert_ok()
-    assert (here.folder / "results").read_bytes() == b'{"accuracy": 0.5} last\r\n'
-
-
 def test_a_line_that_grows_in_a_file(here):
-    """In a file, a line that grows is written once."""
+    """In a file, a line that grows for long is written once; under MPIDDP_PREFIX=never, byte by byte."""
     job = ("launch", "--quiet", *here.where(2), here.script(GROWS, "grows.py"))
-    done = here.run(*job, env=SHOWN).assert_ok()
-    assert done.stdout.replace("\r", "") == f'[rank 0 {here.hosts[0]}] {{"accuracy": 0.5}} last\n'
+    prefixed = here.start(*job, env=SHOWN)
+    plain = here.start(*job, env={**SHOWN, "MPIDDP_PREFIX": "never"}).wait().assert_ok()
+    assert plain.stdout == '{"accuracy": 0.5} last\r\n'
+    shown = prefixed.wait().assert_ok().stdout.replace("\r", "")
+    assert shown == f'[rank 0 {HOST}] {{"accuracy": 0.5}} last\n'
 
 
 def test_a_full_disk(here):
@@ -343,10 +339,8 @@ def test_what_mpirun_prints(here, mpi):
 def test_a_warning_of_mpirun_that_means_nothing(here):
     """Open MPI's warning that its ssh was fast ("setpgid … failed") is not shown."""
     warning = "[vm:00140] plm:ssh: Warning: setpgid(145,145) failed in parent with errno=13"
-    lines = f"#!/bin/sh\n[ $1 = --version ] || echo '{warning}\nanother' >&2\n"
-    mpirun = here.folder / "mpirun"
-    mpirun.write_text(f'{lines}exec {find_mpirun()} "$@"\n')
-    mpirun.chmod(0o755)
+    lines = f"[ $1 = --version ] || echo '{warning}\nanother' >&2"
+    mpirun = executable(here.folder / "mpirun", f'{lines}\nexec {find_mpirun()} "$@"')
     done = here.run("launch", "--mpirun", mpirun, *here.where(2), "--", "true").assert_ok()
     assert done.stderr == "another\n"
 
@@ -386,17 +380,11 @@ frame #3: clone + 0x44 (0x7f2b64d94253 in /lib/libc.so.6)
 
 def test_the_frames_of_an_error_of_torch(here):
     """Of an error of torch, the lines of C++ are counted and not shown. The log files keep them."""
-    script = here.script(
-        f"import os\nif os.environ['RANK'] == '1': os.write(2, {FRAMES.encode()!r})"
-    )
-    done = here.run("launch", *here.where(2), "--log-dir", "logs", script).assert_ok()
+    writes = f"import os\nif os.environ['RANK'] == '1': os.write(2, {FRAMES.encode()!r})"
+    done = here.run("launch", *here.where(2), "--log-dir", "logs", here.script(writes)).assert_ok()
     lines = FRAMES.splitlines()
-    shown = [
-        lines[0],
-        lines[1],
-        *lines[4:7],
-        lines[10],
-    ]  # only directly below the line that announces them
+    # Frames are only directly below the line that announces them.
+    shown = [*lines[0:2], *lines[4:7], lines[10]]
     sentence = "mpiddp: 5 lines of C++ were not shown."
     *rest, last = done.stderr.splitlines()
     assert (rest, last.startswith(sentence)) == (shown, True), done.stderr
@@ -407,9 +395,8 @@ def test_a_log_on_a_full_disk(here):
     """A log file that cannot be written, as on a full disk, is named, and no shown line is lost."""
     (here.folder / "logs").mkdir()
     (here.folder / "logs/rank_00000.out").symlink_to("/dev/full")
-    done = here.run(
-        "launch", "-H", "localhost:1", "--log-dir", "logs", here.script("print('shown')")
-    )
+    job = ("-H", "localhost:1", "--log-dir", "logs", here.script("print('shown')"))
+    done = here.run("launch", *job)
     assert "shown\n" in done.assert_ok().stdout
     assert "its log of stdout has a gap: No space left" in done.stdout + done.stderr
 
@@ -451,12 +438,9 @@ def test_timestamps(here):
     script = here.script("import os\nos.write(1, b'one\\ntwo\\n')")
     for env, prefix in ((None, ""), (SHOWN, rf"\[rank 0 {HOST}\] ")):
         done = here.run("launch", "-H", "localhost:2", "--timestamps", script, env=env).assert_ok()
-        times = [
-            re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {prefix}(one|two)", each)
-            for each in done.lines
-        ]
-        assert all(times), done.stdout
-        assert len(times) == (2 if env else 4)
+        line = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {prefix}(one|two)"
+        assert all(re.fullmatch(line, each) for each in done.lines), done.stdout
+        assert len(done.lines) == (2 if env else 4)
 
 
 STEPS = """

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -30,9 +31,7 @@ def spawns(place: Place, how: str) -> list[str]:
     assert isinstance(place, Hosts)
     home = place["node0"].home()
     for name in ("spawns.py", "spawned.py"):
-        place["node0"].path(f"{home}/{name}").write_text(
-            Path(program(name)).read_text(encoding="utf-8")
-        )
+        shutil.copy(program(name), place["node0"].path(f"{home}/{name}"))
     return ["python", f"{home}/spawns.py", "node1:1,node0:1", how]
 
 

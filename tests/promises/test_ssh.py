@@ -5,33 +5,19 @@ Holds mpiddp/hosts/ssh.py and mpiddp/launch/network.py.
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 
 from mpiddp.checkpoints import folder as directory
 from tests.support.cluster import Cluster, Host, faults, ssh
+from tests.support.cluster.faults import begins_with, sshd_with
 from tests.support.cluster.host import configure
 from tests.support.place import program
 
 CONFIG, BASHRC, KEY = "/root/.ssh/config", "/root/.bashrc", "/root/.ssh/id_ed25519"
 SIX = "fd77::{}"
-
-
-def file_with(host: Host, path: str, text: str) -> AbstractContextManager[None]:
-    """A file of this text at the beginning, until the end of the block."""
-    return faults.changed(host, path, lambda before: text + before)
-
-
-@contextmanager
-def sshd_with(host: Host, text: str) -> Iterator[None]:
-    """The host's sshd with more settings."""
-    with ExitStack() as stack:
-        stack.enter_context(faults.no_sshd(host))
-        stack.enter_context(file_with(host, "/etc/ssh/sshd_config", text))
-        ssh.start_sshd([host])
-        stack.callback(ssh.stop_sshd, host)
-        yield
 
 
 SETTINGS = {
@@ -48,7 +34,7 @@ SETTINGS = {
 def test_the_settings_of_a_user(hosts, setting):
     """A job takes a user's ssh settings, as aliases and jump hosts, but no command, forward or master."""
     script = hosts.script("import os; print(os.uname().nodename, os.listdir('/root/.ssh'))")
-    with file_with(hosts["node0"], CONFIG, SETTINGS[setting]):
+    with begins_with(hosts["node0"], CONFIG, SETTINGS[setting]):
         done = hosts.run("launch", "--log-ranks=all", "-H", "node0:1,gpu2:1", script).assert_ok()
         assert {line.partition(" ")[0] for line in done.lines} == {"node0", "node1"}
         assert "master" not in done.stdout
@@ -71,22 +57,16 @@ def readable_key(node0: Host, node1: Host) -> Iterator[None]:
 
 @contextmanager
 def locked_key(node0: Host, node1: Host) -> Iterator[None]:
-    before = node0.path(KEY).read_text()
-    node0.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "a secret", "-f", KEY], check=True)
-    try:
+    with begins_with(node0, KEY, ""):
+        node0.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "a secret", "-f", KEY], check=True)
         yield
-    finally:
-        node0.path(KEY).write_text(before)
 
 
 @contextmanager
 def changed_key(node0: Host, node1: Host) -> Iterator[None]:
     (key,) = ssh.make_keys(1)
-    with file_with(node0, "/root/.ssh/known_hosts", ""):
-        known = node0.path("/root/.ssh/known_hosts")
-        known.write_text(
-            re.sub(r"(?m)^(node1\S*) .*$", rf"\1 {key.public.strip()}", known.read_text())
-        )
+    other = partial(re.sub, r"(?m)^(node1\S*) .*$", rf"\1 {key.public.strip()}")
+    with faults.changed(node0, "/root/.ssh/known_hosts", other):
         yield
 
 
@@ -100,7 +80,7 @@ def forced_command(node0: Host, node1: Host) -> Iterator[None]:
 def banner(node0: Host, node1: Host) -> Iterator[None]:
     text = "Connection timed out: so ends an idle session.\n"
     with (
-        file_with(node1, "/etc/banner", text),
+        begins_with(node1, "/etc/banner", text),
         sshd_with(node1, "Banner /etc/banner\n"),
         faults.key_refused(node1),
     ):
@@ -130,7 +110,7 @@ def test_what_ssh_itself_says(hosts, fault):
 def test_a_slow_login(hosts):
     """--login-timeout is the time that a login may take, also of `mpiddp hosts`. A longer one names it."""
     launch = ("launch", "-H", "node0:1,node1:1")
-    with file_with(hosts["node1"], BASHRC, "sleep 2\n"):
+    with begins_with(hosts["node1"], BASHRC, "sleep 2\n"):
         done = hosts.run(*launch, "--login-timeout", "1s", program("identity.py"))
         assert done.code == 2
         assert "slow: --login-timeout 2s" in done.stderr
@@ -211,8 +191,8 @@ def ipv6(cluster: Cluster, *, numbers: tuple[int, ...] = (0, 1, 2), alone: bool)
             configure(host.pid, [f"addr add {address} {link} nodad"])
             stack.callback(configure, host.pid, [f"addr del {address} {link}"])
             stack.enter_context(sshd_with(host, f"ListenAddress {SIX.format(number + 1)}\n"))
-            stack.enter_context(file_with(host, "/etc/hosts", etc))
-            stack.enter_context(file_with(host, "/root/.ssh/known_hosts", known))
+            stack.enter_context(begins_with(host, "/etc/hosts", etc))
+            stack.enter_context(begins_with(host, "/root/.ssh/known_hosts", known))
             if alone:
                 own = f"addr {{}} {host.address}/24 {link}"
                 configure(host.pid, [own.format("del")])
@@ -227,7 +207,7 @@ def test_one_host_with_an_ipv6_address(hosts, numbers):
     with ExitStack() as stack:
         stack.enter_context(ipv6(hosts.cluster, numbers=numbers, alone=False))
         for name in ("node0", "node1", "node2"):
-            stack.enter_context(file_with(hosts[name], "/etc/hosts", names))
+            stack.enter_context(begins_with(hosts[name], "/etc/hosts", names))
         done = hosts.run("launch", "-H", "node0:1,node1:1,node2:1", program("reduces.py"))
         assert [rank["sum"] for rank in done.assert_ok().records] == [6, 6, 6]
         assert {rank["master"] for rank in done.records} == {hosts["node0"].address}
@@ -265,7 +245,7 @@ def test_hosts_that_share_ipv6_alone(hosts):
     with ExitStack() as stack:
         stack.enter_context(ipv6(hosts.cluster, alone=False))
         for host in (node0, node1):
-            stack.enter_context(file_with(host, "/etc/hosts", names))
+            stack.enter_context(begins_with(host, "/etc/hosts", names))
         other, link = "10.78.0.2/24", f"dev {node1.interface}"
         configure(node1.pid, [f"addr del {node1.address}/24 {link}", f"addr add {other} {link}"])
         back = [f"addr del {other} {link}", f"addr add {node1.address}/24 {link}"]
@@ -280,7 +260,7 @@ def test_hosts_that_share_ipv6_alone(hosts):
         assert (failed.code, "gloo: No route leads to gloo's address" in failed.stderr) == (1, True)
         for number, host in enumerate((node0, node1)):
             own = f"{SIX.format(number + 1)} node{number}\n"
-            stack.enter_context(file_with(host, "/etc/hosts", own))
+            stack.enter_context(begins_with(host, "/etc/hosts", own))
         done = hosts.run("launch", "-H", "six0:1,six1:1", program("reduces.py")).assert_ok()
         assert [rank["sum"] for rank in done.records] == [3, 3]
 

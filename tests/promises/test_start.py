@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import re
 import shlex
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -16,12 +17,12 @@ import pytest
 import mpiddp
 from tests.support import cluster as test_cluster
 from tests.support import containers, installs
-from tests.support.cluster import USER, Cluster, Layout, faults, lacking, why_not
-from tests.support.cluster.ssh import start_sshd, stop_sshd
+from tests.support.cluster import USER, Cluster, Layout, faults, lacking
 from tests.support.doctor_faults import FAULTS as OF_HOSTS
-from tests.support.doctor_faults import PYTHON, WORK, Fault, prepared, shelled
+from tests.support.doctor_faults import PYTHON, WORK, on, prepared, shelled
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
+from tests.support.machine import executable
 from tests.support.patience import eventually
 from tests.support.place import Done, Hosts, every_mpi, every_mpi_on_hosts, program
 from tests.support.ranks import ROOT, mpirun_command, own_lines
@@ -108,15 +109,13 @@ def test_a_rank_that_ends_alone(here):
 def test_what_python_runs(here):
     """A zip application runs as under python. A script of a shell is refused, with what runs it."""
     (here.folder / "app").mkdir()
-    (here.folder / "app/__main__.py").write_text(
-        "import os, sys\nprint(os.environ['RANK'], sys.argv[1:])"
-    )
+    main = "import os, sys\nprint(os.environ['RANK'], sys.argv[1:])"
+    (here.folder / "app/__main__.py").write_text(main)
     here.run("python", "-m", "zipapp", "app", "-o", "app.pyz").assert_ok()
     done = here.run("launch", *here.where(2), "--log-ranks=all", "app.pyz", "a").assert_ok()
     assert sorted(done.lines) == ["0 ['a']", "1 ['a']"]
-    done = here.run(
-        "launch", *here.where(1), here.script("#!/bin/sh\nfor i in 1; do echo; done", "x.sh")
-    )
+    shell = here.script("#!/bin/sh\nfor i in 1; do echo; done", "x.sh")
+    done = here.run("launch", *here.where(1), shell)
     assert (done.code, done.said[-1].endswith("x.sh")) == (2, True), done.stderr
     assert 'x.sh is not Python: it begins with "#!/bin/sh". To run a command: ' in done.said[-1]
 
@@ -456,7 +455,7 @@ def test_a_script_runs_as_under_python(here, how):
     cwd = scripts if how == "module" else here.folder
     (cwd / "data.txt").write_text("42")
     for name in ("facts.py", "identity.py"):
-        (scripts / name).write_text(Path(program(name)).read_text(encoding="utf-8"))
+        shutil.copy(program(name), scripts)
     (here.folder / "link.py").symlink_to(scripts / "facts.py")
     job = {"script": ["scripts/facts.py"], "link": ["link.py"], "module": ["-m", "facts"]}[how]
     arguments = [*job, "--", "--flag", "-m", "--", "a b"]
@@ -509,7 +508,7 @@ def test_a_job_inside_of_a_rank(here, inner):
 def test_a_command_is_a_rank(here, kind):
     """Any command can be a rank: a shell, or a container that has its own torch and no MPI."""
     for name in ("reduces.py", "identity.py"):
-        (here.folder / name).write_text(Path(program(name)).read_text(encoding="utf-8"))
+        shutil.copy(program(name), here.folder)
     command = ["bash", "-c", f"{sys.executable} reduces.py; exit $?"]
     if kind != "shell":
         other = installs.OTHER_TORCH if kind == "other torch" else None
@@ -603,7 +602,6 @@ def test_a_refusal_is_printed_once(here, fault):
 
 # Replaces the hosts node0 and node1 by node0 twice, as a configuration of the MPI could.
 ELSEWHERE = """\
-#!/bin/sh
 for word; do
   shift
   [ "$word" = node0,node1 ] && word=node0,node0
@@ -617,12 +615,10 @@ def test_ranks_elsewhere_than_listed(hosts):
     """The ranks check where they run. If the MPI placed one on another host, the job ends with a table."""
     real = Path(mpirun_of("openmpi5"))
     wrong = hosts.folder / "bin" / "mpirun"
-    wrong.parent.mkdir()
+    executable(wrong, ELSEWHERE.replace("MPIRUN", str(real)))
     for each in real.parent.iterdir():  # its daemons are looked for beside it
-        (wrong.parent / each.name).symlink_to(each)
-    wrong.unlink()
-    wrong.write_text(ELSEWHERE.replace("MPIRUN", str(real)))
-    wrong.chmod(0o755)
+        if each.name != wrong.name:
+            (wrong.parent / each.name).symlink_to(each)
     where = ("-H", "node0:1,node1:1")
     done = hosts.run("launch", "--mpirun", str(wrong), *where, program("identity.py"))
     assert (done.code, done.stdout) == (2, ""), done.stderr
@@ -657,8 +653,6 @@ def test_all_broken_hosts_at_once(hosts):
 @pytest.fixture(scope="module")
 def own_folders() -> Iterator[Cluster]:
     """Hosts whose folders and environments are their own."""
-    if reason := why_not():
-        lacking(reason)
     with prepared() as up:
         yield up
 
@@ -667,7 +661,7 @@ DIFFER = {
     "folder": (OF_HOSTS["working folder missing"], "mpiddp hosts push"),
     "python": (OF_HOSTS["interpreter missing"], "mpiddp hosts push"),
     "torch": (OF_HOSTS["another torch"], f"{importlib.metadata.version('torch')} on node0"),
-    "program": (Fault("node1", "./only ", lambda up: shelled(up["node0"], *ONLY)), "Install it on"),
+    "program": (on("node1", "./only ", shelled, *ONLY, at="node0"), "Install it on"),
 }
 
 
@@ -694,20 +688,12 @@ def test_one_machine_under_two_names(hosts):
 
 def test_hosts_that_come_up_late(hosts):
     """--wait-for-hosts starts the job as soon as all hosts answer. Ctrl-C ends the wait."""
-    names = hosts["node0"].path("/etc/hosts")
-    whole = names.read_text()
-    where = ("--wait-for-hosts", "10m", "-H", "node0:1,node1:1,node2:1")
-    stop_sshd(hosts["node2"])
-    try:
-        names.write_text("".join(line for line in whole.splitlines(True) if "node1" not in line))
-        given_up = hosts.start("launch", *where, program("identity.py"))
-        given_up.until("waiting for node1, node2").signal(2)
-        assert (given_up.wait().code, given_up.stdout) == (130, "")
-        job = hosts.start("launch", *where, program("identity.py"))
-        job.until("waiting for node1, node2")
-        names.write_text(whole)
+    launch = ("launch", "--wait-for-hosts", "10m", "-H", "node0:1,node1:1,node2:1")
+    with faults.no_sshd(hosts["node2"]):
+        with faults.without_lines(hosts["node0"], "/etc/hosts", "node1"):
+            given_up = hosts.start(*launch, program("identity.py"))
+            given_up.until("waiting for node1, node2").signal(2)
+            assert (given_up.wait().code, given_up.stdout) == (130, "")
+            job = hosts.start(*launch, program("identity.py")).until("waiting for node1, node2")
         job.until("waiting for node2 ")
-    finally:
-        names.write_text(whole)
-        start_sshd([hosts["node2"]])
     assert [rank["host"] for rank in job.wait().assert_ok().records] == hosts.hosts

@@ -59,12 +59,17 @@ def test_the_same_step(here, mpi):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
 def test_every_signal(here, number):
-    """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop."""
-    job = stopping(here)
+    """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop. The last line is the
+    command that resumes the job, as it was typed.
+    """
+    options = (*LONG_GRACE, "--max-restarts", "2")
+    job = stopping(here, *options)
     job.signal(number)
     done = job.wait()
     assert done.code == 75, done.stderr
     assert len(set(saved_steps(done.stdout))) == 1
+    typed = ("mpiddp", "launch", *options, *here.where(2), program("stops.py"))
+    assert done.said[-1] == f"to resume: {shlex.join(typed)}"
 
 
 def is_pending(pid: int, number: int) -> bool:
@@ -107,15 +112,6 @@ def test_the_printed_command_resumes(here):
     (records,) = folder.glob("runs/*/metrics.jsonl")
     written = [json.loads(line) for line in records.read_text().splitlines()]
     assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 401))
-
-
-def test_the_command_as_it_was_typed(here):
-    """The last line of a stopped job is the command that resumes it, as it was typed."""
-    options = (*LONG_GRACE, "--max-restarts", "2")
-    job = stopping(here, *options)
-    job.signal(signal.SIGTERM)
-    typed = ("mpiddp", "launch", *options, *here.where(2), program("stops.py"))
-    assert job.wait().said[-1] == f"to resume: {shlex.join(typed)}"
 
 
 # --- to every process ---
@@ -233,49 +229,29 @@ def test_ctrl_c_after_a_failure(here):
     assert "interrupted" not in done.stderr
 
 
-FINISHES_EARLY = """
-import os, time, mpiddp
-mpiddp.should_stop()
-for step in range(1_000_000):
-    time.sleep(0.01)
-    if os.environ["RANK"] == "0" and step == 3:
-        break
-    if mpiddp.should_stop():
-        print("saved", flush=True)
-        raise SystemExit(75)
-print("finished", flush=True)
-"""
-
-
-def test_after_one_rank_has_finished(here):
-    """A job stops on request even after one of its ranks has finished."""
-    script = here.script(FINISHES_EARLY, "finishes_early.py")
-    job = here.start("launch", *LONG_GRACE, *here.where(2), script).until("finished")
-    job.signal(signal.SIGTERM)
-    done = job.wait()
-    assert (done.code, done.lines) == (75, ["finished", "saved"]), done.stderr
-
-
-LOADS_ITS_DATA = """
-import os, time, mpiddp
-if os.environ["RANK"] == "1":
+ONE_DIFFERS = """
+import os, sys, time, mpiddp
+if os.environ["RANK"] == "1" and sys.argv[1] == "has not begun":
     time.sleep(6000)
 mpiddp.should_stop()
 print("ready", flush=True)
+if os.environ["RANK"] == "0" and sys.argv[1] == "has finished":
+    sys.exit()
 while not mpiddp.should_stop():
     time.sleep(0.01)
 print("saved", flush=True)
-raise SystemExit(75)
+sys.exit(75)
 """
 
 
-def test_before_one_rank_has_begun(here):
-    """A job stops on request even if one of its ranks has not called should_stop() yet: SIGTERM ends it."""
-    script = here.script(LOADS_ITS_DATA, "loads_its_data.py")
-    job = here.start("launch", *LONG_GRACE, *here.where(2), script).until("ready")
+@pytest.mark.parametrize(("one", "ready"), [("has finished", 2), ("has not begun", 1)])
+def test_a_rank_that_takes_no_request(here, one, ready):
+    """A job stops on request even if one of its ranks has finished, or has not called should_stop() yet."""
+    script = here.script(ONE_DIFFERS, "one_differs.py")
+    job = here.start("launch", *LONG_GRACE, *here.where(2), script, one).until("ready", times=ready)
     job.signal(signal.SIGTERM)
     done = job.wait()
-    assert (done.code, done.lines) == (75, ["ready", "saved"]), done.stderr
+    assert (done.code, done.lines) == (75, [*["ready"] * ready, "saved"]), done.stderr
 
 
 # --- who reads the output ---

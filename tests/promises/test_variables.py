@@ -143,13 +143,8 @@ def test_a_file_of_variables(here):
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python")
-STALE = {
-    "PMI_RANK": "0",
-    "PMI_SIZE": "1",
-    "PMIX_RANK": "0",
-    "PMIX_NAMESPACE": "x",
-    "GROUP_RANK": "7",
-}
+STALE = {"PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}
+STALE |= {"GROUP_RANK": "7"}
 STALE |= {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
 
 
@@ -292,10 +287,8 @@ def test_the_gpus_of_each_host(hosts):
     """The ranks of a host see the GPUs of gpus= in the hostfile. -x passes CUDA_VISIBLE_DEVICES."""
     file = hosts.folder / "hosts.txt"
     file.write_text("node0 slots=1\nnode1 gpus=1,0\nnode2 slots=1\n")
-    env = {
-        "PATH": tool(hosts.folder / "tools", "nvidia-smi", TWO_GPUS),
-        "CUDA_VISIBLE_DEVICES": "1",
-    }
+    path = tool(hosts.folder / "tools", "nvidia-smi", TWO_GPUS)
+    env = {"PATH": path, "CUDA_VISIBLE_DEVICES": "1"}
     launch = ("launch", "--hostfile", str(file))
     job = (program("variables.py"), "CUDA_VISIBLE_DEVICES")
 
@@ -358,13 +351,11 @@ def test_a_dry_run_can_be_pasted(here, mpi):
     path = f"{os.environ['PATH']}:{Path(mpirun_of(mpi)).parent}"
     done = here.run("bash", "-c", command, env={"PATH": path, **env})
     assert [rank["found"] for rank in done.assert_ok().records] == [env] * 2
-    flags = [
-        word for line in reasons.splitlines() if line.startswith("  -") for word in line.split()
-    ]
+    flags = re.findall(r"^  (-.*)$", reasons, re.MULTILINE)
+    explained = {word for line in flags for word in line.split()}
     last = shlex.split(command.splitlines()[-1])
     given = last[: last.index("mpiddp") - 2][1:]
-    unexplained = [word for word in given if word.startswith("-") and word not in flags]
-    assert unexplained == []
+    assert [word for word in given if word.startswith("-") and word not in explained] == []
     assert reasons.count("\n      ") >= 3
 
 
@@ -406,9 +397,8 @@ USERS = "node0 slots=1\nnode1.lab.org slots=1 user=ann port=2222\n"
 def dry_run(folder: Path, mpi: str, scenario: str) -> str:
     """The command line of a scenario, without what differs between machines."""
     variables, line = SCENARIOS[scenario]
-    files = {
-        name: str(folder / text) for name, text in variables.items() if (folder / text).is_file()
-    }
+    paths = {name: folder / text for name, text in variables.items()}
+    files = {name: str(path) for name, path in paths.items() if path.is_file()}
     mpirun = [] if mpi == "srun" else ["--mpirun", mpirun_of(mpi)]
     env = {name: text for name, text in os.environ.items() if name == "HOME"}
     env |= {"PATH": f"{folder}:/usr/bin:/bin", "NCCL_DEBUG": "INFO", **variables, **files}

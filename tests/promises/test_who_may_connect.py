@@ -109,10 +109,8 @@ def test_another_user(hosts):
 
 def test_strangers(hosts):
     """A stranger who connects to the ports of a job cannot stop it or end it."""
-    job = hosts.start(
-        "launch", *hosts.where(2), program("one_fails.py"), "never", str(hosts.folder)
-    )
-    job.until("ready", times=2)
+    script = (program("one_fails.py"), "never", str(hosts.folder))
+    job = hosts.start("launch", *hosts.where(2), *script).until("ready", times=2)
     ports = {name: [each.port for each in of_host(hosts, name)] for name in ("node0", "node1")}
     assert ports["node0"]  # of the launcher at least
     for host, found in ports.items():

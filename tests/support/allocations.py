@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.machine import executable
+
 Env = dict[str, str]
 # Slurm, sbatch(1), "Output environment variables". tests/unit/launch/test_launch_input.py has more of them.
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
@@ -31,14 +33,10 @@ n1 1 gpu.q@n1 0,0:0,1
 # flux-environment(7), "Initial program environment": FLUX_URI, and `flux getattr hostlist`.
 # https://github.com/flux-framework/flux-core/blob/master/doc/man7/flux-environment.rst
 FLUX = {"FLUX_URI": "local:///tmp/flux-xyz/local-0"}
-FLUX_PROGRAM = """\
-#!/bin/sh
-[ "$*" = "getattr hostlist" ] && echo 'n[1-2]'
-"""
 # A dry run asks srun for its version, and whether the other two are on PATH.
 PROGRAMS = {
-    "flux": FLUX_PROGRAM,
-    "srun": "#!/bin/sh\necho slurm 22.05.8\n",
+    "flux": """[ "$*" = "getattr hostlist" ] && echo 'n[1-2]'""",
+    "srun": "echo slurm 22.05.8",
     "qrsh": "",
     "blaunch": "",
 }
@@ -57,15 +55,11 @@ MPI_HOSTFILE = "pi-worker-0.pi.default.svc slots=2\npi-worker-1.pi.default.svc s
 
 def enter_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work in the folder, with the files that the variables above name, and stand-ins of programs on PATH."""
-    for name, text in (
-        ("node_file", NODE_FILE),
-        ("pe_hostfile", PE_HOSTFILE),
-        ("mpi_hostfile", MPI_HOSTFILE),
-        *PROGRAMS.items(),
-    ):
-        (folder / name).write_text(text)
-    for name in PROGRAMS:
-        (folder / name).chmod(0o755)
+    (folder / "node_file").write_text(NODE_FILE)
+    (folder / "pe_hostfile").write_text(PE_HOSTFILE)
+    (folder / "mpi_hostfile").write_text(MPI_HOSTFILE)
+    for name, text in PROGRAMS.items():
+        executable(folder / name, text)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return folder

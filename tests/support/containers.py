@@ -6,7 +6,6 @@ bubblewrap (Debian's package) stands for Apptainer and the like.
 import importlib.metadata
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.cluster.needs import lacking
@@ -23,29 +22,20 @@ def container(folder: Path, script: str, other_torch: Path | None = None) -> lis
     Args:
         other_torch: a folder with packages that take the place of torch.
     """
-    binds = {"/usr": "/usr", sys.base_prefix: sys.base_prefix, str(folder): "/job"}
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        lacking("bubblewrap is not installed. Run: apt-get install bubblewrap")
+    binds = {path: path for path in ("/usr", "/bin", "/lib", "/lib64") if Path(path).exists()}
+    binds |= {sys.base_prefix: sys.base_prefix, str(folder): "/job"}
     packages = {each.name: each for each in SITE.iterdir() if not each.name.startswith(_LEFT_OUT)}
     if other_torch is not None:
         kept = {name: each for name, each in packages.items() if not name.startswith(_OF_TORCH)}
         packages = kept | {each.name: each for each in other_torch.iterdir()}
     binds |= {str(path): f"/site/{name}" for name, path in packages.items()}
     binds[str(ROOT / "mpiddp")] = "/site/mpiddp"
-    python = str(Path(sys.base_prefix, "bin", "python3"))
-    return [*_bubblewrap(binds), python, f"/job/{script}"]
-
-
-def _bubblewrap(binds: Mapping[str, str]) -> list[str]:
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        lacking("bubblewrap is not installed. Run: apt-get install bubblewrap")
-    binds = {**binds, **{f"/{name}": f"/{name}" for name in _LINKS if Path("/", name).exists()}}
-    arguments = [each for bind in binds.items() for each in ("--ro-bind", *bind)]
     # A /tmp, a /proc and processes of its own; the network of the host.
-    arguments += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp", "--unshare-pid"]
-    arguments += ["--chdir", "/"]
-    arguments += [each for name in ENV for each in ("--setenv", name, ENV[name])]
-    return [bwrap, *arguments, "--"]
-
-
-_LINKS = ("lib", "lib64", "bin")
-ENV = {"PYTHONPATH": "/site", "PATH": "/usr/bin:/bin"}
+    options = "--dev /dev --proc /proc --tmpfs /tmp --unshare-pid --chdir / "
+    options += "--setenv PYTHONPATH /site --setenv PATH /usr/bin:/bin"
+    bound = [word for bind in binds.items() for word in ("--ro-bind", *bind)]
+    python = str(Path(sys.base_prefix, "bin", "python3"))
+    return [bwrap, *bound, *options.split(), "--", python, f"/job/{script}"]

@@ -15,8 +15,7 @@ from typing import Any
 
 from tests.support import cluster
 from tests.support.cluster import Cluster, faults, ssh
-from tests.support.cluster.host import ROOT_PATH, Host
-from tests.support.cluster.links import tc
+from tests.support.cluster.host import ROOT_PATH, Host, configure
 from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
@@ -32,34 +31,33 @@ NAMES = ",".join(f"node{number}" for number in range(HOSTS))
 NO_SYN_TO_NODE1 = "6,48 0 0 47,21 0 3 2,32 0 0 30,21 0 1 172818434,6 0 0 2,6 0 0 0"
 # A frame of more than 1000 bytes to 10.77.0.2.
 NO_LARGE_TO_NODE1 = "6,32 0 0 30,21 0 3 172818434,128 0 0 0,37 0 1 1000,6 0 0 2,6 0 0 0"
-Inject = Callable[[Cluster], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
 class Fault:
     """A fault of a host, which a line of the doctor names together with these words, a pattern.
 
-    also: patterns of what follows from it, which is no false alarm.
+    also: a pattern of what follows from it, which is no false alarm.
     names: the hosts of the job.
     """
 
     host: str
     words: str
-    inject: Inject
-    also: tuple[str, ...] = ()
+    inject: Callable[[Cluster], AbstractContextManager[object]]
+    also: str = "(?!)"  # nothing
     names: str = NAMES
 
     def is_named(self, line: str) -> bool:
         return self.host in line and re.search(self.words, line) is not None
 
     def explains(self, line: str) -> bool:
-        return self.is_named(line) or any(re.search(pattern, line) for pattern in self.also)
+        return self.is_named(line) or re.search(self.also, line) is not None
 
 
 @contextmanager
 def prepared() -> Iterator[Cluster]:
     """Hosts with folders of their own, an environment under a path of its own, and one GPU each."""
-    with cluster.up(HOSTS) as standing:
+    with cluster.up_or_skip(HOSTS) as standing:
         for host in standing.hosts:
             shell(host, f"mkdir -p {WORK}/runs {WORK}/data /run/env /run/tools")
             shell(host, f"ln -s {BIN.parent}/* /run/env; rm /run/env/bin; mkdir /run/env/bin")
@@ -175,12 +173,12 @@ def limited(host: Host, kind: str, value: int) -> Iterator[None]:
 
 @contextmanager
 def filtered(host: Host, program: str) -> Iterator[None]:
-    tc(host.pid, "qdisc add dev eth0 clsact")
+    configure(host.pid, ["qdisc add dev eth0 clsact"], "tc")
     try:
-        tc(host.pid, f"filter add dev eth0 egress bpf da bytecode '{program}'")
+        configure(host.pid, [f"filter add dev eth0 egress bpf da bytecode '{program}'"], "tc")
         yield
     finally:
-        tc(host.pid, "qdisc del dev eth0 clsact")
+        configure(host.pid, ["qdisc del dev eth0 clsact"], "tc")
 
 
 def foreign_libmpi(host: Host) -> AbstractContextManager[None]:
@@ -190,103 +188,90 @@ def foreign_libmpi(host: Host) -> AbstractContextManager[None]:
     return mounted(host, str(own.resolve()), "--bind", str(other.resolve()))
 
 
+def other_name(host: Host, before: str, after: str) -> AbstractContextManager[None]:
+    return faults.changed(host, "/etc/hosts", lambda text: text.replace(before, after))
+
+
 def on(
-    name: str, inject: Callable[..., AbstractContextManager[object]], *args: Any, **more: Any
-) -> Inject:
-    """The fault on one host."""
-    return lambda hosts: inject(hosts[name], *args, **more)
-
-
-def _in_etc_hosts(name: str, before: str, after: str) -> Inject:
-    return on(name, faults.changed, "/etc/hosts", lambda text: text.replace(before, after))
+    host: str,
+    words: str,
+    inject: Callable[..., AbstractContextManager[object]],
+    *args: Any,
+    at: str = "",
+    also: str = Fault.also,
+    **more: Any,
+) -> Fault:
+    """A fault that is injected into the host that the doctor names, or into the host `at`."""
+    return Fault(host, words, lambda hosts: inject(hosts[at or host], *args, **more), also)
 
 
 OTHER_TORCH = {"torch": "raise ImportError('no libcudart')"}
+OTHER_MPI4PY = {"mpi4py": "raise ImportError('no libmpi')"}
 BLACKHOLE = "blackhole 10.77.0.3/32"
 FAULTS: Mapping[str, Fault] = {
-    "wrong key": Fault("node1", r"\(publickey\).*ssh-copy-id", on("node1", faults.key_refused)),
+    "wrong key": on("node1", r"\(publickey\).*ssh-copy-id", faults.key_refused),
     "unknown host key": Fault(
         "node2", "host key is unknown", lambda hosts: faults.unknown_key(hosts, hosts["node2"])
     ),
-    "stopped sshd": Fault("node3", "connection refused", on("node3", faults.no_sshd)),
+    "stopped sshd": on("node3", "connection refused", faults.no_sshd),
     "unresolvable name": Fault(
         "nowhere", "cannot be resolved", lambda hosts: ExitStack(), names=f"{NAMES},nowhere"
     ),
-    "interpreter missing": Fault("node1", f"{PYTHON} is missing", on("node1", renamed, PYTHON)),
-    "daemon missing": Fault(
-        "node2", "prted is missing", on("node2", renamed, "/run/env/bin/prted")
+    "interpreter missing": on("node1", f"{PYTHON} is missing", renamed, PYTHON),
+    "daemon missing": on("node2", "prted is missing", renamed, "/run/env/bin/prted"),
+    "host down": on("node3", "no (answer in|route from)", faults.unreachable),
+    "working folder missing": on(
+        *("node1", f"folder {WORK} is missing", renamed, WORK),
+        also=f"missing on node1|{WORK}.* on node1",
     ),
-    "host down": Fault("node3", "no (answer in|route from)", on("node3", faults.unreachable)),
-    "working folder missing": Fault(
-        "node1",
-        f"folder {WORK} is missing",
-        on("node1", renamed, WORK),
-        also=("missing on node1", f"{WORK}.* on node1"),
+    "Open MPI 4 beside 5": on("node2", r"mpirun differs: .*4\.1\.8", other_mpi),
+    "own name is 127.0.1.1": on(
+        "node1", r"127\.0\.1\.1", other_name, "10.77.0.2 node1", "127.0.1.1 node1"
     ),
-    "Open MPI 4 beside 5": Fault("node2", r"mpirun differs: .*4\.1\.8", on("node2", other_mpi)),
-    "own name is 127.0.1.1": Fault(
-        "node1", r"127\.0\.1\.1", _in_etc_hosts("node1", "10.77.0.2 node1", "127.0.1.1 node1")
+    "name unknown on one host": on(
+        "node1", "node2 cannot be resolved", faults.without_lines, "/etc/hosts", "node2"
     ),
-    "name unknown on one host": Fault(
-        "node1", "node2 cannot be resolved", _in_etc_hosts("node1", "10.77.0.3 node2\n", "")
+    "name leads elsewhere": on(
+        "node2", r"node3 .*10\.77\.0\.99", other_name, "10.77.0.4", "10.77.0.99"
     ),
-    "name leads elsewhere": Fault(
-        "node2", r"node3 .*10\.77\.0\.99", _in_etc_hosts("node2", "10.77.0.4", "10.77.0.99")
+    "another torch": on(
+        *("node1", r"torch differs: .*2\.12\.1", other_python, "2.12.1"),
+        also="torch does not load on node1",
+        **OTHER_TORCH,
     ),
-    "another torch": Fault(
-        "node1",
-        r"torch differs: .*2\.12\.1",
-        on("node1", other_python, "2.12.1", **OTHER_TORCH),
-        also=("torch does not load on node1",),
+    "torch does not load": on(
+        *("node1", "torch does not load", other_python),
+        also="torch (differs|is)|job fail exit code 1",
+        **OTHER_TORCH,
     ),
-    "torch does not load": Fault(
-        "node1",
-        "torch does not load",
-        on("node1", other_python, **OTHER_TORCH),
-        also=("torch (differs|is)", "job fail exit code 1"),
+    "mpi4py does not load": on(
+        *("node3", "mpi4py does not load", other_python),
+        also="mpi4py (differs|is)",
+        **OTHER_MPI4PY,
     ),
-    "mpi4py does not load": Fault(
-        "node3",
-        "mpi4py does not load",
-        on("node3", other_python, mpi4py="raise ImportError('no libmpi')"),
-        also=("mpi4py (differs|is)",),
+    "another mpiddp": on("node3", "mpiddp is", other_python, mpiddp=""),
+    "foreign libmpi": on("node2", "mpi4py|libmpi", foreign_libmpi, also="versions .*node2"),
+    "another driver": on("node1", r"535\.2", gpu_tool, {"driver_version": "535.2"}),
+    "memory errors of a GPU": on("node2", "uncorrected memory errors", gpu_tool, {ECC: "3"}),
+    "another user of a GPU": on(
+        "node0", r"in use: pid 1 of root \(", gpu_tool, users=f"{GPU}, 1, 70000"
     ),
-    "another mpiddp": Fault("node3", "mpiddp is", on("node3", other_python, mpiddp="")),
-    "foreign libmpi": Fault(
-        "node2", "mpi4py|libmpi", on("node2", foreign_libmpi), also=("versions .*node2",)
+    "another number of GPUs": on("node3", "number of GPUs is 2", gpu_tool, {}, SECOND_GPU),
+    "script changed": on(
+        "node2", "train.py is", faults.changed, f"{WORK}/train.py", lambda text: "print(2)\n"
     ),
-    "another driver": Fault("node1", r"535\.2", on("node1", gpu_tool, {"driver_version": "535.2"})),
-    "memory errors of a GPU": Fault(
-        "node2", "uncorrected memory errors", on("node2", gpu_tool, {ECC: "3"})
+    "module missing": on("node1", "model.py is missing", renamed, f"{WORK}/model.py"),
+    "data missing": on("node2", f"{WORK}/data cannot be used", renamed, f"{WORK}/data"),
+    "port blocked one way": on(
+        "node1", "node2 → node1.*no answer", filtered, NO_SYN_TO_NODE1, at="node2"
     ),
-    "another user of a GPU": Fault(
-        "node0", r"in use: pid 1 of root \(", on("node0", gpu_tool, users=f"{GPU}, 1, 70000")
+    "large packets lost": on(
+        "node1", "node2 → node1.*no large ones", filtered, NO_LARGE_TO_NODE1, at="node2"
     ),
-    "another number of GPUs": Fault(
-        "node3", "number of GPUs is 2", on("node3", gpu_tool, {}, SECOND_GPU)
+    "blackholed route": on(
+        *("node3", "node3 → node2.*no route|node2 → node3.*no answer", shelled),
+        *(f"ip route add {BLACKHOLE}", f"ip route del {BLACKHOLE}"),
     ),
-    "script changed": Fault(
-        "node2",
-        "train.py is",
-        on("node2", faults.changed, f"{WORK}/train.py", lambda text: "print(2)\n"),
-    ),
-    "module missing": Fault(
-        "node1", "model.py is missing", on("node1", renamed, f"{WORK}/model.py")
-    ),
-    "data missing": Fault(
-        "node2", f"{WORK}/data cannot be used", on("node2", renamed, f"{WORK}/data")
-    ),
-    "port blocked one way": Fault(
-        "node1", "node2 → node1.*no answer", on("node2", filtered, NO_SYN_TO_NODE1)
-    ),
-    "large packets lost": Fault(
-        "node1", "node2 → node1.*no large ones", on("node2", filtered, NO_LARGE_TO_NODE1)
-    ),
-    "blackholed route": Fault(
-        "node3",
-        "node3 → node2.*no route|node2 → node3.*no answer",
-        on("node3", shelled, f"ip route add {BLACKHOLE}", f"ip route del {BLACKHOLE}"),
-    ),
-    "low nofile": Fault("node3", "256 files", on("node3", limited, "nofile", 256)),
-    "small /dev/shm": Fault("node3", "/dev/shm", on("node3", mounted, "/dev/shm", "-o size=16m")),
+    "low nofile": on("node3", "256 files", limited, "nofile", 256),
+    "small /dev/shm": on("node3", "/dev/shm", mounted, "/dev/shm", "-o size=16m"),
 }

@@ -18,8 +18,8 @@ from tests.support import forked
 from tests.support.machine import reserved
 from tests.support.ranks import ROOT
 
-FOLDER = "tests/programs"
-SCRIPT = f"{FOLDER}/drilled.py"
+PROGRAMS = str(ROOT / "tests/programs")
+SCRIPT = f"{PROGRAMS}/drilled.py"
 
 
 @dataclass(frozen=True)
@@ -78,19 +78,14 @@ class Right:
 _TRAIN = "-m mpiddp train --use-syn --arch resnet20 --batch-size 2 --save-every 5 --epochs 2"
 RIGHT = {
     "mpiddp train": Right((*_TRAIN.split(), "--steps-per-epoch", "20", "--out", "{out}")),
-    "Lightning": Right((f"{FOLDER}/lightning_training.py", "{out}"), "lightning", "kill-in-save"),
+    "Lightning": Right((f"{PROGRAMS}/lightning_training.py", "{out}"), "lightning", "kill-in-save"),
     "transformers": Right(
-        (f"{FOLDER}/transformers_training.py", "{out}", "24"), "transformers", "kill"
+        (f"{PROGRAMS}/transformers_training.py", "{out}", "24"), "transformers", "kill"
     ),
-    "accelerate": Right((f"{FOLDER}/accelerated.py", "{out}"), "accelerate", "kill-in-save"),
-    "snapshot": Right((f"{FOLDER}/snapshot.py", "{out}"), faults="kill"),
+    "accelerate": Right((f"{PROGRAMS}/accelerated.py", "{out}"), "accelerate", "kill-in-save"),
+    "snapshot": Right((f"{PROGRAMS}/snapshot.py", "{out}"), faults="kill"),
     "plain": Right((SCRIPT, "{out}"), faults="full,hang,launcher,timeout"),
 }  # fmt: skip
-
-
-def command(*arguments: str) -> list[str]:
-    """The arguments with the absolute paths of scripts, so that any folder can be the working one."""
-    return [str(ROOT / each) if each.startswith("tests/") else each for each in arguments]
 
 
 class _Launch:

@@ -40,18 +40,24 @@ esac
 TWO_GPUS = nvidia_smi({}, SECOND_GPU)
 
 
+def executable(path: Path, text: str) -> str:
+    """Write a program for the shell, or for the interpreter that the text names. Returns its path."""
+    path.parent.mkdir(exist_ok=True)
+    shell = "" if text.startswith("#!") else "#!/bin/sh\n"
+    path.write_text(f"{shell}{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
 def tool(folder: Path, name: str, text: str) -> str:
     """Write a program with this text. Returns a PATH that has it."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
+    executable(folder / name, text)
     return f"{folder}:{os.defpath}"
 
 
 def an_mpirun(folder: Path, version: str = "mpirun (Open MPI) 5.0.11") -> str:
     """The path of an mpirun that prints this version, and starts nothing."""
-    tool(folder, "mpirun", f"echo '{version}'")
-    return str(folder / "mpirun")
+    return executable(folder / "mpirun", f"echo '{version}'")
 
 
 def reserved(address: str) -> socket.socket:

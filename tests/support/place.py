@@ -169,9 +169,8 @@ class Place(ABC):
         """Send a process a signal, unless it has just ended."""
 
     @abstractmethod
-    def _popen(
-        self, argv: list[str], env: Mapping[str, str], cwd: Path, stdin: int, out: int, err: int
-    ) -> subprocess.Popen[str]: ...
+    def _popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
+        """Start a command in the environment of this place, with `env` and as Popen's arguments say."""
 
     def hosts_of(self, ranks: int) -> list[str]:
         """The host of each rank that `where` places: as many on each host, the first ones one more."""
@@ -179,20 +178,9 @@ class Place(ABC):
         counts = [each + (index < more) for index in range(len(self.hosts))]
         return [host for host, count in zip(self.hosts, counts, strict=True) for _ in range(count)]
 
-    def run(
-        self,
-        *argv: Arg,
-        env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-        mpi: str | None = None,
-        stdin: str = "",
-    ) -> Done:
-        """Run a command to its end, on the first host.
-
-        A verb of mpiddp becomes `python -m mpiddp VERB …`, and "python" the tests' own. `mpi` adds
-        --mpirun to the verb's options.
-        """
-        return self.start(*argv, env=env, cwd=cwd, mpi=mpi, stdin=stdin).wait()
+    def run(self, *argv: Arg, **how: Any) -> Done:
+        """Run a command to its end, with the arguments of `start`."""
+        return self.start(*argv, **how).wait()
 
     def start(
         self,
@@ -202,18 +190,16 @@ class Place(ABC):
         mpi: str | None = None,
         stdin: str = "",
     ) -> Job:
-        """Start a command as `run` does. The end of the test kills it, with all that it has started."""
+        """Start a command on the first host. The end of the test kills it, with all that it has started.
+
+        A verb of mpiddp becomes `python -m mpiddp VERB …`, and "python" the tests' own. `mpi` adds
+        --mpirun to the verb's options.
+        """
         files = [self.folder / f".job-{len(self.jobs)}.{name}" for name in ("in", "out", "err")]
         files[0].write_text(stdin)
         with files[0].open("rb") as input_, files[1].open("wb") as out, files[2].open("wb") as err:
-            process = self._popen(
-                self._command(argv, mpi),
-                env or {},
-                cwd or self.folder,
-                input_.fileno(),
-                out.fileno(),
-                err.fileno(),
-            )
+            how = {"cwd": cwd or self.folder, "stdin": input_, "stdout": out, "stderr": err}
+            process = self._popen(self._command(argv, mpi), env or {}, **how)
         job = Job(process, files[1], files[2])
         self.jobs.append(job)
         return job
@@ -292,19 +278,10 @@ class Here(Place):
         """Run `mpiddp train OPTIONS…` so."""
         return self.fork("train", *options, ranks=ranks, env=env)
 
-    def _popen(
-        self, argv: list[str], env: Mapping[str, str], cwd: Path, stdin: int, out: int, err: int
-    ) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            argv,
-            env=clean_env({"TEST_PLACE": self.mark, **env}),
-            cwd=cwd,
-            stdin=stdin,
-            stdout=out,
-            stderr=err,
-            text=True,
-            start_new_session=True,  # a Ctrl-C at the terminal of the tests is not one of the job
-        )
+    def _popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
+        own = clean_env({"TEST_PLACE": self.mark, **env})
+        # In a session of its own: a Ctrl-C at the terminal of the tests is not one of the job.
+        return subprocess.Popen(argv, env=own, text=True, start_new_session=True, **how)
 
 
 @dataclass
@@ -363,12 +340,8 @@ class Hosts(Place):
     def kill(self, process: Process, number: int = signal.SIGKILL) -> None:
         self[process.host].run(["kill", f"-{int(number)}", str(process.pid)])
 
-    def _popen(
-        self, argv: list[str], env: Mapping[str, str], cwd: Path, stdin: int, out: int, err: int
-    ) -> subprocess.Popen[str]:
-        return self.cluster.hosts[0].popen(
-            argv, env={"OMP_NUM_THREADS": "1", **env}, cwd=cwd, stdin=stdin, stdout=out, stderr=err
-        )
+    def _popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
+        return self.cluster.hosts[0].popen(argv, env={"OMP_NUM_THREADS": "1", **env}, **how)
 
 
 def _text(file: Path) -> str:

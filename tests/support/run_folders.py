@@ -18,7 +18,6 @@ def write_run(
     restarts_at: Sequence[int] = (),
     saves: Sequence[int] = (50, 100),
     num_ranks: int = 2,
-    ranks_per_host: int = 2,
     config: dict[str, Any] | None = None,
     failures: dict[int, str] | None = None,
     ends: bool = True,
@@ -32,13 +31,12 @@ def write_run(
         ends: whether it came to its summary.
     """
     failures = failures or {}
-    checkpoints = folder / "checkpoints"
-    checkpoints.mkdir(parents=True)
+    (folder / "checkpoints").mkdir(parents=True)
     starts = [BEGAN + 3600 * number for number in range(len(restarts_at) + 1)]
     ended = [begun + 10 + step for begun, step in zip(starts, restarts_at, strict=False)]
     for step in saves:
-        save = checkpoints / f"step_{step:08d}"
-        save.mkdir(parents=True)
+        save = folder / "checkpoints" / f"step_{step:08d}"
+        save.mkdir()
         earlier = sum(step > restart for restart in restarts_at)
         os.utime(save, times=(starts[earlier] + step,) * 2)
     with (folder / "metrics.jsonl").open("w") as file:
@@ -53,7 +51,7 @@ def write_run(
             }
             file.write(json.dumps(record) + "\n")
         file.write(json.dumps({"step": steps, "epoch": 0, "test_accuracy": 0.91}) + "\n")
-    hosts = [f"gpu{rank // ranks_per_host:03d}" for rank in range(num_ranks)]
+    hosts = [f"gpu{rank // 2:03d}" for rank in range(num_ranks)]
     with (folder / "attempts.jsonl").open("w") as file:
         for number, begun in enumerate(starts):
             step = [0, *restarts_at][number]
@@ -69,15 +67,10 @@ def write_run(
                 end = {"event": "ended", "at": at + late, "rank": rank, "host": hosts[rank]}
                 end |= {"outcome": "failed", "failure": failure}
                 file.write(json.dumps(end) + "\n")
-    (folder / "config.json").write_text(
-        json.dumps({"arch": "resnet20", "lr": 0.4, **(config or {})})
-    )
+    config = {"arch": "resnet20", "lr": 0.4, **(config or {})}
+    (folder / "config.json").write_text(json.dumps(config))
     if ends:
-        summary = {
-            "dataset": "cifar10",
-            "arch": "resnet20",
-            "test_accuracy": 0.91,
-            "images_per_s": 1000.0,
-        }
-        (folder / "summary.json").write_text(json.dumps({**summary, "wall_s": 100.0}))
+        summary = {"dataset": "cifar10", "arch": "resnet20", "test_accuracy": 0.91}
+        summary |= {"images_per_s": 1000.0, "wall_s": 100.0}
+        (folder / "summary.json").write_text(json.dumps(summary))
     return folder

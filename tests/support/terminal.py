@@ -63,10 +63,11 @@ class InTerminal:
 @contextmanager
 def in_a_terminal(*argv: str, cwd: Path, **env: str) -> Iterator[InTerminal]:
     """Start a command with these variables as well. The end of the block kills it."""
+    variables = clean_env({"TERM": "xterm", **env})
     pid, outer = pty.fork()
     if pid == 0:
         os.chdir(cwd)
-        os.execve(argv[0], argv, clean_env({"TERM": "xterm", **env}))
+        os.execve(argv[0], argv, variables)
     job = InTerminal(pid, outer)
     try:
         job.resize(33, 120)

@@ -75,7 +75,7 @@ class RankInfo(NamedTuple):
 
 
 Infos = Sequence[RankInfo]  # of all ranks, by rank
-Files = Sequence[Sequence[str]]  # of a rank's script: of each, its name and its SHA-256
+Files = Sequence[tuple[str, str]]  # of a rank's script: of each, its name and its SHA-256
 Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 
 

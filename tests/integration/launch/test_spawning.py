@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +19,10 @@ from tests.support.ranks import ROOT, clean_env, run_command
 
 
 def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the variables of a launcher that runs the tests."""
+    """Remove the variables of a launcher that runs the tests, and the tests, whose files would travel."""
     for name in os.environ.keys() - clean_env().keys():
         monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if Path(each).resolve() != ROOT])
 
 
 @pytest.mark.parametrize(

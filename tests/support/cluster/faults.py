@@ -5,7 +5,7 @@ with faults.no_sshd(cluster["node1"]):
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from tests.support.cluster import ssh
 from tests.support.cluster.host import USER, Host
@@ -23,18 +23,24 @@ def no_sshd(host: Host) -> Iterator[None]:
 
 
 @contextmanager
+def sshd_with(host: Host, settings: str) -> Iterator[None]:
+    """The host's sshd has these settings as well. They count, because the first of a kind does."""
+    with no_sshd(host), begins_with(host, "/etc/ssh/sshd_config", settings):
+        ssh.start_sshd([host])
+        try:
+            yield
+        finally:
+            ssh.stop_sshd(host)
+
+
+@contextmanager
 def unknown_key(cluster: Cluster, host: Host) -> Iterator[None]:
     """No host knows this one's key: "Host key verification failed."."""
-
-    def without_key(known: str) -> str:
-        lines = known.splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith(f"{host.name},"))
-
     with ExitStack() as stack:
         for other in cluster.hosts:
             for user in ("root", USER):
                 path = f"{other.home(user)}/.ssh/known_hosts"
-                stack.enter_context(changed(other, path, without_key))
+                stack.enter_context(without_lines(other, path, f"{host.name},"))
         yield
 
 
@@ -51,7 +57,6 @@ def key_refused(host: Host) -> Iterator[None]:
 @contextmanager
 def another_port(cluster: Cluster, host: Host, port: int) -> Iterator[None]:
     """The host's sshd listens on this port alone. The other hosts know its key there."""
-    config = "/etc/ssh/sshd_config"
     with ExitStack() as stack:
         for other in cluster.hosts:
             for user in ("root", USER):
@@ -60,10 +65,7 @@ def another_port(cluster: Cluster, host: Host, port: int) -> Iterator[None]:
                 (key,) = (line for line in known if line.startswith(f"{host.name},"))
                 there = f"[{host.name}]:{port},[{host.address}]:{port} {key.partition(' ')[2]}\n"
                 stack.enter_context(changed(other, path, lambda keys, there=there: keys + there))
-        stack.enter_context(no_sshd(host))
-        stack.enter_context(changed(host, config, lambda text: f"Port {port}\n{text}"))
-        ssh.start_sshd([host])
-        stack.callback(ssh.stop_sshd, host)
+        stack.enter_context(sshd_with(host, f"Port {port}\n"))
         yield
 
 
@@ -117,3 +119,17 @@ def changed(host: Host, path: str, change: Callable[[str], str]) -> Iterator[Non
         yield
     finally:
         file.unlink() if before is None else file.write_text(before)
+
+
+def begins_with(host: Host, path: str, text: str) -> AbstractContextManager[None]:
+    """A file of the host has this text before its own."""
+    return changed(host, path, lambda before: text + before)
+
+
+def without_lines(host: Host, path: str, words: str) -> AbstractContextManager[None]:
+    """A file of the host lacks the lines that have these words."""
+
+    def others(text: str) -> str:
+        return "".join(line for line in text.splitlines(keepends=True) if words not in line)
+
+    return changed(host, path, others)

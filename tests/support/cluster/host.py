@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from tests.support.cluster import needs
 from tests.support.cluster.program import Program
@@ -53,21 +53,18 @@ class Host:
         argv: Sequence[Arg],
         *,
         timeout_s: float = PATIENCE_S,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        cwd: Arg | None = None,
         stdin: str | None = None,
         check: bool = False,
+        **login: Any,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program as in a login shell of this host: with a clean environment plus `env`, in the
-        user's home or in `cwd`, without a virtual environment.
+        """Run a program to its end; `login`: env, user and cwd, as `enter` takes them.
 
         Raises:
             subprocess.TimeoutExpired: it takes longer than `timeout_s`. Its session is killed first.
             subprocess.CalledProcessError: its exit code is not 0, and `check` is set.
         """
         pipe = subprocess.PIPE if stdin is not None else subprocess.DEVNULL
-        with self.popen(argv, env=env, user=user, cwd=cwd, stdin=pipe) as program:
+        with self.popen(argv, stdin=pipe, **login) as program:
             try:
                 out, err = program.communicate(stdin, timeout=timeout_s)
             except BaseException:  # a timeout or Ctrl-C: leave no process of it
@@ -82,23 +79,15 @@ class Host:
         self,
         argv: Sequence[Arg],
         *,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        cwd: Arg | None = None,
-        stdin: int | None = subprocess.DEVNULL,
-        stdout: int | None = subprocess.PIPE,
-        stderr: int | None = subprocess.PIPE,
+        stdin: IO[Any] | int | None = subprocess.DEVNULL,
+        stdout: IO[Any] | int | None = subprocess.PIPE,
+        stderr: IO[Any] | int | None = subprocess.PIPE,
+        **login: Any,
     ) -> Program:
         """Start a program as `run` does. Its `end()` kills all processes of its session."""
-        command = self.enter(argv, env=env, user=user, cwd=cwd)
-        return Program(
-            command,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,  # or Ctrl-C at the terminal would end only nsenter
-        )
+        streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "text": True}
+        # Without a session of its own, Ctrl-C at the terminal would end only nsenter.
+        return Program(self.enter(argv, **login), start_new_session=True, **streams)
 
     def enter(
         self,
@@ -108,7 +97,11 @@ class Host:
         user: str | None = None,
         cwd: Arg | None = None,
     ) -> list[str]:
-        """The command that runs `argv` on this host when it is started on this machine."""
+        """The command that runs `argv` on this host when it is started on this machine.
+
+        It runs as in a login shell of the user: with a clean environment plus `env`, in the user's home or in
+        `cwd`, without a virtual environment.
+        """
         name = user or "root"
         become = () if name == "root" else (f"--reuid={name}", f"--regid={name}", "--init-groups")
         return [
@@ -195,10 +188,10 @@ class Host:
         }
 
 
-def configure(pid: int, commands: Sequence[str]) -> None:
-    """Run these commands of `ip` in the network namespace of a process."""
+def configure(pid: int, commands: Sequence[str], program: str = "ip") -> None:
+    """Run these commands of `ip`, or of `tc`, in the network namespace of a process."""
     subprocess.run(
-        [needs.tool("nsenter"), f"--target={pid}", "--net", needs.tool("ip"), "-batch", "-"],
+        [needs.tool("nsenter"), f"--target={pid}", "--net", needs.tool(program), "-batch", "-"],
         input="\n".join(commands) + "\n",
         text=True,
         check=True,

@@ -4,14 +4,10 @@ with links.limited(cluster.hosts, mbit=100):
     ...  # tc's token bucket filter on both ends of each host's link
 """
 
-import shlex
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from tests.support.cluster import needs
-from tests.support.cluster.host import Host
-from tests.support.patience import PATIENCE_S
+from tests.support.cluster.host import Host, configure
 
 LATENCY = "50ms"  # a packet that would wait longer is dropped, as by a switch
 
@@ -27,8 +23,8 @@ def limited(hosts: Sequence[Host], *, mbit: float) -> Iterator[None]:
     bucket = f"tbf rate {round(mbit * 1e6)}bit burst {burst_bytes(mbit)} latency {LATENCY}"
     with ExitStack() as stack:
         for pid, device in (end for host in hosts for end in _ends(host)):
-            tc(pid, f"qdisc add dev {device} root {bucket}")
-            stack.callback(tc, pid, f"qdisc del dev {device} root")
+            configure(pid, [f"qdisc add dev {device} root {bucket}"], "tc")
+            stack.callback(configure, pid, [f"qdisc del dev {device} root"], "tc")
         yield
 
 
@@ -40,18 +36,3 @@ def sent_bytes(host: Host) -> int:
 def _ends(host: Host) -> tuple[tuple[int, str], ...]:
     """A process in the network namespace of each end, and the end's name: what it sends, it limits."""
     return (host.pid, host.interface), (host.hub_pid, host.port)
-
-
-def tc(pid: int, command: str) -> None:
-    """Run tc in the network namespace of a process."""
-    subprocess.run(
-        [
-            needs.tool("nsenter"),
-            f"--target={pid}",
-            "--net",
-            needs.tool("tc"),
-            *shlex.split(command),
-        ],
-        check=True,
-        timeout=PATIENCE_S,
-    )

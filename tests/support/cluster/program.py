@@ -57,20 +57,16 @@ def first_child(pid: int) -> int | None:
 
 def session_members(session: int) -> list[int]:
     """The pids of all running processes of a session."""
-    stats = {int(entry.name): _stat(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
-    return [
-        pid for pid, stat in stats.items() if stat and stat[0] != "Z" and stat[3] == str(session)
-    ]
+    members = []
+    for pid in (int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            state, _parent, _group, own, *_ = stat_of(pid)
+            if state != "Z" and own == str(session):
+                members.append(pid)
+    return members
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the command's name, which may contain spaces."""
-    try:
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+def stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the command's name, which may contain spaces: state, parent, …"""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return text.rpartition(")")[2].split()

@@ -70,12 +70,10 @@ class Slurm:
         """Wait for a job's end, and return its exit code."""
         login = self.cluster.hosts[0]
         try:
-            eventually(lambda: _exit_code(login, job) is not None)
+            (code,) = eventually(lambda: _exit_code(login, job))
         except TimeoutError:
             login.run(["scancel", job])
             raise TimeoutError(f"job {job} wrote: {output.read_text(encoding='utf-8')}") from None
-        code = _exit_code(login, job)
-        assert code is not None
         return code
 
 
@@ -126,13 +124,13 @@ def _daemon(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
             raise RuntimeError(f"{daemon[0]} on {host.name}: {stderr}")
 
 
-def _exit_code(host: Host, job: str) -> int | None:
-    """A job's exit code, or None until the job has ended."""
+def _exit_code(host: Host, job: str) -> tuple[int, ...]:
+    """A job's exit code, or none until the job has ended."""
     stdout = host.run(["scontrol", "--oneliner", "show", "job", job], check=True).stdout
     found = re.search(r"JobState=(\w+) .*ExitCode=(\d+):(\d+)", stdout)
     if not found:
         raise RuntimeError(f"scontrol prints no state of job {job}: {stdout}")
     state, code, signal = found.groups()
     if state in _UNFINISHED:
-        return None
-    return -int(signal) if int(signal) else int(code)
+        return ()
+    return (-int(signal) if int(signal) else int(code),)

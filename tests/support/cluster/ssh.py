@@ -7,8 +7,8 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.support.cluster import needs
 from tests.support.cluster.host import ETC, TMPDIR, USER, USER_ID, Host
@@ -18,8 +18,7 @@ from tests.support.patience import PATIENCE_S, eventually
 _SSHD_CONFIG = (ETC / "sshd_config").read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """A key pair in the format of ssh-keygen."""
 
     private: str

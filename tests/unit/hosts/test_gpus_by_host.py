@@ -117,6 +117,7 @@ def test_a_tool_without_gpus_and_one_for_another_processor(tmp_path):
 )
 def test_a_tool_that_does_not_end_is_killed_with_its_children(tmp_path, monkeypatch, script, found):
     monkeypatch.setenv("STARTED_BY", str(tmp_path))
+    monkeypatch.setattr(gpus, "_MOST_BYTES", 1 << 20)
     path = tool(tmp_path, "nvidia-smi", script)
     assert read_gpus(path, timeout_s=20.0 if found == [] else 0.5) == found
     eventually(lambda: not marked(f"STARTED_BY={tmp_path}".encode()))
