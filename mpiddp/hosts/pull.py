@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by
 from mpiddp.hosts import push
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.ssh import config_file, other_hosts
+from mpiddp.hosts.ssh import ask_hosts, other_hosts
 from mpiddp.hosts.transport import Transport
 from mpiddp.text import counted, listed, shown, size_text
 
@@ -34,41 +33,31 @@ def add_arguments(parser: OneSentenceParser) -> None:
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Bring everything, and print what came from where. Returns 1 if something could not be brought."""
     push.refuse_home(folder := Path(options.folder), "a run")
-    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
-    above = missing[-1].parent if missing else folder
-    if not above.is_dir():
-        raise UserError(f"{above} is a file; expected the folder of a run.")
-    others, code = other_hosts(hosts.hosts), DONE
+    others = other_hosts(hosts.hosts)
+    program = f"{push.FIND_RSYNC}print(json.dumps(error or os.path.isdir({str(folder)!a})))"
+    answers = ask_hosts(others, program, transport=hosts.transport)
+    failures = push.refusals(answers)
+    have_it = {host: answers[host].value for host in others if host not in failures}
+    if others and not (any(have_it.values()) or failures or folder.exists()):
+        raise UserError(f"{folder} is on no host.")
+    for host, has_it in have_it.items():
+        try:
+            came = _pull(host, folder, hosts.transport) if has_it else "nothing new"
+            print(f"{host.name}: {came}")
+        except JobFailed as failed:
+            failures[host] = str(failed)
+    print("".join(f"{each}\n" for each in failures.values()), end="", file=sys.stderr)
+    return FAILED if failures else DONE
+
+
+def _pull(host: Host, folder: Path, transport: Transport) -> str:
+    """Bring what is missing here, and say what came. Raises JobFailed."""
     with named_by(""):
         folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with config_file(others, hosts.transport) as config:
-            for host in others:
-                try:
-                    print(f"{host.name}: {_pull(host, folder, config, hosts.transport)}")
-                except JobFailed as failed:
-                    print(failed, file=sys.stderr)
-                    code = FAILED
-    finally:
-        for path in missing:
-            with suppress(OSError):  # it is not empty
-                path.rmdir()
-    if not (code or folder.exists()) and others:
-        raise UserError(f"{folder} is on no host.")
-    return code
-
-
-def _pull(host: Host, folder: Path, config: str, transport: Transport) -> str:
-    """Bring what is missing here, and say what came. Raises JobFailed."""
     paths = ("--", f"{host.alias}:{folder}/", f"{folder}/")
-    done = push.rsync(config, *_OF_A_RUN, "--ignore-existing", *paths)
-    if b"change_dir" in done.stderr and b"No such file" in done.stderr:
-        return "nothing new"
-    sizes = push.sizes_of(done)
-    if done.returncode not in (DONE, push.VANISHED):
-        raise JobFailed(push.why_failed(host, done, transport))
+    sizes = push.sizes(push.rsync(host, transport, *_OF_A_RUN, "--ignore-existing", *paths))
     came = f"{counted(len(sizes), 'file')}, {size_text(sum(sizes))}" if sizes else "nothing new"
-    compared = push.rsync(config, *_OF_A_RUN, *_DIFFERING, *paths).stdout.splitlines()
+    compared = push.rsync(host, transport, *_OF_A_RUN, *_DIFFERING, *paths)
     names = [shown(os.fsdecode(line.split(b" ", 2)[2])) for line in compared if line[:2] == b">f"]
     differing = f"; not taken, because it differs here: {listed(sorted(names), 3)}" if names else ""
     return came + differing

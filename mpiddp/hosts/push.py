@@ -23,7 +23,7 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, JobFailed, UserError, named_by
-from mpiddp.hosts.complaints import ssh_complaint
+from mpiddp.hosts.complaints import Answer, ssh_complaint
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts
@@ -31,30 +31,32 @@ from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
-PART, _REPLACED = ".mpiddp-part", ".mpiddp-replaced"
+_PART, _REPLACED = ".mpiddp-part", ".mpiddp-replaced"
 _AT_ONCE = 8  # rsync processes
 # -s keeps names from the shell there. Its long name differs between versions of rsync. cat, of _SHELL, cannot
 # write to what does not block.
-RSYNC = ("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates")
-VANISHED = 24  # rsync's exit code where a file was deleted meanwhile
+_RSYNC = ("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates")
+_VANISHED = 24  # rsync's exit code where a file was deleted meanwhile
 
-# Makes the folders on a host, and says what failed.
-_PREPARE = """
+_INSTALL = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
+# The beginning of a program that prints a sentence where a host cannot take part, see `refusals`.
+FIND_RSYNC = f"""
 import json, os, shutil
-error = "" if shutil.which("rsync") else {no_rsync!a}
-for folder in () if error else {folders!a}:
+error = "" if shutil.which("rsync") else {_INSTALL.format("there", " there")!a}
+"""
+_MAKE_FOLDERS = """
+for folder in () if error else {!a}:
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as failed:
         error = "%s: %s." % (folder, failed.strerror)
-print(json.dumps(error))
+print(json.dumps(error or True))
 """
 # ssh for rsync, without what the start-up files of the shell there print before the login's line.
 _SHELL = (
     f'sh -c \'ssh -F {{}} "$@" | {{{{ while IFS= read -r line; do [ "$line" = {LOGIN} ] && exec cat; '
     "done; }}' ssh"
 )
-_INSTALL = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
@@ -156,24 +158,26 @@ def push(
     """
     if (least := min_hosts or len(hosts)) > len(hosts):
         raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")
-    names = {folder: _names(folder, left_out) for folder in dict.fromkeys(folders)}
+    for folder in folders:
+        refuse_home(Path(folder), "a project")
+        with named_by(""):
+            if not any(Path(folder).iterdir()):
+                raise UserError(f"{folder} has nothing to push.")
     others = other_hosts(hosts)
-    prepare = _PREPARE.format(folders=[*names], no_rsync=_INSTALL.format("there", " there"))
-    answers = ask_hosts(others, prepare, transport=transport)
-    failures = {host: each.why for host, each in answers.items() if each.why}
-    failures |= {h: f"{h.name}: {each.value}" for h, each in answers.items() if each.value}
+    prepare = FIND_RSYNC + _MAKE_FOLDERS.format(folders)
+    failures = refusals(ask_hosts(others, prepare, transport=transport))
     if len(hosts) - len(failures) < least:
         raise UserError("\n".join(failures.values()))
 
     def send(host: Host) -> int | str:
         try:
-            return sum(_send(host, each, names[each], config, transport) for each in names)
+            return sum(_send(host, each, left_out, transport) for each in folders)
         except JobFailed as failed:
             return str(failed)
 
-    accepted = [host for host in others if host not in failures]
-    with config_file(hosts, transport) as config, ThreadPoolExecutor(_AT_ONCE) as threads:
-        results = dict(zip(accepted, threads.map(send, accepted), strict=True))
+    ready = [host for host in others if host not in failures]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        results = dict(zip(ready, threads.map(send, ready), strict=True))
     failures |= {host: each for host, each in results.items() if isinstance(each, str)}
     if len(hosts) - len(failures) < least:
         raise JobFailed("\n".join(failures.values()))
@@ -187,71 +191,61 @@ def refuse_home(folder: Path, expected: str) -> None:
         raise UserError(f"{folder} is or holds your home folder. Name the folder of {expected}.")
 
 
-def _names(folder: str, left_out: Sequence[str]) -> list[str]:
-    """The entries of a folder to push. What else a host has beside them stays there."""
-    refuse_home(path := Path(folder), "a project")
-    private = {*left_out, PART, _REPLACED, "__pycache__"}
-    with named_by(""):
-        names = sorted({each.name for each in path.iterdir()} - private)
-    if not names:
-        raise UserError(f"{folder} has nothing to push.")
-    return names
+def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
+    """Why hosts take no part: they do not answer, or print a sentence."""
+    said = {
+        host: f"{host.name}: {each.value}"
+        for host, each in answers.items()
+        if isinstance(each.value, str)
+    }
+    return said | {host: each.why for host, each in answers.items() if each.why}
 
 
-def _send(
-    host: Host,
-    folder: str,
-    names: Sequence[str],
-    config: str,
-    transport: Transport = SSH,
-) -> int:
-    """Send these entries of a folder. Returns the bytes of the files that the host lacked, 1 for none.
+def _send(host: Host, folder: str, left_out: Sequence[str], transport: Transport) -> int:
+    """Send a folder. Returns the bytes of the files that the host lacked, 1 for none.
 
     0 means that nothing has changed. Raises JobFailed.
     """
     environment = _environment()
     within = [os.path.relpath(each, folder) for each in environment]
     kept = [*(f"--filter=R /{each}/***" for each in within), "--filter=P *"]
-    done = rsync(
-        config,
-        *("--delete", "--delete-delay", *([] if folder in environment else kept)),
+    lines = rsync(
+        host,
+        transport,
+        *("--delete", "--delete-delay", "--omit-dir-times"),
+        *(f"--exclude=/{each}" for each in (*left_out, _REPLACED)),
         *("--exclude=__pycache__", "--exclude=*.history.jsonl"),  # each host has its own
+        *([] if folder in environment else kept),
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
-        *("-r", "--no-relative", "--from0", "--files-from=-"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
-        # A command line is too short for 100,000 names.
-        stdin=b"".join(os.fsencode(f"./{each}\0") for each in names),
     )
-    if done.returncode not in (DONE, VANISHED):
-        raise JobFailed(why_failed(host, done, transport))
-    return max(1, sum(sizes_of(done))) if done.stdout else 0
+    return max(1, sum(sizes(lines))) if lines else 0
 
 
-def rsync(config: str, *arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """Run rsync over ssh. Its messages are in English. `config` is the path of ssh's configuration.
+def rsync(host: Host, transport: Transport, *arguments: str) -> list[bytes]:
+    """Run rsync over ssh. A line for each change: its kind, its size and the name of the file.
 
-    Raises UserError if it is not installed here.
+    Raises UserError if it is not installed here, or JobFailed.
     """
     if shutil.which("rsync") is None:
         raise UserError(_INSTALL.format("here", ""))
-    own = (f"--partial-dir={PART}", "--out-format=%i %l %n")
-    shell = (f"--rsync-path=echo {LOGIN}; rsync", "-e", _SHELL.format(config))
-    env = {**os.environ, "LC_ALL": "C"}
-    command = [*RSYNC, *own, *shell, *arguments]
-    return subprocess.run(command, env=env, input=stdin, capture_output=True)
+    own = (f"--partial-dir={_PART}", "--out-format=%i %l %n")
+    env = {**os.environ, "LC_ALL": "C"}  # its messages are in English
+    with config_file([host], transport) as config:
+        shell = (f"--rsync-path=echo {LOGIN}; rsync", "-e", _SHELL.format(config))
+        done = subprocess.run([*_RSYNC, *own, *shell, *arguments], env=env, capture_output=True)
+    if done.returncode not in (DONE, _VANISHED):
+        raise JobFailed(_why_failed(host, done, transport))
+    return done.stdout.splitlines()
 
 
-def sizes_of(done: subprocess.CompletedProcess[bytes]) -> list[int]:
+def sizes(lines: Sequence[bytes]) -> list[int]:
     """The sizes of the files that an rsync has sent or received."""
-    return [int(size) for size in re.findall(rb"(?m)^[<>]f\S+ +(\d+) ", done.stdout)]
+    return [int(line.split()[1]) for line in lines if re.match(rb"[<>]f", line)]
 
 
-def why_failed(host: Host, done: subprocess.CompletedProcess[bytes], transport: Transport) -> str:
-    """The sentence of an rsync that failed."""
+def _why_failed(host: Host, done: subprocess.CompletedProcess[bytes], transport: Transport) -> str:
     errors = done.stderr.decode(errors="replace")
-    if re.search("rsync: (command not found|not found|Permission denied)", errors):
-        return f"{host.name}: {_INSTALL.format('there', ' there')}"
     if own := re.search("(?m)^rsync: (?!.*(?:unexpectedly closed|safe_write failed))(.*)", errors):
         return f"{host.name}: {escaped(own[1])} (rsync's exit code {done.returncode})"
-    said = re.sub("(?m)^rsync(:| error:) .*\n?", "", errors)
-    return ssh_complaint(host, said, transport)
+    return ssh_complaint(host, re.sub("(?m)^rsync(:| error:) .*\n?", "", errors), transport)
