@@ -14,7 +14,7 @@ from typing import Any
 
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
-from mpiddp.hosts.transport import SSH, Transport
+from mpiddp.hosts.transport import Transport
 from mpiddp.text import shown
 
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
@@ -128,7 +128,7 @@ def _no_answer(answer: Answer) -> str:
     return ssh_complaint(host, answer.stderr, transport)
 
 
-def ssh_complaint(host: Host, errors: str, transport: Transport = SSH) -> str:
+def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
     """The sentence for ssh's own error, with the command that fixes it."""
     lines = errors.strip().splitlines()  # ssh ends them with \r\n
     text = "\n".join(lines)

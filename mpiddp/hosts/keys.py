@@ -31,7 +31,6 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
         host
         for host, answer in closed.items()
         if re.search("(?m)^Host key verification failed|^.*Permission denied", answer.stderr)
-        and "IDENTIFICATION HAS CHANGED" not in answer.stderr
     ]
     if asked:
         key = _key()

@@ -25,6 +25,7 @@ from tempfile import TemporaryFile
 from types import ModuleType
 from typing import BinaryIO
 
+from mpiddp.errors import UserError
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer, settings
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host, resolve_all
@@ -35,9 +36,9 @@ from mpiddp.hosts.transport import SSH, Transport
 # jump host meet at its sshd.
 _MOST_LOGINS, _MOST_BEHIND_JUMP = 32, 8
 
+_NO_SSH = "ssh is not installed here. Run: sudo apt-get install openssh-client."
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 3  # stdin's socket, stdout's pipe and stderr's file
-_FILES_TO_START = 12  # while a process starts
 _END_S = 4.0  # for a program on this machine to end
 _TOGETHER_S = 1.0  # answers that come within this time are shown together
 
@@ -117,14 +118,13 @@ def ask_hosts(
     """Run `program`, the text of one, on all hosts at the same time.
 
     So many logins as sshd accepts go on at once. This machine runs the program directly. A process that still
-    runs at its deadline is killed on this side. Raises UserError if the transport is not installed here.
+    runs at its deadline is killed on this side. Raises UserError if ssh is not installed here; a scheduler's
+    own program is used only where it is.
     """
-    if other_hosts(hosts):
-        transport.check_installed()
+    if other_hosts(hosts) and not transport.is_installed:
+        raise UserError(f"{_NO_SSH} {transport.hint}".rstrip())
     kept = logins if transport.is_ssh else None  # that of a scheduler may want the end of stdin
-    limit = allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-    unused = limit - len(list(Path("/proc/self/fd").iterdir())) - _FILES_TO_START
-    at_once = max(1, unused // _FILES_PER_HOST)
+    allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     most_pending = logins_at_once(hosts, transport)
     waiting, running = [*reversed(hosts)], list[Login]()
     answers, new = dict[Host, Answer](), dict[Host, Answer]()
@@ -133,9 +133,9 @@ def ask_hosts(
         with config_file(hosts, transport) as config, selectors.DefaultSelector() as selector:
             while waiting or running:
                 pending = sum(not each.has_begun for each in running)
-                while waiting and len(running) < at_once and pending < most_pending:
+                while waiting and pending < most_pending:
                     host = waiting.pop()
-                    each = kept.pop(_key(host), None) if kept else None
+                    each = kept.pop(host.key, None) if kept else None
                     command = shell_command(host, _SHELL_LINE, transport, config)
                     each = each or Login(python, command)
                     each.ask(host, program, transport.login_s, work_s, is_last=kept is None)
@@ -151,10 +151,10 @@ def ask_hosts(
                     running.remove(each)
                     new[each.host] = answers[each.host] = each.answer(python, transport)
                     show_at = min(show_at, now + _TOGETHER_S)
-                    if kept is None or not each.has_answered or _key(each.host) in kept:
-                        each.close()
+                    if kept is not None and each.has_answered:
+                        kept[each.host.key] = each
                     else:
-                        kept[_key(each.host)] = each
+                        each.close()
                 if new and (time.monotonic() >= show_at or not (waiting or running)):
                     show({host: new[host] for host in hosts if host in new})
                     new, show_at = {}, math.inf
@@ -237,8 +237,8 @@ class Login:
         # stdin is a socket: a user with many pipes gets pipes that are smaller than a program. stderr is a
         # file: a connection that ssh keeps (ControlPersist) may hold it open for long.
         self._stdin, theirs = socket.socketpair()
-        with theirs, unnamed_file() as errors:
-            self._stderr = os.dup(errors.fileno())
+        self._stderr = unnamed_file()
+        with theirs:
             self.process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=self._stderr
             )
@@ -285,7 +285,8 @@ class Login:
         if exit_code is None:
             with suppress(subprocess.TimeoutExpired):
                 exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        errors = os.pread(self._stderr, os.fstat(self._stderr).st_size, 0).decode(errors="replace")
+        number = self._stderr.fileno()
+        errors = os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
         printed = self.output.decode(errors="replace").removesuffix(f"{_ANSWERED}\n")
         before = (self._before or b"").decode(errors="replace")
         texts = (printed, errors, True, before) if self.has_begun else ("", errors, False, printed)
@@ -297,25 +298,19 @@ class Login:
         ends_s = 0.0
         if is_this_host(self.host.name):  # as over ssh, the program sees that nobody reads any more
             ends_s = _END_S
-        elif (
-            self.has_answered and not self._is_ssh
-        ):  # Grid Engine kills a job one of whose qrsh is killed
+        elif self.has_answered and not self._is_ssh:
+            # Grid Engine kills a job one of whose qrsh is killed.
             ends_s = max(_END_S, self.deadline - time.monotonic())
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(ends_s)
         self.process.kill()
         self.process.wait()
-        os.close(self._stderr)
+        self._stderr.close()
 
 
 class Logins(dict[str, Login]):
-    """Logins that remain open for further programs, by `_key`."""
+    """Logins that remain open for further programs, by the keys of their hosts."""
 
     def close(self) -> None:
         while self:
             self.popitem()[1].close()
-
-
-def _key(host: Host) -> str:
-    """The host's key, however the job names this machine."""
-    return "" if is_this_host(host.name) else host.key

@@ -9,8 +9,6 @@ from __future__ import annotations
 import shutil
 from typing import NamedTuple
 
-from mpiddp.errors import UserError
-
 
 class Transport(NamedTuple):
     """A program like ssh."""
@@ -34,16 +32,6 @@ class Transport(NamedTuple):
     @property
     def is_installed(self) -> bool:
         return shutil.which(self.agent[0]) is not None
-
-    def check_installed(self) -> None:
-        """Raises UserError if its program is not installed here."""
-        if self.is_installed:
-            return
-        fix = f"{self.agent[0]} is not on PATH. Put it there, or use ssh: {self.instead}"
-        if self.is_ssh:
-            fix = "ssh is not installed here. Run: sudo apt-get install openssh-client"
-            fix += f". {self.hint}" if self.hint else ""
-        raise UserError(fix)
 
 
 SSH = Transport("ssh", ("ssh",), "ssh")
