@@ -289,15 +289,12 @@ def render(hosts: Hosts, form: str) -> str:
             lines += [host.name] * slots_of(hosts, host)
         elif form == "openmpi" or host.slots != 0:
             if host.gpus is not None:
-                lines.append(f"# for mpiddp launch: {host.name} {_key_of_gpus(host)}")
+                gpus = ",".join(map(str, host.gpus))
+                lines.append(f"# for mpiddp launch: {host.name} gpus={gpus}")
             lines.append(
                 _in_openmpi(host) if form == "openmpi" else _in_mpich(host, hosts.where(host))
             )
     return "".join(f"{line}\n" for line in lines)
-
-
-def _key_of_gpus(host: Host) -> str:
-    return "" if host.gpus is None else f"gpus={','.join(map(str, host.gpus))}"
 
 
 def _in_openmpi(host: Host) -> str:
