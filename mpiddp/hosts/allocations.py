@@ -107,7 +107,7 @@ def lsf(env: Mapping[str, str]) -> Hosts | None:
     words = env[name].split()
     pairs = zip_longest(words[::2], words[1::2], fillvalue="")
     lines = "\n".join(f"{host} slots={count}" for host, count in pairs)
-    return _granted(parse_hostfile(os.fsencode(lines), name, may_repeat=True), source)
+    return replace(parse_hostfile(os.fsencode(lines), name, may_repeat=True), source=source)
 
 
 def grid_engine(env: Mapping[str, str]) -> Hosts | None:
@@ -160,12 +160,7 @@ def _job(env: Mapping[str, str], scheduler: str, id: str) -> str:
 
 def _of_file(env: Mapping[str, str], name: str, source: str, proof: str) -> Hosts:
     """The hosts in the file that the variable `name` names. `source` is the job, for messages."""
-    return _granted(read_hostfile(_needed(env, name, proof)), source)
-
-
-def _granted(found: Hosts, source: str) -> Hosts:
-    """The hosts without the positions in a file that the user has not written."""
-    return Hosts(source, tuple(replace(host, line=None) for host in found.hosts))
+    return replace(read_hostfile(_needed(env, name, proof)), source=source)
 
 
 def _needed(env: Mapping[str, str], name: str, proof: str) -> str:

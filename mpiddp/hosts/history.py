@@ -73,8 +73,7 @@ def record_of(host: str, events: Sequence[Event]) -> Record:
 def file_of(hostfile: str | None) -> Path | None:
     """The history of a hostfile's hosts; None for hosts that have no hostfile."""
     # os.path.isfile answers False where pathlib raises: in a folder that may not be searched.
-    is_device = hostfile is not None and hostfile.startswith(("/dev/", "/proc/"))  # <(…)
-    if not hostfile or is_device or not os.path.isfile(hostfile):  # noqa: PTH113
+    if not hostfile or not os.path.isfile(hostfile):  # noqa: PTH113
         return None
     path = Path(f"{hostfile}{ENDING}").absolute()
     # Where all may write, another user may have put a link or a pipe there.

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mpiddp.errors import UserError, cause_of
 from mpiddp.protocol.channel import state_folder
@@ -130,26 +130,16 @@ def _named(unnamed: Path, beginning: str) -> Path:
 
 def read_log(job: DetachedJob, *, follows: bool) -> Iterator[bytes | None]:
     """The log, in pieces. With `follows`, None whenever there is nothing new, until the job has ended."""
-    number, file = 0, None
-    try:
-        while True:
-            is_over = not (follows and job.is_running)
-            for later, path in [each for each in job.parts() if each[0] > number]:
-                yield from _rest(file)
-                with suppress(OSError):  # removed meanwhile
-                    opened = path.open("rb")
-                    if file is not None:
-                        file.close()
-                    number, file = later, opened
-            yield from _rest(file)
-            if is_over:
-                return
-            yield None
-    finally:
-        if file is not None:
-            file.close()
-
-
-def _rest(file: BinaryIO | None) -> Iterator[bytes]:
-    while file is not None and (piece := file.read(1 << 16)):
-        yield piece
+    latest, done = 0, 0  # the part that was read last, and how many of its bytes
+    while True:
+        is_over = not (follows and job.is_running)
+        for number, path in [each for each in job.parts() if each[0] >= latest]:
+            with suppress(FileNotFoundError), path.open("rb") as file:  # removed meanwhile
+                file.seek(done if number == latest else 0)
+                latest = number
+                while piece := file.read(1 << 16):
+                    yield piece
+                done = file.tell()
+        if is_over:
+            return
+        yield None

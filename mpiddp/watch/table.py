@@ -60,9 +60,9 @@ def ps(argv: list[str]) -> int:
     as_json = parser.parse_args(argv).json
     jobs = running_jobs()
     if as_json:
-        own = [{"pid": job.pid or None, "name": job.name, "phase": "no answer"} for job in jobs]
-        both = zip(own, jobs, strict=True)
-        print(json.dumps([{**facts, **job.facts} for facts, job in both], indent=2))
+        unknown = {"phase": "no answer"}
+        rows = [{"pid": job.pid or None, "name": job.name, **unknown, **job.facts} for job in jobs]
+        print(json.dumps(rows, indent=2))
         return DONE
     print(job_lines(jobs) if jobs else "no job of yours runs on this machine.")
     return DONE
