@@ -295,8 +295,11 @@ def test_a_launch_names_another_python(hosts):
     python = [str(env / "bin/python"), "-m", "mpiddp"]
     file = hosts.folder / "three"
     file.write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
-    node0 = hosts["node0"]
+    node0, left = hosts["node0"], hosts["node1"].path(env)
+    write(left, {"lib/gone/__pycache__/a.pyc": "theirs", "bin/__pycache__/a.pyc": "theirs"})
     assert node0.run([*python, "hosts", "push", str(file), str(env)], cwd=ROOT).returncode == 0
+    assert not (left / "lib/gone").exists()
+    assert (left / "bin/__pycache__/a.pyc").exists()
     launch = ["launch", "--hostfile", str(file), "--mpirun", find_mpirun(), "--", "true"]
     done = node0.run([*python, *launch], cwd=ROOT)
     here = "{}.{}".format(*sys.version_info[:2])
