@@ -136,9 +136,8 @@ def ask_hosts(
                 while waiting and pending < most_pending:
                     host = waiting.pop()
                     each = kept.pop(host.key, None) if kept else None
-                    command = shell_command(host, _SHELL_LINE, transport, config)
-                    each = each or Login(python, command)
-                    each.ask(host, program, transport.login_s, work_s, is_last=kept is None)
+                    each = each or Login(host, python, transport, config)
+                    each.ask(host, program, work_s, is_last=kept is None)
                     running.append(each)
                     selector.register(each.stdout, selectors.EVENT_READ, each)
                     pending += 1
@@ -149,7 +148,7 @@ def ask_hosts(
                 for each in [each for each in running if each in ended or each.deadline <= now]:
                     selector.unregister(each.stdout)
                     running.remove(each)
-                    new[each.host] = answers[each.host] = each.answer(python, transport)
+                    new[each.host] = answers[each.host] = each.answer()
                     show_at = min(show_at, now + _TOGETHER_S)
                     if kept is not None and each.has_answered:
                         kept[each.host.key] = each
@@ -179,15 +178,12 @@ def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:
     return _MOST_LOGINS
 
 
-def shell_command(host: Host, line: str, transport: Transport, config: str) -> list[str]:
-    """The command that runs `line` in a Bourne shell on `host`. `line` must hold no input and no newline.
-
-    `config` is the path of ssh's configuration.
-    """
+def _login_command(host: Host, transport: Transport, config: str) -> list[str]:
+    """The command that runs _SHELL_LINE on a host. `config` is the path of ssh's configuration."""
     if is_this_host(host.name):
-        return ["sh", "-c", line]
+        return ["sh", "-c", _SHELL_LINE]
     # A user's login shell may not be a Bourne shell: fish, or csh, whose quotes end with the line.
-    line = f"exec sh -c {shlex.quote(line)}"
+    line = f"exec sh -c {shlex.quote(_SHELL_LINE)}"
     if not transport.is_ssh:
         return [*transport.agent, host.name, line]
     # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
@@ -228,36 +224,35 @@ def unnamed_file(content: bytes = b"") -> BinaryIO:
 class Login:
     """A login on one host, for one program after the other."""
 
-    def __init__(self, python: str, command: Sequence[str]) -> None:
+    def __init__(self, host: Host, python: str, transport: Transport, config: str) -> None:
+        self._python, self._transport = python, transport
         self._to_send = f"{python}\n".encode()
-        self._is_ssh = command[0] == "ssh"
         self.deadline, self._work_s = math.inf, 0.0
+        self.has_begun = False  # the login has succeeded
+        self._before = bytearray()  # what was printed until then
         self.output = bytearray()  # of the present program
-        self._before: bytes | None = None  # what was printed before the login succeeded
         # stdin is a socket: a user with many pipes gets pipes that are smaller than a program. stderr is a
         # file: a connection that ssh keeps (ControlPersist) may hold it open for long.
         self._stdin, theirs = socket.socketpair()
         self._stderr = unnamed_file()
         with theirs:
             self.process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=self._stderr
+                _login_command(host, transport, config),
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
             )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
 
     @property
-    def has_begun(self) -> bool:
-        return self._before is not None
-
-    @property
     def has_answered(self) -> bool:
         return self.output.endswith(f"{_ANSWERED}\n".encode())
 
-    def ask(
-        self, host: Host, program: str, login_s: float, work_s: float, *, is_last: bool
-    ) -> None:
-        """Send the next program. It has `work_s`, and before the login is done `login_s` more."""
+    def ask(self, host: Host, program: str, work_s: float, *, is_last: bool) -> None:
+        """Send the next program. It has `work_s`, after the login is done."""
         self.host, self._work_s = host, work_s  # another one of the same name
+        login_s = self._transport.login_s
         self.deadline = time.monotonic() + (work_s if self.has_begun else login_s)
         text = program.encode()
         self._to_send += f"{len(text)} {_ANSWERED}\n".encode() + text
@@ -272,15 +267,15 @@ class Login:
     def read(self) -> bool:
         """Read what has arrived. Returns whether more may come."""
         chunk = os.read(self.stdout.fileno(), 65536)
-        self.output += chunk
+        (self.output if self.has_begun else self._before).extend(chunk)
         line = f"{LOGIN}\n".encode()
-        if not self.has_begun and line in self.output:
-            before, _, self.output = self.output.partition(line)
-            self._before = bytes(before)
+        if not self.has_begun and line in self._before:
+            self._before, _, self.output = self._before.partition(line)
+            self.has_begun = True
             self.deadline += self._work_s
         return bool(chunk) and not self.has_answered
 
-    def answer(self, python: str, transport: Transport) -> Answer:
+    def answer(self) -> Answer:
         exit_code = 0 if self.has_answered else None
         if exit_code is None:
             with suppress(subprocess.TimeoutExpired):
@@ -288,9 +283,9 @@ class Login:
         number = self._stderr.fileno()
         errors = os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
         printed = self.output.decode(errors="replace").removesuffix(f"{_ANSWERED}\n")
-        before = (self._before or b"").decode(errors="replace")
-        texts = (printed, errors, True, before) if self.has_begun else ("", errors, False, printed)
-        return Answer(self.host, python, transport, exit_code, *texts)
+        before = self._before.decode(errors="replace")
+        asked = (self.host, self._python, self._transport)
+        return Answer(*asked, exit_code, printed, errors, self.has_begun, before)
 
     def close(self) -> None:
         self._stdin.close()
@@ -298,7 +293,7 @@ class Login:
         ends_s = 0.0
         if is_this_host(self.host.name):  # as over ssh, the program sees that nobody reads any more
             ends_s = _END_S
-        elif self.has_answered and not self._is_ssh:
+        elif self.has_answered and not self._transport.is_ssh:
             # Grid Engine kills a job one of whose qrsh is killed.
             ends_s = max(_END_S, self.deadline - time.monotonic())
         with suppress(subprocess.TimeoutExpired):
