@@ -37,7 +37,6 @@ _VALUES = {
 _ADDRESS = re.compile(r"(?=.{1,253}$)([0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)")
 _BRACKETED = re.compile(r"\[([^]]*)\](?::(.*))?")
 _COMMA = re.compile(r",(?![^[]*\])")  # but not within brackets
-_NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\udc80-\udcff]|\r(?!\n|\Z)")
 _MAX_BYTES = 4 << 20  # the wrong file may be a 10 GB checkpoint, or /dev/zero
 MAX_SLOTS = 999_999  # in all. A plan has an entry for each rank
 
@@ -176,17 +175,17 @@ def hosts_between_commas(where: str, text: str) -> list[Host]:
 
 
 def _text(data: bytes, source: str) -> str:
-    """The file's bytes as text, without a byte order mark and the ends of Windows' lines."""
+    """The file's bytes as text, without a byte order mark."""
     if len(data) > _MAX_BYTES:
         raise UserError(
             f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile. {EXAMPLE}"
         )
-    text = data.decode("utf-8-sig", errors="surrogateescape")
-    if bad := _NO_TEXT.search(text):
-        byte = ord(bad[0]) & 0xFF  # a byte that is not UTF-8 is decoded as U+DC00 + itself
-        where = f"{source}:{text.count(chr(10), 0, bad.start()) + 1}"
-        raise UserError(f"{where}: byte 0x{byte:02x} is not text. {EXAMPLE}")
-    return text
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = f"{source}:{data.count(10, 0, error.start) + 1}"
+        byte = data[error.start]
+        raise UserError(f"{where}: byte 0x{byte:02x} is not text. {EXAMPLE}") from None
 
 
 def _tokens(line: str) -> list[str]:
