@@ -25,7 +25,6 @@ _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
 
 
 def _rate(value: float | None) -> str:
-    """The text of a number of steps per second."""
     return "-" if value is None else f"{value:.3g}/s"
 
 
