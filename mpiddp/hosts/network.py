@@ -42,16 +42,11 @@ def meet(
     of_this_host = {each.address for each in interfaces()}
     me = next(name for name, address in addresses.items() if address in of_this_host)
     names, own = [*addresses], addresses[me]
-
-    def partners(name: str) -> list[str]:
-        at = names.index(name)
-        near = {names[0], names[at - 1], names[(at + 1) % len(names)]}
-        chosen = names if len(names) <= (most or len(names)) else near
-        # The first one is near to all, so all are near to it.
-        chosen = names if at == 0 else chosen
-        return [each for each in chosen if each != name]
-
-    others = {name: addresses[name] for name in partners(me)}
+    at = names.index(me)
+    near = {names[0], names[at - 1], names[(at + 1) % len(names)]}
+    # The first one connects to all, so each host connects to those that connect to it.
+    has_all = at == 0 or len(names) <= (most or len(names))
+    others = {each: addresses[each] for each in names if each != me and (has_all or each in near)}
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     try:
         listener = socket.create_server((own, port), family=family, backlog=512)
@@ -70,7 +65,7 @@ def meet(
     with ThreadPoolExecutor(_CONNECTIONS) as threads:
         answers = threads.map(lambda each: _reach(each, port, until), others.values())
         found = dict(zip(others, answers))
-    for _ in (each for each in names if me in partners(each)):  # they may have started later
+    for _ in others:  # they may have started later
         served.acquire(timeout=max(0.0, until - time.monotonic()))
     return found
 
