@@ -65,10 +65,9 @@ _WELL = re.compile(
     rb"\b(?:complete|completed|finished|done|succeeded|successful|successfully)\b|^\W*done\b"
 )
 
-_EXCEPTION, _EXIT, _RERUN = (
-    next(row for row in FAILURES if row.id == name)
-    for name in ("python-exception", "python-exit", "python-start-method")
-)
+_BY_ID = {row.id: row for row in FAILURES}
+_EXCEPTION, _EXIT = _BY_ID["python-exception"], _BY_ID["python-exit"]
+_RERUN = _BY_ID["python-start-method"]
 # Texts with the same first character share a branch: faster than one alternative a text.
 _SAYS = [text for row in FAILURES for text in row.says]
 _BRANCHES = groupby(
@@ -177,9 +176,8 @@ class Log:
         if text.startswith(_CHAINED):
             self._chained.add(rank)
         frame = _FRAME.match(text)
-        is_rerun = (
-            frame is not None and frame[1] in _RERUNS
-        )  # its traceback may begin before the log
+        is_rerun = frame is not None and frame[1] in _RERUNS
+        # The traceback of one may begin before the log.
         if _TRACEBACK in text or (is_rerun and rank not in self._open):
             self._open[rank] = frame[1] if frame else ""
             return True
@@ -334,7 +332,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("log", metavar="LOGFILE", help="a file, - for stdin, or an id")
     name: str = parser.parse_args(argv).log
-    row = next((row for row in FAILURES if row.id == name), None)
+    row = _BY_ID.get(name)
     if row is not None and not Path(name).exists():
         print(f"{row.id}: {row.cause}\nFix:  {row.fix}")
         return DONE
@@ -343,9 +341,8 @@ def main(argv: list[str]) -> int:
         with sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
             is_empty = not file.peek(1)  # type: ignore[union-attr]
             log = explain_file(file)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{escaped(name)} cannot be read ({reason}).") from None
+    except OSError as error:
+        raise UserError(f"{escaped(name)} cannot be read ({error.strerror}).") from None
     found = log.found
     if found and not log.survived:
         first, *others = found
