@@ -10,7 +10,8 @@ import pytest
 
 from mpiddp.bench.jobs import BenchJobFailed, time_command
 from mpiddp.train.config import option_parser as train_parser
-from tests.support.ranks import ROOT, run_command
+from tests.support.place import Here
+from tests.support.ranks import ROOT, run_command, script
 
 
 def test_a_command_has_a_limit():
@@ -23,24 +24,23 @@ import sys
 from argparse import Namespace
 from importlib import import_module
 from torch.nn.modules.module import register_module_forward_pre_hook as before_forward
-last = {}
+last, (name, *training) = {}, sys.argv[1:]
 def note(module, inputs):
     if type(module).__name__ == "ResNet":
         last[module] = inputs[0].shape[-1]
 before_forward(note)
-for name in ("scaling", "step"):
-    last.clear()
-    import_module(f"mpiddp.bench.{name}").rank(Namespace(steps=4, rounds=1), sys.argv[1:])
-    print(name, *set(last.values()))
+options = Namespace(steps=4, rounds=1)
+import_module(f"mpiddp.bench.{name}").rank(options, training)
+print(*set(last.values()))
 """
 
 
-def test_every_loop_reads_the_images_that_the_options_ask_for():
+@pytest.mark.parametrize("name", ["scaling", "step"])
+def test_every_loop_reads_the_images_that_the_options_ask_for(name, tmp_path):
     """--low-res-epochs was accepted, and the images were whole ones."""
     training = ("--arch=resnet20", "--batch-size=2", "--low-res-epochs=1", "--backend=gloo")
-    done = run_command([sys.executable, "-c", SIZES, *training])
-    found = dict(re.findall(r"^(scaling|step) (.*)$", done.stdout, re.MULTILINE))
-    assert found == {"scaling": "24", "step": "24"}, done.stderr
+    done = Here(tmp_path).fork(script(tmp_path, SIZES), name, *training).assert_ok()
+    assert done.lines[-1] == "24"
 
 
 SCRIPTS = ("reference", "saving", "scale", "random_faults", "mutants", "gpu")
