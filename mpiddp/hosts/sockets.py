@@ -84,12 +84,13 @@ def reserve(listener: socket.socket) -> None:
     held.detach()
 
 
-def allow_open(count: int) -> None:
-    """Raise this process's limit of open files to `count`, or to the hard limit if that is lower."""
+def allow_open(count: int) -> int:
+    """Raise this process's limit of open files to `count`, or to the hard limit. Returns the lower one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return needed
 
 
 def out_of_the_way(own: socket.socket) -> socket.socket:
