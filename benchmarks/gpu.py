@@ -25,7 +25,7 @@ from mpiddp.arguments import duration
 from mpiddp.bench.figures import Result, turns
 from mpiddp.bench.jobs import launch_command
 from mpiddp.bench.machine import machine
-from mpiddp.bench.start import LAUNCHERS, time_start
+from mpiddp.bench.start import LAUNCHERS, start_command, time_start
 
 PLAIN, DEFAULTS = "fp32", "the defaults"
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -85,7 +85,9 @@ def write_images(folder: Path, count: int) -> None:
 
 def start(folder: Path, is_tiny: bool, *, launcher: str) -> Result:
     """From the command to the end of the first all-reduce."""
-    wall_s, cpu_s = time_start(launcher, 1, 600.0, "gloo" if is_tiny else "nccl")
+    job = ("gloo" if is_tiny else "nccl",)
+    command = start_command(launcher, ("-H", "localhost:1"), 1, 600.0, job=job)
+    wall_s, cpu_s = time_start(command, 600.0)
     return {"wall_s": wall_s, "cpu_s": cpu_s}
 
 

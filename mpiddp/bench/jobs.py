@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -35,13 +34,12 @@ class BenchJobFailed(Exception):
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has ended: its start (seconds since 1970), its duration and its lines of stdout.
+    """A command that has ended: its start (seconds since 1970) and its lines of stdout.
 
     `cpu_s` counts user and system time of all its processes on this host.
     """
 
     started_at: float
-    wall_s: float
     cpu_s: float
     lines: list[str]
 
@@ -63,15 +61,13 @@ class Jobs:
     def run(self, name: str, options: DataclassInstance, *, ranks: int) -> Any:
         """Run `mpiddp bench-rank NAME` as every rank of a job, and return what rank 0 sent.
 
-        A rank has as many threads as in a job on all slots. Otherwise a single rank would be faster
-        because it uses the whole host.
+        A rank has at most as many threads as in a job on all slots. Otherwise a single rank would be
+        faster because it uses the whole host.
 
         Raises:
             BenchJobFailed: it did not succeed within `timeout_s`.
         """
-        is_chosen = any("OMP_NUM_THREADS" in each for each in (*os.environ, *self.where))
-        share = 1 if is_chosen else self.per_host
-        job = ("-m", "mpiddp", "bench-rank", str(share), name)
+        job = ("-m", "mpiddp", "bench-rank", str(self.per_host), name)
         return self.run_job(*job, options=options, ranks=ranks)
 
     def run_job(self, *job: str, options: DataclassInstance, ranks: int) -> Any:
@@ -111,10 +107,9 @@ def time_command(argv: Sequence[str], *, timeout_s: float) -> Finished:
             raise BenchJobFailed(1, f"it did not end within {timeout_s:g} s.") from None
         finally:
             child.terminate()  # if it has not ended: after this time, or on Ctrl-C
-    wall_s = time.time() - started_at
     if child.returncode != 0:
         raise BenchJobFailed(child.returncode, said.strip())
-    return Finished(started_at, wall_s, _cpu_s() - before, printed.splitlines())
+    return Finished(started_at, _cpu_s() - before, printed.splitlines())
 
 
 def _cpu_s() -> float:

@@ -1,4 +1,4 @@
-"""`mpiddp bench loader`: images/s of a data source, beside the speed of the model.
+"""`mpiddp bench loader`: images/s of a data source, beside those of a training that waits for no data.
 
     mpiddp bench loader -H localhost:2 --dataset image-folder --data-dir /data/imagenet --workers 2,4
 
@@ -17,12 +17,9 @@ from mpiddp.bench.figures import Result, aligned, option, shown, turns, wholes
 from mpiddp.text import counted
 
 if TYPE_CHECKING:
-    import torch
-
-    from mpiddp.train.config import Config
     from mpiddp.train.data import Dataset
 
-MODEL_S = 2.0  # minimum seconds of the model's steps
+MODEL_STEPS = 8  # of the training; its first ones do not count
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Options:
 
 
 class Results(TypedDict):
-    """Speeds over all ranks, in images/s: of the model, and of each source in each round."""
+    """Speeds over all ranks, in images/s: of the training, and of each source in each round."""
 
     ranks: int
     arch: str
@@ -67,21 +64,19 @@ def rank(options: Options, training: list[str]) -> Result:
 
     Their first passes do not count, because these start workers and fill caches, as a training does once.
     """
-    import torch
-
     import mpiddp
-    from mpiddp.bench.training import started
+    from mpiddp.bench.training import synthetic_job, time_runner
     from mpiddp.train.data import open_data
 
-    with started(training) as (world, config):
-        device = torch.device(str(world.device))
-        model = _model_images_per_s(config, device)
-        is_folder = config.dataset == "image-folder" and not config.use_syn
+    with synthetic_job(training, MODEL_STEPS) as job:
+        config, world = job.config, job.world
         opened = {}
         with mpiddp.together():
+            is_folder = config.dataset == "image-folder"
             for count in options.workers if is_folder else (config.num_workers,):
-                data = open_data(replace(config, num_workers=count), device)
+                data = open_data(replace(config, use_syn=False, num_workers=count), job.device)
                 opened[f"{data.name}, {counted(count, 'worker')}"] = data.train
+        model = time_runner(job)["images_per_s"]
         speeds: dict[str, list[float]] = {name: [] for name in opened}
         for epoch, name in turns(list(opened), options.rounds, warmup=1):
             speed = _images_per_s(opened[name], options.batches, config.batch_size, epoch)
@@ -115,33 +110,3 @@ def _images_per_s(source: Dataset, count: int, size: int, epoch: int) -> float:
         timer.tick()
     (longest_s,) = slowest([sum(timer.read())], source.device)
     return float(count * size * ranks / longest_s)
-
-
-def _model_images_per_s(config: Config, device: torch.device) -> float:
-    """The speed of the model over all ranks on one repeated batch. A collective.
-
-    The steps have no communication, which gives the highest speed that a source may have to deliver.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from mpiddp.bench.training import bare_step
-    from mpiddp.train.data import open_data
-    from mpiddp.train.measure import StepTimer, gathered
-    from mpiddp.train.state import State, build_model, build_optimizer
-
-    data, timer = open_data(replace(config, use_syn=True), device), StepTimer(device)
-    model = build_model(config, data, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.amp == "fp16")
-    state = State(model, model, model, build_optimizer(model, config), scaler, timer)
-    images, labels = next(data.train.batches([torch.arange(config.batch_size)], epoch=0))
-    dist.barrier()
-    bare_step(state, config, images, labels)
-    timer.resume()
-    count = 1  # steps between two readings of the clock; each reading waits for the GPU
-    while sum(timer.read()) < MODEL_S:
-        for _ in range(count):
-            bare_step(state, config, images, labels)
-            timer.tick()
-        count *= 2
-    return float(sum(gathered(config.batch_size / median(timer.read()))))

@@ -10,7 +10,6 @@ jobs)`, else one job on all slots.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -18,8 +17,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -99,6 +98,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     elif training:
         parser.error(f"unrecognized arguments: {' '.join(training)}")
     own = {each.name: getattr(values, each.name) for each in fields(module.Options)}
+    options = module.Options(**own)
     out = Path(values.out or f"bench/{time.strftime('%Y%m%d-%H%M%S', started)}-{name}")
     jobs = _jobs(values, where, training)
     if jobs.slots < row.least_ranks:
@@ -108,26 +108,27 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
     file = out / f"{name}.json"
-    with _writable(out):
-        try:
-            results = measure(module.Options(**own), jobs)
-        except BenchJobFailed as failure:
-            print(failure, file=sys.stderr)
-            note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
-            return BAD_INPUT if failure.code == BAD_INPUT else FAILED
-        print(module.table(results))
-        record = {
-            "benchmark": name,
-            "command": shlex.join(
-                [*prog.split(), *without_values(argv, getattr(values, "exports", []))]
-            ),
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
-            "environment": {"mpi": jobs.starter, **machine()},
-            "options": {**own, "training": training},
-            "results": results,
-        }
-        with named_by("--out"):
-            file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    with named_by("--out"):  # now: a measurement may take hours
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    try:
+        results = measure(options, jobs)
+    except BenchJobFailed as failure:
+        print(failure, file=sys.stderr)
+        note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
+        return BAD_INPUT if failure.code == BAD_INPUT else FAILED
+    print(module.table(results))
+    exports = getattr(values, "exports", [])  # of -x, whose values are not recorded
+    record = {
+        "benchmark": name,
+        "command": shlex.join([*prog.split(), *without_values(argv, exports)]),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
+        "environment": {"mpi": jobs.starter, **machine()},
+        "options": {**asdict(options), "training": training},
+        "results": results,
+    }
+    with named_by("--out"):
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"\n{file}")
     return DONE
 
@@ -135,19 +136,6 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
 def _on_all_slots(name: str, options: Any, jobs: Jobs) -> Any:
     note(f"{name}: {counted(jobs.slots, 'rank')}")
     return jobs.run(name, options, ranks=jobs.slots)
-
-
-@contextlib.contextmanager
-def _writable(folder: Path) -> Iterator[None]:
-    """Create the folder, and a file in it, now: a measurement may take hours. Empty, it goes again."""
-    with named_by("--out"):
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # it has files
-            folder.rmdir()
 
 
 def _check_training(prog: str, training: list[str]) -> None:

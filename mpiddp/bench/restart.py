@@ -7,24 +7,15 @@ counts as failed.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from functools import partial
 
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import option
-from mpiddp.bench.jobs import BenchJobFailed, Jobs, time_command
-from mpiddp.bench.start import (
-    LAUNCHERS,
-    SCRIPT,
-    Results,
-    compared,
-    in_turn,
-    launcher_command,
-)
+from mpiddp.bench.jobs import Jobs
+from mpiddp.bench.start import Results, compared, in_turn, start_command
 
-JOB = (SCRIPT, "gloo", "200")  # steps before the kill
-_TIMES = re.compile(r"killed at ([\d.]+).*first all-reduce of \d+ ranks at ([\d.]+)", re.DOTALL)
+OPTIONS = {"mpiddp": ("--max-restarts=1",), "torchrun": ("--max-restarts=1", "--standalone")}
+JOB = ("gloo", "200")  # steps before the kill
 
 
 @dataclass(frozen=True)
@@ -33,21 +24,14 @@ class Options:
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
-    launchers = LAUNCHERS if jobs.per_host == jobs.slots else ("mpiddp",)  # one host, or several
-    time_one = partial(time_restart, jobs=jobs)
-    return {"starts": in_turn("restart", launchers, jobs.slots, options.rounds, time_one)}
-
-
-def time_restart(launcher: str, jobs: Jobs) -> tuple[float, float] | None:
-    """From the kill to the first all-reduce of the restart; None if the job failed."""
-    command = launcher_command(launcher, jobs.where, jobs.slots, jobs.timeout_s)
-    command += ["--max-restarts=1", *(["--standalone"] if launcher == "torchrun" else [])]
-    try:
-        done = time_command([*command, *JOB], timeout_s=jobs.timeout_s)
-    except BenchJobFailed:
-        return None
-    times = _TIMES.search("\n".join(done.lines))
-    return (float(times[2]) - float(times[1]), done.cpu_s) if times else None
+    where, ranks, timeout_s = jobs.where, jobs.slots, jobs.timeout_s
+    commands = {
+        launcher: start_command(launcher, where, ranks, timeout_s, own, JOB)
+        for launcher, own in OPTIONS.items()
+    }
+    if jobs.per_host < ranks:  # torchrun would start all of them on this host
+        del commands["torchrun"]
+    return {"starts": in_turn("restart", commands, ranks, options.rounds, timeout_s)}
 
 
 def table(results: Results) -> str:

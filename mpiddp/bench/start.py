@@ -1,24 +1,24 @@
 """`mpiddp bench start`: the time from the command to the end of the first all-reduce, beside torchrun.
 
-Both launchers start the same env:// script on this machine over gloo, in turn within every round. The first
-round only warms the page cache. CPU time counts every process of the job.
+Both launchers start the same env:// script on this machine over gloo, in turn within every round. CPU time
+counts every process of the job. A job that fails is counted, and its error printed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TypedDict
 
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import aligned, option, shown, turns, wholes
-from mpiddp.bench.jobs import Jobs, launch_command, progress, time_command
+from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, progress, time_command
 
 SCRIPT = str(Path(__file__).with_name("all_reduces.py"))
 LAUNCHERS = ("mpiddp", "torchrun")
@@ -48,57 +48,61 @@ def measure(options: Options, jobs: Jobs) -> Results:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # there may be more ranks than GPUs
     starts = list[Timed]()
     for ranks in options.ranks:
-        time_one = partial(time_start, ranks=ranks, timeout_s=jobs.timeout_s)
-        starts += in_turn("start", LAUNCHERS, ranks, options.rounds, time_one)
+        where = ("-H", f"localhost:{ranks}")
+        commands = {each: start_command(each, where, ranks, jobs.timeout_s) for each in LAUNCHERS}
+        starts += in_turn("start", commands, ranks, options.rounds, jobs.timeout_s)
     return {"starts": starts}
 
 
-def in_turn(
-    name: str,
-    launchers: Sequence[str],
+def start_command(
+    launcher: str,
+    where: Sequence[str],
     ranks: int,
-    rounds: int,
-    time_one: Callable[[str], tuple[float, float] | None],
+    timeout_s: float,
+    options: Sequence[str] = (),
+    job: Sequence[str] = ("gloo",),
+) -> list[str]:
+    """Start the script with the arguments `job`. torchrun starts ranks on this machine only."""
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    else:
+        command = launch_command(*where, "-n", str(ranks), "--timeout", f"{timeout_s:.0f}")
+    return [*command, *options, SCRIPT, *job]
+
+
+def in_turn(
+    name: str, commands: Mapping[str, Sequence[str]], ranks: int, rounds: int, timeout_s: float
 ) -> list[Timed]:
-    """Let the launchers take turns. `time_one` gives wall and CPU seconds, None for a failure."""
+    """Let the launchers run their commands in turn."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for both
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a changed package would be compiled each time
-    found = [Timed(launcher=each, ranks=ranks, wall_s=[], cpu_s=[], failed=0) for each in launchers]
-    for number, timed in turns(found, rounds, warmup=1):
-        taken = time_one(timed["launcher"])
-        if number < 1:
-            continue
-        if taken is None:
+    found = [Timed(launcher=each, ranks=ranks, wall_s=[], cpu_s=[], failed=0) for each in commands]
+    for command in commands.values():  # the first start only warms the page cache
+        with contextlib.suppress(BenchJobFailed):
+            time_start(command, timeout_s)
+    for number, timed in turns(found, rounds):
+        try:
+            wall_s, cpu_s = time_start(commands[timed["launcher"]], timeout_s)
+            timed["wall_s"].append(wall_s)
+            timed["cpu_s"].append(cpu_s)
+            measured = f"{wall_s:.2f} s"
+        except BenchJobFailed as failure:
             timed["failed"] += 1
-        else:
-            timed["wall_s"].append(taken[0])
-            timed["cpu_s"].append(taken[1])
-        measured = f"{taken[0]:.2f} s" if taken else "failed"
+            measured = f"failed: {failure}"
         progress(f"{name}, {timed['launcher']}", ranks, number, rounds, measured)
     return found
 
 
-def time_start(
-    launcher: str, ranks: int, timeout_s: float, backend: str = "gloo"
-) -> tuple[float, float]:
-    """Start the job once.
+def time_start(command: Sequence[str], timeout_s: float) -> tuple[float, float]:
+    """The seconds from the command, or from the kill, to the first all-reduce after it; and those of CPUs.
 
     Raises:
-        BenchJobFailed: it did not succeed within `timeout_s`.
+        BenchJobFailed: the job did not succeed within `timeout_s`.
     """
-    command = launcher_command(launcher, ("-H", f"localhost:{ranks}"), ranks, timeout_s)
-    done = time_command([*command, SCRIPT, backend], timeout_s=timeout_s)
-    (at,) = re.findall(rf"of {ranks} ranks at ([\d.]+)", "\n".join(done.lines))
-    return float(at) - done.started_at, done.cpu_s
-
-
-def launcher_command(
-    launcher: str, where: Sequence[str], ranks: int, timeout_s: float
-) -> list[str]:
-    """The command up to the script. torchrun starts ranks on this machine only."""
-    if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    return launch_command(*where, "-n", str(ranks), "--timeout", f"{timeout_s:.0f}")
+    done = time_command(command, timeout_s=timeout_s)
+    times = re.findall(r"(?:ranks|killed) at ([\d.]+)", "\n".join(done.lines))
+    *_, since, until = done.started_at, *map(float, times)
+    return until - since, done.cpu_s
 
 
 def table(results: Results) -> str:

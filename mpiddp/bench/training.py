@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import mpiddp
 from mpiddp.bench.figures import Result
@@ -19,7 +17,7 @@ from mpiddp.train.order import Order
 from mpiddp.train.records import Records
 from mpiddp.train.run import plan_order
 from mpiddp.train.state import State, build_model, build_state, choose_kernels
-from mpiddp.train.train import autocast, train
+from mpiddp.train.train import train
 
 
 @dataclass(frozen=True)
@@ -42,23 +40,15 @@ class Job:
 
 
 @contextlib.contextmanager
-def started(training: Sequence[str]) -> Iterator[tuple[mpiddp.World, Config]]:
-    """Start the job of `mpiddp train TRAINING`, up to its process group."""
-    options = parse(list(training))
-    with mpiddp.process_group(backend=options.backend) as world:
-        with mpiddp.together():
-            config = resolve(options, world.world_size, torch.device(str(world.device)))
-        choose_kernels(config)
-        yield world, config
-
-
-@contextlib.contextmanager
 def synthetic_job(training: Sequence[str], steps: int) -> Iterator[Job]:
-    """Start it with so many steps. The images are whole unless the options ask for smaller ones."""
-    with started(["--low-res-epochs=0", *training, "--use-syn"]) as (world, config):
-        config = replace(config, epochs=1)
+    """Start `mpiddp train TRAINING` with so many steps. Images are whole unless the options say otherwise."""
+    options = parse(["--low-res-epochs=0", *training, "--use-syn"])
+    with mpiddp.process_group(backend=options.backend) as world:
+        device = torch.device(str(world.device))
         with mpiddp.together():
-            data = open_data(config, torch.device(str(world.device)))
+            config = replace(resolve(options, world.world_size, device), epochs=1)
+            choose_kernels(config)
+            data = open_data(config, device)
             data.train.num_images = steps * config.global_batch_size
             order = plan_order(config, world, data)
         yield Job(world, config, data, order)
@@ -80,13 +70,3 @@ def time_runner(job: Job) -> Result:
         mpiddp.should_stop()
         records.on_step(step, saves=False)
     return measured(state.timer, job.config.global_batch_size, job.device)
-
-
-def bare_step(state: State, config: Config, images: Tensor, labels: Tensor) -> None:
-    """Run a step as in a hand-written loop: images [N, C, H, W], labels [N]."""
-    with autocast(config, images.device):
-        loss = F.cross_entropy(state.ddp(images), labels)
-    state.scaler.scale(loss).backward()
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    state.optimizer.zero_grad(set_to_none=True)
