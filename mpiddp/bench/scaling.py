@@ -57,28 +57,26 @@ def measure(options: Options, jobs: Jobs) -> Results:
 
 
 def table(results: Results) -> str:
-    runs: dict[int, list[Run]] = {}
-    for run in sorted(results["runs"], key=lambda run: run["ranks"]):  # rounds keep their order
-        runs.setdefault(run["ranks"], []).append(run)
-    speeds = {ranks: [run["images_per_s"] for run in own] for ranks, own in runs.items()}
+    runs, rows = results["runs"], []
+    sizes = sorted({run["ranks"] for run in runs})
     # The speed per rank, relative to that of the smallest job in the same round.
-    smallest = min(runs)
-    ideal = [each / smallest for each in speeds[smallest]]
-    rows = []
-    for ranks, own in runs.items():
+    ideal = [run["images_per_s"] / sizes[0] for run in runs if run["ranks"] == sizes[0]]
+    for ranks in sizes:
+        own = [run for run in runs if run["ranks"] == ranks]
+        speeds = [run["images_per_s"] for run in own]
         rows.append(
             [
                 str(ranks),
                 str(own[0]["num_hosts"]),
                 str(own[0]["settings"]["global_batch_size"]),
-                shown(speeds[ranks], ",.0f"),
-                shown(ratios([each / ranks for each in speeds[ranks]], ideal), ".3f"),
+                shown(speeds, ",.0f"),
+                shown(ratios([each / ranks for each in speeds], ideal), ".3f"),
                 f"{1000 * median(run['step_time_p50_s'] for run in own):.1f}",
                 f"{1000 * median(run['step_time_p95_s'] for run in own):.1f}",
             ]
         )
     head = ("ranks", "hosts", "global batch", "images/s", "efficiency", "step p50 ms", "p95 ms")
-    return f"Scaling of {title(results['runs'][-1]['settings'])}\n\n{aligned(head, rows)}"
+    return f"Scaling of {title(runs[-1]['settings'])}\n\n{aligned(head, rows)}"
 
 
 # --- a rank ---

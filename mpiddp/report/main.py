@@ -76,7 +76,7 @@ def page(runs: Sequence[Run]) -> str:
             section("Failures", tables.failures(runs)),
             section("Curves", charts.curves and marks + charts.curves),
             section("Time lost", tables.time_lost(runs)),
-            section("Settings", tables.compared("setting", [run.config for run in runs])),
+            section("Settings", tables.settings(runs)),
             section("What could not be read", items(note for run in runs for note in run.notes)),
         ]
     )

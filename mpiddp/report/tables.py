@@ -43,7 +43,7 @@ def _facts_of(run: Run) -> dict[str, str]:
     return {name: text for name, text in found.items() if text != UNKNOWN}
 
 
-def _head(runs: Sequence[object]) -> Sequence[str]:
+def _head(runs: Sequence[Run]) -> Sequence[str]:
     """A column for each of several runs."""
     return ("", *map(letter, range(len(runs)))) if len(runs) > 1 else ()
 
@@ -96,25 +96,15 @@ def date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def compared(what: str, records: Sequence[dict[str, Any]]) -> str:
-    """All values of one run, or of several those that differ, in a table that unfolds; "" without any."""
-    rows = _rows([*map(_flat, records)])
-    title = counted(len(rows), what)
-    if len(records) > 1:
+def settings(runs: Sequence[Run]) -> str:
+    """All settings of one run, or of several those that differ, in a table that unfolds; "" without any."""
+    given = [{name: each for name, each in run.config.items() if each is not None} for run in runs]
+    rows = _rows(given)
+    title = counted(len(rows), "setting")
+    if len(runs) > 1:
         rows = [row for row in rows if len(set(row[1:])) > 1]
-        title = f"different: {counted(len(rows), what)}"
-    return details(title, table(_head(records), rows)) if rows else ""
-
-
-def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """{"packages torch": "2.13.0"} for {"packages": {"torch": "2.13.0"}}."""
-    flat: dict[str, Any] = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            flat |= {f"{name} {inner}": each for inner, each in value.items()}
-        elif value is not None:
-            flat[name] = value
-    return flat
+        title = f"different: {counted(len(rows), 'setting')}"
+    return details(title, table(_head(runs), rows)) if rows else ""
 
 
 def _placement(run: Run) -> str:

@@ -223,13 +223,10 @@ def parse(argv: list[str]) -> Namespace:
 
 def _refuse_contradictions(options: Namespace) -> None:
     sharded, is_sharded = f"--parallel {options.parallel}", options.parallel != "ddp"
+    resumes = options.resume != "auto"
     for one, other, are_given in (
         ("--batch-size", "--global-batch-size", options.batch_size and options.global_batch_size),
-        (
-            "--check-determinism",
-            "--resume PATH",
-            options.check_determinism and options.resume != "auto",
-        ),
+        ("--check-determinism", "--resume PATH", options.check_determinism and resumes),
         ("--compile", sharded, is_sharded and options.compile == "on"),
         ("--optimizer muon", sharded, is_sharded and options.optimizer == "muon"),
         ("--sync-bn", sharded, is_sharded and options.sync_bn),

@@ -207,9 +207,8 @@ def evaluate(state: State, dataset: Dataset, config: Config) -> Score:
     size = math.ceil(share / num_batches)
     first, end = (dataset.num_images * each // world_size for each in (rank, rank + 1))
     numbers = torch.arange(first, first + num_batches * size)
-    beyond = (
-        (numbers >= end).to(dataset.device).split(size)
-    )  # these fill the last batch, and do not count
+    # Those beyond the share fill the last batch, and do not count.
+    beyond = (numbers >= end).to(dataset.device).split(size)
     numbers = numbers.clamp(max=dataset.num_images - 1)
     totals = torch.zeros(3, dtype=torch.float64, device=dataset.device)  # correct, loss, images
     with state.ema.lent_to(model) if state.ema else contextlib.nullcontext():
