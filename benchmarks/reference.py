@@ -113,7 +113,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
     """
     used = hosts.hosts[: variant.hosts]
     timed = scaling.Options(None, 1, options.steps)
-    job = ["-m", "mpiddp", "bench-rank", "1", "scaling", json.dumps(asdict(timed))]
+    job = ["-m", "mpiddp.bench.rank", "1", "scaling", json.dumps(asdict(timed))]
     job += [f"--arch={options.arch}", f"--batch-size={options.batch_size}", "--backend=gloo"]
     command = [*launch_command("-H", variant.where), *job, *variant.training]
     with contextlib.ExitStack() as stack:

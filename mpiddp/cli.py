@@ -41,14 +41,13 @@ HEAD = {"launch": "run", "ps": "watch", "hosts": "hosts", "explain": "after a ru
 
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
 INTERNAL_VERBS = {
-    "bench-rank": "bench.rank",
     "launch-function": "launch.main:launch_function",
 }
 
 _OF_A_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 # The verbs that every rank of a job runs. They join the job by themselves.
-RANK_VERBS = ("run", "train", "bench-rank")
+RANK_VERBS = ("run", "train")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

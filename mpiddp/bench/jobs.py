@@ -59,7 +59,7 @@ class Jobs:
     training: tuple[str, ...] = ()
 
     def run(self, name: str, options: DataclassInstance, *, ranks: int) -> Any:
-        """Run `mpiddp bench-rank NAME` as every rank of a job, and return what rank 0 sent.
+        """Run the benchmark as every rank of a job, and return what rank 0 sent.
 
         A rank has at most as many threads as in a job on all slots. Otherwise a single rank would be
         faster because it uses the whole host.
@@ -67,7 +67,7 @@ class Jobs:
         Raises:
             BenchJobFailed: it did not succeed within `timeout_s`.
         """
-        job = ("-m", "mpiddp", "bench-rank", str(self.per_host), name)
+        job = ("-m", "mpiddp.bench.rank", str(self.per_host), name)
         return self.run_job(*job, options=options, ranks=ranks)
 
     def run_job(self, *job: str, options: DataclassInstance, ranks: int) -> Any:

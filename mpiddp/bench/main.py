@@ -179,7 +179,7 @@ def _jobs(
 ) -> Jobs:
     """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
     options = as_arguments(where, values) if where else ["-H", "localhost:1"]
-    plan = make_plan(parse_options([*options, "-m", "mpiddp", "bench-rank"]), os.environ)
+    plan = make_plan(parse_options([*options, "-m", "mpiddp.bench.rank"]), os.environ)
     hosts = plan.request.hosts
     return Jobs(
         # Without -n: each job has its own.

@@ -1,4 +1,4 @@
-"""`mpiddp bench-rank SHARE NAME OPTIONS TRAINING…`: one rank of a job that `mpiddp bench` has started.
+"""`python -m mpiddp.bench.rank SHARE NAME OPTIONS TRAINING…`: a rank of a job of `mpiddp bench`.
 
 SHARE is the number of ranks that share the threads of a host, OPTIONS are those of the benchmark as JSON, and
 TRAINING is options of `mpiddp train`. Rank 0 sends the results.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from importlib import import_module
 
 import torch
@@ -18,13 +19,8 @@ from mpiddp.runtime.join import join
 from mpiddp.runtime.script import keep_freed_memory
 
 
-def main(argv: list[str]) -> int:
-    """Run one rank of the benchmark that `argv` names.
-
-    Raises:
-        UserError, SystemExit: bad input, see `mpiddp.runtime.job.coordinator`.
-    """
-    share, name, options, *training = argv
+def main() -> None:
+    share, name, options, *training = sys.argv[1:]
     torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // int(share))))
     keep_freed_memory(os.environ)
     module = import_module(f"mpiddp.bench.{name}")
@@ -35,4 +31,7 @@ def main(argv: list[str]) -> int:
         result = module.rank(module.Options(**json.loads(options)), training)
     if world.rank == 0:
         emit({**result, "hosts": list(hosts)})
-    return 0
+
+
+if __name__ == "__main__":
+    main()

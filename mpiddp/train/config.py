@@ -206,8 +206,6 @@ def option_parser() -> argparse.ArgumentParser:
             group = parser.add_argument_group(GROUPS[each.name])
         if each.metadata:
             group.add_argument(f"--{each.name.replace('_', '-')}", **each.metadata)
-    # torch.distributed.launch passes it to every script. The value comes from the environment.
-    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
@@ -216,7 +214,6 @@ def parse(argv: list[str]) -> Namespace:
     # --use_syn=1 becomes --use-syn=1; the value keeps its underscores.
     dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), each) for each in argv]
     options = option_parser().parse_args(dashed)
-    del options.local_rank
     _refuse_contradictions(options)
     return options
 

@@ -22,24 +22,23 @@ def test_a_command_has_a_limit():
 SIZES = """
 import sys
 from argparse import Namespace
-from importlib import import_module
+from mpiddp.bench import step
 from torch.nn.modules.module import register_module_forward_pre_hook as before_forward
-last, (name, *training) = {}, sys.argv[1:]
+last = {}
 def note(module, inputs):
     if type(module).__name__ == "ResNet":
         last[module] = inputs[0].shape[-1]
 before_forward(note)
 options = Namespace(steps=4, rounds=1)
-import_module(f"mpiddp.bench.{name}").rank(options, training)
+step.rank(options, sys.argv[1:])
 print(*set(last.values()))
 """
 
 
-@pytest.mark.parametrize("name", ["scaling", "step"])
-def test_every_loop_reads_the_images_that_the_options_ask_for(name, tmp_path):
+def test_every_loop_reads_the_images_that_the_options_ask_for(tmp_path):
     """--low-res-epochs was accepted, and the images were whole ones."""
     training = ("--arch=resnet20", "--batch-size=2", "--low-res-epochs=1", "--backend=gloo")
-    done = Here(tmp_path).fork(script(tmp_path, SIZES), name, *training).assert_ok()
+    done = Here(tmp_path).fork(script(tmp_path, SIZES), *training).assert_ok()
     assert done.lines[-1] == "24"
 
 

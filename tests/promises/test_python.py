@@ -330,7 +330,7 @@ def test_bench_ends_with_its_jobs(here):
     """A benchmark that is stopped leaves no process behind."""
     options = ("-H", "localhost:2", "--steps", "1000000", "--arch", "resnet20", "--out", "out")
     job = here.start("bench", "scaling", *options)
-    eventually(lambda: here.processes("bench-rank"))
+    eventually(lambda: here.processes("mpiddp.bench.rank"))
     job.signal(signal.SIGTERM)
     assert job.wait().code != 0
     eventually(lambda: not here.processes())
