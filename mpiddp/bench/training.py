@@ -68,5 +68,5 @@ def time_runner(job: Job) -> Result:
     records = Records(*settings, sinks=())
     for step in train(job.config, job.data, job.order, state, 0):
         mpiddp.should_stop()
-        records.on_step(step)
+        records.on_step(step, saves=False)
     return measured(state.timer, job.config.global_batch_size, job.device)

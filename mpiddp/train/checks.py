@@ -25,7 +25,7 @@ from mpiddp.train.order import Order
 from mpiddp.train.records import counted
 from mpiddp.train.sharded import ranks_with_same_shards
 from mpiddp.train.state import State, build_model, build_state
-from mpiddp.train.train import train
+from mpiddp.train.train import Hook, Step, train
 
 log = logging.getLogger("mpiddp")
 
@@ -38,12 +38,22 @@ def require_equal(what: str, value: str, hint: str) -> None:
         raise UserError(f"{what} differs: {found}. {hint}")
 
 
-def require_equal_ranks(state: State, step: int) -> None:
-    """End the job if the ranks differ: a restart then resumes from bits in which all agreed. A collective."""
-    with mpiddp.together():  # the ranks with other shards do not know
-        same = ranks_with_same_shards(state.model)
-        mpiddp.check_divergence(state.model, state.optimizer, step=step, group=same)
-    state.timer.resume()
+class Divergence(Hook):
+    """Ends the job if the ranks differ, every so many steps and before every save.
+
+    So a restart resumes from bits in which all ranks agreed.
+    """
+
+    def __init__(self, every: int, state: State) -> None:
+        self._every, self._state = every, state
+
+    def on_step(self, step: Step, *, saves: bool) -> None:
+        if saves or step.number % self._every == 0:
+            state = self._state
+            with mpiddp.together():  # the ranks with other shards do not know
+                same = ranks_with_same_shards(state.model)
+                mpiddp.check_divergence(state.model, state.optimizer, step=step.number, group=same)
+            state.timer.resume()
 
 
 def check_determinism(config: Config, data: Data, order: Order, world: mpiddp.World) -> None:

@@ -27,13 +27,15 @@ from mpiddp.train.config import Config
 from mpiddp.train.data import Data
 from mpiddp.train.measure import gathered, measured
 from mpiddp.train.state import State
-from mpiddp.train.train import Score, Step
+from mpiddp.train.train import Hook, Score, Step
 
 log = logging.getLogger("mpiddp")  # rank 0 prints it
+
+
 Sink = Callable[..., None]  # takes a step, and values by name, as mpiddp.log_metrics does
 
 
-class Records:
+class Records(Hook):
     """The lines and the numbers of a training, and its summary."""
 
     def __init__(
@@ -43,7 +45,7 @@ class Records:
         data: Data,
         state: State,
         total_steps: int,
-        sinks: Sequence[Sink],
+        sinks: Sequence[Sink] = (mpiddp.log_metrics,),
     ) -> None:
         self._config, self._world, self._data, self._timer = config, world, data, state.timer
         self._num_parameters = sum(each.numel() for each in state.model.parameters())
@@ -52,7 +54,7 @@ class Records:
         self._loss_sum, self._num_images = torch.zeros((), device=data.train.device), 0
         self._train_loss: float | None = None
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: Step, *, saves: bool) -> None:
         self._loss_sum += step.loss_sum
         self._num_images += self._config.global_batch_size
         if step.number % self._config.log_every == 0 or step.ends_epoch:
@@ -91,10 +93,10 @@ class Records:
         for sink in self._sinks:
             sink(step.number, epoch=step.epoch, **values)
 
-    def on_end(self, step: int, score: Score | None) -> None:
-        """Write the summary of a run that has ended with this step. A collective: every rank must call it."""
+    def summary(self, step: int, score: Score | None) -> dict[str, Any]:
+        """The figures of a run that has ended with this step. A collective: every rank must call it."""
         config, world, test = self._config, self._world, self._data.test
-        summary = {
+        return {
             "dataset": self._data.name,
             "arch": config.arch,
             "num_parameters": self._num_parameters,
@@ -111,10 +113,12 @@ class Records:
             **measured(self._timer, config.global_batch_size, self._data.train.device),
             "wall_s": time.monotonic() - self._started_at,
         }
-        run = mpiddp.run_dir()
-        if world.rank == 0:
+
+    def on_end(self, step: int, score: Score | None) -> None:
+        summary, run = self.summary(step, score), mpiddp.run_dir()
+        if self._world.rank == 0:
             # After a resume that had no step left, an earlier summary has the figures.
-            if self._train_loss is not None or not (run / "summary.json").exists():
+            if summary["train_loss"] is not None or not (run / "summary.json").exists():
                 save_json(run / "summary.json", summary)
             log.info(f"\n{table(summary, run)}")
 

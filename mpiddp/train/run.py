@@ -2,7 +2,7 @@
 
     mpiddp launch -n 2 -m mpiddp train --epochs 2 --out runs/a
 
-`fit` is the loop of the training: read it first, from top to bottom.
+The training itself is `mpiddp.train.train.fit`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 import mpiddp
 from mpiddp.errors import DONE, STOPPED, UserError
-from mpiddp.train.checks import check_determinism, require_equal, require_equal_ranks
+from mpiddp.train.checks import Divergence, check_determinism, require_equal
 from mpiddp.train.config import FIXED, IMAGES_PER_PASS, Config, resolve
 from mpiddp.train.data import Data, open_data, prepare
 from mpiddp.train.measure import gathered
@@ -30,8 +30,8 @@ from mpiddp.train.records import (
     save_json,
     tensorboard,
 )
-from mpiddp.train.state import State, build_model, build_state, choose_kernels
-from mpiddp.train.train import Score, evaluate, resume, save, train
+from mpiddp.train.state import build_model, build_state, choose_kernels
+from mpiddp.train.train import Hook, fit, resume
 
 PREPARE_TIMEOUT_S = 1800.0  # the download of a data set over a slow connection
 log = logging.getLogger("mpiddp")  # rank 0 prints it
@@ -99,9 +99,11 @@ def run(options: Namespace) -> int:
                 sinks = [mpiddp.log_metrics]
                 if config.log_to and world.rank == 0:
                     sinks.append(tensorboard(out, config, step))
-                records = Records(config, world, data, state, total, sinks)
+                hooks: list[Hook] = [Records(config, world, data, state, total, sinks)]
+                if config.check_divergence:
+                    hooks.append(Divergence(config.check_divergence, state))
                 try:
-                    step = fit(config, data, order, state, checkpoints, step, records)
+                    step = fit(config, data, order, state, checkpoints, step, hooks)
                 except torch.OutOfMemoryError as error:
                     raise mpiddp.JobFailed(out_of_memory(error, options, config)) from error
                 if step >= total:
@@ -110,52 +112,6 @@ def run(options: Namespace) -> int:
                 command = f"the same command{' with ' if extra else ''}{shlex.join(extra)}"
                 log.info(f"stopped at step {step}. To resume, run {command}.")
                 return STOPPED
-
-
-def fit(
-    config: Config,
-    data: Data,
-    order: Order,
-    state: State,
-    checkpoints: mpiddp.Checkpoints,
-    step: int,
-    records: Records,
-) -> int:
-    """Train from `step` to the end, or until a stop is requested, and save the last step. Returns it."""
-    timer = state.timer
-    score: Score | None = None
-    for made in train(config, data, order, state, step):
-        step = made.number
-        # Before should_stop: due() is true at a stop too, and the stop is then one save, of this step.
-        is_due = checkpoints.due(step) or (config.save_every is None and made.ends_epoch)
-        stops = not made.is_last and (mpiddp.should_stop() or step == config.stop_at_step)
-        saves = is_due or stops or made.is_last
-        records.on_step(made)
-        if config.check_divergence and (saves or step % config.check_divergence == 0):
-            require_equal_ranks(state, step)
-
-        if made.ends_epoch:
-            # After an epoch on smaller images, the accuracy on whole ones tells little.
-            if data.test is not None and (made.epoch >= config.low_res_epochs or made.is_last):
-                timer.resume()
-                score = evaluate(state, data.test, config)
-                timer.resume("evaluation")
-            records.on_epoch(made, score)
-        if saves:
-            timer.resume()
-            save(checkpoints, state, step, config)
-            timer.resume("save")
-        if stops:
-            checkpoints.close()  # waits for the save
-            return step
-
-    timer.resume()
-    checkpoints.close()  # waits for the last save
-    timer.resume("save")
-    if score is None and data.test is not None:  # resumed after the last step
-        score = evaluate(state, data.test, config)
-    records.on_end(step, score)
-    return step
 
 
 def plan_order(config: Config, world: mpiddp.World, data: Data) -> Order:

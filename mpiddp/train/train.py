@@ -1,9 +1,9 @@
-"""Train a ResNet: its steps, its evaluation, its saves.
+"""Train a ResNet: the loop, its step, its evaluation, its saves. Read `fit` first, from top to bottom.
 
-    for step in train(config, data, order, state, step=0): …
+    step = fit(config, data, order, state, checkpoints, step=0, hooks=[Records(…)])
 
-`state` builds what a step changes, `data` delivers the images, `order` says which. `mpiddp.train.run.fit` is
-the loop over the steps, with evaluations, saves and records.
+What only looks on is a `Hook`: records, logs, the comparison of ranks. `state` builds what a step changes,
+`data` delivers the images, `order` says which.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,66 @@ class Score:
 
     accuracy: float  # the fraction of images that it classifies
     loss: float  # the mean cross-entropy
+
+
+class Hook:
+    """What looks on at a training. All ranks call the same methods in the same order."""
+
+    def on_step(self, step: Step, *, saves: bool) -> None:
+        """Called after every step, before its evaluation and, if it `saves`, its save."""
+
+    def on_epoch(self, step: Step, score: Score | None) -> None:
+        """Called after the last step of an epoch, with the score if it was evaluated."""
+
+    def on_end(self, step: int, score: Score | None) -> None:
+        """Called once after the last step, when its save is complete; not if the run was stopped."""
+
+
+def fit(
+    config: Config,
+    data: Data,
+    order: Order,
+    state: State,
+    checkpoints: mpiddp.Checkpoints,
+    step: int,
+    hooks: Sequence[Hook] = (),
+) -> int:
+    """Train from `step` to the end, or until a stop is requested, and save the last step. Returns it."""
+    timer = state.timer
+    score: Score | None = None
+    for made in train(config, data, order, state, step):
+        step = made.number
+        # Before should_stop: due() is true at a stop too, and the stop is then one save, of this step.
+        is_due = checkpoints.due(step) or (config.save_every is None and made.ends_epoch)
+        stops = not made.is_last and (mpiddp.should_stop() or step == config.stop_at_step)
+        saves = is_due or stops or made.is_last
+        for hook in hooks:
+            hook.on_step(made, saves=saves)
+
+        if made.ends_epoch:
+            # After an epoch on smaller images, the accuracy on whole ones tells little.
+            if data.test is not None and (made.epoch >= config.low_res_epochs or made.is_last):
+                timer.resume()
+                score = evaluate(state, data.test, config)
+                timer.resume("evaluation")
+            for hook in hooks:
+                hook.on_epoch(made, score)
+        if saves:
+            timer.resume()
+            save(checkpoints, state, step, config)
+            timer.resume("save")
+        if stops:
+            checkpoints.close()  # waits for the save
+            return step
+
+    timer.resume()
+    checkpoints.close()  # waits for the last save
+    timer.resume("save")
+    if score is None and data.test is not None:  # resumed after the last step
+        score = evaluate(state, data.test, config)
+    for hook in hooks:
+        hook.on_end(step, score)
+    return step
 
 
 def train(config: Config, data: Data, order: Order, state: State, step: int) -> Iterator[Step]:
