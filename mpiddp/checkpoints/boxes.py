@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its buckets
 
-from mpiddp.checkpoints.files import CODES, header_of, row_of, write_tensors
+from mpiddp.checkpoints.files import CODES, Turns, header_of, row_of, write_tensors
 from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
 from mpiddp.checkpoints.state import (
     Keys,
@@ -232,17 +233,18 @@ def _worst(value: Tensor) -> float:
 # Written
 
 
-def headers_of(copies: Copies) -> dict[str, bytes]:
+def headers_of(copies: Copies, turns: Turns) -> dict[str, bytes]:
     """The header of each file, by its name. The values of the copies may still be under way."""
-    return {file: _header_of(file, copies) for file in copies.blocks}
+    return {file: _header_of(file, copies, turns) for file in copies.blocks}
 
 
-def _header_of(file: str, copies: Copies) -> bytes:
+def _header_of(file: str, copies: Copies, turns: Turns) -> bytes:
     rows, end = list[str](), 0
     beside: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}, "layouts": {}}
     for values, boxes in copies.blocks[file]:
         code, most, width = CODES.get(values.dtype), values.numel(), values.element_size()
         for box in boxes:
+            turns.rest()
             start, size = end, math.prod(box.shape)
             end = start + min(size, most) * width
             part = box.shape if size <= most else values.shape  # of an expanded one
@@ -280,5 +282,5 @@ def write_whole(state: Mapping[str, Any], folder: Path) -> Any:
     copies = Copies()  # none of these
     for tensor, box in sorted(zip(tensors, boxes, strict=True), key=lambda each: _order(each[0])):
         copies.blocks[box.file].append(Block(tensor, [box]))
-    write_boxes(copies, headers_of(copies), folder)
+    write_boxes(copies, headers_of(copies, Turns(threading.Event())), folder)
     return outline.tree

@@ -113,6 +113,9 @@ class Checkpoints:
         self._run: Run | None = None
         self._saver: Saver | None = None
         self._infinite: Sequence[str] | None = None  # tensors with infinities on purpose
+        self._left: Mapping[
+            str, set[str]
+        ] = {}  # what a stage has not loaded of what it resumes from
         self._thread: int | None = None  # of the first save
         self._resumed = -1  # the step from which the run resumes
         self._records = RunRecords(self._dir, best[0] if best else "")
@@ -179,7 +182,7 @@ class Checkpoints:
                 later = set_aside(run.dir.checkpoints, resumed.step) if run.is_writer else ()
                 for each in later:
                     log.info(f"renamed to {each.name}: its step is later than that of the resume")
-            self._resumed = resumed.step
+            self._resumed, self._left = resumed.step, resumed._left
             self._infinite = resumed._facts.infinite if copies[0].of_this_run else None
             current().stop.steps_before = resumed.step
             return resumed
@@ -245,7 +248,8 @@ class Checkpoints:
             ValueError: the step is earlier than the newest checkpoint, or not that of the other ranks; an
                 entry's name cannot be a file's; ranks have different things under one key, which it names.
             RuntimeError: `close` has been called, or another thread has saved before.
-            UserError: the folder has checkpoints, and `resume` has not been called; see there as well.
+            UserError: the folder has checkpoints, and `resume` has not been called; see there as well. No
+                rank has loaded a tensor that the ranks of a pipeline have saved, and the run resumes from.
             JobFailed: the previous save has failed, and `on_save_error` is "stop".
         """
         if step < 0:
@@ -347,6 +351,7 @@ class Checkpoints:
             self._keep,
             step=self._resumed,
             infinite=self._infinite,
+            left=self._left,
             must_succeed=self._must_succeed,
         )
         session.coordinator.tell_launcher("run_dir", path=str(self._dir.path.absolute()))

@@ -92,6 +92,8 @@ class Resumed:
     _facts: Facts = field(default=Facts(0, {}), repr=False)
     # What each rank has saved for itself.
     _ranks: list[Any] = field(default_factory=list, repr=False)
+    # Of a checkpoint that is partial: the tensors of an entry that this rank has left to others.
+    _left: dict[str, set[str]] = field(default_factory=dict, repr=False)
 
     def load_into(self, **objects: Any) -> None:
         """Call `load_state_dict` of each object with the entry of the same name.
@@ -100,8 +102,9 @@ class Resumed:
 
         All of them are compared with their entries before the first one changes. A tensor that is sharded in
         the object is loaded in parts, whether it was sharded when it was saved or not, and at any number of
-        ranks. A module of one pipeline stage takes its own tensors. A module's names match with or without
-        the prefixes of DDP and torch.compile. An optimizer's state may be by parameter names, as torch's
+        ranks. A module of one pipeline stage takes its own tensors; the first save refuses if no rank has
+        taken one. A module's names match with or without the prefixes of DDP and torch.compile. An
+        optimizer's state may be by parameter names, as torch's
         `get_optimizer_state_dict` returns it, if its module is among the objects.
 
         Args:
@@ -127,6 +130,8 @@ class Resumed:
             for fit in fits:
                 name = fit.name
                 fit.load()
+                if fit.left is not None:
+                    self._left[name] = self._left.get(name, fit.left) & fit.left
         except JobFailed:
             raise
         except Exception as error:  # whatever a load_state_dict raises
@@ -148,6 +153,7 @@ class Fit:
     # The object's tensors, by the path of what is like them in the entry.
     likes: dict[Keys, Any] = field(default_factory=dict)
     module: Module | None = None  # of an optimizer whose state is by names
+    left: set[str] | None = None  # what is of other stages
 
     @classmethod
     def each(
@@ -192,7 +198,8 @@ class Fit:
         bare = {_bare(name): name for name in found}
         renamed = {bare.get(_bare(name), name): value for name, value in self.entry.items()}
         entry = renamed if len(renamed) == len(self.entry) else dict(self.entry)
-        if self.is_partial:  # some are of other stages
+        if self.is_partial:
+            self.left = {str(name) for name in entry if name not in found}
             entry = {name: value for name, value in entry.items() if name in found}
         if missing := [str(name) for name in found if name not in entry]:
             raise UserError(f"it has no {listed(missing, 4)}")
@@ -235,7 +242,8 @@ class Fit:
         self.likes = {("state", name): each for name, each in names.items()}
         if missing := names.keys() - saved:
             raise UserError(f"it has no state of {listed(sorted(missing), 4)}")
-        if self.is_partial and _is_flat(self.entry):  # those of other stages
+        if self.is_partial and _is_flat(self.entry):
+            self.left = saved - names.keys()
             self.entry = {key: value for key, value in self.entry.items() if _name_in(key) in names}
 
     def _check_tensor(self, path: Keys, value: Any) -> None:

@@ -31,20 +31,20 @@ from torch import Tensor
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.boxes import Copies, boxes_of, headers_of, write_boxes
 from mpiddp.checkpoints.contents import rng_states
-from mpiddp.checkpoints.files import packed, reason_of
+from mpiddp.checkpoints.files import Turns, packed, reason_of
 from mpiddp.checkpoints.folder import INDEX, TREE, Entry, Facts, name_of_step, shard_of
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.retention import Retention, prune
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.state import Outline, digest_of, is_sharded, shown_path, union_of
-from mpiddp.errors import JobFailed, NoAnswer
+from mpiddp.errors import JobFailed, NoAnswer, UserError
 from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
-from mpiddp.text import from_here
+from mpiddp.text import counted, from_here, listed
 
 _NICENESS = 10  # of the thread that writes
 _CLOCK_CHECKS_PER_INTERVAL = 4
@@ -110,6 +110,7 @@ class Saver:
     Attributes:
         step: the latest one that has been saved, or that the run resumes from.
         infinite: the tensors with infinities on purpose, such as masks; None before the first save.
+        left: the tensors of the checkpoint resumed from that this rank has left to others, by entry.
         must_succeed: a failed save ends the run; else it causes a warning.
     """
 
@@ -120,16 +121,18 @@ class Saver:
         keep: Retention,
         step: int,
         infinite: Sequence[str] | None,
+        left: Mapping[str, set[str]],
         *,
         must_succeed: bool,
     ) -> None:
         self._run, self._records, self._root = run, records, run.dir.checkpoints
         self._keep, self._must_succeed = keep, must_succeed
-        self._step, self._infinite = step, infinite
+        self._step, self._infinite, self._left = step, infinite, left
         self._is_warned = False  # of a state that is not finite
         self._is_good: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._num_saves = 0
         self.pending: Future[str] | None = None  # the save in flight
+        self._hurry = threading.Event()  # somebody waits for it
         self._prefix = run.coordinator.unique_prefix("saves")
         self._ring: dist.ProcessGroup | None = None  # for copies of shards
 
@@ -156,6 +159,7 @@ class Saver:
             timeout = timedelta(seconds=run.timeout_s)
             self._ring = dist.new_group(backend="gloo", timeout=timeout)
         if has_shards or run.is_writer:
+            self._hurry.clear()
             final = self._root / name_of_step(step)
             # Leftovers of other processes were removed when the run opened.
             new = folder.hidden(self._root, f"{final.name}-{self._num_saves}")
@@ -186,6 +190,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for the save in flight, whether it succeeds or not. Not a collective."""
+        self._hurry.set()
         wait(filter(None, [self.pending]))
 
     def meet(
@@ -199,6 +204,7 @@ class Saver:
 
         Raises:
             ValueError: the ranks save different steps.
+            UserError: no rank has taken a tensor of the checkpoint that the run resumes from.
             JobFailed: the previous save has failed, and it had to succeed; or a rank did not answer.
         """
         self.wait()
@@ -210,7 +216,10 @@ class Saver:
         if outline is not None and run.world_size > 1:
             # The values are compared in the first save, where they differ if the ranks are no replicas.
             digest = digest_of(outline, samples=self._num_saves == 0)
-        answers = run.gather((next_step, problem, digest, facts))
+        left = {}
+        if next_step is not None and self._num_saves == 0:
+            left = {entry: sorted(names) for entry, names in self._left.items()}
+        answers = run.gather((next_step, problem, digest, facts, left))
         first = {step: rank for rank, (step, *_) in reversed(list(enumerate(answers)))}
         if len(first) > 1:
             calls = [
@@ -224,7 +233,8 @@ class Saver:
         for host, text in zip(run.coordinator.hostnames, problems, strict=True):
             if text and run.rank == 0:
                 log.warning(f"warning: {host}: {text}")
-        return [digest for _, _, digest, _ in answers], answers[0][3]
+        _refuse_loss([left for *_, left in answers])
+        return [digest for _, _, digest, *_ in answers], answers[0][3]
 
     # In the thread
 
@@ -318,7 +328,9 @@ class Saver:
         Returns the size and the hash of its shards, or None; why its tensors are not finite, or ""; those
         that have infinities on purpose.
         """
-        headers = headers_of(job.copies)
+        turns = Turns(self._hurry)
+        headers = headers_of(job.copies, turns)
+        turns.rest()
         # Only now: what holds the interpreter must not wait for a processor.
         _lower_priority()
         job.copies.wait()
@@ -326,6 +338,7 @@ class Saver:
         hashes |= write_boxes(job.copies, headers, job.new)
         if self._run.is_writer:
             torch.save({"state": job.tree, "ranks": job.ranks}, job.new / TREE)
+        turns.rest()
         shard, own = None, shard_of(self._run.rank)
         if own in hashes:
             flush(job.new / own)
@@ -370,6 +383,17 @@ class Saver:
             rest = f"{kept[-1].name} is kept." if kept else "There is no older checkpoint."
             sentence = f"{sentence} {rest}"
         return sentence
+
+
+def _refuse_loss(left: Sequence[Mapping[str, Sequence[str]]]) -> None:
+    """Raise UserError if no rank has taken a tensor that each of `left`, by entry, has left to others."""
+    for entry in {entry for each in left for entry in each}:
+        if lost := set.intersection(*(set(each[entry]) for each in left if entry in each)):
+            raise UserError(
+                f"{entry}: the checkpoint that the run resumes from also has {listed(sorted(lost), 4)}, "
+                f"which none of {counted(len(left), 'rank')} has loaded: a save would lose it. Start as many "
+                "ranks as have saved it, or name another folder."
+            )
 
 
 def _lower_priority() -> None:

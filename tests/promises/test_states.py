@@ -180,6 +180,27 @@ def test_nan_never_replaces_a_finite_checkpoint(tmp_path, capsys):
     assert "step_00000008: state['weight'] has nan; resuming from step_00000004" in said.out
 
 
+STAGES = """
+import sys, torch, mpiddp
+with mpiddp.process_group(backend="gloo") as world:
+    model = torch.nn.ModuleDict({f"stage{world.rank}": torch.nn.Linear(1, 1, bias=False)})
+    checkpoints = mpiddp.Checkpoints(sys.argv[1], every=1, keep=1)
+    if saved := checkpoints.resume():
+        saved.load_into(model=model)
+    checkpoints.save(saved.step + 1 if saved else 1, {"model": model.state_dict()})
+    checkpoints.close()
+"""
+
+
+def test_a_stage_that_no_rank_loads_is_not_lost(here):
+    """A pipeline that resumes on fewer ranks, which leave a stage to nobody, is refused at its first save."""
+    run, job = here.folder / "run", here.script(STAGES)
+    for ranks in (3, 3, 2):
+        done = here.fork(job, run, ranks=ranks)
+    assert "model: the checkpoint that the run resumes from also has stage2.weight, " in done.stderr
+    assert (done.code, steps_kept(run), len(mpiddp.load(run).state["model"])) == (2, [2], 3)
+
+
 DIVERGES = """
 import os, signal, sys, torch, mpiddp
 with mpiddp.process_group(backend="gloo") as world:
@@ -314,16 +335,17 @@ def test_tensors_are_mapped(here):
 
 
 def test_many_small_tensors(tmp_path):
-    """100,000 small tensors cost the thread that saves them less than a second of CPU."""
+    """100,000 small tensors cost the thread that saves them a second of CPU, and a tenth of the time."""
     tensors = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100_000)}
     run = tmp_path / "run"
     with mpiddp.Checkpoints(run, every=None) as checkpoints:
         checkpoints.save(1, {"model": tensors})
         saver = checkpoints._saver
-        before = time.process_time() - time.thread_time()
+        before, start = time.process_time() - time.thread_time(), time.monotonic()
         while not saver.pending.done():
             sum(range(1000))
-        assert time.process_time() - time.thread_time() - before < 1
+        cpu_s = time.process_time() - time.thread_time() - before
+        assert cpu_s < min(1, 0.1 * (time.monotonic() - start))
     assert unequal(mpiddp.load(run).state["model"], tensors) == []
 
 
