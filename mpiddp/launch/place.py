@@ -107,7 +107,7 @@ def _slots(hosts: Hosts, host: Host, known: Sequence[Gpu] | None, options: Launc
         return slots
     found = f"{host.name} has {counted(gpus, 'GPU')} but {slots} slots"
     if hosts.scheduler:
-        hides = "for a script that uses gloo, -x CUDA_VISIBLE_DEVICES= hides GPUs"
+        hides = "for a script that uses gloo, -x CUDA_VISIBLE_DEVICES= hides all GPUs"
         log.info(f"{found}: starting only {counted(gpus, 'rank')} there; {hides}")
         return gpus
     if options.backend is not None:  # "auto" is nccl on GPUs

@@ -139,10 +139,8 @@ def _agent(hosts: Hosts, command: Command) -> tuple[str, str]:
     if not can_shield():
         return agent, why
     program = transport.agent[0]
-    why += (
-        f"; {program} ignores SIGTERM: batch systems send it to every process, and mpirun ends with"
-    )
-    return f"{_SHIELD} {agent}", f"{why} its {program}"
+    why += f"; {program} ignores SIGTERM: batch systems send it to every process, "
+    return f"{_SHIELD} {agent}", f"{why}and mpirun ends with its {program}"
 
 
 @cache
