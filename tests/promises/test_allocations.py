@@ -299,32 +299,23 @@ with open(os.path.join(folder, "output"), "a") as output:
 """
 
 
-def two_hosts_with(program: str, text: str) -> Iterator[Cluster]:
-    """Two hosts that share bin/PROGRAM and a bin/ssh that refuses."""
+@pytest.fixture(scope="module")
+def without_ssh() -> Iterator[Cluster]:
+    """Two hosts that share bin/blaunch, bin/pbs_tmrsh and a bin/ssh that refuses."""
     with test_cluster.up_or_skip(2) as up:
-        executable(up.shared / "bin" / program, text)
-        executable(up.shared / "bin/ssh", NO_SSH)
+        for name, text in (("blaunch", BLAUNCH), ("pbs_tmrsh", PBS_TMRSH), ("ssh", NO_SSH)):
+            executable(up.shared / "bin" / name, text)
         yield up
 
 
-@pytest.fixture(scope="module")
-def lsf_hosts() -> Iterator[Cluster]:
-    yield from two_hosts_with("blaunch", BLAUNCH)
-
-
-@pytest.fixture(scope="module")
-def pbs_hosts() -> Iterator[Cluster]:
-    yield from two_hosts_with("pbs_tmrsh", PBS_TMRSH)
-
-
 @every_mpi
-def test_an_lsf_job(lsf_hosts, mpi, request):
+def test_an_lsf_job(without_ssh, mpi, request):
     """In a job of LSF, every MPI starts the ranks with blaunch, without ssh."""
-    bin_ = lsf_hosts.shared / "bin"
+    bin_ = without_ssh.shared / "bin"
     env = {"PATH": f"{bin_}:/usr/bin:/bin", "LSF_BINDIR": str(bin_), "LSB_JOBID": "105"}
     env |= {"LSB_MCPU_HOSTS": "node0 1 node1 2"}
     (bin_ / "calls").write_text("")
-    with Hosts.on(lsf_hosts, request.node.name) as hosts:
+    with Hosts.on(without_ssh, request.node.name) as hosts:
         done = hosts.run("launch", program("identity.py"), env=env, mpi=mpi)
         assert placed(done) == [("node0", 0, 0), ("node1", 0, 1), ("node1", 1, 1)]
         assert done.said[0] == "no hosts given: using LSF job 105, slots=3"
@@ -335,17 +326,17 @@ def test_an_lsf_job(lsf_hosts, mpi, request):
         assert re.fullmatch(error("Where ssh", *values), line)
 
 
-def test_a_pbs_job_without_ssh(pbs_hosts):
+def test_a_pbs_job_without_ssh(without_ssh):
     """In a PBS job without ssh, mpirun starts `mpiddp run` over pbs_tmrsh. The error of launch says so."""
-    bin_ = pbs_hosts.shared / "bin"
+    bin_ = without_ssh.shared / "bin"
     mpirun = Path(mpirun_of("intelmpi"))
-    nodes = pbs_hosts.shared / "nodes"
+    nodes = without_ssh.shared / "nodes"
     nodes.write_text("node0\nnode1\n")
     env = {"PBS_JOBID": "1234.head", "PBS_NODEFILE": str(nodes), "FI_PROVIDER": "tcp"}
     env |= {"PATH": f"{mpirun.parent}:{bin_}:/usr/bin:/bin", **library_of("intelmpi")}
     tmrsh = ("-bootstrap", "rsh", "-bootstrap-exec", bin_ / "pbs_tmrsh")
     where = ("-hosts", "node0,node1", "-ppn", "1", "-n", "2")
-    with Hosts.on(pbs_hosts, "pbs") as hosts:
+    with Hosts.on(without_ssh, "pbs") as hosts:
         done = hosts.run(mpirun, *tmrsh, *where, *RUN, program("identity.py"), env=env)
         assert placed(done) == [("node0", 0, 0), ("node1", 0, 1)], (bin_ / "output").read_text()
         refused = hosts.run("launch", program("identity.py"), env=env)

@@ -93,14 +93,6 @@ def test_a_script_that_ends_slowly(here):
     assert "failed first: ValueError: this is what failed" in done.stderr
 
 
-def test_bad_input(here):
-    """A job that fails for bad input is not restarted."""
-    script = here.script("raise SystemExit(2)")
-    done = here.run("launch", *here.where(1), "--max-restarts", "2", script)
-    assert done.code == 2
-    assert "restart" not in done.stderr
-
-
 def test_a_stop_before_a_restart(here):
     """The pause before a restart doubles. A request to stop in it ends the job with exit code 130."""
     script = here.script("1 / 0", "fails.py")

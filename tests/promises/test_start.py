@@ -89,9 +89,14 @@ def test_unequal_slots(hosts, how):
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 1), (2, 2), (75, 75)])
 def test_exit_codes(here, code, expected):
-    """`mpiddp launch` exits with 0 if every rank succeeded, 2 for bad input, 75 to be resumed, or else 1."""
-    done = here.run("launch", *here.where(2), here.script(f"raise SystemExit({code})"))
+    """`mpiddp launch` exits with 0 if every rank succeeded, 2 for bad input, 75 to be resumed, or else 1.
+    Bad input is not restarted.
+    """
+    options = ("--max-restarts", "2") if code == 2 else ()
+    script = here.script(f"raise SystemExit({code})")
+    done = here.run("launch", *here.where(2), *options, script)
     assert done.code == expected, done.stderr
+    assert "restart" not in done.stderr
     assert ("exit code 3" in done.stderr) == (code == 3)
     assert ("to resume: mpiddp launch -H localhost:2" in done.stderr) == (code == 75)
 
