@@ -49,7 +49,7 @@ _EXAMPLES = """\
 
 def examples(prog: str) -> str:
     """The examples of `mpiddp VERB`, or of a verb of it; "" if there are none."""
-    return "\n".join(line for line in _EXAMPLES.split("\n") if f"{prog} " in f"{line} ")
+    return "\n".join(line for line in _EXAMPLES.split("\n") if f"{line} ".startswith(f"  {prog} "))
 
 
 class OneSentenceParser(argparse.ArgumentParser):

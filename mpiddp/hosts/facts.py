@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,10 +64,12 @@ def package_version(package: str) -> str | None:
         return None
 
 
-def program_version(program: str, env: Mapping[str, str]) -> str | None:
+def program_version(
+    program: str, env: Mapping[str, str], stderr: int = subprocess.DEVNULL
+) -> str | None:
     """What `program --version` prints; None if it cannot run, or does not answer within VERSION_S."""
     own = with_own_folder(Path(program), env)
-    return tool_output(program, ("--version",), None, VERSION_S, own) or None
+    return tool_output(program, ("--version",), None, VERSION_S, own, stderr) or None
 
 
 def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:

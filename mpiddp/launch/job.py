@@ -269,7 +269,7 @@ def _not_shown(plan: Plan, outcome: Outcome) -> str:
     """What another rank than 0 has printed before it failed, and nobody has seen; "" if it was kept."""
     options, last = plan.options, plan.request.hosts.world_size - 1
     is_kept = options.log_ranks != DEFAULT_RANKS or options.log_dir or outcome.announcement.run_dir
-    if is_kept or not outcome.rank:
+    if is_kept or not outcome.rank or outcome.code != FAILED:
         return ""
     ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
     return f"the stdout of {ranks} was not shown. To show it: --log-ranks all. To keep it: --log-dir DIR"

@@ -119,9 +119,10 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
     for number in repeated:
         signal.signal(number, lambda *_: None)  # which the command of --on-end does not inherit
     outcome.log()
-    resume_args = outcome.announcement.resume_args
-    resume = None
-    if outcome.code == STOPPED or (outcome.code in (FAILED, INTERRUPTED) and resume_args):
+    known = outcome.announcement
+    resume_args, resume = known.resume_args, None
+    can_resume = outcome.code in (FAILED, INTERRUPTED) and (resume_args or known.checkpoint)
+    if outcome.code == STOPPED or can_resume:
         resume = shlex.join([*report.command, *resume_args])
     if resume and outcome.code != FAILED:
         log.info(f"to resume: {resume}")

@@ -155,7 +155,9 @@ def place(
     for host, slots in room.items():
         if 0 < slots < (npernode or 0):
             where = f"{host.name} ({hosts.where(host)})"
-            raise UserError(f"--npernode {npernode} is more than the {slots} slots of {where}.")
+            more = f" To start more: -H {host.name}:{npernode}" if len(room) == 1 else ""
+            most = f"the {slots} slots of {where}.{more}"
+            raise UserError(f"{npernode} ranks per host are more than {most}")
         room[host] = min(slots, npernode or slots)
     total = sum(room.values())
     if n is not None and n > total and len(hosts.usable) >= max(wanted, past.enough or 0):

@@ -300,10 +300,10 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
     program = Path(found).absolute()
     answer = program_version(str(program), env)  # takes a few milliseconds
     if answer is None:
-        raise UserError(
-            f"{program} --version cannot run, or does not answer in {VERSION_S:g} s. "
-            "Name another mpirun: --mpirun PATH"
-        )
+        said = program_version(str(program), env, stderr=subprocess.STDOUT) or ""
+        first = shown(said.strip().partition("\n")[0])
+        why = f": {first}" if said else f", or does not answer in {VERSION_S:g} s"
+        raise UserError(f"{program} --version cannot run{why}. Name another mpirun: --mpirun PATH")
     # mpi4py finds a library beside Python by itself, and takes the one that the user names.
     is_named = explicit is None and env.get("MPI4PY_LIBMPI")
     for kind in STARTERS:

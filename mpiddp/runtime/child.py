@@ -87,6 +87,7 @@ class Child:
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
         self._kills_before: OomKills | None = None  # before it, in this control group
+        self.has_begun = False  # to run the script
 
     @property
     def runs(self) -> bool:
@@ -158,6 +159,7 @@ class Child:
         come its streams. A copy was made before the last arguments of its program were known.
         """
         self._kills_before = kills_in(group_of())
+        self.has_begun = True
         offered = spare._offer() if spare else []
         facts = {
             "variables": {**rank.own, **variables},
@@ -221,8 +223,13 @@ class Child:
         return f"thread MainThread:\n{''.join(lines)}" if lines else None
 
     def pass_on(self, number: int) -> None:
-        """Send it a signal: to a script alone, whose workers it ends itself, but to all of a command."""
+        """Send it a signal: to a script alone, whose workers it ends itself, but to all of a command.
+
+        A Python that has not begun its script would print a traceback of mpiddp's at a SIGINT.
+        """
         self.passed.add(number)
+        if number == signal.SIGINT and not (self.has_begun or self.is_command):
+            number = signal.SIGTERM
         with contextlib.suppress(ProcessLookupError):
             if self.runs:
                 (os.killpg if self.is_command else os.kill)(self.pid, number)

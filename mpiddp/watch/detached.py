@@ -113,8 +113,8 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
         return DetachedJob(_named(unnamed, beginning)), lock
     except OSError as error:
         shutil.rmtree(unnamed, ignore_errors=True)
-        sentence = f"--detach: cannot keep the job's output in {parent} ({error.strerror})."
-        raise cause_of(error)(sentence) from None
+        why = f"cannot keep the job's output in {parent} ({error.strerror})"
+        raise cause_of(error)(f"--detach: {why}. Another folder: set XDG_STATE_HOME.") from None
 
 
 def _named(unnamed: Path, beginning: str) -> Path:
