@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from mpiddp.errors import DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts import history
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
-from mpiddp.launch import log, policy
+from mpiddp.launch import log
 from mpiddp.launch.agents import Launcher, Turn, start
 from mpiddp.launch.attempt import Attempt
 from mpiddp.launch.control import Console, Exchange, SignalQueue
-from mpiddp.launch.events import Announcement
+from mpiddp.launch.events import Announcement, Stop
 from mpiddp.launch.handover import CutOff
 from mpiddp.launch.options import LaunchOptions
 from mpiddp.launch.outcome import Outcome
 from mpiddp.launch.place import Past
 from mpiddp.launch.plan import Plan, make_plan, plan_without, read_hosts
-from mpiddp.launch.policy import Move
 from mpiddp.launch.report import Report
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.text import all_of, counted
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None) -> Outcome:
@@ -54,10 +56,19 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         if outcome.code == DONE and job.lost:
             lost = f"all ranks are done, but not all of their {job.lost} could be written."
             outcome = outcome._replace(code=FAILED, sentence=lost)
-        return outcome._replace(announcement=job.known)
+        outcome = outcome._replace(announcement=job.known)
+        return outcome._replace(hint=_not_shown(job.plan, outcome))
 
 
-@dataclass
+class Move(Enum):
+    """What the job does next."""
+
+    END = auto()
+    RESTART = auto()  # because of a failure that counts
+    GROW = auto()  # restart on more hosts
+    SHRINK = auto()  # return to the hosts that it had before it grew
+
+
 class Job:
     """One job over all of its attempts.
 
@@ -65,23 +76,19 @@ class Job:
     host, and its daemons on other hosts then end too.
     """
 
-    launcher: Launcher
-    plan: Plan  # of the latest attempt
-    report: Report
-    waiting: Attempt | None = None  # the latest, if its agents wait for the next one
-    attempts: int = 0  # that have begun
-    failures: list[Outcome] = field(default_factory=list)  # that count, see `next_move`
-    lost: str = ""  # the stream of which something could not be written
-    at_fault: str = ""  # the host that ended the latest attempt, by its key
-    has_hinted: bool = False  # at the output that was not shown
-    grown_from: Plan | None = None  # until a job on more hosts makes a step
-
-    def __post_init__(self) -> None:
-        self.options, self.signals = self.plan.options, self.launcher.signals
+    def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:
+        self.launcher, self.signals, self.report = launcher, launcher.signals, report
+        self.plan, self.options = plan, plan.options  # the plan of the latest attempt
+        self.waiting: Attempt | None = None  # the latest, if its agents wait for the next one
+        self.attempts = 0  # that have begun
+        self.failures: list[Outcome] = []  # that count, see `next_move`
         self.known = Announcement()  # by the attempts so far
+        self.lost = ""  # the stream of which something could not be written
+        self.at_fault = ""  # the host that ended the latest attempt, by its key
         self.doubts: dict[str, str] = {}  # see Past
-        self.enough = len(self.plan.hosts.usable)
+        self.enough = len(plan.hosts.usable)
         self.may_grow = self.options.grow_s is not None
+        self.grown_from: Plan | None = None  # until a job on more hosts makes a step
 
     def close(self) -> None:
         """End the agents that wait for an attempt."""
@@ -118,12 +125,8 @@ class Job:
         if at_fault and at_fault == self.at_fault:
             self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
-        if outcome.first and outcome.first.rank and not self.has_hinted:
-            self.has_hinted = True
-            outcome = outcome._replace(hint=_not_shown(plan, self.known.run_dir))
-        self.report.add(
-            began_at, plan.request.names_of_ranks, outcome._replace(announcement=self.known)
-        )
+        so_far = outcome._replace(announcement=self.known)
+        self.report.add(began_at, plan.request.names_of_ranks, so_far)
         return outcome
 
     def _begin(self) -> Attempt:
@@ -160,8 +163,14 @@ class Job:
 
     def next_move(self, latest: Outcome) -> Move:
         """What follows the latest outcome."""
-        most, has_grown = self.options.max_restarts, self.grown_from is not None
-        return policy.next_move(latest, self.failures, most, has_grown=has_grown)
+        if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED):
+            return Move.END
+        if latest.stop is Stop.TO_GROW:
+            return Move.GROW
+        if self.grown_from and latest.code in (FAILED, BAD_INPUT):
+            return Move.SHRINK
+        is_left = latest.code == FAILED and len(self.failures) < self.options.max_restarts
+        return Move.RESTART if is_left else Move.END
 
     def go_on(self, move: Move, latest: Outcome) -> Outcome:
         """Make the next attempt, as the move says. Its outcome, or why it has not begun."""
@@ -173,7 +182,7 @@ class Job:
             self.may_grow = self.may_grow and move is Move.RESTART
         if move is Move.RESTART:
             self.failures.append(latest)
-            pause_s = policy.pause_s(self.failures)
+            pause_s = _pause_s(self.failures)
             count = f" (restart {len(self.failures)} of {self.options.max_restarts})"
         try:
             if move is Move.SHRINK and self.grown_from is not None:
@@ -242,10 +251,24 @@ class Job:
             raise KeyboardInterrupt
 
 
-def _not_shown(plan: Plan, run_dir: str) -> str:
-    """What a failed job has printed and nobody has seen; "" if all of it was shown or kept."""
+def _pause_s(failures: Sequence[Outcome]) -> float:
+    """The pause before the restart after the last of these failures.
+
+    The first restart begins at once. The pause doubles with each failure that follows another without a step
+    between them.
+    """
+    in_a_row = 0
+    for failure in failures:
+        in_a_row = 1 if failure.made_steps else in_a_row + 1
+    doubled = _FIRST_PAUSE_S * 2 ** min(in_a_row - 2, 10)
+    return min(doubled, _LONGEST_PAUSE_S) if in_a_row > 1 else 0.0
+
+
+def _not_shown(plan: Plan, outcome: Outcome) -> str:
+    """What another rank than 0 has printed before it failed, and nobody has seen; "" if it was kept."""
     options, last = plan.options, plan.request.hosts.world_size - 1
-    if options.log_ranks != DEFAULT_RANKS or options.log_dir or run_dir or last < 1:
+    is_kept = options.log_ranks != DEFAULT_RANKS or options.log_dir or outcome.announcement.run_dir
+    if is_kept or not outcome.rank:
         return ""
     ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
     return f"the stdout of {ranks} was not shown. To show it: --log-ranks all. To keep it: --log-dir DIR"

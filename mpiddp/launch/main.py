@@ -193,13 +193,12 @@ def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
 
 def _report(outcome: Outcome, exchange: Exchange, caller: socket.socket) -> None:
     """Send the caller the results, or the error of the rank that failed first, and then the outcome."""
-    rank, host = (outcome.first.rank, outcome.first.host) if outcome.first else (None, "")
     is_done = outcome.code in (DONE, STOPPED)
-    for each, body in (exchange.results if is_done else exchange.errors).items():
-        if is_done or each == rank:
-            caller.sendall(encode("answer", body, rank=each))
-    final = {"code": outcome.code, "sentence": outcome.sentence, "rank": rank, "host": host}
-    caller.sendall(encode("outcome", b"", **final))
+    for rank, body in (exchange.results if is_done else exchange.errors).items():
+        if is_done or rank == outcome.rank:
+            caller.sendall(encode("answer", body, rank=rank))
+    known = {name: getattr(outcome, name) for name in ("code", "sentence", "rank", "host")}
+    caller.sendall(encode("outcome", b"", **known))
 
 
 def _end_with(caller: socket.socket) -> None:

@@ -35,20 +35,13 @@ class MpirunEnd(NamedTuple):
         return signal_name(self.code - 128) if self.code - 128 in _FATAL else ""
 
 
-class FirstFailure(NamedTuple):
-    """The rank that failed first, its own name of its host, and its error, "" if it has reported none."""
-
-    rank: int
-    host: str
-    error: str
-
-
 class Outcome(NamedTuple):
     """The launcher's exit code, the sentence that explains it, and what the job's next attempt needs."""
 
     code: int
     sentence: str = ""
-    first: FirstFailure | None = None  # the rank that is known to have failed first
+    rank: int | None = None  # that is known to have failed first
+    host: str | None = None  # its own name of it
     is_complete: bool = True  # mpirun's own message about the end adds nothing
     # The host that has ended the attempt, by its name in the request; "" for none, or if it may be another.
     # A script's own error is no fault of its host.

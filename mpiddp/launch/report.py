@@ -139,14 +139,13 @@ class Report:
 
 def _ending(outcome: Outcome) -> dict[str, Any]:
     """How a job, or one attempt at it, has ended."""
-    rank, host = (outcome.first.rank, outcome.first.host) if outcome.first else (None, None)
     return {
         "cause": _CAUSES[outcome.code],
         "exit_code": outcome.code,
         "error": outcome.sentence or None,
         "known_cause": outcome.known_cause or None,
-        "rank": rank,
-        "host": host,
+        "rank": outcome.rank,
+        "host": outcome.host,
     }
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Record, Stop, is_silent
-from mpiddp.launch.outcome import FirstFailure, MpirunEnd, Outcome
+from mpiddp.launch.outcome import MpirunEnd, Outcome
 from mpiddp.launch.watch import sentence_at_failure
 from mpiddp.protocol.server import Event
 from mpiddp.text import escaped, signal_name, size_text
@@ -26,10 +25,7 @@ _CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socke
 _CONSEQUENCE_S = 0.3
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
-_BY_MPIRUN_S = 0.5  # in which an mpirun that got a signal has ended all ranks
-_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HUNG_UP = "the terminal has hung up (SIGHUP)"
-_Printed: TypeAlias = Mapping[int, Sequence[str]]  # the last lines on stderr, by rank
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
 _OF_THE_HOST = frozenset(
@@ -51,24 +47,28 @@ def verdict(record: Record) -> Outcome:
         made_steps=bool(record.paces),
         gpus=[{"rank": rank, **gpu.summary} for rank, gpu in sorted(record.gpus.items())],
     )
-    if found.code != FAILED:
-        return found
-    if found.first and first and (sentence := _lack_of_memory(record, first)):
+    return _with_cause(record, found, first) if found.code == FAILED else found
+
+
+def _with_cause(record: Record, found: Outcome, first: Event | None) -> Outcome:
+    """The verdict with the known cause of a failure. `first` failed first, as far as is known."""
+    named = first if found.rank is not None else None
+    if named and (sentence := _lack_of_memory(record, named)):
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
     early = ""
     if first and not record.fact("end", "why"):
         early = _left_early(record, first.at, is_needed=_may_follow(first))
-    if (found.first and first and is_silent(first)) or (early and found.sentence.startswith(early)):
+    if (named and is_silent(named)) or (early and found.sentence.startswith(early)):
         return found  # it names what precedes every error
     least = MPIRUN_AT_END
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
-        least = MPIRUN if found.first is None else 0
+        least = MPIRUN if named is None else 0
     tails = record.latest["tail"].items()
     printed = {rank: event.facts["lines"] for rank, event in tails if rank >= least}
-    row, sentence = explained(found.first, printed) if found.first or printed else ("", "")
-    if found.first and row in _OF_THE_HOST:
-        found = found._replace(host_at_fault=record.hosts[found.first.rank])
+    row, sentence = explained(named, printed) if named or printed else ("", "")
+    if named and row in _OF_THE_HOST:
+        found = found._replace(host_at_fault=record.hosts[named.rank])
     if row in _OF_COLLECTIVES:
         # NCCL's timeout kills the rank that has waited.
         found = found._replace(host_at_fault="")
@@ -106,16 +106,11 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if all_done:
         return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
-    has_said_why = first is not None and first.kind == "failed" and not _is_by_mpirun(first)
-    if (
-        first is not None
-        and first.kind == "lost"
-        and (found := _not_started(record, mpirun, first))
-    ):
+    if first is not None and (found := _not_started(record, mpirun, first)):
         return found
+    # An mpirun that is killed ends its ranks by a signal.
+    has_said_why = first is not None and first.kind == "failed" and not first.facts.get("signal")
     if first is not None and (mpirun.code >= 0 or mpirun.was_ended or has_said_why):
-        if name := _signal_of_mpirun(record, mpirun):
-            return Outcome(FAILED, f"{mpirun.name} was ended by {name}, and has ended all ranks.")
         return _of_failure(record, mpirun, first)
     # Ranks that refuse may not report.
     if not record.latest["started"] and mpirun.code in (BAD_INPUT, STOPPED):
@@ -136,7 +131,7 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
 def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | None:
     """The verdict where a rank has ended, without a signal of its own, before the others had started."""
     missing = [rank for rank in range(record.world_size) if rank not in record.latest["started"]]
-    has_begun = 0 < len(missing) < record.world_size
+    has_begun = first.kind == "lost" and 0 < len(missing) < record.world_size
     if not has_begun or mpirun.rank_signal or not mpirun.proves_signals or is_silent(first):
         return None
     hosts, others = {record.hosts[rank] for rank in missing}, record.names(missing)
@@ -176,34 +171,6 @@ def _is_refusal(record: Record, first: Event) -> bool:
     return first.facts["code"] == BAD_INPUT and bool(first.facts["error"] or not is_amid)
 
 
-def _is_by_mpirun(failure: Event) -> bool:
-    """Whether a rank has ended as those do that an mpirun ends."""
-    if failure.kind == "lost":
-        return not failure.facts["silent"]
-    is_interrupt = failure.facts["error"].startswith("KeyboardInterrupt")
-    return is_interrupt or failure.facts.get("signal", 0) in _BY_MPIRUN
-
-
-def _signal_of_mpirun(record: Record, mpirun: MpirunEnd) -> str:
-    """The signal that somebody sent to mpirun, which has ended all ranks at the same moment; "" for none."""
-    failures = record.failures.values()
-    times = [message.at for message in failures]
-    has_others = mpirun.was_ended or record.done
-    if has_others or len(times) < record.world_size or max(times) - min(times) >= _BY_MPIRUN_S:
-        return ""
-    if record.world_size == 1 and not mpirun.proves_signals:  # whose code is that of the rank
-        return ""
-    # A daemon that is killed takes its ranks along, which then report nothing. Open MPI's on this host is
-    # mpirun, and a rank that sees its end before its signal reports nothing either.
-    lost = {each.rank for each in failures if each.kind == "lost"}
-    is_of_daemon = lost and not (mpirun.proves_signals and lost <= {*record.fact("began", "here")})
-    if is_of_daemon or not all(map(_is_by_mpirun, failures)):
-        return ""
-    if mpirun.proves_signals:  # Open MPI does not tell which; it is shielded from SIGTERM
-        return "" if mpirun.rank_signal or mpirun.code == DONE else "SIGINT or SIGHUP"
-    return signal_name(mpirun.code - 128) if mpirun.code - 128 in _BY_MPIRUN else ""
-
-
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
     facts = first.facts
@@ -217,7 +184,10 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     hosts = list(dict.fromkeys(record.host_of(each.rank) for each in gone))
     others, is_complete = _others(record), True
     before = _left_early(record, first.at, is_needed=_may_follow(first))
-    host_at_fault = record.hosts[first.rank] if len(hosts) == 1 else ""
+    is_asked = (
+        first.facts.get("signal") == signal.SIGTERM
+    )  # by somebody, which is no fault of a host
+    host_at_fault = record.hosts[first.rank] if len(hosts) == 1 and not is_asked else ""
     if is_silent(first):
         before, sentence = "", _silence(record, first)
         host_at_fault = record.hosts[first.rank]
@@ -240,14 +210,15 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
         sentence = f"the ranks on {where} ended at the same moment without an error, {cause}."
     sentence, newline, table = sentence.partition("\n")
     sentence = f"{before}{sentence}{others}{newline}{table}"
-    return Outcome(FAILED, sentence, _first_failure(record, first), is_complete, host_at_fault)
+    outcome = Outcome(FAILED, sentence, is_complete=is_complete, host_at_fault=host_at_fault)
+    return _naming(record, first, outcome)
 
 
-def _first_failure(record: Record, first: Event) -> FirstFailure | None:
-    """None if its error is a verdict, which may name another rank."""
+def _naming(record: Record, first: Event, outcome: Outcome) -> Outcome:
+    """The outcome with the rank that failed first, unless its error is a verdict: it may name another."""
     if first.facts.get("is_verdict", False):
-        return None
-    return FirstFailure(first.rank, record.host_of(first.rank), str(first.facts.get("error", "")))
+        return outcome
+    return outcome._replace(rank=first.rank, host=record.host_of(first.rank))
 
 
 def _others(record: Record) -> str:
@@ -262,7 +233,7 @@ def _of_own_end(record: Record, first: Event) -> Outcome:
         left = {rank for rank, each in record.failures.items() if each.facts.get("code") == STOPPED}
         has_said_why = error or len(left | record.done.keys()) == record.world_size
     sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record)}"
-    return Outcome(code, error if has_said_why else sentence, _first_failure(record, first))
+    return _naming(record, first, Outcome(code, error if has_said_why else sentence))
 
 
 def _silence(record: Record, first: Event) -> str:
@@ -347,8 +318,10 @@ def _lack_of_memory(record: Record, first: Event) -> str:
     )
 
 
-def explained(first: FirstFailure | None, printed: _Printed) -> tuple[str, str]:
+def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tuple[str, str]:
     """The row of the table of failures that explains the end of the job, and its sentence; "" without one.
+
+    `printed` are the last lines on stderr, by rank.
 
     The words of the rank that failed first count before those of the others. An exception of its own that no
     row knows is its cause: then whatever the others have printed is none.
@@ -358,17 +331,18 @@ def explained(first: FirstFailure | None, printed: _Printed) -> tuple[str, str]:
         from mpiddp.explain.failures import Weight
     except (ImportError, OSError):  # no files left, or the installation has changed
         return "", ""
-    own = [*first.error.splitlines(), *printed.get(first.rank, ())] if first else []
+    error = str(first.facts.get("error", "")) if first else ""
+    own = [*error.splitlines(), *(printed.get(first.rank, ()) if first else ())]
     found = explain(own)
     weight = found.failure.weight if found else Weight.EXCEPTION
     if weight is not Weight.CAUSE:
-        if first and first.error and weight is Weight.EXCEPTION:
+        if error and weight is Weight.EXCEPTION:
             return "", ""
         found = explain([*own, *(line for lines in printed.values() for line in lines)])
     if found is None or found.failure.weight not in (Weight.CAUSE, Weight.SYMPTOM):
         return "", ""
     row = found.failure
     # The error line has said the rest of its line.
-    line = next((text for text in row.says if first and text in first.error), found.line)
+    line = next((text for text in row.says if text in error), found.line)
     sentence = f'"{line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
     return row.id, sentence

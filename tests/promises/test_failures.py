@@ -515,23 +515,6 @@ def test_a_killed_launcher_leaves_nothing(here):
 WAITS = "import time\nprint('ready\\n', end='', flush=True)\ntime.sleep(6000)\n"
 
 
-@pytest.mark.parametrize("mpi", PROGRAMS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_mpirun(here, mpi, number):
-    """An mpirun that somebody else ends by SIGINT or SIGHUP is named with the signal, and no rank is."""
-    job = here.start("launch", *here.where(2), here.script(WAITS), mpi=mpi)
-    job.until("ready", times=2)
-    _, name = PROGRAMS[mpi]["mpirun"]
-    found = [each for each in here.processes() if is_program(each.command, name)]
-    here.kill(found[0], number)
-    done = job.wait()
-    assert done.code == 1
-    named = rf"mpirun was (ended|killed) by .*{number.name}"
-    assert any(re.search(named, line) for line in done.said), done.stderr
-    assert not any("rank" in line and "first" in line for line in done.said), done.stderr
-    eventually(lambda: not here.processes())
-
-
 def is_program(command: str, name: str) -> bool:
     return command.partition(" ")[0].rpartition("/")[2].startswith(name)
 
