@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +9,6 @@ from mpiddp.errors import DONE, STOPPED
 from mpiddp.launch import log
 from mpiddp.launch.events import Announcement, Stop
 from mpiddp.text import signal_name
-
-# Those that kill a process by default. An mpirun's own error codes are real-time signals to `valid_signals`.
-_FATAL = {*range(1, 32)} - {
-    *(signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH),
-    *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
-}
 
 
 class MpirunEnd(NamedTuple):
@@ -28,11 +21,10 @@ class MpirunEnd(NamedTuple):
     was_ended: bool = False  # by this launcher
 
     @property
-    def rank_signal(self) -> str | None:
-        """The signal that killed a rank, "" if none did; None if this mpirun's code does not tell."""
-        if not self.proves_signals:
-            return None
-        return signal_name(self.code - 128) if self.code - 128 in _FATAL else ""
+    def rank_signal(self) -> str:
+        """The signal that killed a rank, "" if the code does not tell."""
+        number = self.code - 128  # its own error codes would be real-time signals
+        return signal_name(number) if self.proves_signals and 0 < number < 32 else ""
 
 
 class Outcome(NamedTuple):

@@ -86,10 +86,8 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     if all_done and record.latest["stopped"]:
         return Outcome(STOPPED, "stopped on request.")
     if why := record.fact("end", "why"):
-        missing = {record.hosts[rank] for rank in record.missing}
-        host = (
-            missing.pop() if len(missing) == 1 and len(record.missing) < record.world_size else ""
-        )
+        has_all = len(record.missing) == record.world_size
+        host = "" if has_all else _only_host(record, record.missing)
         return Outcome(FAILED, f"{_left_early(record)}{why}", host_at_fault=host)
     if is_requested and record.fact("end", "failed") and first and first.kind == "failed":
         # It failed while it saved and stopped, rather than being ended by the request.
@@ -100,9 +98,8 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         clause = record.fact("overdue", "clause")
         what = f"{clause}; the job was killed" if clause else "the job was stopped"
         if record.fact("stop", "reason") == HUNG_UP:
-            what = (
-                f"{HUNG_UP}, and {what}. With nohup before its command, a job outlives its terminal"
-            )
+            nohup = "With nohup before its command, a job outlives its terminal"
+            what = f"{HUNG_UP}, and {what}. {nohup}"
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if all_done:
         return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
@@ -134,14 +131,20 @@ def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | N
     has_begun = first.kind == "lost" and 0 < len(missing) < record.world_size
     if not has_begun or mpirun.rank_signal or not mpirun.proves_signals or is_silent(first):
         return None
-    hosts, others = {record.hosts[rank] for rank in missing}, record.names(missing)
+    host, others = "", record.names(missing)
     if mpirun.was_ended or mpirun.code < 0:  # an mpirun that hangs tells nothing
-        why, hosts = f"{record.name(first.rank)} ended before {others} had started", set()
+        why = f"{record.name(first.rank)} ended before {others} had started"
     else:
         why = f"{mpirun.name} could not start {others} (exit code {mpirun.code})"
-    host = hosts.pop() if len(hosts) == 1 else ""
+        host = _only_host(record, missing)
     sentence = f"{why}. To check the hosts: mpiddp doctor"
     return Outcome(FAILED, sentence, is_complete=False, host_at_fault=host)
+
+
+def _only_host(record: Record, ranks: Sequence[int]) -> str:
+    """The host of these ranks, "" for several."""
+    hosts = {record.hosts[rank] for rank in ranks}
+    return hosts.pop() if len(hosts) == 1 else ""
 
 
 def _began(record: Record, message: Event) -> float:
@@ -149,11 +152,10 @@ def _began(record: Record, message: Event) -> float:
     # A silent host stopped answering long before it was noticed.
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
-    is_consequence = _may_follow(message)
     if message.facts.get("signal") == signal.SIGTERM:  # an MPI's, after another rank's failure
         return message.at + _CONSEQUENCE_S
     began = record.latest["claim"].get(message.rank, message).at
-    return began + _CONSEQUENCE_S if is_consequence else began
+    return began + _CONSEQUENCE_S if _may_follow(message) else began
 
 
 def _may_follow(failure: Event) -> bool:
@@ -184,18 +186,17 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     hosts = list(dict.fromkeys(record.host_of(each.rank) for each in gone))
     others, is_complete = _others(record), True
     before = _left_early(record, first.at, is_needed=_may_follow(first))
-    is_asked = (
-        first.facts.get("signal") == signal.SIGTERM
-    )  # by somebody, which is no fault of a host
-    host_at_fault = record.hosts[first.rank] if len(hosts) == 1 and not is_asked else ""
+    # SIGTERM comes from somebody, and is no fault of a host.
+    is_own = len(hosts) == 1 and facts.get("signal") != signal.SIGTERM
+    host_at_fault = record.hosts[first.rank] if is_own else ""
     if is_silent(first):
         before, sentence = "", _silence(record, first)
         host_at_fault = record.hosts[first.rank]
     elif first.kind == "failed":
         sentence = _report(record, first)
-    elif by := mpirun.rank_signal:
-        sentence = f"{record.name(first.rank)} was killed by {by}."
-    elif by is None or len(hosts) == 1:
+    elif mpirun.rank_signal:
+        sentence = f"{record.name(first.rank)} was killed by {mpirun.rank_signal}."
+    elif len(hosts) == 1:
         # Unless a signal is known, mpirun may know how the rank has ended.
         is_complete = False
         how = "it was killed, crashed in native code, or called os._exit."
