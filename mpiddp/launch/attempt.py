@@ -109,7 +109,7 @@ class Attempt:
 
     def end(self) -> None:
         """End the agents that wait."""
-        self._end_after(0.0, END_S)
+        self._end_after(0.0)
         while self.mpirun.code is None:
             self._wait()
         self._finish()
@@ -131,7 +131,7 @@ class Attempt:
             blocked = "cannot be killed: they are blocked in the kernel."
             self.output.log(f"processes {left} {blocked}", is_error=True)
         self._timers.cancel(*self._timers.timers.keys() - {self.request_stop})
-        self.output.finish(self._wait, self._late_output, self._patience_s)
+        self._copy_the_rest()
         signal_all(partial(self.mpirun.left, agents=True), signal.SIGKILL)
         self._has_ended.set()
         self.record.note("mpirun", **self.mpirun.end._asdict())
@@ -146,17 +146,31 @@ class Attempt:
         for reaction in self._timers.due():
             reaction()
 
-    def _patience_s(self) -> float:
-        """For how long a terminal that is stopped may delay the end. A second signal ends the wait."""
-        limits = {Stop.NONE: float("inf"), Stop.AT_ONCE: AT_ONCE_S}
-        return limits.get(self.record.stop, OUTPUT_S)
+    def _copy_the_rest(self) -> None:
+        """Copy the last output, as far as it comes in time and somebody reads it.
 
-    def _late_output(self) -> str:
-        """The ranks whose output has not ended, except those on silent hosts or that do not end."""
-        record, late = self.record, {*self.output.open_ranks} - self.server.connected
-        if late := {rank for rank in late if record.hosts[rank] not in record.silent_hosts}:
-            return record.names(sorted(late))
-        return "a rank" if self.mpirun.left(agents=True) else ""
+        A stopped terminal may delay the end, until a second signal.
+        """
+        record, output, began_at = self.record, self.output, time.monotonic()
+        limits = {Stop.NONE: float("inf"), Stop.AT_ONCE: AT_ONCE_S}
+
+        def has_time() -> bool:
+            return time.monotonic() <= began_at + limits.get(record.stop, OUTPUT_S)
+
+        while has_time():
+            late = {*output.open_ranks} - self.server.connected  # these do not end
+            late = {rank for rank in late if record.hosts[rank] not in record.silent_hosts}
+            if not late and not self.mpirun.left(agents=True):
+                break
+            if time.monotonic() - output.copied_at > OUTPUT_S:
+                ranks = record.names(sorted(late)) or "a rank"
+                missing = f"the last output of {ranks} has not arrived; it may be missing here."
+                output.log(missing, is_error=True)
+                break
+            self._wait(time.monotonic() + 0.02)
+        output.end()
+        while output.blocked_since is not None and has_time():
+            self._wait(time.monotonic() + 0.05)
 
     # --- what happens ---
 
@@ -233,12 +247,11 @@ class Attempt:
                 self._looks.ask_at_failure()
                 # Most starters end the other ranks, and the ranks' own watch always does. Only this process
                 # notices a host that has stopped answering.
-                spread_s = 0.0 if record.silent_hosts else SPREAD_S
-                self._end_after(spread_s, FAILED_END_S, has_failed=True)
+                self._end_after(0.0 if record.silent_hosts else SPREAD_S, has_failed=True)
         self._looks.see_early()
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait
-            self._end_after(0.0, FAILED_END_S, has_failed=True)
+            self._end_after(0.0, has_failed=True)
         if record.done and not self.server.connected and record.phase < Phase.ENDING:
             self._timers.after(EXIT_S, self._end_mpirun)
 
@@ -335,7 +348,9 @@ class Attempt:
             are = "is" if len(record.saving) == 1 else "are"
             waiting = f"{are} still saving; waiting for at most {limit_s:g} s."
             self.output.log(f"{record.names(sorted(record.saving))} {waiting}", about="who saves")
-        if self.output.blocked_s >= OUTPUT_S:  # as by `| less`: ranks that print would never end
+        if (
+            now - (self.output.blocked_since or now) >= OUTPUT_S
+        ):  # as by `| less`: ranks that print would never end
             self.output.give_up()
         if left_s > 0:
             return
@@ -350,14 +365,12 @@ class Attempt:
                 self._end_job(f"{clause}.")
 
     def _end_job(self, why: str) -> None:
-        self._end_after(0.0, END_S, why)
+        self._end_after(0.0, why)
 
-    def _end_after(
-        self, seconds: float, end_s: float, why: str = "", *, has_failed: bool = False
-    ) -> None:
+    def _end_after(self, seconds: float, why: str = "", *, has_failed: bool = False) -> None:
         self._begin_end(why, has_failed=has_failed)
         self._timers.after(seconds, self._end_ranks)
-        self._timers.after(seconds + end_s, self._end_mpirun)
+        self._timers.after(seconds + (FAILED_END_S if has_failed else END_S), self._end_mpirun)
 
     def _begin_end(self, why: str = "", *, has_failed: bool = False) -> None:
         """From now on, the ranks are being ended. The first reason counts."""
@@ -373,7 +386,7 @@ class Attempt:
 
     def _hold(self) -> None:
         """Let all agents end their scripts, and wait for the next attempt."""
-        self._end_after(HOLD_S, FAILED_END_S, has_failed=True)
+        self._end_after(HOLD_S, has_failed=True)
         self.record.note("hold")
         for rank in self.server.connected:
             self.server.send(rank, encode("hold"))

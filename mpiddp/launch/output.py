@@ -22,8 +22,7 @@ import socket
 import termios
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +36,8 @@ from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.terminal import Manners, prefix_of
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
-_TAIL = 1 << 16  # bytes that are kept of stderr of all ranks, and of what waits for the verdict
-_LATEST = 256  # bytes that are kept of what each rank has written last
+_MOST_HELD = 1 << 16  # bytes that wait for the verdict
+_LATEST, _TAIL = 256, 1 << 14  # bytes that are kept of what each rank has written last
 _CTRL_D = b"\x04"
 # Open MPI 5 warns where an ssh that it has started was faster than its own next line.
 _HARMLESS = re.compile(rb"\[[^]\n]*\] plm:ssh: Warning: setpgid\([^\n]*\n")
@@ -99,12 +98,11 @@ class JobOutput:
         self._streams: dict[int, _Stream] = {}  # that have not ended, by file
         self._said: set[str] = set()  # what the sentences of the launcher were about
         self.latest: dict[int, bytes] = {}  # the end of what each rank has printed last
-        self._tail: deque[tuple[int, bytes]] = deque()  # of stderr
-        self._tail_size = 0
+        self._tails: dict[int, bytes] = {}  # the same of its stderr
         self._is_ending = False
         self._copied_at = time.monotonic()  # the latest
         self._blocked: set[Screen] = set()  # whose readers have not taken all
-        self._blocked_since = 0.0
+        self.blocked_since: float | None = None  # by time.monotonic()
         self._input: socket.socket | None = None  # of rank 0, which another thread writes
         self._manners = Manners.of(0) if os.isatty(0) else None  # of the launcher's own terminal
         self._selector = selector
@@ -166,26 +164,18 @@ class JobOutput:
             self.follow(self._manners)
         self._said.clear()
         self.latest.clear()
-        self._tail.clear()
-        self._tail_size = 0
+        self._tails.clear()
 
     @property
     def last_errors(self) -> dict[int, list[str]]:
         """The last lines on stderr of each rank, MPIRUN and MPIRUN_AT_END."""
-        texts: dict[int, bytes] = {}
-        for rank, text in self._tail:
-            texts[rank] = texts.get(rank, b"") + text
-        return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in texts.items()}
+        tails = self._tails.items()
+        return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in tails}
 
     @property
     def open_ranks(self) -> list[int]:
         """The ranks with a stream that has not ended."""
         return sorted({each.rank for each in self._streams.values() if each.rank >= 0})
-
-    @property
-    def blocked_s(self) -> float:
-        """For how long a reader has not taken all that was written, in seconds."""
-        return time.monotonic() - self._blocked_since if self._blocked else 0.0
 
     @property
     def copied_at(self) -> float:
@@ -226,9 +216,10 @@ class JobOutput:
         """Let the selector report when the readers take more, and no stream before they have taken all."""
         before, self._blocked = self._blocked, {s for s in self._screens.values() if s.is_blocked}
         if self._blocked and not before:
-            self._blocked_since = time.monotonic()
+            self.blocked_since = time.monotonic()
             self._selector.unregister(self._readable)
         if before and not self._blocked:
+            self.blocked_since = None
             self._selector.register(self._readable, selectors.EVENT_READ, self)
         for screen in self._blocked - before:
             self._selector.register(screen.file, selectors.EVENT_WRITE, self)
@@ -251,13 +242,10 @@ class JobOutput:
             chunk = _HARMLESS.sub(b"", chunk.replace(b"\0", b""))
         self.latest[rank] = (self.latest.get(rank, b"") + chunk)[-_LATEST:]
         if stream.number == 2:
-            self._tail.append((rank, chunk))
-            self._tail_size += len(chunk)
-            while self._tail_size > _TAIL:
-                self._tail_size -= len(self._tail.popleft()[1])
+            self._tails[rank] = (self._tails.get(rank, b"") + chunk)[-_TAIL:]
         if rank == MPIRUN_AT_END:
             chunk, stream.held = stream.held + chunk, b""
-            if len(chunk) <= _TAIL:
+            if len(chunk) <= _MOST_HELD:
                 stream.held = chunk
                 return True
         self._screens[stream.number].show(stream, chunk)
@@ -276,21 +264,8 @@ class JobOutput:
         for file in [file for file, stream in self._streams.items() if stream.rank >= 0]:
             self._end(file)
 
-    def finish(
-        self, wait: Callable[[float], None], late: Callable[[], str], limit_s: Callable[[], float]
-    ) -> None:
-        """Copy the rest, as far as it comes in time and somebody reads it, and end all streams.
-
-        `wait` reacts to what happens until then, `late` names the ranks whose output has not ended, and
-        `limit_s` is for how long a terminal that is stopped may delay the end.
-        """
-        began_at = time.monotonic()
-        while (ranks := late()) and time.monotonic() <= began_at + limit_s():
-            if time.monotonic() - self.copied_at > OUTPUT_S:
-                missing = f"the last output of {ranks} has not arrived; it may be missing here."
-                self.log(missing, is_error=True)
-                break
-            wait(time.monotonic() + 0.02)
+    def end(self) -> None:
+        """Take what mpirun has still written, and end all streams."""
         self._is_ending = True
         for file, stream in list(self._streams.items()):
             while stream.rank < 0 and self._take(stream, is_last=True):
@@ -302,8 +277,6 @@ class JobOutput:
                 self._input.shutdown(socket.SHUT_RDWR)
         if self._manners is not None:
             self.follow(self._manners)
-        while self._blocked and time.monotonic() <= began_at + limit_s():
-            wait(time.monotonic() + 0.05)
 
     def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
         """Show what mpirun has said at the end; if the verdict says it, write it to `log_dir` instead."""
