@@ -220,9 +220,6 @@ class Attempt:
                 console.answer(facts["viewer"], **state)
             case "view_stacks":
                 self._looks.answer(facts["viewer"])
-            case "full":
-                needs = "A job needs three open files for each rank (ulimit -n)."
-                self._end_job(f"ranks cannot connect: {facts['error']}. {needs}")
             case "started":
                 num_started = len(record.latest["started"])
                 if num_started == 1:  # the others are waited for

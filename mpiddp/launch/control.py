@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from mpiddp.errors import cause_of
+from mpiddp.errors import JobFailed, cause_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import encode
@@ -39,6 +39,7 @@ STOP_SIGNALS = (
 _REPEAT_S, _REPEAT_OF_CTRL_C_S = 1.0, 0.3
 
 _SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
+_OPEN_BESIDES_RANKS = 64  # files
 
 
 class SignalQueue:
@@ -133,7 +134,10 @@ class ControlServer(ChannelServer):
     def __init__(
         self, listener: socket.socket, world_size: int, selector: TimedSelector, key: str = ""
     ) -> None:
-        allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
+        limit = allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
+        if limit < PER_RANK * world_size + _OPEN_BESIDES_RANKS:
+            needs = f"{world_size} ranks need {PER_RANK} each in this process"
+            raise JobFailed(f"{limit} open files are too few: {needs} (ulimit -n).")
         own = listener.getsockname()
         address = channel.UNIX + own if isinstance(own, str) else "{}:{}".format(*own[:2])
         super().__init__(listener, key or os.urandom(16).hex(), world_size, selector)

@@ -7,7 +7,6 @@ other effect. It never waits for a connection: what one does not take yet is que
 
 from __future__ import annotations
 
-import errno
 import selectors
 import socket
 import time
@@ -25,8 +24,6 @@ LAUNCHER = -1  # the rank of an event of the launcher itself
 PER_RANK = 3  # connections: its messages and its two streams
 STRANGERS = 64  # connections without a proof, beyond those of the ranks
 _ACCEPTED_AT_ONCE = 64
-# What accept() reports while this machine has no file or no memory left.
-_NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
@@ -34,12 +31,12 @@ _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError, Ov
 class Event:
     """What a rank has said, what the server sees of its connection, or what the launcher does.
 
-    `kind` is one of the protocol's messages, "leave", "claim", "lost", "full", or one of HANDED_OVER or of
-    VIEWS; or one of the launcher's (`mpiddp.launch.events`). An "answer" brings facts["body"], and a view
+    `kind` is one of the protocol's messages, "leave", "claim", "lost", or one of HANDED_OVER or of VIEWS; or
+    one of the launcher's (`mpiddp.launch.events`). An "answer" brings facts["body"], and a view
     facts["viewer"], the peer that waits for it. "claim": the rank begins to fail, and reports it later.
     "lost": the connection ended, and facts["silent"] is whether the host stopped answering. HANDED_OVER:
     facts["connection"] belongs to the receiver; that of "output" brings facts["stream"] (1 or 2) of the rank
-    on facts["host"]. "full", of no rank: for want of facts["error"], no more connections are accepted.
+    on facts["host"].
 
     `at` is time.monotonic()'s, in seconds. `from_script`: the script of the rank has said it, whose agent has
     a connection of its own.
@@ -111,7 +108,8 @@ class ChannelServer:
     def receive(self, data: object) -> list[Event]:
         """The new messages for the owner, of a ready socket, by its data. Viewers have a listener, too."""
         if isinstance(data, socket.socket):
-            return self._accept(data)
+            self._accept(data)
+            return []
         assert isinstance(data, Peer)
         if data.connection.fileno() < 0:  # closed since the selector returned it
             return []
@@ -142,17 +140,12 @@ class ChannelServer:
 
     # --- connections ---
 
-    def _accept(self, listener: socket.socket) -> list[Event]:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, _ = listener.accept()
-            except OSError as error:
-                if error.errno not in _NOTHING_LEFT:  # nobody waits, or it has already closed
-                    return []
-                # The selector would report the socket without end. Now it reports only its errors.
-                self.selector.modify(listener, selectors.EVENT_WRITE, listener)
-                full = Event("full", facts={"error": error.strerror})
-                return [full] if listener is self._listener else []
+            except OSError:  # nobody waits, or it has already closed
+                return
             # If there are too many strangers, the oldest makes room. A rank answers at once, so the oldest is
             # none. A rank that is dropped all the same comes again.
             if len(self._strangers) >= PER_RANK * self.world_size + STRANGERS:
@@ -163,7 +156,6 @@ class ChannelServer:
             channel.notice_silence(connection)
             self.selector.register(connection, selectors.EVENT_READ, peer)
             peer.send(encode("challenge", challenge=peer.challenge))
-        return []
 
     def _take(self, peer: Peer, line: bytes, now: float) -> list[Event]:
         """Take a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
@@ -196,15 +188,12 @@ class ChannelServer:
         key = channel.member_key(self.key, role, rank)
         # The time of this comparison reveals nothing: every connection has another challenge.
         is_proved = facts["proof"] == channel.mac(key, f"member {peer.challenge}")
-        is_member = role in (channel.RANK, channel.SCRIPT, channel.HOST)
-        is_member = is_member and rank in range(self.world_size)
-        if not is_proved or not is_member:
+        is_role = role in (channel.RANK, channel.SCRIPT, channel.HOST)
+        if not (is_proved and is_role and rank in range(self.world_size)):
             raise ValueError(rank)
         proof = channel.mac(key, f"server {facts['challenge']}")
         if kind in channel.HANDED_OVER:
-            handed = {}
-            if kind == "output":
-                handed = {"stream": facts["stream"], "host": str(facts["host"])}
+            handed = {name: facts[name] for name in ("stream", "host") if kind != channel.INPUT}
             if handed.get("stream", 1) not in channel.STREAMS:
                 raise ValueError(handed)
             # At once: only the challenge was sent before.
