@@ -56,10 +56,6 @@ class Launcher:
     logins: Logins = field(default_factory=Logins)  # of the preflight, until mpirun starts
     run_id: str = field(default_factory=lambda: os.urandom(8).hex())
 
-    def record_path(self, attempt: int) -> Path | None:
-        """The file of the record of an attempt, by its number."""
-        return Path(self.log_dir, f"attempt_{attempt}.jsonl") if self.log_dir else None
-
 
 @dataclass(frozen=True)
 class Turn:

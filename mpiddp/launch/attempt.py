@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from mpiddp.hosts.processes import end_all, signal_all
 from mpiddp.launch.agents import Agents, Turn
@@ -52,9 +53,10 @@ class Attempt:
         if launcher.exchange is not None:
             launcher.exchange.begin(self.server)
         hosts, there = plan.request.names_of_ranks, {host.name for host in agents.others}
+        folder = launcher.log_dir
         self.record = Record(
             hosts,
-            launcher.record_path(turn.number),
+            Path(folder, f"attempt_{turn.number}.jsonl") if folder else None,
             here=[rank for rank, host in enumerate(hosts) if host not in there],
             attempt=turn.number,
             hang_timeout_s=self.options.hang_timeout_s,

@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -46,10 +46,7 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     "asked": ("ranks",),  # for their stacks
     "looked": (),  # at the stacks, because the job is quiet
     "printed": (),  # the job has written something, before its first step
-    "window": (
-        "ranks",
-        "share",
-    ),  # the stragglers, and the share of time in which others wait for them
+    "window": ("ranks", "share"),  # the stragglers, and in which share of time the others wait
     "stop": ("by", "reason", "signal"),  # is requested by somebody of `Stop`
     "kill": (),  # without a save: the user has requested it again
     "grace": (),  # from now on, the ranks have limited time to stop
@@ -130,8 +127,7 @@ class Record:
         self.gpus: dict[int, GpuUse] = {}  # of the ranks
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
         self.announcement = Announcement()
-        self.stacks: dict[int, dict[str, Any]] = {}  # that were asked for last
-        self.mute: set[int] = set()  # the ranks that have not sent these
+        self.stacks: dict[int, Mapping[str, Any]] = {}  # that were asked for last
         # Of torch's collectives; and by how many seconds a rank's clock is behind this one at most, by its
         # latest messages: clocks drift.
         self.calls: dict[Group, dict[int, dict[int, Call]]] = defaultdict(dict)
@@ -173,12 +169,17 @@ class Record:
                 for of_rank in facts["ranks"]:
                     self.gpus.setdefault(of_rank["rank"], GpuUse()).add(of_rank)
             case "asked":
-                self.stacks, self.mute = {}, {*facts["ranks"]} - self.done.keys()
+                self.stacks = {}
             case "stacks" if event.from_script or rank not in self.stacks:
                 # An agent answers in the place of a script, whose own answer may come later.
-                self.stacks[rank] = dict(facts)
+                self.stacks[rank] = facts
             case "calls":
-                self._note_calls(event)
+                # The message that was the fastest tells the rank's clock best.
+                self.clocks[rank].append(event.at - facts["now_us"] / 1e6)
+                for ranks in self.calls.values():
+                    ranks.pop(rank, None)
+                for group, calls in calls_of(facts, min(self.clocks[rank])).items():
+                    self.calls[group][rank] = calls
             case "looked":
                 places = {rank: place_of(self.stacks.get(rank)) for rank in self.left}
                 self.looks.append((event.at, places))
@@ -199,17 +200,6 @@ class Record:
             case "done" | "exited":
                 self.done[rank] = event
                 self.failures.pop(rank, None)
-        if kind in ENDS | {"stacks"}:
-            self.mute.discard(rank)
-
-    def _note_calls(self, event: Event) -> None:
-        """These are the rank's latest calls. Its message that was the fastest tells its clock best."""
-        rank = event.rank
-        self.clocks[rank].append(event.at - event.facts["now_us"] / 1e6)
-        for ranks in self.calls.values():
-            ranks.pop(rank, None)
-        for group, calls in calls_of(event.facts, min(self.clocks[rank])).items():
-            self.calls[group][rank] = calls
 
     def _write(self, event: Event) -> None:
         is_frequent = event.kind in ("progress", "calls", "gpus")
@@ -261,6 +251,12 @@ class Record:
         here = joining or self.latest["started"]
         left = [rank for rank in everyone if rank not in here]
         return left or [rank for rank in everyone if rank not in joining]
+
+    @property
+    def mute(self) -> set[int]:
+        """The ranks that have been asked for their stacks, and have neither answered nor ended."""
+        asked = {*self.fact("asked", "ranks", ())}
+        return asked - self.stacks.keys() - self.done.keys() - self.failures.keys()
 
     @property
     def left(self) -> list[int]:

@@ -56,7 +56,7 @@ class Looks:
 
     def see_early(self) -> None:
         """See the stacks as soon as all have come."""
-        if not self._record.mute and self._see_stacks in self._timers.timers:
+        if self._see_stacks in self._timers.timers and not self._record.mute:
             self._see_stacks()
 
     def ask_for_calls(self) -> None:
