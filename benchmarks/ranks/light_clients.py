@@ -59,8 +59,8 @@ def launcher(ranks: int) -> None:
     options = parse_options(["--", "true"])
     plan = Plan(options, starter, request, Past(named, {}), named, None, Checked())
     since = time.monotonic()
-    with closing(SignalQueue()) as signals, Report("true") as written:
-        outcome = Job(Launcher(signals, Console()), plan, written).attempt()
+    with closing(SignalQueue()) as signals:
+        outcome = Job(Launcher(signals, Console()), plan, Report("true")).attempt()
     assert outcome.code == 0, outcome
     report(since)
 

@@ -103,8 +103,7 @@ def _launch(argv: list[str]) -> int:
         folder = detached.folder
     own = without_values(argv[: -len(options.command)], options.exports)
     again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *own, *options.command]
-    with Report(job, again, reports, options.on_end or (), folder) as report:
-        return _run_and_report(options, report)
+    return _run_and_report(options, Report(job, again, reports, options.on_end or (), folder))
 
 
 def _run_and_report(options: LaunchOptions, report: Report) -> int:
@@ -171,8 +170,8 @@ def launch_function(argv: list[str]) -> int:
         # Those of `env=`, which are on no command line.
         given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
         options = replace(options, variables={**options.variables, **given})
-        with Report(Path(options.command[-1]).name) as report:
-            outcome = _final(run(options, report, exchange), exchange)
+        report = Report(Path(options.command[-1]).name)
+        outcome = _final(run(options, report, exchange), exchange)
         if outcome.known_cause:  # the caller's exception has the verdict
             log.error(outcome.known_cause)
     except (UserError, JobFailed, KeyboardInterrupt) as error:

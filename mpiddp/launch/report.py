@@ -14,8 +14,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ _CAUSES = {
     INTERRUPTED: "interrupted",
 }
 _UNKNOWN = "exit_code error known_cause rank host run_dir checkpoint resume ended_at"
-_RUNNING = {"cause": "running", **dict.fromkeys(_UNKNOWN.split())}
 
 
 def check(path: str | None, on_end: Sequence[str] | None) -> None:
@@ -54,8 +53,6 @@ class Report:
     """The report of one job, in these files. The command of `on_end` runs once, with the path of the first.
 
     `folder`: that of a detached job, for all else that is kept of it.
-
-    Raises UserError or JobFailed on entry if a file cannot be written.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class Report:
     ) -> None:
         self.name, self.command, self.folder = name, command, folder
         self._paths, self._on_end = list(paths), on_end
-        self._opened = ExitStack()
         self._attempts: list[dict[str, Any]] = []
         self._facts = {
             "version": 1,
@@ -77,29 +73,20 @@ class Report:
             "launched_on": socket.gethostname(),
             "pid": os.getpid(),
             "began_at": time.time(),
+            "cause": "running",
+            **dict.fromkeys(_UNKNOWN.split()),
+            "hosts": [],
+            "attempts": self._attempts,
         }
-
-    def __enter__(self) -> Report:
-        if self._on_end and not self._paths:
-            from tempfile import TemporaryDirectory  # takes 10 ms
-
-            folder = self._opened.enter_context(TemporaryDirectory(prefix="mpiddp-report-"))
-            self._paths = [Path(folder, "report.json")]
-        try:
-            self._write(_RUNNING)
-        except OSError as error:
-            raise cause_of(error)(_unwritten(error)) from None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._write()
 
     def add(self, began_at: float, hosts: Sequence[str], outcome: Outcome) -> None:
         """Add an attempt that has just ended, and the host of each rank."""
         span = {"began_at": began_at, "ended_at": time.time()}
-        ranks = {"hosts": list(dict.fromkeys(hosts)), "world_size": len(hosts)}
+        self._facts["hosts"] = list(dict.fromkeys(hosts))
+        ranks = {"hosts": self._facts["hosts"], "world_size": len(hosts)}
         self._attempts.append(span | ranks | {"gpus": outcome.gpus} | _ending(outcome))
-        self._try_to_write(_RUNNING)
+        self._write()
         run, gpus = outcome.announcement.run_dir, outcome.gpus
         known = Path(run, "attempts.jsonl")  # for `mpiddp report`; it may be on another host
         if run and gpus and known.is_file():
@@ -111,30 +98,31 @@ class Report:
         """The job has ended; `resume` is the command that resumes it. Runs the command of `on_end`."""
         run, known = outcome.announcement.run_dir or None, outcome.announcement.checkpoint or None
         more = {"run_dir": run, "checkpoint": known, "resume": resume, "ended_at": time.time()}
-        self._try_to_write(_ending(outcome) | more)
+        self._facts |= _ending(outcome) | more
         if not self._on_end:
+            self._write()
             return
-        command = [*self._on_end, str(self._paths[0])]
-        try:
-            code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-        except OSError as error:
-            log.error(f"--on-end: cannot run {command[0]}: {error.strerror}.")
-        else:
-            if code:
-                log.error(f"--on-end: {command[0]} has ended with code {code}.")
+        from tempfile import TemporaryDirectory  # takes 10 ms
 
-    def _write(self, ending: Mapping[str, Any]) -> None:
-        hosts = self._attempts[-1]["hosts"] if self._attempts else []
-        facts = {**self._facts, **ending, "hosts": hosts, "attempts": self._attempts}
-        content = json.dumps(facts, indent=2) + "\n"
+        with TemporaryDirectory(prefix="mpiddp-report-") as folder:
+            self._paths = self._paths or [Path(folder, "report.json")]
+            self._write()
+            command = [*self._on_end, str(self._paths[0])]
+            try:
+                code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+            except OSError as error:
+                log.error(f"--on-end: cannot run {command[0]}: {error.strerror}.")
+            else:
+                if code:
+                    log.error(f"--on-end: {command[0]} has ended with code {code}.")
+
+    def _write(self) -> None:
+        content = json.dumps(self._facts, indent=2) + "\n"
         for path in self._paths:
-            replace_file(path, content.encode())
-
-    def _try_to_write(self, ending: Mapping[str, Any]) -> None:
-        try:
-            self._write(ending)
-        except OSError as error:  # the job is worth more
-            log.error(_unwritten(error))
+            try:
+                replace_file(path, content.encode())
+            except OSError as error:  # the job is worth more
+                log.error(_unwritten(error, path))
 
 
 def _ending(outcome: Outcome) -> dict[str, Any]:
@@ -149,5 +137,5 @@ def _ending(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _unwritten(error: OSError, path: str | None = None) -> str:
-    return f"--report: cannot write {path or error.filename}: {error.strerror}."
+def _unwritten(error: OSError, path: str | Path) -> str:
+    return f"--report: cannot write {path}: {error.strerror}."
