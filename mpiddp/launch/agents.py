@@ -93,13 +93,6 @@ class Agents:
     job: str = ""  # marks all processes of the job, in their environment
     kept: str = ""  # under this name, the other hosts keep what is private
 
-    def __post_init__(self) -> None:
-        """Listen to signals and to viewers, too."""
-        selector, signals = self.server.selector, self.launcher.signals
-        selector.register(signals, selectors.EVENT_READ, signals)
-        if (viewers := self.launcher.console.listener) is not None:
-            selector.register(viewers, selectors.EVENT_READ, viewers)
-
     @property
     def has_logged_in(self) -> bool:
         """Whether their mpirun reaches other hosts, over logins and not by a scheduler."""
@@ -216,5 +209,8 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
             shows_end=options.verbose,
             selection=options.log_ranks,
         )
+        selector.register(launcher.signals, selectors.EVENT_READ, launcher.signals)
+        if (viewers := launcher.console.listener) is not None:
+            selector.register(viewers, selectors.EVENT_READ, viewers)
         ends = (server, mpirun, output, stack.pop_all())
         return Agents(launcher, plan, *ends, turn, others, job, kept)

@@ -75,10 +75,7 @@ class Attempt:
         self._see()
 
     def _ask_in_thread(self, ask: Callable[[], list[str]], every_s: float | None) -> list[str]:
-        """Ask again and again in a thread: files, names and logins to hosts may hang.
-
-        Returns the list of the answers, which grows.
-        """
+        """The answers so far, in a list that grows: files, names and logins to hosts may hang."""
         answers = list[str]()
 
         def run() -> None:
@@ -239,14 +236,14 @@ class Attempt:
                 self._begin_grace()
             case "claim" if record.phase < Phase.ENDING:
                 self._looks.ask_at_failure()
-            case "failed" if self._may_hold and record.phase < Phase.ENDING:
-                self._looks.ask_at_failure()
-                self._hold()
             case "failed" | "lost" if rank in record.failures and record.phase < Phase.ENDING:
                 self._looks.ask_at_failure()
-                # Most starters end the other ranks, and the ranks' own watch always does. Only this process
-                # notices a host that has stopped answering.
-                self._end_after(0.0 if record.silent_hosts else SPREAD_S, has_failed=True)
+                if event.kind == "failed" and self._may_hold:
+                    self._hold()
+                else:
+                    # Most starters end the other ranks, and the ranks' own watch always does. Only this
+                    # process notices a host that has stopped answering.
+                    self._end_after(0.0 if record.silent_hosts else SPREAD_S, has_failed=True)
         self._looks.see_early()
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait
@@ -341,21 +338,17 @@ class Attempt:
         """End the ranks that have not stopped in time. A rank that saves has longer."""
         limit_s, record = self.options.grace_s, self.record
         began_at = record.latest["grace"][LAUNCHER].at
-        left_s = max(record.last_saved_at, began_at) + limit_s - now
+        is_over = now >= max(record.last_saved_at, began_at) + limit_s
         if record.saving and now >= began_at + limit_s:
-            limit_s, left_s = SAVE_GRACE_S, began_at + SAVE_GRACE_S - now
+            limit_s, is_over = SAVE_GRACE_S, now >= began_at + SAVE_GRACE_S
             are = "is" if len(record.saving) == 1 else "are"
             waiting = f"{are} still saving; waiting for at most {limit_s:g} s."
             self.output.log(f"{record.names(sorted(record.saving))} {waiting}", about="who saves")
-        if (
-            now - (self.output.blocked_since or now) >= OUTPUT_S
-        ):  # as by `| less`: ranks that print would never end
+        # A reader such as `| less`: ranks that print would never end.
+        is_unread = now - (self.output.blocked_since or now) >= OUTPUT_S
+        if is_unread or (is_over and not record.left):
             self.output.give_up()
-        if left_s > 0:
-            return
-        if not record.left:  # only their output is left
-            self.output.give_up()
-        else:
+        if is_over and record.left:
             clause = record.late_clause(limit_s)
             record.note("overdue", clause=clause)
             if record.stop is Stop.BY_USER:
