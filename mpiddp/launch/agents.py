@@ -36,7 +36,6 @@ from mpiddp.launch.output import JobOutput
 from mpiddp.launch.plan import Plan
 from mpiddp.launch.variables import left_out, of_mpirun, take_private
 from mpiddp.protocol import variables as names
-from mpiddp.protocol.channel import encode
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import Event
 from mpiddp.protocol.terminal import Manners
@@ -132,8 +131,7 @@ class Agents:
         server.stop_listening()
         args = () if self.first.known.resume_args else turn.known.resume_args
         facts = {"variables": turn.variables(), "args": args, "holds": turn.holds}
-        for rank in server.connected:
-            server.send(rank, encode("again", b"", **facts))
+        server.ask(server.connected, "again", agents=True, **facts)
         deadline += AGAIN_S
         while server.has_members and self.mpirun.code is None and time.monotonic() < deadline:
             self.wait(deadline)

@@ -23,7 +23,6 @@ from mpiddp.launch.output import OUTPUT_S
 from mpiddp.launch.plan import search_once
 from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.launch.verdict import HUNG_UP, verdict
-from mpiddp.protocol.channel import encode
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.variables import JOIN_TIMEOUT_S
 
@@ -339,17 +338,23 @@ class Attempt:
         limit_s, record = self.options.grace_s, self.record
         began_at = record.latest["grace"][LAUNCHER].at
         is_over = now >= max(record.last_saved_at, began_at) + limit_s
-        if record.saving and now >= began_at + limit_s:
+        savers, is_one = record.names(sorted(record.saving)), len(record.saving) == 1
+        if savers and now >= began_at + limit_s:
             limit_s, is_over = SAVE_GRACE_S, now >= began_at + SAVE_GRACE_S
-            are = "is" if len(record.saving) == 1 else "are"
-            waiting = f"{are} still saving; waiting for at most {limit_s:g} s."
-            self.output.log(f"{record.names(sorted(record.saving))} {waiting}", about="who saves")
+            waiting = f"still saving; waiting for at most {limit_s:g} s."
+            self.output.log(f"{savers} {'is' if is_one else 'are'} {waiting}", about="who saves")
         # A reader such as `| less`: ranks that print would never end.
         is_unread = now - (self.output.blocked_since or now) >= OUTPUT_S
         if is_unread or (is_over and not record.left):
             self.output.give_up()
         if is_over and record.left:
-            clause = record.late_clause(limit_s)
+            late = [rank for rank in record.left if rank in record.latest["started"]]
+            clause = (
+                f"{record.names(late)} had not stopped {limit_s:g} s after the request (--grace)"
+            )
+            if savers:
+                were = "was" if is_one else "were"
+                clause = f"{savers} {were} still saving {limit_s:g} s after the request"
             record.note("overdue", clause=clause)
             if record.stop is Stop.BY_USER:
                 self._end_mpirun()
@@ -380,8 +385,7 @@ class Attempt:
         """Let all agents end their scripts, and wait for the next attempt."""
         self._end_after(HOLD_S, has_failed=True)
         self.record.note("hold")
-        for rank in self.server.connected:
-            self.server.send(rank, encode("hold"))
+        self.server.ask(self.server.connected, "hold", agents=True)
 
     def _end_ranks(self) -> None:
         self.server.send_all("end", code=1)

@@ -51,10 +51,9 @@ class SignalQueue:
 
     def __init__(self) -> None:
         self._receiver, self.sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._first_at: dict[int, float] = {}
+        self._first_at: dict[int, float] = {}  # the stop signals that have arrived
         self.interrupts = False  # whether a stop signal raises KeyboardInterrupt
         self.has_resized = False  # the terminal, since somebody has looked
-        self._has_stop = False  # whether a stop signal has arrived
         # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
         numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
@@ -96,13 +95,12 @@ class SignalQueue:
             if number in STOP_SIGNALS and now - self._first_at.get(number, -repeat_s) >= repeat_s:
                 self._first_at[number] = now
                 new.append(number)
-                self._has_stop = True
         return new
 
     def has_stop(self, within_s: float = 0.0) -> bool:
         """Whether one of STOP_SIGNALS has ever arrived, or arrives within `within_s`."""
         deadline = time.monotonic() + within_s
-        while not (self.receive() or self._has_stop):
+        while not (self.receive() or self._first_at):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
@@ -115,17 +113,15 @@ def listen(where: str | Path) -> socket.socket:
 
     For ranks on this host only, `where` is the path of a Unix socket in a folder that only this user enters.
     """
-    of, hint = " of this machine", " Name another interface: --interface NAME"
-    at: tuple[str, int] | str = (str(where), 0)
-    family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
-    if isinstance(where, Path):
-        of = hint = ""
-        at, family = str(where), socket.AF_UNIX
+    is_path = isinstance(where, Path)
+    of_tcp = socket.AF_INET6 if ":" in str(where) else socket.AF_INET
+    family, at = (socket.AF_UNIX, str(where)) if is_path else (of_tcp, (str(where), 0))
     try:
         return socket.create_server(at, family=family, backlog=1024)
     except OSError as error:
-        sentence = f"cannot listen on {where}{of} ({error.strerror}).{hint}"
-        raise cause_of(error)(sentence) from None
+        of = "" if is_path else " of this machine"
+        hint = "" if is_path else " Name another interface: --interface NAME"
+        raise cause_of(error)(f"cannot listen on {where}{of} ({error.strerror}).{hint}") from None
 
 
 class ControlServer(ChannelServer):
@@ -150,15 +146,16 @@ class ControlServer(ChannelServer):
             self._listener, self.world_size, self.selector, channel.next_key(self.key)
         )
 
-    def ask(self, ranks: Iterable[int], kind: str, **facts: object) -> None:
-        """Send a message to these ranks, as far as they are connected: to their scripts, where these are."""
+    def ask(
+        self, ranks: Iterable[int], kind: str, *, agents: bool = False, **facts: object
+    ) -> None:
+        """Send a message to these ranks, as far as they are connected: to their scripts, where these are.
+
+        agents: to their agents alone.
+        """
         line = encode(kind, b"", **facts)
         for rank in ranks:
-            self.send(rank, line, to_script=rank in self._scripts)
-
-    def ask_scripts(self, kind: str) -> None:
-        """Send a message to every script."""
-        self.ask(self._scripts, kind)
+            self.send(rank, line, to_script=rank in self.scripts and not agents)
 
     def drop_silent_hosts(self) -> list[Event]:
         """Drop the ranks whose hosts have not acknowledged over TCP what was sent to them."""

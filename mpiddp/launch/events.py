@@ -292,14 +292,6 @@ class Record:
         shown = ", ".join(map(self.name, ranks[:_NAMED]))
         return shown if len(ranks) <= _NAMED else f"{shown} and {len(ranks) - _NAMED} other ranks"
 
-    def late_clause(self, limit_s: float) -> str:
-        """A clause that names the ranks that still save, else those that have not ended, after the limit."""
-        if saving := sorted(self.saving):
-            are = "was" if len(saving) == 1 else "were"
-            return f"{self.names(saving)} {are} still saving {limit_s:g} s after the request"
-        late = [rank for rank in self.left if rank in self.latest["started"]]
-        return f"{self.names(late)} had not stopped {limit_s:g} s after the request (--grace)"
-
 
 def is_silent(event: Event) -> bool:
     return event.kind == "lost" and bool(event.facts["silent"])

@@ -57,20 +57,19 @@ def error(sentence: str) -> None:
 
 def write_all(target: int, text: bytes) -> None:
     """Write all of the text. A reader that reads nothing for some seconds gets none, then and later."""
-    rest = memoryview(text)
-    while rest and target not in _stuck:
-        if not is_writable(target, PATIENCE_S):
-            _stuck.add(target)
-            return
-        with contextlib.suppress(BlockingIOError):
-            rest = rest[os.write(target, rest[: select.PIPE_BUF]) :]
+    rest = bytearray(b"" if target in _stuck else text)
+    _send(target, rest, PATIENCE_S)
+    if rest:
+        _stuck.add(target)
 
 
-def is_writable(target: int, timeout_s: float = 0.0) -> bool:
-    """Whether a reader takes select.PIPE_BUF bytes without a wait, now or within `timeout_s`."""
+def _send(target: int, text: bytearray, within_s: float) -> None:
+    """Write what the reader takes, now or within some seconds each time, and remove it from the text."""
     poll = select.poll()
-    poll.register(target, select.POLLOUT)
-    return bool(poll.poll(1000 * timeout_s))
+    poll.register(target, select.POLLOUT)  # for select.PIPE_BUF bytes without a wait
+    while text and poll.poll(1000 * within_s):
+        with contextlib.suppress(BlockingIOError):
+            del text[: os.write(target, text[: select.PIPE_BUF])]
 
 
 def stamp() -> str:
@@ -247,9 +246,7 @@ class Screen:
     def flush(self, within_s: float = 0.0) -> None:
         """Write what the reader takes now, or within some seconds."""
         try:
-            while self._unsent and is_writable(self.file, within_s):
-                with contextlib.suppress(BlockingIOError):
-                    del self._unsent[: os.write(self.file, self._unsent[: select.PIPE_BUF])]
+            _send(self.file, self._unsent, within_s)
         except OSError as failed:  # a full disk may have room again, so the next text is tried
             self._unsent.clear()
             if not self._has_complained:

@@ -16,7 +16,6 @@ from mpiddp.launch.watch import (
     places_sentence,
     straggler_sentence,
 )
-from mpiddp.protocol.channel import encode
 from mpiddp.protocol.group import Peer
 from mpiddp.protocol.server import Event
 
@@ -61,7 +60,7 @@ class Looks:
 
     def ask_for_calls(self) -> None:
         """Ask the scripts for their collectives, again and again."""
-        self._server.ask_scripts("calls")
+        self._server.ask(self._server.scripts, "calls")
         self._timers.after(WINDOW_S, self.ask_for_calls)
 
     def ask_for_stacks(self) -> None:
@@ -82,8 +81,7 @@ class Looks:
     def _interrupt(self) -> None:
         """Let agents interrupt scripts that do not answer. A guess interrupts none: it may only be slow."""
         if self._is_late or (self._is_quiet and self._options.hang_timeout_s):
-            for rank in self._record.mute:
-                self._server.send(rank, encode("stacks"))
+            self._server.ask(self._record.mute, "stacks", agents=True)
 
     def _see_stacks(self) -> None:
         """All stacks are there, or the time is over."""

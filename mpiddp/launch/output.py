@@ -128,10 +128,10 @@ class JobOutput:
         self._input = connection
         threading.Thread(target=_send_stdin, args=(connection,), daemon=True).start()
 
-    def follow(self, manners: Manners) -> None:
+    def follow(self, manners: Manners | None) -> None:
         """Let the terminal of stdin behave as rank 0's script has set its own, for a password for example."""
         # In the background, the kernel would stop this process.
-        if self._manners is not None and not _is_in_background():
+        if self._manners and manners and not _is_in_background():
             with suppress(OSError, termios.error):  # it is gone
                 manners.set(0)
 
@@ -160,8 +160,7 @@ class JobOutput:
 
     def begin_again(self) -> None:
         """Another attempt begins. What was said in earlier ones is said again, and explains nothing."""
-        if self._manners is not None:  # a script that was killed may have hidden what is typed
-            self.follow(self._manners)
+        self.follow(self._manners)  # a script that was killed may have hidden what is typed
         self._said.clear()
         self.latest.clear()
         self._tails.clear()
@@ -275,8 +274,7 @@ class JobOutput:
         if self._input is not None:
             with suppress(OSError):  # it has ended
                 self._input.shutdown(socket.SHUT_RDWR)
-        if self._manners is not None:
-            self.follow(self._manners)
+        self.follow(self._manners)
 
     def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
         """Show what mpirun has said at the end; if the verdict says it, write it to `log_dir` instead."""

@@ -65,7 +65,7 @@ class ChannelServer:
         self._groups = [Group(world_size, selector)]
         self._ranks = self._groups[0].members
         self.connected = self._ranks.keys()  # the ranks that are now
-        self._scripts: dict[int, Peer] = {}  # the present ones
+        self.scripts: dict[int, Peer] = {}  # the present ones
         self._num_scripts = [0] * world_size  # that each rank has had
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, listener)
@@ -93,12 +93,12 @@ class ChannelServer:
 
     def send(self, rank: int, line: bytes, *, to_script: bool = False) -> None:
         """Send a message to a rank, or to its script, if that is connected."""
-        if (peer := (self._scripts if to_script else self._ranks).get(rank)) is not None:
+        if (peer := (self.scripts if to_script else self._ranks).get(rank)) is not None:
             peer.send(line)
 
     def send_all(self, kind: str, **facts: object) -> None:
         line = encode(kind, b"", **facts)
-        for peer in [*self._scripts.values(), *self._ranks.values()]:
+        for peer in [*self.scripts.values(), *self._ranks.values()]:
             peer.send(line)
 
     def end_without(self, rank: int) -> None:
@@ -165,7 +165,7 @@ class ChannelServer:
             return self._introduce(peer, kind, facts, now)
         if not channel.is_valid(kind, facts) or bool(value) is not (kind in ("gather", "answer")):
             raise ValueError(kind)
-        if kind in ("done", "exited") and not peer.group and rank not in self._scripts:
+        if kind in ("done", "exited") and not peer.group and rank not in self.scripts:
             # The rank has ended before its script came.
             for group in self._groups[1:]:
                 group.lose(rank)
@@ -207,10 +207,10 @@ class ChannelServer:
             raise ValueError(rank)
         number = 0  # of its group: that of the ranks, or that of all ranks' n-th scripts
         if role == channel.SCRIPT:
-            if rank in self._scripts:
+            if rank in self.scripts:
                 peer.send(encode("taken"))
                 raise ValueError("a second script")
-            self._scripts[rank] = peer
+            self.scripts[rank] = peer
             self._num_scripts[rank] += 1
             number = self._num_scripts[rank]
         if number == len(self._groups):
@@ -226,7 +226,7 @@ class ChannelServer:
         self._strangers.pop(peer, None)
         if peer.rank is not None:
             if peer.group:
-                del self._scripts[peer.rank]
+                del self.scripts[peer.rank]
             del self._groups[peer.group].members[peer.rank]
         self.selector.unregister(peer.connection)
         return peer.connection

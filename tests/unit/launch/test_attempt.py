@@ -3,10 +3,7 @@
 Tests mpiddp/launch/{attempt,mpirun}.py.
 """
 
-import errno
 import gc
-import os
-import resource
 import signal
 import tempfile
 import time
@@ -17,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mpiddp.errors import JobFailed, UserError
+from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch import attempt
 from mpiddp.launch.agents import Agents, Launcher, Turn
@@ -115,16 +112,3 @@ def test_an_mpirun_that_cannot_be_started():
         with pytest.raises(UserError, match=error("cannot start", f"{program}: ")):
             MpirunProcess(OPEN_MPI, Command(program, (), (argument,)))
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
-
-
-def test_an_mpirun_without_a_free_file():
-    """At the limit of open files (EMFILE), subprocess has no pipe for it. It is one sentence."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.open(os.devnull, os.O_RDONLY)  # the lowest free one, which /dev/null will be
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
-    try:
-        with pytest.raises(JobFailed, match=error("cannot start", os.strerror(errno.EMFILE))):
-            MpirunProcess(OPEN_MPI, Command("mpirun", (), ()))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
