@@ -39,7 +39,7 @@ class Looks:
         since = record.windows[-1].at if record.windows else record.began_at
         if now >= since + WINDOW_S and (late := find_stragglers(record, since, now)) is not None:
             record.note("window", **late)
-            found, sentence = straggler_sentence(record, is_chronic=True)
+            found, sentence = straggler_sentence(record)
             if found:  # each is named once
                 self._output.log(sentence, about=f"stragglers {sorted(found)}")
         printed, copied_at = record.own("printed"), self._output.copied_at

@@ -36,17 +36,13 @@ def find_stragglers(record: Record, since: float, now: float) -> dict[str, Any] 
     return {"ranks": late, "share": round(by_rank[late[0]], 2) if by_rank and late else 0.0}
 
 
-def straggler_sentence(record: Record, *, is_chronic: bool = False) -> tuple[list[int], str]:
-    """The stragglers of the latest window, and a sentence about them; "" for none.
-
-    is_chronic: only those of the latest CHRONIC windows.
-    """
-    windows = list(record.windows)
-    if not windows or (is_chronic and len(windows) < CHRONIC):
+def straggler_sentence(record: Record) -> tuple[list[int], str]:
+    """The stragglers of all of the latest CHRONIC windows, and a sentence about them; "" for none."""
+    windows = [window.facts for window in record.windows]
+    if len(windows) < CHRONIC:
         return [], ""
-    found, share = windows[-1].facts["ranks"], windows[-1].facts["share"]
-    for window in windows if is_chronic else ():
-        found = [rank for rank in found if rank in window.facts["ranks"]]
+    found, share = windows[-1]["ranks"], windows[-1]["share"]
+    found = [rank for rank in found if all(rank in window["ranks"] for window in windows)]
     are, them = ("is a straggler", "it") if len(found) == 1 else ("are stragglers", "them")
     wait = f"the others wait for {them} in {share:.0%} of the time."
     return found, f"{record.names(found)} {are}: {wait}" if found else ""

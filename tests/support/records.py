@@ -50,7 +50,7 @@ def replay(path: Path) -> str:
         if event.kind == "window":
             assert find_stragglers(record, since or record.began_at, event.at) == event.facts
             since = event.at
-            found, sentence = straggler_sentence(record, is_chronic=True)
+            found, sentence = straggler_sentence(record)
             said.setdefault(f"stragglers {found}", sentence)
         if event.kind == "looked":
             for about, sentence in hang_sentences(record).items():

@@ -207,7 +207,7 @@ def windows(
             job.tells(now, *(each[-128:] for each in made))
             if (found := find_stragglers(job.record, since, now)) is not None:
                 job.record.add(Event("window", facts=found, at=now))
-                said.append(straggler_sentence(job.record, is_chronic=True)[1])
+                said.append(straggler_sentence(job.record)[1])
                 since = now
     return said
 
@@ -262,7 +262,7 @@ def test_a_long_evaluation_of_one_rank_is_no_straggler():
         if at >= since + 10 and (found := find_stragglers(job.record, since, at)) is not None:
             job.record.add(Event("window", facts=found, at=float(at)))
             since = float(at)
-            said.append(straggler_sentence(job.record, is_chronic=True)[1])
+            said.append(straggler_sentence(job.record)[1])
     assert len(said) > 5
     assert not any(said)
 
