@@ -16,6 +16,7 @@ _LEAST_CALLS = 4  # that are compared for stragglers
 _LEAST_SHARE = 0.25  # of the time in which the others wait for a straggler
 _LEAST_GAP_S = 0.001  # between two ranks, within what the clocks of hosts are read to
 _MOST_LATE = 2 / 3  # of all ranks
+_LONGEST_WINDOW_S = 60.0  # with too few of these calls
 
 
 class Call(NamedTuple):
@@ -140,11 +141,13 @@ def _is_same(kind: str, other: str) -> bool:
     return kind == other
 
 
-def shares(calls: Calls, world_size: int, since: float) -> dict[int, float] | None:
-    """The share of the time since then in which the others have waited for a rank, for each that was late.
+def find_stragglers(
+    calls: Calls, world_size: int, since: float, now: float
+) -> dict[str, Any] | None:
+    """The ranks that the others wait for, the slowest first, and its share of the time: facts of "window".
 
-    In such a time, the others of a group have entered a call, and this rank has not yet. None if there are
-    too few calls to say so.
+    In that time, the others of a group have entered a call, and this rank has not yet. None if the window
+    goes on, which has too few calls. Nobody is slow in a job that calls none.
     """
     gaps: dict[int, list[tuple[float, float]]] = {}
     times: list[float] = []
@@ -165,9 +168,16 @@ def shares(calls: Calls, world_size: int, since: float) -> dict[int, float] | No
                 for rank in late:
                     gaps.setdefault(rank, []).append(longest)
     if len(times) < _LEAST_CALLS:
-        return None
+        return {"ranks": [], "share": 0.0} if now >= since + _LONGEST_WINDOW_S else None
     began = before or min(times)
-    return {rank: _covered(each, began) / (max(times) - began) for rank, each in gaps.items()}
+    length = max(times) - began
+    shares = {rank: _covered(each, began) / length for rank, each in gaps.items()}
+    largest = max(shares.values(), default=0.0)
+    late = [rank for rank, share in shares.items() if share > largest / 3]
+    if largest < _LEAST_SHARE or len(late) > _MOST_LATE * world_size:
+        return {"ranks": [], "share": 0.0}
+    late.sort(key=lambda rank: (-shares[rank], rank))
+    return {"ranks": late, "share": round(largest, 2)}
 
 
 def _covered(spans: list[tuple[float, float]], since: float) -> float:
@@ -177,12 +187,3 @@ def _covered(spans: list[tuple[float, float]], since: float) -> float:
         total += max(0.0, ended - max(began, end))
         end = max(end, ended)
     return total
-
-
-def late_ranks(by_rank: Mapping[int, float], world_size: int) -> list[int]:
-    """The stragglers by their shares, the slowest first."""
-    largest = max(by_rank.values(), default=0.0)
-    late = [rank for rank, share in by_rank.items() if share > largest / 3]
-    if largest < _LEAST_SHARE or len(late) > _MOST_LATE * world_size:
-        return []
-    return sorted(late, key=lambda rank: (-by_rank[rank], rank))

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 from mpiddp.launch.agents import Agents
+from mpiddp.launch.collectives import find_stragglers
 from mpiddp.launch.events import Phase, Record
 from mpiddp.launch.pace import WINDOW_S
 from mpiddp.launch.watch import (
-    find_stragglers,
     hang_sentences,
     missing_sentence,
     next_look_at,
@@ -37,7 +37,9 @@ class Looks:
         """Look at the steps of ranks that run."""
         record = self._record
         since = record.windows[-1].at if record.windows else record.began_at
-        if now >= since + WINDOW_S and (late := find_stragglers(record, since, now)) is not None:
+        is_over = now >= since + WINDOW_S
+        late = find_stragglers(record.calls, record.world_size, since, now) if is_over else None
+        if late is not None:
             record.note("window", **late)
             found, sentence = straggler_sentence(record)
             if found:  # each is named once

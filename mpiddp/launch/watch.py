@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from mpiddp.launch.collectives import Wait, called_at, find_wait, late_ranks, shares
+from mpiddp.launch.collectives import Wait, called_at, find_wait
 from mpiddp.launch.events import CHRONIC, Record
 from mpiddp.launch.places import Place, place_of
 
@@ -19,21 +18,6 @@ QUIET_S, QUIET_STEPS = 60.0, 20  # until the first look: the longer of these, in
 BETWEEN_LOOKS_S = 10.0
 BUSY_FACTOR = 5  # ranks that compute or save may be in one line for so much longer
 _NAMED = 4  # ranks of one place
-_LONGEST_WINDOW_S = 60.0  # without enough collectives to find stragglers
-
-# --- stragglers: the others have entered a collective, and wait ---
-
-
-def find_stragglers(record: Record, since: float, now: float) -> dict[str, Any] | None:
-    """The ranks that the others wait for, the slowest first, and its share of the time: facts of "window".
-
-    None if the window goes on, which has too few collectives. Nobody is slow in a job that calls none.
-    """
-    by_rank = shares(record.calls, record.world_size, since)
-    if by_rank is None and now < since + _LONGEST_WINDOW_S:
-        return None
-    late = late_ranks(by_rank or {}, record.world_size)
-    return {"ranks": late, "share": round(by_rank[late[0]], 2) if by_rank and late else 0.0}
 
 
 def straggler_sentence(record: Record) -> tuple[list[int], str]:

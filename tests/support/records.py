@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from mpiddp.launch.collectives import find_stragglers
 from mpiddp.launch.events import Record
 from mpiddp.launch.verdict import verdict
 from mpiddp.launch.watch import (
-    find_stragglers,
     hang_sentences,
     missing_sentence,
     straggler_sentence,
@@ -48,10 +48,12 @@ def replay(path: Path) -> str:
     since = None
     for record, event in events(path):
         if event.kind == "window":
-            assert find_stragglers(record, since or record.began_at, event.at) == event.facts
+            began_at = since or record.began_at
+            found = find_stragglers(record.calls, record.world_size, began_at, event.at)
+            assert found == event.facts
             since = event.at
-            found, sentence = straggler_sentence(record)
-            said.setdefault(f"stragglers {found}", sentence)
+            ranks, sentence = straggler_sentence(record)
+            said.setdefault(f"stragglers {ranks}", sentence)
         if event.kind == "looked":
             for about, sentence in hang_sentences(record).items():
                 said.setdefault(about, sentence)

@@ -4,13 +4,13 @@ Tests mpiddp/launch/{collectives,watch}.py.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from mpiddp.launch.collectives import find_wait
+from mpiddp.launch.collectives import find_stragglers, find_wait
 from mpiddp.launch.events import Record
 from mpiddp.launch.watch import (
-    find_stragglers,
     hang_sentences,
     next_look_at,
     sentence_at_failure,
@@ -191,6 +191,10 @@ def test_a_timeout_names_who_had_not_come():
 # --- stragglers ---
 
 
+def found_in(record: Record, since: float, now: float) -> dict[str, Any] | None:
+    return find_stragglers(record.calls, record.world_size, since, now)
+
+
 def windows(
     own_s: Sequence[float], *, buckets: int = 1, count: int = 4, step_s: float = 0.0
 ) -> list[str]:
@@ -205,7 +209,7 @@ def windows(
         now += max(*own_s, step_s) + buckets * 0.001
         if now >= since + 10:
             job.tells(now, *(each[-128:] for each in made))
-            if (found := find_stragglers(job.record, since, now)) is not None:
+            if (found := found_in(job.record, since, now)) is not None:
                 job.record.add(Event("window", facts=found, at=now))
                 said.append(straggler_sentence(job.record)[1])
                 since = now
@@ -230,7 +234,7 @@ def test_a_clock_that_drifts_makes_no_straggler():
         job.skew_s = [-5e-5 * at, 0.0]
         made = [(number, REDUCE, number / 10, True) for number in range(at * 10, at * 10 + 100)]
         job.tells(at + 10.0, made, made)
-    assert find_stragglers(job.record, 3590.0, 3600.0) == {"ranks": [], "share": 0.0}
+    assert found_in(job.record, 3590.0, 3600.0) == {"ranks": [], "share": 0.0}
 
 
 def test_two_slow_ranks_are_named():
@@ -259,7 +263,7 @@ def test_a_long_evaluation_of_one_rank_is_no_straggler():
     waited = [*made[:60], (60, REDUCE, 60.0, True), *made[61:]]
     for count, at in enumerate(came, 1):
         job.tells(float(at), made[:count], waited[:count])
-        if at >= since + 10 and (found := find_stragglers(job.record, since, at)) is not None:
+        if at >= since + 10 and (found := found_in(job.record, since, at)) is not None:
             job.record.add(Event("window", facts=found, at=float(at)))
             since = float(at)
             said.append(straggler_sentence(job.record)[1])
@@ -269,5 +273,5 @@ def test_a_long_evaluation_of_one_rank_is_no_straggler():
 
 def test_nobody_is_slow_in_a_job_that_calls_nothing_any_more():
     job = Job(2)
-    assert find_stragglers(job.record, 0.0, 59.0) is None
-    assert find_stragglers(job.record, 0.0, 60.0) == {"ranks": [], "share": 0.0}
+    assert found_in(job.record, 0.0, 59.0) is None
+    assert found_in(job.record, 0.0, 60.0) == {"ranks": [], "share": 0.0}
