@@ -149,7 +149,7 @@ class Agents:
 
         `outcome` is that of their last attempt, in which the `silent` hosts have stopped answering.
         """
-        self.output.settle(is_said=outcome.is_complete, log_dir=self.plan.options.log_dir)
+        self.output.settle(is_said=outcome.is_complete)
         self.server.drop_all()
         self.opened.close()
         if self.has_logged_in and outcome.code not in (DONE, BAD_INPUT, STOPPED):
@@ -198,15 +198,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         command = plan.starter.compose(request, str(folder))
         env = of_mpirun(os.environ, private_ones) if kept else os.environ
         mpirun = MpirunProcess(plan.starter, command, env)
-        output = JobOutput(
-            len(hosts),
-            selector,
-            *mpirun.streams,
-            has_prefix=has_prefix,
-            has_stamps=options.timestamps,
-            shows_end=options.verbose,
-            selection=options.log_ranks,
-        )
+        output = JobOutput(options, len(hosts), selector, mpirun.streams, has_prefix=has_prefix)
         selector.register(launcher.signals, selectors.EVENT_READ, launcher.signals)
         if (viewers := launcher.console.listener) is not None:
             selector.register(viewers, selectors.EVENT_READ, viewers)

@@ -207,8 +207,6 @@ class Attempt:
         match event.kind:
             case "output":
                 self.output.add(rank=rank, **facts)
-            case "input" if self.options.stdin == "none":
-                facts["connection"].close()
             case "input":
                 self.output.send_stdin(facts["connection"])
             case "function" | "answer" if exchange is not None:

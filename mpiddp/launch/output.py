@@ -31,7 +31,8 @@ from typing import IO
 from mpiddp.launch import log
 from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.log import GROWTH_S, Screen, Source
-from mpiddp.protocol.channel import DEFAULT_RANKS, STREAMS, is_shown, notice_silence
+from mpiddp.launch.options import LaunchOptions
+from mpiddp.protocol.channel import STREAMS, is_shown, notice_silence
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.terminal import Manners, prefix_of
 
@@ -65,30 +66,28 @@ class JobOutput:
     """The job's stdout and stderr: at first `streams`, which are mpirun's.
 
     `selector` reports what can be copied with this object as its data; then `copy` is to be called.
-    `selection` tells which ranks are shown, see `is_shown`. has_prefix: each of their lines begins with the
-    rank and its host. shows_end: also show what mpirun says of the end of the job.
+    has_prefix: each line of a rank begins with the rank and its host.
     """
 
     def __init__(
         self,
+        options: LaunchOptions,
         world_size: int,
         selector: TimedSelector,
-        *streams: IO[bytes],
+        streams: Sequence[IO[bytes]],
+        *,
         has_prefix: bool = False,
-        has_stamps: bool = False,
-        shows_end: bool = False,
-        selection: str = DEFAULT_RANKS,
     ) -> None:
-        self._has_prefix, self._shows_end = has_prefix, shows_end
+        self._options, self._has_prefix = options, has_prefix
         is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
         shown = {
-            each: sum(is_shown(selection, rank, each) for rank in range(world_size))
+            each: sum(is_shown(options.log_ranks, rank, each) for rank in range(world_size))
             for each in (1, 2)
         }
         if is_one:
             shown[1] = max(shown.values())
         stdout, stderr = (
-            Screen(each, STREAMS[each], is_shared=shown[each] > 1, has_stamps=has_stamps)
+            Screen(each, STREAMS[each], is_shared=shown[each] > 1, has_stamps=options.timestamps)
             for each in (1, 2)
         )
         self._screens = {1: stdout, 2: stdout if is_one else stderr}
@@ -125,6 +124,9 @@ class JobOutput:
 
     def send_stdin(self, connection: socket.socket) -> None:
         """Send stdin to rank 0, which reads this connection. A later attempt goes on where this one stops."""
+        if self._options.stdin == "none":
+            connection.close()
+            return
         self._input = connection
         threading.Thread(target=_send_stdin, args=(connection,), daemon=True).start()
 
@@ -276,14 +278,15 @@ class JobOutput:
                 self._input.shutdown(socket.SHUT_RDWR)
         self.follow(self._manners)
 
-    def settle(self, *, is_said: bool, log_dir: str | None = None) -> None:
-        """Show what mpirun has said at the end; if the verdict says it, write it to `log_dir` instead."""
+    def settle(self, *, is_said: bool) -> None:
+        """Show what mpirun has said at the end; if the verdict says it, write it to --log-dir instead."""
+        log_dir = self._options.log_dir
         if frames := sum(screen.left_out for screen in set(self._screens.values())):
             where = "They are in" if log_dir else "To keep them: --log-dir"
             self.log(f"{frames} lines of C++ were not shown. {where} {log_dir or 'DIR'}")
         left_out = b""
         for stream in self._of_mpirun:
-            if is_said and not self._shows_end:
+            if is_said and not self._options.verbose:
                 left_out += stream.held
             elif stream.held.strip():
                 self._screens[stream.number].show(stream, stream.held)

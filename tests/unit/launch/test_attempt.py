@@ -47,7 +47,7 @@ class Job:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = ControlServer(listen(folder / "control"), 2, self.selector)
         self.mpirun = MpirunProcess(starter, Command("sleep", (), ("1000",)))
-        output = JobOutput(2, self.selector, *self.mpirun.streams)
+        output = JobOutput(LaunchOptions(), 2, self.selector, self.mpirun.streams)
         stack.callback(server.close)
         stack.callback(output.settle, is_said=True)
         stack.callback(output.give_up)
