@@ -9,18 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
 _STEPS = 50  # whose median counts
-
-
-class StepTime(NamedTuple):
-    """The mean seconds of a rank's latest steps. `cpu_s` is that of all its threads."""
-
-    step_s: float
-    own_s: float
-    cpu_s: float
 
 
 class Pace:
@@ -48,14 +40,17 @@ class Pace:
             samples.popleft()
 
     @property
-    def step_time(self) -> StepTime | None:
-        """None until there are two reports, and if the clock has stood still between them (Ctrl-Z)."""
+    def step_time(self) -> tuple[float, float, float] | None:
+        """The mean seconds of the latest steps: in all, the rank's own, and those of all its threads.
+
+        None until there are two reports, and if the clock has stood still between them (Ctrl-Z).
+        """
         began_at, *began = self._samples[0]
         at, *now = self._samples[-1]
         if at <= began_at:
             return None
         steps, own_s, cpu_s = (last - first for first, last in zip(began, now, strict=True))
-        return StepTime((at - began_at) / steps, own_s / steps, cpu_s / steps)
+        return (at - began_at) / steps, own_s / steps, cpu_s / steps
 
     @property
     def median_s(self) -> float:

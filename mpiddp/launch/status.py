@@ -25,7 +25,7 @@ def status_lines(record: Record, now: float) -> list[str]:
     total = shown.pop("total", None)
     has_total = type(total) is int and total >= max(step, 1)
     training = [f"step {step:,}/{total:,} ({step / total:.0%})" if has_total else f"step {step:,}"]
-    times = [time.step_s for pace in record.paces.values() if (time := pace.step_time)]
+    times = [time[0] for pace in record.paces.values() if (time := pace.step_time)]
     if times:
         training.append(f"{1 / max(times):.3g} steps/s")
         if has_total and step < total:

@@ -164,21 +164,15 @@ def _may_follow(failure: Event) -> bool:
     return bool(facts.get("traceback") and _CONSEQUENCE.search(facts["error"]))
 
 
-def _is_refusal(record: Record, first: Event) -> bool:
-    """Whether a rank that ends with code 2 has refused its input, as argparse does.
-
-    In the middle of the job, code 2 is a failure like any other: steps were made, or it leaves ranks behind.
-    """
-    is_amid = bool(record.paces) or any(map(_may_follow, record.failures.values()))
-    return first.facts["code"] == BAD_INPUT and bool(first.facts["error"] or not is_amid)
-
-
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
-    facts = first.facts
-    if first.kind == "failed" and (facts["code"] == STOPPED or _is_refusal(record, first)):
+    facts, failures = first.facts, [each for _, each in sorted(record.failures.items())]
+    # Code 2 without a word, in the middle of the job, is no refusal, as argparse's: steps were made, or it
+    # leaves ranks behind.
+    is_amid = bool(record.paces) or any(map(_may_follow, failures))
+    is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
+    if facts.get("code") == STOPPED or is_refusal:
         return _of_own_end(record, first)
-    failures = [each for _, each in sorted(record.failures.items())]
     # These, or their scripts, were killed: they have ended without a word of their own.
     killed = [each for each in failures if each.kind == "lost" or each.facts.get("signal")]
     # Those that vanished together with the first.
