@@ -112,6 +112,7 @@ class Job:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
         self.known = self.known.after(outcome.announcement)
+        outcome = outcome._replace(announcement=self.known)
         if outcome.made_steps:
             self.grown_from = None
         if self.grown_from and self.may_grow and outcome.code == INTERRUPTED:
@@ -125,8 +126,7 @@ class Job:
         if at_fault and at_fault == self.at_fault:
             self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
-        so_far = outcome._replace(announcement=self.known)
-        self.report.add(began_at, plan.request.names_of_ranks, so_far)
+        self.report.add(began_at, plan.request.names_of_ranks, outcome)
         return outcome
 
     def _begin(self) -> Attempt:
