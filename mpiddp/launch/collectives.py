@@ -112,22 +112,18 @@ def _wait_in(
     # What is beyond has been entered in vain.
     shared = min(last.values()) if is_over else max(last.values())
     open_: dict[int, int] = {}  # of each rank, the first that has not ended
-    for rank, of_rank in ranks.items():
-        entered = [n for n, call in of_rank.items() if not call.has_ended or n > shared]
-        if entered and rank in told:
-            open_[rank] = min(entered)
+    for rank in ranks.keys() & set(told):
+        lasting = [n for n, call in ranks[rank].items() if not call.has_ended or n > shared]
+        if lasting:
+            open_[rank] = min(lasting)
     if not open_:
         return None
     number = min(open_.values())
-    first = ranks[min(rank for rank, each in open_.items() if each == number)][number].kind
-    same = {
-        r: c[number] for r, c in ranks.items() if number in c and _is_same(c[number].kind, first)
-    }
-    others = {
-        r: _numbered(c[number].kind, number)
-        for r, c in ranks.items()
-        if number in c and r not in same
-    }
+    entered = {rank: of_rank[number] for rank, of_rank in ranks.items() if number in of_rank}
+    first = entered[min(rank for rank, each in open_.items() if each == number)].kind
+    same = {rank: call for rank, call in entered.items() if _is_same(call.kind, first)}
+    differing = {rank: call.kind for rank, call in entered.items() if rank not in same}
+    others = {rank: _numbered(kind, number) for rank, kind in differing.items()}
     missing = [rank for rank in members if last[rank] < number]
     since = min(call.at for call in same.values())
     waiting = [rank for rank in sorted(same) if is_over or open_.get(rank) == number]

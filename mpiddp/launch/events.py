@@ -264,9 +264,9 @@ class Record:
         return [rank for rank in range(self.world_size) if rank not in self.done]
 
     @property
-    def newest_step(self) -> tuple[int, float]:
-        """The newest step of any rank, and since when: 0 and 0.0 before the first."""
-        return max(((pace.step, pace.since) for pace in self.paces.values()), default=(0, 0.0))
+    def newest_step(self) -> int:
+        """The newest step of any rank, 0 before the first."""
+        return max((pace.step for pace in self.paces.values()), default=0)
 
     @property
     def silent_hosts(self) -> set[str]:

@@ -45,7 +45,7 @@ class Looks:
             if found:  # each is named once
                 self._output.log(sentence, about=f"stragglers {sorted(found)}")
         printed, copied_at = record.own("printed"), self._output.copied_at
-        if not record.newest_step[0] and (printed is None or printed.at != copied_at):
+        if not record.newest_step and (printed is None or printed.at != copied_at):
             record.add(Event("printed", at=copied_at))
         if self._is_quiet:
             self.ask_for_stacks()
@@ -91,7 +91,7 @@ class Looks:
         record, viewers = self._record, self._viewers
         self._viewers = []
         stacks = {rank: facts["text"] for rank, facts in record.stacks.items()}
-        sentence = places_sentence(record, range(record.world_size)) if viewers else ""
+        sentence = places_sentence(record) if viewers else ""
         for viewer in viewers:
             self._console.answer(viewer, sentence=sentence, stacks=stacks)
         if self._is_late:

@@ -21,7 +21,7 @@ def status_lines(record: Record, now: float) -> list[str]:
     """The lines of the status; none before the first step."""
     if not record.paces:
         return []
-    (step, _), shown = record.newest_step, dict(record.shown)
+    step, shown = record.newest_step, dict(record.shown)
     total = shown.pop("total", None)
     has_total = type(total) is int and total >= max(step, 1)
     training = [f"step {step:,}/{total:,} ({step / total:.0%})" if has_total else f"step {step:,}"]
@@ -68,7 +68,7 @@ def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[s
         "straggler": straggler_sentence(record)[1],
         "idle_gpus": idle_sentence(record),
         "ranks": table,
-        "step": record.newest_step[0] if record.paces else None,
+        "step": record.newest_step if record.paces else None,
         "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
     }
 

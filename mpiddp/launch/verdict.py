@@ -26,6 +26,7 @@ _CONSEQUENCE_S = 0.3
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 HUNG_UP = "the terminal has hung up (SIGHUP)"
+_LEFT_EARLY = "ended early, with exit code 0"
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
 _OF_THE_HOST = frozenset(
@@ -56,10 +57,7 @@ def _with_cause(record: Record, found: Outcome, first: Event | None) -> Outcome:
     if named and (sentence := _lack_of_memory(record, named)):
         # The job needs more memory than it was given.
         return found._replace(known_cause=sentence, host_at_fault="")
-    early = ""
-    if first and not record.fact("end", "why"):
-        early = _left_early(record, first.at, is_needed=_may_follow(first))
-    if (named and is_silent(named)) or (early and found.sentence.startswith(early)):
+    if (named and is_silent(named)) or _LEFT_EARLY in found.sentence:
         return found  # it names what precedes every error
     least = MPIRUN_AT_END
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
@@ -284,7 +282,7 @@ def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool
     if is_needed and not exited:
         exited = [each for each in record.done.values() if each.at <= before + _CONSEQUENCE_S]
     early = record.names(sorted(each.rank for each in exited))
-    return f"{early} ended early, with exit code 0{how}. Then " if early else ""
+    return f"{early} {_LEFT_EARLY}{how}. Then " if early else ""
 
 
 # --- known causes ---

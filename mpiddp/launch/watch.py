@@ -59,8 +59,8 @@ def hang_sentences(record: Record) -> dict[str, str]:
         return _wait_sentence(record, wait, looks[-1][0])
     if not (limit_s is not None and record.paces) and not _is_hung(record):
         return {}
-    what = "made a step" if record.newest_step[0] else "made a step or printed anything"
-    since, places = _quiet_since(record), places_sentence(record, range(record.world_size))
+    what = "made a step" if record.newest_step else "made a step or printed anything"
+    since, places = _quiet_since(record), places_sentence(record)
     sentence = f"no rank has {what} for {looks[-1][0] - since:.0f} s: {places}"
     outside = [rank for rank, place in places_of(record).items() if not place.waits]
     return {f"{since}": _with_stacks(record, sentence, outside or record.left)}
@@ -86,7 +86,7 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
     as long as another.
     """
     places, seconds = places_of(record), f"{now - wait.since:.0f} s"
-    names, everyone = record.names(wait.missing), range(record.world_size)
+    names = record.names(wait.missing)
     waited = f"rank {wait.waiting[0]} has waited {seconds}"
     if len(wait.waiting) > 1:
         few = f"ranks {', '.join(map(str, wait.waiting))}"
@@ -96,10 +96,10 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
     match wait.missing:
         case _ if wait.others:
             calls = ", ".join(f"{call} of {record.names(of)}" for call, of in wait.calls.items())
-            where = places_sentence(record, everyone)
+            where = places_sentence(record)
             sentence = f"the ranks have called different collectives: {calls}; {where}"
         case []:
-            where = places_sentence(record, everyone)
+            where = places_sentence(record)
             sentence = f"{waited} in {wait.call}, which all ranks have entered; {where}"
         case [rank] if _works(record, places.get(rank, Place()), rank):
             at = places[rank].text
@@ -151,7 +151,7 @@ def _quiet_since(record: Record) -> float:
         everyone = range(record.world_size)
         if (wait := find_wait(record.calls, record.world_size, everyone)) is not None:
             return max(wait.since, min(called[rank] for rank in wait.waiting))
-        if not record.newest_step[0]:
+        if not record.newest_step:
             signs = [event.at for event in record.latest["printed"].values()]
         signs += [record.last_saved_at, *record.saving.values()]
         signs += [event.at for event in record.done.values()]
@@ -194,12 +194,9 @@ def _is_hung(record: Record) -> bool:
     (before, first), (now, last) = looks
     if any(first.get(rank, Place()).frames != place.frames for rank, place in last.items()):
         return False
-    is_idle = [
-        not place.is_busy(first[rank], now - before)
-        for rank, place in last.items()
-        if not place.waits
-    ]
-    if len(is_idle) == len(last) and not (record.newest_step[0] and any(is_idle)):
+    there = [rank for rank, place in last.items() if not place.waits]
+    is_idle = [not last[rank].is_busy(first[rank], now - before) for rank in there]
+    if len(is_idle) == len(last) and not (record.newest_step and any(is_idle)):
         return False  # nobody waits for another rank: all compute, or a program makes no steps
     if now - _quiet_since(record) >= BUSY_FACTOR * _patience_s(record):
         return True
@@ -214,16 +211,15 @@ def places_of(record: Record) -> dict[int, Place]:
     return {rank: place_of(record.stacks.get(rank)) for rank in record.left}
 
 
-def places_sentence(record: Record, ranks: Sequence[int]) -> str:
+def places_sentence(record: Record, ranks: Sequence[int] | None = None) -> str:
     """ "15 ranks wait in all_reduce (train.py:88); rank 11 on gpu03 is in load (data.py:40): open(path)."."""
     groups: dict[tuple[int, str, str], list[int]] = {}  # those that wait first, and the largest
     places = places_of(record)
-    for rank in ranks:
-        if rank in places:
-            place = places[rank]
-            groups.setdefault((0 if place.waits else 1, *place.clauses), []).append(rank)
-        else:  # others may wait for it in vain
-            groups.setdefault((2, "has finished", "have finished"), []).append(rank)
+    for rank in range(record.world_size) if ranks is None else ranks:
+        key = (2, "has finished", "have finished")  # others may wait for it in vain
+        if (place := places.get(rank)) is not None:
+            key = (0 if place.waits else 1, *place.clauses)
+        groups.setdefault(key, []).append(rank)
     clauses = []
     for key, members in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]))):
         several = len(members) > _NAMED

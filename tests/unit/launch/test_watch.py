@@ -68,7 +68,7 @@ class Job:
 
     def steps(self, count: int, every_s: float) -> None:
         """All ranks make steps, at most two of which are reported in a second."""
-        first = self.record.newest_step[0]
+        first = self.record.newest_step
         unreported_s = 0.0
         for step in range(first + 1, first + count + 1):
             unreported_s += every_s
