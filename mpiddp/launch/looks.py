@@ -88,11 +88,10 @@ class Looks:
     def _see_stacks(self) -> None:
         """All stacks are there, or the time is over."""
         self._timers.cancel(self._interrupt, self._see_stacks)
-        record, viewers = self._record, self._viewers
-        self._viewers = []
+        record = self._record
         stacks = {rank: facts["text"] for rank, facts in record.stacks.items()}
-        sentence = places_sentence(record) if viewers else ""
-        for viewer in viewers:
+        while self._viewers:
+            viewer, sentence = self._viewers.pop(), places_sentence(record)
             self._console.answer(viewer, sentence=sentence, stacks=stacks)
         if self._is_late:
             sentence = missing_sentence(record, record.fact("limit", "seconds"))
