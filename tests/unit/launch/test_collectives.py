@@ -31,8 +31,8 @@ class Job:
     """Ranks on hosts a, b, c, … that call collectives, and the looks of the launcher."""
 
     def __init__(self, ranks: int = 4, timeout_s: float | None = None) -> None:
-        self.record = Record([chr(97 + rank) for rank in range(ranks)], at=0.0)
-        self.record = Record(self.record.hosts, at=0.0, hang_timeout_s=timeout_s)
+        hosts = [chr(97 + rank) for rank in range(ranks)]
+        self.record = Record(hosts, at=0.0, hang_timeout_s=timeout_s)
         self.skew_s = [0.0, 5.0, -3600.0, 0.2][:ranks]  # of the ranks' clocks
 
     def tells(self, at: float, *of_ranks: Sequence[tuple[int, str, float, bool]]) -> None:
