@@ -49,7 +49,9 @@ _EXAMPLES = """\
 
 def examples(prog: str) -> str:
     """The examples of `mpiddp VERB`, or of a verb of it; "" if there are none."""
-    return "\n".join(line for line in _EXAMPLES.split("\n") if f"{line} ".startswith(f"  {prog} "))
+    return "\n".join(
+        line for line in _EXAMPLES.split("\n") if f"{prog} " in f"{line} ".partition("&&")[0]
+    )
 
 
 class OneSentenceParser(argparse.ArgumentParser):
