@@ -68,30 +68,22 @@ def sum_and_gradient() -> None:
             emit({"sum": values[0].item(), "gradient": gradient[0, 0].item()})
 
 
-def fail(how: str) -> None:
-    """Sum without end, until the last rank fails."""
-    with mpiddp.process_group(timeout_s=300) as world:
-        numbers = torch.ones(1 << 20, device=world.device)
-        for step in range(sys.maxsize):
-            if step == FAILS_AT and world.rank == world.world_size - 1:
-                print("planned failure", flush=True)
-                if how == "raises":
-                    raise ValueError("planned failure")
-                os.kill(os.getpid(), signal.SIGKILL)
-            dist.all_reduce(numbers, dist.ReduceOp.MAX)
-            assert numbers.sum().item() == 1 << 20
-
-
-def hang(how: str) -> None:
-    """Sum without end. The last rank does not come, calls something else, or comes late each time."""
+def disturb(how: str) -> None:
+    """Sum without end. The last rank fails, does not come, calls something else, or comes late each time."""
     with mpiddp.process_group(timeout_s=15 if how == "times out" else 600) as world:
         numbers = torch.ones(1 << 20, device=world.device)
         is_last = world.rank == world.world_size - 1
         for step in range(sys.maxsize):
-            if is_last and step == FAILS_AT and how == "differs":
-                dist.broadcast(numbers, world.rank)
-            elif is_last and step == FAILS_AT and how != "is late":
-                threading.Event().wait()
+            if is_last and step == FAILS_AT:
+                print("planned", how, flush=True)
+                if how == "raises":
+                    raise ValueError("planned failure")
+                if how == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "differs":
+                    dist.broadcast(numbers, world.rank)
+                elif how != "is late":
+                    threading.Event().wait()
             time.sleep(0.1 if is_last and how == "is late" else 0.02)
             dist.all_reduce(numbers, dist.ReduceOp.MAX)
             assert numbers.sum().item() == 1 << 20
@@ -125,13 +117,7 @@ def capture() -> None:
         emit({"sum": numbers[0].item(), "reads": len(read), "groups": max(read)})
 
 
-WHAT = {
-    "group": form_twice,
-    "sum": sum_and_gradient,
-    "fail": fail,
-    "hang": hang,
-    "capture": capture,
-}
+WHAT = {"group": form_twice, "sum": sum_and_gradient, "disturb": disturb, "capture": capture}
 
 
 def main(what: str, *arguments: str) -> int:

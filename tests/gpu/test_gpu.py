@@ -122,16 +122,16 @@ def test_two_ranks_of_one_gpu_sum_and_average_gradients():
 
 @pytest.mark.parametrize("how", [pytest.param("raises", marks=needs_gpu), "dies"])
 def test_a_rank_that_fails_ends_the_job_although_its_group_stands(how):
-    output = run([*LAUNCH, "-H", "localhost:1", "--grace=2s", RANKS, "fail", how], 1)
-    assert "planned failure" in output
+    output = run([*LAUNCH, "-H", "localhost:1", "--grace=2s", RANKS, "disturb", how], 1)
+    assert f"planned {how}" in output
     assert "rank 0" in output
 
 
 @pytest.mark.parametrize("how", [pytest.param("raises", marks=needs_gpu), "dies"])
 def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how):
-    with running(mpirun_command(2, RANKS, "fail", how)) as process:
+    with running(mpirun_command(2, RANKS, "disturb", how)) as process:
         for line in process.stdout:
-            if "planned failure" in line:
+            if f"planned {how}" in line:
                 break
         since = time.monotonic()
         process.communicate(timeout=PATIENCE_S)
@@ -143,9 +143,9 @@ def test_a_rank_that_fails_ends_one_that_is_in_a_collective(how):
 def test_who_does_not_come_to_a_collective_is_named(how):
     """A rank that waits in NCCL uses its core. NCCL's own timeout ends the process within C++."""
     options = [] if how == "times out" else ["--hang-timeout=20s"]
-    output = run([*LAUNCH, "-H", "localhost:2", *options, RANKS, "hang", how], 1)
+    output = run([*LAUNCH, "-H", "localhost:2", *options, RANKS, "disturb", how], 1)
     call = r"all_reduce no\. \d+ \(float32, 1,048,576\)"
-    named = rf"rank 1 on \S+ has not entered {call}, for which rank 0 has waited \d+ s; it is in hang \("
+    named = rf"rank 1 on \S+ has not entered {call}, for which rank 0 has waited \d+ s; it is in disturb \("
     if how == "differs":
         other = r"broadcast no\. \d+ \(float32, 1,048,576\) of rank 1 on "
         named = rf"the ranks have called different collectives: {call} of rank 0 on \S+, {other}"
@@ -154,7 +154,7 @@ def test_who_does_not_come_to_a_collective_is_named(how):
 
 
 def test_a_straggler_is_named():
-    with running([*LAUNCH, "-H", "localhost:2", RANKS, "hang", "is late"]) as process:
+    with running([*LAUNCH, "-H", "localhost:2", RANKS, "disturb", "is late"]) as process:
         assert any("rank 1 on" in line and "is a straggler" in line for line in process.stdout)
 
 

@@ -208,13 +208,6 @@ def test_each_rank_gets_its_own_state(here):
         assert len(found) == ranks
 
 
-def test_shards_at_any_number_of_ranks(here):
-    """A sharded model resumes at any number of ranks, and as a whole model, and the other way round."""
-    here.fork(program("states.py"), "save", ".", "fsdp", "plain", ranks=2).assert_ok()
-    for ranks, kinds in ((3, ["fsdp"]), (1, ["fsdp=plain", "fsdp"]), (2, ["plain=fsdp"])):
-        here.fork(program("states.py"), "resume", ".", *kinds, ranks=ranks).assert_ok()
-
-
 def test_ddp_fsdp_and_exports_continue_each_other(here):
     """A training resumes under ddp, fsdp or from an export, and one for torch.load is a plain state_dict."""
     train = (*two_epochs(here), "--amp=off", "--lr=0.01", *SAVE_ALL, "--global-batch-size=8")

@@ -48,13 +48,15 @@ def saved_run(folder: Path, *states: dict[str, Any], **options: Any) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_kind_of_state(here, ranks):
-    """Any state of any ranks resumes on 1, 2 and 4: types, FSDP, TP, pipeline × FSDP, EMA, schedules."""
+    """Any state of any ranks resumes on 1 to 4: types, FSDP, TP, pipeline × FSDP, EMA, schedules. A sharded
+    model resumes as a whole one, and the other way round.
+    """
     here.fork(program("states.py"), "save", here.folder, ranks=ranks).assert_ok()
-    for later in (1, 2, 4):
+    for later in (1, 2, 3, 4):
         # A stage takes its tensors out of a pipeline's state, and one that had all layers is none.
         kinds = ["values", "schedules", "scaler", "lbfgs", "plain", "fsdp", "ema", "averaged_model"]
-        kinds += ["tensor_parallel", "nested"]
-        kinds += ["pipeline"] if ranks > 1 or later == 1 else []
+        kinds += ["tensor_parallel", "nested", "fsdp=plain", "plain=fsdp"]
+        kinds += ["pipeline"] if later == 1 or (later != 3 and ranks > 1) else []
         done = here.fork(program("states.py"), "resume", here.folder, *kinds, ranks=later)
         assert done.assert_ok().stdout.count("resume ") >= len(kinds)
 
