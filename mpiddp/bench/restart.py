@@ -15,7 +15,7 @@ from mpiddp.bench.jobs import Jobs
 from mpiddp.bench.start import Results, compared, in_turn, start_command
 
 OPTIONS = {"mpiddp": ("--max-restarts=1",), "torchrun": ("--max-restarts=1", "--standalone")}
-JOB = ("gloo", "200")  # steps before the kill
+JOB = ("gloo", "400")  # steps before the kill
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Tests mpiddp/report/{read,tables}.py.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from mpiddp import cli
 from mpiddp.errors import UserError
 from mpiddp.report.read import Curve, Failure, read_run
 from mpiddp.report.tables import facts, time_lost
@@ -112,3 +114,15 @@ def test_a_long_curve_keeps_the_extremes_of_each_part(parts):
     assert list(steps) == sorted(set(steps))
     assert (max(kept), min(kept)) == (1e9, -1e9)
     assert all(values[int(step)] == value for step, value in zip(steps, kept, strict=True))
+
+
+def test_only_the_end_of_long_records_is_read(tmp_path, capsys):
+    folder = write_run(tmp_path / "a", steps=10)
+    record = json.dumps({"step": 111, "loss": 0.25}).encode() + b"\n"
+    size = 1 << 40  # as a file with a hole, which a read from its beginning would not end
+    with (folder / "metrics.jsonl").open("r+b") as file:
+        file.seek(size)
+        file.write(b"\n" + record)
+    os.utime(folder / "metrics.jsonl")
+    assert cli.main(["runs", str(folder)]) == 0
+    assert "111" in capsys.readouterr().out

@@ -1,12 +1,13 @@
 """No variable of an MPI reaches a command, and a script that needs no torch does not wait for it.
 
-Tests mpiddp/runtime/program.py.
+Tests mpiddp/runtime/{program,reports}.py.
 """
 
 import pytest
 
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.program import SCRIPT, Program, command_environment
+from mpiddp.runtime.reports import announce
 from mpiddp.world import RANK_SOURCES, World
 
 OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -51,3 +52,9 @@ def test_for_what_torch_is_imported_ahead(tmp_path, text, expected):
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "settings.py").write_text("import os\nos.environ.update(TORCH_LOGS='+dynamo')")
     assert Program(SCRIPT, str(tmp_path / "train.py")).imports_torch is expected
+
+
+@pytest.mark.parametrize("arguments", [["x" * 100_000] * 6, "--resume last", ["a\0"]])
+def test_an_announcement_that_is_no_command(arguments):
+    with pytest.raises(ValueError, match=r"^mpiddp.announce: "):
+        announce(resume_args=arguments)
