@@ -37,14 +37,21 @@ from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.retention import Retention, prune
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
-from mpiddp.checkpoints.state import Outline, digest_of, is_sharded, shown_path, union_of
-from mpiddp.errors import JobFailed, NoAnswer, UserError
+from mpiddp.checkpoints.state import (
+    Outline,
+    digest_of,
+    is_sharded,
+    refuse_loss,
+    shown_path,
+    union_of,
+)
+from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.runtime.job.session import current
 from mpiddp.runtime.log import log
 from mpiddp.runtime.reports import saving
-from mpiddp.text import counted, from_here, listed
+from mpiddp.text import from_here
 
 _NICENESS = 10  # of the thread that writes
 _CLOCK_CHECKS_PER_INTERVAL = 4
@@ -233,7 +240,7 @@ class Saver:
         for host, text in zip(run.coordinator.hostnames, problems, strict=True):
             if text and run.rank == 0:
                 log.warning(f"warning: {host}: {text}")
-        _refuse_loss([left for *_, left in answers])
+        refuse_loss([left for *_, left in answers])
         return [digest for _, _, digest, *_ in answers], answers[0][3]
 
     # In the thread
@@ -383,17 +390,6 @@ class Saver:
             rest = f"{kept[-1].name} is kept." if kept else "There is no older checkpoint."
             sentence = f"{sentence} {rest}"
         return sentence
-
-
-def _refuse_loss(left: Sequence[Mapping[str, Sequence[str]]]) -> None:
-    """Raise UserError if no rank has taken a tensor that each of `left`, by entry, has left to others."""
-    for entry in {entry for each in left for entry in each}:
-        if lost := set.intersection(*(set(each[entry]) for each in left if entry in each)):
-            raise UserError(
-                f"{entry}: the checkpoint that the run resumes from also has {listed(sorted(lost), 4)}, "
-                f"which none of {counted(len(left), 'rank')} has loaded: a save would lose it. Start as many "
-                "ranks as have saved it, or name another folder."
-            )
 
 
 def _lower_priority() -> None:

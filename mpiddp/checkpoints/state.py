@@ -22,6 +22,8 @@ from torch import Tensor
 
 from mpiddp.checkpoints.folder import SHARDS, stem_of
 from mpiddp.checkpoints.run import Run
+from mpiddp.errors import UserError
+from mpiddp.text import counted, listed
 
 Keys = tuple[Any, ...]  # the path to a value
 
@@ -220,6 +222,17 @@ def union_of(run: Run, outline: Outline, digests: Sequence[str]) -> Union:
     merge = _Merge(run, writers, len(trees))
     merge.found.tree = merge.merged(trees, ())
     return merge.found
+
+
+def refuse_loss(left: Sequence[Mapping[str, Sequence[str]]]) -> None:
+    """Raise UserError if no rank has taken a tensor that each of `left`, by entry, has left to others."""
+    for entry in {entry for each in left for entry in each}:
+        if lost := set.intersection(*(set(each[entry]) for each in left if entry in each)):
+            raise UserError(
+                f"{entry}: the checkpoint that the run resumes from also has {listed(sorted(lost), 4)}, "
+                f"which none of {counted(len(left), 'rank')} has loaded: a save would lose it. Start as many "
+                "ranks as have saved it, or name another folder."
+            )
 
 
 class _Leaf(NamedTuple):

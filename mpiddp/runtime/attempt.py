@@ -218,9 +218,8 @@ class Attempt:
         """End the program with all that it has started, and read the rest of its output."""
         child = self.child
         child.end(grace_s)
-        self._error_file.unlink(
-            missing_ok=True
-        )  # whoever still has the streams may outlive this process
+        # Now, because whoever still has the streams may outlive this process.
+        self._error_file.unlink(missing_ok=True)
         self._readings.close()
         while child.pid and not all(stream.is_done for stream in child.streams):
             self._wait()

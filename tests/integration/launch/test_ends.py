@@ -16,7 +16,6 @@ libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
 """
 # What rank 1 does, and what is said of it. Plainer ends are in tests/promises/test_failures.py.
 ENDS = {
-    "raise SystemExit(4)": "ended first, with exit code 4.",
     "sys.exit('no data')": "ended first, with exit code 1: no data.",
     "os.closerange(3, 999); os._exit(8)": "ended first, with exit code 8.",
     "os.execvp('sh', ['sh', '-c', 'exit 5'])": "ended first, with exit code 5.",
