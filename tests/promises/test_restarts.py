@@ -94,8 +94,9 @@ def test_a_script_that_ends_slowly(here):
 
 
 def test_a_stop_before_a_restart(here):
-    """The pause before a restart doubles. A request to stop in it ends the job with exit code 130."""
-    script = here.script("1 / 0", "fails.py")
+    """The pause before a restart doubles. A stop in it ends the job with code 130 and what resumes it."""
+    saves = "import mpiddp\nrun = mpiddp.Checkpoints('run', every=1)\nrun.resume() or run.save(1, {'a': 1})"
+    script = here.script(f"{saves}\nrun.close()\n1 / 0", "fails.py")
     job = here.start("launch", *here.where(1), "--max-restarts", "9", script)
     job.until("failed first: ZeroDivisionError", times=4)
     since = time.monotonic()  # after pauses of 0, 1 and 2 s
@@ -103,7 +104,8 @@ def test_a_stop_before_a_restart(here):
     assert time.monotonic() - since > 3.5
     job.signal(signal.SIGTERM)
     done = job.wait()
-    assert (done.code, done.said[-1]) == (130, "interrupted before a restart.")
+    assert (done.code, done.said[-2]) == (130, "interrupted before a restart.")
+    assert done.said[-1].startswith("to resume: mpiddp launch -H localhost:1 --max-restarts 9 ")
 
 
 # --- in the same agents ---

@@ -154,9 +154,7 @@ def test_a_second_ctrl_c(here, mpi):
 
 @pytest.mark.parametrize(("grace", "save_s", "saved"), [("120", "1", 2), ("1", "600", 0)])
 def test_a_script_without_should_stop(here, grace, save_s, saved):
-    """A script without should_stop() gets the signal, and is killed after --grace seconds. The job exits
-    with 130.
-    """
+    """A script without should_stop() gets the signal, and is killed after --grace seconds. Code: 130."""
     script = (program("without_should_stop.py"), save_s)
     job = here.start("launch", "--grace", grace, *here.where(2), *script)
     job.until("ready", times=2).signal(signal.SIGTERM)
