@@ -22,7 +22,8 @@ from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
 from mpiddp.runtime.child import PASSED, Child, reap
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
-from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator, Server
+from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank
 

@@ -35,7 +35,7 @@ from mpiddp.hosts.processes import (
 )
 from mpiddp.protocol.channel import LINE_LIMIT, STREAMS, Lines, is_shown
 from mpiddp.protocol.variables import ERROR_FILE
-from mpiddp.runtime.job.coordinator import Server
+from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.output import Input, Stream
 from mpiddp.runtime.program import COMMAND, command_environment

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mpiddp.protocol.channel import INPUT, STREAMS, notice_silence
 from mpiddp.protocol.terminal import Manners, Terminal
-from mpiddp.runtime.job.coordinator import Server, connect_to_server
+from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.world import World
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe

@@ -12,7 +12,7 @@ from mpiddp.hosts.processes import descendants
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import next_key
 from mpiddp.protocol.terminal import Terminal, prefix_of
-from mpiddp.runtime.job.coordinator import Server
+from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.program import Program
 from mpiddp.world import World
 

@@ -4,7 +4,8 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from mpiddp.protocol.channel import RANK, mac, member_key
-from mpiddp.runtime.job.coordinator import Coordinator, Server
+from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
 
 

@@ -22,14 +22,14 @@ import os
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from mpiddp.errors import DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
 from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol import channel
-from mpiddp.protocol.channel import RANK, UNIX, decode, encode
+from mpiddp.protocol.channel import RANK, decode, encode
+from mpiddp.runtime.job.connection import NO_MESSAGE, Server, connect_to_server
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.world import World
 
@@ -40,31 +40,9 @@ Value = TypeVar("Value", bound=JSON)
 AGREE_TIMEOUT_S = 30.0
 GRACE_S = 1.0  # in which a rank may end by itself once another has failed
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
-CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands
-_ATTEMPT_S, _RETRY_S = 10.0, 0.2
 _LONGEST = 16 * channel.VALUE_LIMIT  # bytes of an answer, which has a value of every rank
 _CLAIM = "first failure"  # its key
 _ANSWERS = ("gathered", "no_answer", "claimed", "function", "answer")
-# The errors of a line that is not a message, and of an address that is none.
-_NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
-
-
-class Server(NamedTuple):
-    """Where the server listens, "host:port" or "unix:path", and the key of the job.
-
-    `is_own`: the key is that of the one member that has it.
-    """
-
-    address: str
-    key: str
-    is_own: bool = False
-
-    def member_key(self, rank: int, role: str = RANK) -> str:
-        return self.key if self.is_own else channel.member_key(self.key, role, rank)
-
-
-class AnotherScript(Exception):
-    """Another process of this rank is its script."""
 
 
 class ChannelLost(JobFailed):
@@ -318,7 +296,7 @@ class Coordinator:
         try:
             chunk = self.connection.recv(channel.CHUNK)
             messages = [decode(line) for line in self._lines.split(chunk)]
-        except (OSError, *_NO_MESSAGE):  # it has ended, or the script has closed it
+        except (OSError, *NO_MESSAGE):  # it has ended, or the script has closed it
             chunk, messages = b"", []
         with self._changed:
             self.is_lost |= not chunk
@@ -333,75 +311,3 @@ class Coordinator:
             self._changed.notify_all()
         for facts in news:
             self.on_news(facts)
-
-
-# --- the connection, with proofs on both sides: see `mpiddp.protocol.channel` ---
-
-
-def connect_to_server(
-    server: Server, world: World, kind: str, *, answer_s: float | None = None, **facts: object
-) -> tuple[socket.socket, int]:
-    """Connect, and introduce this rank by a message of this kind.
-
-    A launcher that is stopped (Ctrl-Z) answers late: its kernel accepts the connection. So there is no limit
-    while a connection stands, which ends with the launcher or its host. A running launcher limits the start.
-    The server beside rank 0 answers in `answer_s`.
-
-    Returns the connection, and the group of the member: 0 of the ranks, n of their n-th scripts. Raises
-    AnotherScript if this rank has a script already, and JobFailed if the server cannot be reached.
-    """
-    deadline, is_final = time.monotonic() + (answer_s or CONNECT_TIMEOUT_S), False
-    while not is_final:
-        try:
-            return _connect(server, world.rank, kind, facts, answer_s)
-        except _NO_MESSAGE:  # another program listens there, or the server of another job
-            why, is_final = "it is not the server of this job", True
-        except OSError as error:
-            # Strangers may hold all connections. Rank 0 may not listen yet, but a launcher always does.
-            is_refused = isinstance(error, ConnectionRefusedError) and answer_s is None
-            why, is_final = str(error), is_refused or time.monotonic() >= deadline
-            time.sleep(_RETRY_S)
-    name = "the launcher" if answer_s is None else "rank 0's channel"
-    raise JobFailed(
-        f"rank {world.rank} on {world.hostname} cannot reach {name} at {server.address} ({why}). "
-        "Check that it is running and that no firewall blocks the port."
-    )
-
-
-def _connect(
-    server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_s: float | None
-) -> tuple[socket.socket, int]:
-    """Prove that this process is of the job, and check that the server is."""
-    with contextlib.ExitStack() as stack:
-        host, _, port = server.address.rpartition(":")
-        if server.address.startswith(UNIX):
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(_ATTEMPT_S)
-            connection.connect(server.address.removeprefix(UNIX))
-        else:
-            connection = socket.create_connection((host, int(port)), _ATTEMPT_S)
-        stack.enter_context(connection)
-        # A stopped launcher (Ctrl-Z) reads no steps. If it is lost, the rank's own connection shows it.
-        channel.notice_silence(connection, is_read_slowly=facts.get("role") == channel.SCRIPT)
-        connection.settimeout(answer_s)
-        challenge = _next(connection)["challenge"]
-        key = server.member_key(rank, str(facts.get("role", RANK)))
-        line, proof = channel.introduction(key, challenge, kind, rank, facts)
-        connection.sendall(line)
-        answer = _next(connection)
-        if answer["type"] == "taken":
-            raise AnotherScript
-        if answer["type"] != "received" or answer["proof"] != proof:
-            raise ValueError("no proof")
-        connection.settimeout(None)
-        stack.pop_all()
-        return connection, answer.get("group", 0)
-
-
-def _next(connection: socket.socket) -> dict[str, Any]:
-    """The next message. What follows it is left to the connection's owner."""
-    with connection.makefile("rb", buffering=0) as bytes_of_it:
-        line = bytes_of_it.readline(channel.UNPROVED_LINE_LIMIT)
-    if not line.endswith(b"\n"):
-        raise ConnectionResetError("the connection has ended")
-    return decode(line[:-1])[0]

@@ -22,7 +22,8 @@ from typing import Any
 from mpiddp.errors import print_error
 from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, encode
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
-from mpiddp.runtime.job.coordinator import AnotherScript, Coordinator, Server
+from mpiddp.runtime.job.connection import AnotherScript, Server
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of, record
 from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.stopping import StopRequest

@@ -16,7 +16,8 @@ import pytest
 
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer
-from mpiddp.runtime.job.coordinator import Coordinator, Server
+from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous import channel_process
 from tests.support.channels import cut, member
 from tests.support.patience import PATIENCE_S, eventually
@@ -25,7 +26,7 @@ from tests.support.ranks import ROOT, clean_env
 KEY = "a key of the job"
 RANK_0 = """
 import os, sys, time
-from mpiddp.runtime.job.coordinator import Server
+from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.rendezvous.channel_process import serve_beside
 from mpiddp.world import World
 from tests.support.channels import member

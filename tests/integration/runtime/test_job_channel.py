@@ -19,14 +19,8 @@ from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.protocol.channel import LINE_LIMIT, RANK, SCRIPT, decode, encode, member_key
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer, Event
-from mpiddp.runtime.job.coordinator import (
-    AnotherFailed,
-    AnotherScript,
-    ChannelLost,
-    Coordinator,
-    Server,
-    connect_to_server,
-)
+from mpiddp.runtime.job.connection import AnotherScript, Server, connect_to_server
+from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
 from mpiddp.world import World
 from tests.support.channels import connect, cut, member_proof, progress
 from tests.support.errors import error

@@ -18,7 +18,8 @@ from mpiddp.protocol.channel import SCRIPT, mac, member_key
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import received_call
-from mpiddp.runtime.job.coordinator import Coordinator, Server
+from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.shipped import packed
 from mpiddp.world import World
 from tests.support.channels import connect, cut

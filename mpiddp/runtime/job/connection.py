@@ -1,0 +1,111 @@
+"""A process of a rank connects to the server of its job, with proofs on both sides.
+
+    connection, group = connect_to_server(Server("10.0.0.1:40001", key), world, "hello")
+
+`mpiddp.protocol.channel` has the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mpiddp.errors import JobFailed
+from mpiddp.protocol import channel
+from mpiddp.protocol.channel import RANK, UNIX, decode
+from mpiddp.world import World
+
+CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands
+_ATTEMPT_S, _RETRY_S = 10.0, 0.2
+# The errors of a line that is not a message, and of an address that is none.
+NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
+
+
+class Server(NamedTuple):
+    """Where the server listens, "host:port" or "unix:path", and the key of the job.
+
+    `is_own`: the key is that of the one member that has it.
+    """
+
+    address: str
+    key: str
+    is_own: bool = False
+
+    def member_key(self, rank: int, role: str = RANK) -> str:
+        return self.key if self.is_own else channel.member_key(self.key, role, rank)
+
+
+class AnotherScript(Exception):
+    """Another process of this rank is its script."""
+
+
+def connect_to_server(
+    server: Server, world: World, kind: str, *, answer_s: float | None = None, **facts: object
+) -> tuple[socket.socket, int]:
+    """Connect, and introduce this rank by a message of this kind.
+
+    A launcher that is stopped (Ctrl-Z) answers late: its kernel accepts the connection. So there is no limit
+    while a connection stands, which ends with the launcher or its host. A running launcher limits the start.
+    The server beside rank 0 answers in `answer_s`.
+
+    Returns the connection, and the group of the member: 0 of the ranks, n of their n-th scripts. Raises
+    AnotherScript if this rank has a script already, and JobFailed if the server cannot be reached.
+    """
+    deadline, is_final = time.monotonic() + (answer_s or CONNECT_TIMEOUT_S), False
+    while not is_final:
+        try:
+            return _connect(server, world.rank, kind, facts, answer_s)
+        except NO_MESSAGE:  # another program listens there, or the server of another job
+            why, is_final = "it is not the server of this job", True
+        except OSError as error:
+            # Strangers may hold all connections. Rank 0 may not listen yet, but a launcher always does.
+            is_refused = isinstance(error, ConnectionRefusedError) and answer_s is None
+            why, is_final = str(error), is_refused or time.monotonic() >= deadline
+            time.sleep(_RETRY_S)
+    name = "the launcher" if answer_s is None else "rank 0's channel"
+    raise JobFailed(
+        f"rank {world.rank} on {world.hostname} cannot reach {name} at {server.address} ({why}). "
+        "Check that it is running and that no firewall blocks the port."
+    )
+
+
+def _connect(
+    server: Server, rank: int, kind: str, facts: Mapping[str, object], answer_s: float | None
+) -> tuple[socket.socket, int]:
+    """Prove that this process is of the job, and check that the server is."""
+    with contextlib.ExitStack() as stack:
+        host, _, port = server.address.rpartition(":")
+        if server.address.startswith(UNIX):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(_ATTEMPT_S)
+            connection.connect(server.address.removeprefix(UNIX))
+        else:
+            connection = socket.create_connection((host, int(port)), _ATTEMPT_S)
+        stack.enter_context(connection)
+        # A stopped launcher (Ctrl-Z) reads no steps. If it is lost, the rank's own connection shows it.
+        channel.notice_silence(connection, is_read_slowly=facts.get("role") == channel.SCRIPT)
+        connection.settimeout(answer_s)
+        challenge = _next(connection)["challenge"]
+        key = server.member_key(rank, str(facts.get("role", RANK)))
+        line, proof = channel.introduction(key, challenge, kind, rank, facts)
+        connection.sendall(line)
+        answer = _next(connection)
+        if answer["type"] == "taken":
+            raise AnotherScript
+        if answer["type"] != "received" or answer["proof"] != proof:
+            raise ValueError("no proof")
+        connection.settimeout(None)
+        stack.pop_all()
+        return connection, answer.get("group", 0)
+
+
+def _next(connection: socket.socket) -> dict[str, Any]:
+    """The next message. What follows it is left to the connection's owner."""
+    with connection.makefile("rb", buffering=0) as bytes_of_it:
+        line = bytes_of_it.readline(channel.UNPROVED_LINE_LIMIT)
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the connection has ended")
+    return decode(line[:-1])[0]
