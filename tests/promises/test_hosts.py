@@ -255,11 +255,13 @@ def test_push_names_the_host_that_cannot_take_it(hosts, file, project):
     name = "a folder whose name is as long/as those of paths often are/file"
     write(project, {name: "0123" * 99999})
     there.mkdir(parents=True)
-    hosts["node1"].run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", project], check=True)
-    done = hosts.run("hosts", "push", file, project)
-    assert done.code == 1
-    assert f'/{name}": No space left on device' in done.stderr, done.stderr
-    hosts["node1"].run(["umount", project], check=True)
+    no_space = f'/{name}": No space left on device'
+    for option, why in (("size=64k", no_space), ("ro", ": Read-only file system")):
+        hosts["node1"].run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", project], check=True)
+        done = hosts.run("hosts", "push", file, project)
+        assert done.code == 1
+        assert why in done.stderr, done.stderr
+        hosts["node1"].run(["umount", project], check=True)
     there.rmdir()
     write(there.parent, {there.name: "a file"})
     done = hosts.run("hosts", "push", file, project)
