@@ -52,8 +52,8 @@ for folder in () if error else {!a}:
         error = "%s: %s." % (folder, failed.strerror)
 print(json.dumps(error or True))
 """
-# ssh for rsync, without what the start-up files of the shell there print before the login's line. Its exit code
-# is ssh's: that of the rsync there, which may have written only a part.
+# ssh for rsync, without what the start-up files of the shell there print before the login's line. Its exit
+# code is ssh's: that of the rsync there, which may have written only a part.
 _SHELL = (
     'sh -c \'exec 4>&1; exit $({{ {{ ssh -F {} "$@" 3>&- 4>&-; echo $? >&3; }} | '
     f'while IFS= read -r line; do [ "$line" = {LOGIN} ] && exec cat >&4 3>&-; done; }}}} 3>&1)\' ssh'

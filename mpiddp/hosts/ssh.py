@@ -110,7 +110,7 @@ def ask_hosts(
     program: str,
     *,
     python: str = "python3",  # a path or a name
-    work_s: float = 0.0,  # for each host, once its login is done
+    work_s: float | None = None,  # for each host, once its login is done; None: as a login
     transport: Transport = SSH,
     logins: Logins | None = None,  # open ones; those that answer remain open
     show: Callable[[Mapping[Host, Answer]], None] = lambda answers: None,  # those of each second
@@ -126,6 +126,7 @@ def ask_hosts(
     kept = logins if transport.is_ssh else None  # that of a scheduler may want the end of stdin
     allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     most_pending = logins_at_once(hosts, transport)
+    work_s = transport.login_s if work_s is None else work_s
     waiting, running = [*reversed(hosts)], list[Login]()
     answers, new = dict[Host, Answer](), dict[Host, Answer]()
     show_at = math.inf
@@ -272,7 +273,7 @@ class Login:
         if not self.has_begun and line in self._before:
             self._before, _, self.output = self._before.partition(line)
             self.has_begun = True
-            self.deadline += self._work_s
+            self.deadline = time.monotonic() + self._work_s
         return bool(chunk) and not self.has_answered
 
     def answer(self) -> Answer:

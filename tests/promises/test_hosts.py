@@ -161,7 +161,7 @@ SLEEP = "(trap '' TERM; exec sleep 1000) & sleep 1000; wait"
 @pytest.mark.parametrize("end", ["Ctrl-C", "--timeout"])
 def test_run_leaves_nothing(hosts, file, end):
     """Ctrl-C and --timeout end everything that `mpiddp hosts run` has started, on every host."""
-    options = ("--timeout", "5s") if end == "--timeout" else ()
+    options = ("--timeout", "5s", "--login-timeout", "1h") if end == "--timeout" else ()
     job = hosts.start("hosts", "run", *options, file, "--", "sh", "-c", SLEEP)
     if end == "Ctrl-C":
         eventually(lambda: len(hosts.processes("sleep 1000")) >= 6)
