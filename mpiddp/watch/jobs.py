@@ -17,11 +17,13 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
 from mpiddp.hosts.private import is_private
+from mpiddp.hosts.processes import usage_of
 from mpiddp.protocol.channel import NAMED_AT, VIEW_JOB, VIEWED_AT, encode, viewed_folders
 from mpiddp.text import listed, shown
 from mpiddp.watch.detached import detached_jobs
 
 Facts = Mapping[str, Any]
+NO_ANSWER = "no answer"
 
 _ANSWER_S = 3.0  # an answer takes a launcher a few milliseconds
 _STACKS_S = 15.0  # it waits up to 5 s for the stacks of its ranks
@@ -56,9 +58,13 @@ class Job:
         """What it says of its job, or its stacks. Raises UserError if it has ended or does not answer."""
         if facts := _answer(self.connected(), view, _ANSWER_S if view == VIEW_JOB else _STACKS_S):
             return facts
-        raise UserError(
-            f"job {self.title} does not answer: it starts, restarts or ends now, or is suspended (Ctrl-Z)."
-        )
+        why = "it starts, restarts or ends now" if self.silence == NO_ANSWER else "it is suspended"
+        raise UserError(f"job {self.title} does not answer: {why}.")
+
+    @property
+    def silence(self) -> str:
+        """The phase of a job that does not answer."""
+        return "suspended" if usage_of(self.pid)["state"] == "T" else NO_ANSWER
 
 
 def job_parser(verb: str, purpose: str, default: str = "the only job") -> OneSentenceParser:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+import select
 
 from mpiddp.errors import DONE, FAILED, INTERRUPTED, UserError
 from mpiddp.text import listed, shown
@@ -23,10 +23,12 @@ def logs(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     job = _find(options.job)
+    reader = select.poll()
+    reader.register(1, 0)  # its end, as of `| head`, is always reported
     try:
         for piece in read_log(job, follows=options.follow):
-            if piece is None:
-                time.sleep(_EVERY_S)
+            if piece is None and reader.poll(1000 * _EVERY_S):
+                break
             while piece:
                 piece = piece[os.write(1, piece) :]
     except KeyboardInterrupt:

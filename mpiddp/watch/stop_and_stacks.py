@@ -57,7 +57,9 @@ def stop(argv: list[str]) -> int:
         return DONE
     if name is None:  # a stop ends hours of work, and the only job may be another terminal's
         if not sys.stdin.isatty():
-            raise UserError(f"name the job that is to stop: mpiddp stop {job.pid}")
+            raise UserError(
+                f"mpiddp stop asks at a terminal alone. Name the job: mpiddp stop {job.pid}"
+            )
         print(f"stop job {job.title}? [y/N] ", end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             return DONE
@@ -65,6 +67,7 @@ def stop(argv: list[str]) -> int:
         raise UserError(f"job {job.title} runs in another container. Stop it there.")
     with suppress(ProcessLookupError), opened(job.pid) as send:
         job.connected().close()  # else another process may have its pid by now
+        send(signal.SIGCONT)  # a suspended one (Ctrl-Z) would heed no request
         send(signal.SIGTERM)
         print(f"job {job.title} is requested to stop.")
         return DONE

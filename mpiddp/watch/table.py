@@ -59,8 +59,10 @@ def ps(argv: list[str]) -> int:
     as_json = parser.parse_args(argv).json
     jobs = running_jobs()
     if as_json:
-        unknown = {"phase": "no answer"}
-        rows = [{"pid": job.pid or None, "name": job.name, **unknown, **job.facts} for job in jobs]
+        rows = [
+            {"pid": job.pid or None, "name": job.name, **(job.facts or {"phase": job.silence})}
+            for job in jobs
+        ]
         print(json.dumps(rows, indent=2))
         return DONE
     print(job_lines(jobs) if jobs else "no job of yours runs on this machine.")
@@ -73,7 +75,7 @@ def job_lines(jobs: list[Job]) -> str:
     for job in jobs:
         facts, pid = job.facts, str(job.pid or "-")
         if not facts:
-            rows.append([pid, escaped(job.name), "-", "-", "-", "-", "no answer", "-"])
+            rows.append([pid, escaped(job.name), "-", "-", "-", "-", job.silence, "-"])
             continue
         hosts = hosts_of(facts)
         more = f" +{len(hosts) - 2}" if len(hosts) > 2 else ""
@@ -109,7 +111,7 @@ def top(argv: list[str]) -> int:
             except UserError:
                 if not job.path.exists():  # it has ended
                     raise
-                facts = {**facts, "phase": "no answer"}  # as at a restart
+                facts = {**facts, "phase": job.silence}  # as at a restart
         print("\n".join([*head_lines(facts), *rank_lines(facts["ranks"])]))
     except KeyboardInterrupt:
         print()

@@ -105,7 +105,7 @@ def test_a_launcher_between_two_attempts_does_not_answer(folder, monkeypatch, ca
         for verb in ("top", "stacks"):
             assert main([verb, PID]) == 2
             said = capsys.readouterr().err
-            assert re.search(error("answer: it", f"job {PID} ", "(Ctrl-Z)"), said)
+            assert re.search(error("it starts, restarts", f"job {PID} "), said)
     finally:
         console.close()
     assert not [*folder.glob("mpiddp/*/*")]
@@ -157,8 +157,8 @@ def test_stop_without_a_name_asks_on_a_terminal_and_needs_one_elsewhere(job):
     before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     try:
         done = stop_without_a_name(subprocess.DEVNULL)
-        needs_a_name = f"name the job that is to stop: mpiddp stop {PID}\n"
-        assert (done.returncode, done.stderr) == (2, needs_a_name)
+        assert done.returncode == 2
+        assert re.search(error("at a terminal", f": mpiddp stop {PID}"), done.stderr)
         for answer, count in (("", 0), ("n", 0), ("y", 1)):
             ours, theirs = pty.openpty()
             os.write(ours, f"{answer}\n".encode())

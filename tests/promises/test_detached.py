@@ -102,7 +102,9 @@ def test_wait_has_the_exit_code_of_the_job(here, env):
     """`mpiddp wait` ends with the job and has its code; `stop`, `top` and `logs` know how it ended."""
     name = detached(here, env, code=3)
     waiting = here.start("wait", name, env=env)
-    here.start("logs", "-f", name, env=env).until("step 1 of 2")
+    view = f"{sys.executable} -m mpiddp logs -f {name} | grep -m1 'step 1 of 2'"
+    with in_a_terminal("/bin/sh", "-c", view, cwd=here.folder, **env) as shell:
+        assert shell.wait() == 0  # although the job prints nothing more
     assert waiting.process.poll() is None
     go(here)
     first = f"rank 1 on {here.hosts[0]} ended first, with exit code 3."

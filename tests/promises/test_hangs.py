@@ -287,6 +287,9 @@ def test_a_job_is_watched_and_stopped(here):
     # A rank's last line.
     assert any(re.search(r"step \d*[05]0$", line) for line in view("top", pid))
 
+    job.signal(signal.SIGSTOP)  # as Ctrl-Z
+    (line,) = [line.split() for line in view("ps") if pid in line.split()]
+    assert line[-2:] == ["suspended", "-"]
     assert view("stop", pid) == [f"job {pid} (one_fails.py) is requested to stop."]
     assert job.wait().code == 75
     assert not [*here.folder.glob("mpiddp/*/*")]
