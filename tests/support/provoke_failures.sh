@@ -48,6 +48,7 @@ torch-no-group() { one "print(dist.get_rank())"; }
 system-rank-ended.torchrun() { two <<< "import sys; sys.exit(3)"; }
 torch-store-unreachable.torchrun() { alone bash -c 'echo pass > /dev/null; torchrun --nnodes 2 --rdzv-backend c10d \
   --rdzv-endpoint 127.0.0.2:29501 --rdzv-conf is_host=0,timeout=3 -m this'; }
+torch-signal() { (cd "$SCRATCH" && echo 'import time; time.sleep(30)' > train.py && timeout -s HUP 8 torchrun --standalone train.py); }
 torch-local-rank-argument() { cat > "$SCRATCH/train.py" <<< "
 import argparse
 parser = argparse.ArgumentParser(); parser.add_argument('--lr'); parser.parse_args()"
@@ -213,6 +214,8 @@ ssh-closed-early() { on node1 'python3 -c "
 import socket; s = socket.create_server((\"0.0.0.0\", 2022)); s.accept()[0].close()" & sleep 1; wait' &
   sleep 2; on node0 'ssh -o BatchMode=yes -p 2022 node1 true'; wait; }
 ssh-no-shell() { on node1 'sed -i.bak "s:^nobody.*:nobody\:x\:0\:0\:nobody\:/root\:/usr/sbin/nologin:" /etc/passwd'; on node0 'ssh -o BatchMode=yes nobody@node1 true'; on node1 'cat /etc/passwd.bak > /etc/passwd'; }
+ssh-other-shell() { on node1 'sed -i.bak "/^root/s:/bin/bash:/bin/tcsh:" /etc/passwd'
+  on node0 "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 $ROOT/.venv/bin/mpirun -H node1 hostname"; ssh node1 'cat /etc/passwd.bak > /etc/passwd'; }
 openmpi-daemon-missing() { on node0 "export PATH=$ROOT/.mpi/openmpi4/bin:\$PATH OPAL_PREFIX=$ROOT/.mpi/openmpi4 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   mpirun -H node1,node2 hostname; export PATH=$ROOT/.venv/bin:\$PATH; unset OPAL_PREFIX; mpirun -H node1,node2 hostname"; }
 openmpi-host-lost() {  # the daemon is killed in its host's own pid namespace
@@ -233,6 +236,7 @@ gloo-no-route() {  # rank 0 is at an address to which node1 has no route
       timeout 20 $ROOT/.venv/bin/python -c $(printf %q "$INIT")" &
   done; wait; }
 system-rank-ended.slurm() { on node0 'srun -N 2 bash -c "exit 3"'; }
+system-command-missing.slurm() { on node0 'srun -N 1 torhcrun train.py'; }
 system-killed.slurm() { on node0 'srun -N 1 bash -c "kill -9 \$\$"'; }
 system-rank-ended.slurm-cancelled() { on node0 'srun -N 1 -J stopped sleep 30 & sleep 3; scancel -n stopped; wait'; }
 slurm-ended-job() { on node0 'srun -N 1 -t 1 sleep 100'; }
