@@ -76,9 +76,10 @@ def stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str] = ()) 
         # A package that is missing or broken on a host tells nothing of its library there.
         values = {name: each[what] for name, each in found.items() if what in each}
         broken = {name: value for name, value in values.items() if value.startswith("broken: ")}
-        for name, value in broken.items():
-            fact = f"{what} does not load on {name}: {value.removeprefix('broken: ')}"
-            yield FAIL, fact, f"install {what} there as on the other hosts"
+        for value, where in names_by_value(broken).items():
+            fact = f"{what} does not load on {all_of(where)}: {value.removeprefix('broken: ')}"
+            how = "again" if len(where) == len(found) else "there as on the other hosts"
+            yield FAIL, fact, f"install {what} {how}"
         values = {name: value for name, value in values.items() if name not in broken}
         if what not in already and (fact := differences(what, values)):
             fix = "install the same version on every host, or copy it: mpiddp hosts push"

@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
                     lines.append(Line(check, FAIL, *_split(answer.why)))
             if answered := [host for host, answer in answers.items() if not answer.why]:
                 found = {host.name: answers[host].value for host in answered}
-                lines += _of_facts(found, folders, _COMPARED if checked.infos else ())
+                every = "every host" + ("" if len(found) == len(hosts.usable) else " that answers")
+                lines += _of_facts(found, folders, _COMPARED if checked.infos else (), every)
                 lines += _pairs(ask, answered, _addresses(hosts, checked, launch.interface))
             lines.append(_run_job(lines, job))
     seconds = time.monotonic() - began
@@ -147,16 +148,18 @@ def _facts_program(
     return program_that_prints((interfaces, files, there), f"facts({wanted!a})")
 
 
-def _of_facts(found: compare.Facts, folders: Sequence[str], known: Sequence[str]) -> list[Line]:
+def _of_facts(
+    found: compare.Facts, folders: Sequence[str], known: Sequence[str], every: str
+) -> list[Line]:
     """What is wrong on a host, and what differs. The preflight has compared the versions of `known`."""
     stacks = {name: each["stack"] for name, each in found.items()}
     same = {f"{what} {value}" for each in stacks.values() for what, value in each.items()}
     same = {each for each in same if each.startswith(("python ", "torch ", "mpi4py "))}
-    alike = f"the same on every host: {', '.join(sorted(same))}"
+    alike = f"the same on {every}: {', '.join(sorted(same))}"
     return [
-        *results("names", compare.names(found), "every host resolves every name to the same host"),
+        *results("names", compare.names(found), f"{every} resolves every name to the same host"),
         *results("files", compare.files(found), "no file of a script differs"),
-        *results("folders", compare.folders(found, folders), "every host can read them"),
+        *results("folders", compare.folders(found, folders), f"{every} can read them"),
         *results("limits", compare.processes(found), "ulimit and /dev/shm suffice"),
         *results("versions", compare.stacks(stacks, known), alike),
     ]

@@ -6,7 +6,7 @@ Tests mpiddp/doctor/{main,compare}.py.
 import pytest
 
 from mpiddp.doctor import compare
-from mpiddp.doctor.compare import UNKNOWN
+from mpiddp.doctor.compare import FAIL, UNKNOWN
 from mpiddp.doctor.main import main
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import Transport
@@ -16,6 +16,12 @@ from tests.support.machine import an_mpirun
 
 def test_without_a_majority_each_value_has_its_hosts():
     assert compare.differences("torch", {"a": 1, "b": 2}) == "torch differs: 1 on a, 2 on b"
+
+
+def test_what_loads_nowhere_has_one_line():
+    everywhere = {name: {"mpi4py": "broken: cannot load MPI library"} for name in ("a", "b")}
+    fact = "mpi4py does not load on a and b: cannot load MPI library"
+    assert [*compare.stacks(everywhere)] == [(FAIL, fact, "install mpi4py again")]
 
 
 def test_what_was_not_tried_is_unknown():
