@@ -50,7 +50,7 @@ _COMPLAINTS = {
     "can read it. Run: chmod 600 {0}",
     _DENIED: "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
     "^(ssh: connect to host .*|channel .* failed): Connection refused": "ssh {name}: connection refused "
-    f"{_WAY}. Start sshd there, or give its port in the hostfile: {{name}} port=N",
+    f"{_WAY}. Start sshd there, or set its port in the hostfile: {{name}} port=N",
     "^ssh: connect to host .*: (No route to host|Network is unreachable)": "ssh {name}: no route "
     f"{_WAY}. {_GONE}",
     "^Timeout, server .* not responding": f"ssh {{name}}: it does not answer any more {_WAY}. {_GONE}",

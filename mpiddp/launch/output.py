@@ -295,12 +295,10 @@ class JobOutput:
         self._readable.close()
         if left_out and log_dir is not None:
             path = Path(log_dir, "mpirun.log")
-            try:
+            with suppress(OSError):  # the ranks say why nothing can be written there
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("ab") as file:
                     file.write(left_out)
-            except OSError as error:
-                log.error(f"--log-dir: {path} cannot be written: {error.strerror}.")
 
 
 def _send_stdin(connection: socket.socket) -> None:
