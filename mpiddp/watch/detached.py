@@ -118,8 +118,12 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
 
 
 def _named(unnamed: Path, beginning: str) -> Path:
-    """The folder, renamed only now that its lock is held, so that nobody takes it for one that has ended."""
-    for number in count(1):
+    """The folder, renamed only now that its lock is held, so that nobody takes it for one that has ended.
+
+    It gets a higher number than all others, because a user may still use the name of one that was removed.
+    """
+    ends = [path.name[len(beginning) + 1 :] for path in unnamed.parent.glob(f"{beginning}-*")]
+    for number in count(1 + max((int(end) for end in ends if end.isdecimal()), default=0)):
         try:
             return unnamed.rename(unnamed.with_name(f"{beginning}-{number}"))
         except OSError as error:

@@ -4,6 +4,7 @@ Tests mpiddp/watch, mpiddp/launch/status.py.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mpiddp.launch.events import Record
 from mpiddp.launch.status import job_facts
 from mpiddp.protocol.server import Event
 from mpiddp.watch import jobs, stop_and_stacks
+from mpiddp.watch.detached import KEPT, new_job
 from mpiddp.watch.jobs import Job
 from mpiddp.watch.table import head_lines, rank_lines
 from tests.support.channels import progress
@@ -67,6 +69,16 @@ def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
     found.clear()
     with pytest.raises(UserError, match=error("yours runs")):
         jobs.find_job(None)
+
+
+def test_a_name_stands_for_one_job(monkeypatch, tmp_path):
+    """Also after the folders of old jobs were removed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for number in range(1, KEPT + 9):
+        job, lock = new_job("train")
+        assert job.name == f"train-{number}"
+        os.utime(lock, (number, number))
+        os.close(lock)
 
 
 def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls():
