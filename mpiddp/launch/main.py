@@ -89,7 +89,7 @@ def _launch(argv: list[str]) -> int:
     job = Path(options.command[0]).name
     reports, folder = [Path(options.report)] if options.report else [], None
     if options.detach:
-        from mpiddp.launch.detach import detach
+        from mpiddp.watch.detached import detach
 
         detached, is_here = detach(re.sub(r"[^\w.-]", "_", job.removesuffix(".py")))
         job = detached.name

@@ -13,6 +13,9 @@ import fcntl
 import json
 import os
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from mpiddp.protocol.channel import state_folder
 
 LOG_LIMIT = 32 << 20  # bytes of a part of the log; the newest two are kept
 KEPT = 20  # jobs that have ended
+_CHECK_S = 1.0  # how often the size of the log is looked at
 _NO_REPORT = "its launcher was killed, or its machine stopped"
 
 
@@ -92,6 +96,44 @@ def detached_jobs() -> list[DetachedJob]:
         with suppress(OSError):  # removed meanwhile
             begun.append((lock.stat().st_mtime, DetachedJob(lock.parent)))
     return [job for _, job in sorted(begun, key=lambda each: each[0], reverse=True)]
+
+
+def detach(beginning: str) -> tuple[DetachedJob, bool]:
+    """Go on in a process that no terminal ends. The job, and whether this is its own process.
+
+    The one that was called prints its name, and ends. The job's own has its log as stdout and stderr.
+    """
+    job, lock = new_job(beginning)
+    output = job.open_part(1)
+    if os.fork():
+        os.close(output)
+        os.close(lock)
+        return job, False
+    # The lock stays open until this process ends, however it does.
+    os.setsid()  # no terminal ends it, nor does a shell at its end
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for own, standard in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(own, standard)
+    os.close(nothing)
+    os.close(output)
+    threading.Thread(target=_limit, args=(job,), daemon=True).start()
+    return job, True
+
+
+def _limit(job: DetachedJob) -> None:
+    """Begin another part of the log whenever this one is large. The oldest is removed then."""
+    for number in count(2):
+        while os.fstat(1).st_size <= LOG_LIMIT:
+            time.sleep(_CHECK_S)
+        try:
+            output = job.open_part(number)
+        except OSError as error:  # a full disk may have room again
+            why = f"the log of {job.name} cannot go on in another file: {error.strerror}."
+            print(f"mpiddp: {why}", file=sys.stderr, flush=True)
+            return
+        for standard in (1, 2):
+            os.dup2(output, standard)
+        os.close(output)
 
 
 def new_job(beginning: str) -> tuple[DetachedJob, int]:
