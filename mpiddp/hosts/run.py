@@ -19,9 +19,9 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
-from mpiddp.hosts.ssh import ask_hosts
+from mpiddp.hosts.ssh import OUTPUT_LIMIT, ask_hosts
 from mpiddp.text import duration as duration_text
-from mpiddp.text import escaped, names_by_value
+from mpiddp.text import escaped, names_by_value, size_text
 
 _ENDED = "mpiddp-hosts-run ended: "  # the agent's last line, on stderr
 # Runs COMMAND in FOLDER, else in the home folder, else in /: a container's user may have no home. Nothing but
@@ -101,14 +101,17 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 def _show(texts: Mapping[str, str], stream: TextIO) -> None:
     """Print the texts, equal ones once."""
     for text, names in names_by_value(texts).items():
+        where = compress_names(names)
         for line in text.splitlines():
-            print(f"{compress_names(names)}: {escaped(line)}", file=stream)
+            print(f"{where}: {escaped(line)}", file=stream)
     stream.flush()
 
 
 def _failure(answer: Answer, timeout_s: float | None) -> str:
     """Why the command did not end with exit code 0 on a host, "" if it did."""
     code = answer.exit_code
+    if len(answer.stdout.encode()) > OUTPUT_LIMIT:
+        return f"more than {size_text(OUTPUT_LIMIT)} of output; stopped"
     if code is None and answer.has_begun and timeout_s is not None:
         return f"no end in {duration_text(timeout_s)}; stopped"
     if _ENDED in answer.stderr:

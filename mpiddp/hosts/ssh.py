@@ -40,6 +40,7 @@ _NO_SSH = "ssh is not installed here. Run: sudo apt-get install openssh-client."
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 3  # stdin's socket, stdout's pipe and stderr's file
 _END_S = 4.0  # for a program on this machine to end
+OUTPUT_LIMIT = 16 << 20  # bytes of an answer, for a command that prints without end
 _TOGETHER_S = 1.0  # answers that come within this time are shown together
 
 # The command of the shell on each host. It is the same for every host and every user: Python's name comes
@@ -274,6 +275,9 @@ class Login:
             self._before, _, self.output = self._before.partition(line)
             self.has_begun = True
             self.deadline = time.monotonic() + self._work_s
+        if len(self.output) > OUTPUT_LIMIT:
+            self.deadline = 0.0
+            return False
         return bool(chunk) and not self.has_answered
 
     def answer(self) -> Answer:

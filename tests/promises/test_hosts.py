@@ -152,6 +152,10 @@ def test_run_names_the_hosts_that_fail(hosts, file):
         done = hosts.run("hosts", "run", file, "--", "echo", "here")
     assert (done.code, done.stdout) == (1, "node[0-1]: here\n")
     assert "node2: ssh node2: connection refused" in done.stderr
+    endless = f"test $(uname -n) != node1 || yes {'y' * 9999}"
+    done = hosts.run("hosts", "run", file, "--", "sh", "-c", endless)
+    assert (done.code, done.stderr) == (1, "node1: more than 16.8 MB of output; stopped\n")
+    eventually(lambda: not hosts.processes("yyyy"))
 
 
 # A shell, its child, and a child that SIGTERM does not end.
