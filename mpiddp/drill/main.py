@@ -84,7 +84,7 @@ def _why_not(fault: Fault, command: Command, undisturbed: Rehearsal) -> str:
     if fault.changes_ranks and command.ranks < 2:
         return "it needs two ranks"
     if fault.is_of_save and not undisturbed.recording.saves:
-        return "the script never calls torch.save"
+        return "the undisturbed run has not called torch.save"
     return ""
 
 

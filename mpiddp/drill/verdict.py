@@ -15,6 +15,7 @@ from mpiddp.drill.faults import Fault
 from mpiddp.drill.records import History, Recording, State
 from mpiddp.drill.rehearse import Ended, Rehearsal
 from mpiddp.errors import BAD_INPUT, DONE
+from mpiddp.explain.explain import VERDICT
 
 _DAMAGED = re.compile(
     r"PytorchStreamReader|failed finding central directory|EOFError|UnpicklingError: (pickle|invalid)|"
@@ -297,6 +298,7 @@ def last_error(end: Ended) -> str:
     if end.code == BAD_INPUT:
         # A rank refuses its input; what the launcher said before is no error.
         ours = [line for line in lines if line not in ours][-1:]
-    errors = _ERROR.findall(said) or ours or lines[-1:] or ["it printed no error"]
-    text = errors[0].removeprefix("mpiddp: ").strip()
+    verdicts = [line for line in ours if VERDICT.fullmatch(line)] or ours[-1:]
+    errors = _ERROR.findall(said) or verdicts or lines[-1:] or ["it printed no error"]
+    text = errors[0].removeprefix("mpiddp: ").strip().rstrip(".")
     return text if len(text) <= _PHRASE_LENGTH else f"{text[:_PHRASE_LENGTH]}…"

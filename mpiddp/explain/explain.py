@@ -52,7 +52,7 @@ _RERUNS = ("_fixup_main_from_path", "_fixup_main_from_name")  # in a child of sp
 _ENTRIES = ("<module>", "_run_module_as_main", "_bootstrap", "_bootstrap_inner", *_RERUNS)
 _RAISED = re.compile(r"([A-Za-z_]\w*\.)*[A-Za-z_]\w*(: .*|:?)")
 _OURS = "mpiddp: "
-_VERDICT = re.compile(
+VERDICT = re.compile(
     r"mpiddp: (?:.* Then )?(?:(?:rank (?P<rank>\d+) on \S+ )?"
     r"(?:failed first: (?P<error>.*?)|ended first, (?:with exit code \d+(?:: (?P<words>.*?))?|without.*)"
     r"|was killed by .*)|the job (?:failed|hung).*|(?:no rank|rank \d+ on \S+) has made .*|lost \S+ \(.*)"
@@ -169,7 +169,7 @@ class Log:
             self.last_sentence = text
             if text.startswith(f"{_OURS}restarting on "):  # the job has survived all before it
                 self._begin_attempt()
-            elif verdict := _VERDICT.fullmatch(text):
+            elif verdict := VERDICT.fullmatch(text):
                 self._verdict, self._verdict_at = verdict, number
             elif self._verdict is not None:
                 return True

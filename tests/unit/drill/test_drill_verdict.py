@@ -7,7 +7,7 @@ from mpiddp.drill import main
 from mpiddp.drill.faults import FAULTS
 from mpiddp.drill.records import Attempt, History, Recording, State
 from mpiddp.drill.rehearse import Ended, Rehearsal
-from mpiddp.drill.verdict import judge
+from mpiddp.drill.verdict import judge, last_error
 
 KILL = FAULTS[0]
 SAVE = {"step": 2, "in_handler": False, "path": "/x/a.pt"}
@@ -50,3 +50,10 @@ def test_a_run_that_resumes_from_an_older_save_has_lost_a_checkpoint():
     result = judge(UNDISTURBED, KILL, anew)
     assert result.checkpoint_lost
     assert result.cause.startswith("the run begins anew, although it had saved at step 2")
+
+
+def test_the_error_of_a_run_is_none_of_the_notes_around_it():
+    verdict = "rank 0 on a ended first, with exit code 1: no data. The other ranks were stopped."
+    said = f"mpiddp: no hosts given\n[rank 0] 3\nmpiddp: {verdict}\nmpiddp: not shown\n"
+    assert last_error(Ended(1, said)) == verdict.rstrip(".")
+    assert last_error(Ended(1, "mpiddp: no hosts given\nmpiddp: no route\n")) == "no route"
