@@ -1,9 +1,10 @@
-"""Files that are read and replaced as a whole, flushed to the disk."""
+"""Files that are read and replaced as a whole, flushed to the disk; and folders with a lock."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -60,3 +61,16 @@ def replace_file(path: Path, content: bytes) -> None:
         if isinstance(error, OSError):  # that of a full disk names no file
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
+
+
+def locked_folder(folder: Path, lock: str) -> int:
+    """Make a folder of this user alone, with a file that is locked while the descriptor is open.
+
+    Nobody sees the file without its lock. Raises OSError.
+    """
+    folder.mkdir(mode=0o700)
+    unnamed = folder / "unnamed"
+    owner = os.open(unnamed, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(owner, fcntl.LOCK_EX)
+    unnamed.rename(folder / lock)
+    return owner

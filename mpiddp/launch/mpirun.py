@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpiddp.errors import DONE, JobFailed, cause_of
+from mpiddp.files import locked_folder
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.private import is_private
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
@@ -24,6 +25,7 @@ from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.outcome import MpirunEnd
 from mpiddp.protocol.channel import OUTPUT_PROCESS
 
+_LOCK = "owner.lock"
 _LONGEST_PARENT = 60  # characters: a Unix socket's path has at most 107
 
 
@@ -116,7 +118,7 @@ def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
     is_fit = re.fullmatch(f"/[^ :]{{,{_LONGEST_PARENT}}}", parent)
     if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
         parent = "/tmp"
-    for lock in Path(parent).glob("mpiddp-*/owner.lock"):
+    for lock in Path(parent).glob(f"mpiddp-*/{_LOCK}"):
         # An error: its owner is alive. What another user may write is not opened.
         with suppress(OSError):
             if is_private(lock.parent):
@@ -124,16 +126,12 @@ def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(lock.parent, ignore_errors=True)
     folder = Path(parent, f"mpiddp-{os.urandom(8).hex()}")
-    unnamed = folder / "owner"
     try:
-        folder.mkdir(mode=0o700)
-        owner = unnamed.open("wb")
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        unnamed.rename(folder / "owner.lock")  # nobody sees it without its lock
+        owner = locked_folder(folder, _LOCK)
     except OSError as error:
         raise cause_of(error)(f"cannot create a folder in {parent} ({error.strerror}).") from None
-    with owner:
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(owner)

@@ -8,7 +8,6 @@ terminal, and where machines share the folder, not even the same machine.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import UserError, cause_of
+from mpiddp.files import locked_folder
 from mpiddp.protocol.channel import state_folder
 
 LOG_LIMIT = 32 << 20  # bytes of a part of the log; the newest two are kept
@@ -139,38 +139,24 @@ def _limit(job: DetachedJob) -> None:
 def new_job(beginning: str) -> tuple[DetachedJob, int]:
     """A new job, called `beginning` and a number, and the file descriptor of its lock, held while it is open.
 
-    Of those that have ended, all but the latest are removed.
+    Of those that have ended, all but the latest are removed. The number is higher than all others: a user may
+    still use the name of one that was removed.
     """
     for old in [job for job in detached_jobs() if not job.is_running][KEPT:]:
         shutil.rmtree(old.folder, ignore_errors=True)
     parent = state_folder() / "jobs"
     if not parent.is_absolute():
         raise UserError("--detach: this user has no home folder. Set XDG_STATE_HOME to a folder.")
-    unnamed = parent / f".{os.urandom(8).hex()}"
+    ends = [path.name[len(beginning) + 1 :] for path in parent.glob(f"{beginning}-*")]
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unnamed.mkdir(mode=0o700)
-        lock = os.open(unnamed / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return DetachedJob(_named(unnamed, beginning)), lock
+        for number in count(1 + max((int(end) for end in ends if end.isdecimal()), default=0)):
+            with suppress(FileExistsError):  # another job begins at the same time
+                job = DetachedJob(parent / f"{beginning}-{number}")
+                return job, locked_folder(job.folder, "lock")
     except OSError as error:
-        shutil.rmtree(unnamed, ignore_errors=True)
         why = f"cannot keep the job's output in {parent} ({error.strerror})"
         raise cause_of(error)(f"--detach: {why}. Another folder: set XDG_STATE_HOME.") from None
-
-
-def _named(unnamed: Path, beginning: str) -> Path:
-    """The folder, renamed only now that its lock is held, so that nobody takes it for one that has ended.
-
-    It gets a higher number than all others, because a user may still use the name of one that was removed.
-    """
-    ends = [path.name[len(beginning) + 1 :] for path in unnamed.parent.glob(f"{beginning}-*")]
-    for number in count(1 + max((int(end) for end in ends if end.isdecimal()), default=0)):
-        try:
-            return unnamed.rename(unnamed.with_name(f"{beginning}-{number}"))
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                raise
     raise AssertionError
 
 
