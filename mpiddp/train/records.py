@@ -117,9 +117,12 @@ class Records(Hook):
     def on_end(self, step: int, score: Score | None) -> None:
         summary, run = self.summary(step, score), mpiddp.run_dir()
         if self._world.rank == 0:
-            # After a resume that had no step left, an earlier summary has the figures.
-            if summary["train_loss"] is not None or not (run / "summary.json").exists():
-                save_json(run / "summary.json", summary)
+            file = run / "summary.json"
+            # After a resume that had no step left, an earlier summary has the figures, and is still true.
+            if summary["train_loss"] is None and file.exists():
+                file.touch()
+            else:
+                save_json(file, summary)
             log.info(f"\n{table(summary, run)}")
 
 
@@ -152,7 +155,7 @@ def table(summary: Mapping[str, Any], run: Path) -> str:
 
     def shown(name: str, form: str, factor: float = 1.0) -> str:
         value = summary[name]
-        return "-" if value is None or not math.isfinite(value) else format(factor * value, form)
+        return "-" if value is None else format(factor * value, form)
 
     hosts = ", ".join(f"{name} {count}" for name, count in summary["hosts"].items())
     spent = {name: value for name, value in summary["phases"].items() if value > 0}

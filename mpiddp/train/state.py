@@ -148,7 +148,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         [{"params": matrices, "weight_decay": config.weight_decay}, undecayed],
         lr=config.lr,
         momentum=config.momentum,
-        nesterov=True,
+        nesterov=config.momentum > 0,  # torch refuses it without momentum, where both are plain SGD
         fused=not is_sharded(model),
         foreach=is_sharded(model),  # torch has no fused SGD for shards
     )

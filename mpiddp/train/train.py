@@ -240,9 +240,9 @@ def average_statistics(model: nn.Module) -> None:
 
     A step computes with the statistics of its own images, so the training does not depend on this.
     """
-    if dist.get_world_size() == 1:
-        return
     own = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if not own or dist.get_world_size() == 1:
+        return
     total = torch.cat([buffer.reshape(-1) for buffer in own])
     dist.all_reduce(total)
     means = (total / dist.get_world_size()).split([buffer.numel() for buffer in own])

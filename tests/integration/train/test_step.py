@@ -26,7 +26,7 @@ from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import orthogonal
 from mpiddp.train.resnet import ARCHS, zero_init
 from mpiddp.train.state import State, build_model, build_optimizer, build_state, stride_as_gradients
-from mpiddp.train.train import evaluate, load, train_step
+from mpiddp.train.train import average_statistics, evaluate, load, train_step
 from tests.support.training import configured
 
 
@@ -95,6 +95,7 @@ def test_the_options_of_the_recipe():
     decayed, excluded = build_optimizer(ARCHS["resnet20"](), configured(*options)).param_groups
     assert (decayed["weight_decay"], excluded["weight_decay"]) == (0.01, 0.0)
     assert (decayed["momentum"], excluded["momentum"]) == (0.5, 0.5)
+    build_optimizer(nn.Linear(2, 2), configured("--optimizer=sgd", "--momentum=0"))
     assert configured("--dataset=image-folder").weight_decay == 1e-4
     for arch, last in (("resnet18", "bn2"), ("resnet50", "bn3")):
         model = ARCHS[arch](num_classes=2)
@@ -133,6 +134,11 @@ def test_images_are_channels_last_whatever_the_weights_are():
     model = build_model(config, Data("", 10, source(arrays()), None), torch.device("cpu"))
     assert all(each.is_contiguous() for each in model.parameters())
     assert batch(source(arrays()), torch.arange(4)).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_model_without_batch_norm_has_no_statistics_to_average(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    average_statistics(nn.Linear(2, 2))
 
 
 def test_weights_of_1x1_convolutions_have_the_strides_of_their_gradients():
