@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mpiddp.checkpoints.resumed import Resumed
@@ -60,9 +59,9 @@ def test_the_phases_of_a_step(options, phases, monkeypatch):
 
 
 def test_weight_decay_excludes_batch_norm_and_biases():
-    model = ARCHS["resnet20"]()
-    decayed, excluded = build_optimizer(model, configured("--optimizer=sgd")).param_groups
-    assert (decayed["weight_decay"], excluded["weight_decay"]) == (5e-4, 0.0)
+    model, options = ARCHS["resnet20"](), ("--optimizer=sgd", "--weight-decay=0.01")
+    decayed, excluded = build_optimizer(model, configured(*options)).param_groups
+    assert (decayed["weight_decay"], excluded["weight_decay"]) == (0.01, 0.0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert len(decayed["params"]) + len(excluded["params"]) == len(names)
     for parameter in decayed["params"]:
@@ -79,23 +78,21 @@ def test_one_rank_trains_the_bare_model_and_smooths_its_labels():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
         batch = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
+        kwargs = {"reduction": "sum", "label_smoothing": smoothing}
+        expected = F.cross_entropy(model(batch[0]), batch[1], **kwargs)
         state = build_state(model, config)
         assert state.ddp is model
         losses.append(train_step(state, iter([batch]), 0.1, config).item())
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
-        kwargs = {"reduction": "sum", "label_smoothing": smoothing}
-        expected = torch.nn.functional.cross_entropy(model(batch[0]), batch[1], **kwargs)
         assert losses[-1] == pytest.approx(expected.item(), rel=1e-5)
     assert losses[0] != losses[1]
 
 
 def test_the_options_of_the_recipe():
-    options = ("--optimizer=sgd", "--weight-decay=0.01", "--momentum=0.5")
-    decayed, excluded = build_optimizer(ARCHS["resnet20"](), configured(*options)).param_groups
-    assert (decayed["weight_decay"], excluded["weight_decay"]) == (0.01, 0.0)
-    assert (decayed["momentum"], excluded["momentum"]) == (0.5, 0.5)
-    build_optimizer(nn.Linear(2, 2), configured("--optimizer=sgd", "--momentum=0"))
+    for momentum in (0.5, 0.0):
+        options = ("--optimizer=sgd", f"--momentum={momentum}")
+        groups = build_optimizer(nn.Linear(2, 2), configured(*options)).param_groups
+        assert [each["momentum"] for each in groups] == [momentum] * 2
+    assert configured().weight_decay == 5e-4
     assert configured("--dataset=image-folder").weight_decay == 1e-4
     for arch, last in (("resnet18", "bn2"), ("resnet50", "bn3")):
         model = ARCHS[arch](num_classes=2)
@@ -114,7 +111,7 @@ def test_an_evaluation_is_compiled_once_for_its_one_size(monkeypatch):
     monkeypatch.setattr(
         torch, "compile", partial(torch.compile, backend="eager")
     )  # without a C++ compiler
-    images = source(arrays(10, 32, 32), augment=False)
+    images = source(10)
     model = nn.Sequential(nn.Conv2d(3, 10, 32), nn.BatchNorm2d(10), nn.Flatten())
     state = build_state(model, config)
     graphs = torch._dynamo.utils.counters["stats"]
@@ -131,9 +128,11 @@ def test_an_evaluation_is_compiled_once_for_its_one_size(monkeypatch):
 def test_images_are_channels_last_whatever_the_weights_are():
     """fully_shard takes contiguous weights; a GPU convolves such images at twice the speed all the same."""
     config = configured("--parallel=fsdp", "--arch=resnet20")
-    model = build_model(config, Data("", 10, source(arrays()), None), torch.device("cpu"))
+    images = source(4)
+    model = build_model(config, Data("", 10, images, None), torch.device("cpu"))
     assert all(each.is_contiguous() for each in model.parameters())
-    assert batch(source(arrays()), torch.arange(4)).is_contiguous(memory_format=torch.channels_last)
+    ((batch, _),) = images.batches([torch.arange(4)], epoch=0)
+    assert batch.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_model_without_batch_norm_has_no_statistics_to_average(monkeypatch):
@@ -226,20 +225,8 @@ def test_filters_keep_their_norm_and_other_parameters_are_those_of_sgd():
             torch.testing.assert_close(muon, plain)
 
 
-Bytes = NDArray[np.uint8]
-Arrays = tuple[Bytes, NDArray[np.int64]]
-
-
-def arrays(num_images: int = 40, height: int = 12, width: int = 10) -> Arrays:
+def source(num_images: int) -> DeviceImages:
     draw = np.random.default_rng(0)
-    images = draw.integers(0, 256, (num_images, height, width, 3), dtype=np.uint8)
-    return images, draw.integers(0, 10, num_images)
-
-
-def source(data: Arrays, *, seed: int = 0, augment: bool = True) -> DeviceImages:
-    return DeviceImages(*data, configured(f"--seed={seed}"), torch.device("cpu"), augment=augment)
-
-
-def batch(images: DeviceImages, numbers: Tensor, *, epoch: int = 0) -> Tensor:
-    ((pixels, _),) = images.batches([numbers], epoch=epoch)
-    return pixels
+    images = draw.integers(0, 256, (num_images, 32, 32, 3), dtype=np.uint8)
+    labels = draw.integers(0, 10, num_images)
+    return DeviceImages(images, labels, configured(), torch.device("cpu"), augment=False)
