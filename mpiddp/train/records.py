@@ -118,12 +118,17 @@ class Records(Hook):
         summary, run = self.summary(step, score), mpiddp.run_dir()
         if self._world.rank == 0:
             file = run / "summary.json"
-            # After a resume that had no step left, an earlier summary has the figures, and is still true.
-            if summary["train_loss"] is None and file.exists():
-                file.touch()
+            # After a resume that had no step left, the summary of the start before has the figures.
+            if summary["train_loss"] is None and _steps_of(file) == step:
+                file.touch()  # it is still true
             else:
                 save_json(file, summary)
             log.info(f"\n{table(summary, run)}")
+
+
+def _steps_of(summary: Path) -> Any:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return json.loads(summary.read_bytes())["steps"]
 
 
 def tensorboard(run: Path, config: Config, step: int) -> Sink:

@@ -65,10 +65,8 @@ def run(options: Namespace) -> int:
                 hint = "Give equal slots, or use --parallel fsdp."
                 require_equal("the number of ranks of a host", f"{world.local_world_size}", hint)
                 if config.check_divergence and world.num_nodes in (None, 1):
-                    raise UserError(
-                        "--check-divergence compares copies of the model, and --parallel hsdp has one copy "
-                        "on one host. Leave one out."
-                    )
+                    copies = "copies of the model, and --parallel hsdp has one on one host"
+                    raise UserError(f"--check-divergence compares {copies}. Leave one out.")
         if config.check_determinism:
             check_determinism(config, data, order, world)
             return DONE

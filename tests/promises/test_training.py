@@ -115,6 +115,9 @@ def test_files_of_a_run(here):
         assert f"{row}  " in table
     here.train(*options, "--out=run").assert_ok()  # nothing is left to do
     assert (summary(run), read_run(run).state) == (found, "done")
+    (run / "summary.json").write_text(json.dumps({**found, "steps": 4}))  # of a shorter training
+    here.train(*options, "--out=run").assert_ok()
+    assert (summary(run)["steps"], summary(run)["test_accuracy"]) == (8, found["test_accuracy"])
 
 
 # Exactness

@@ -37,6 +37,7 @@ def one_rank() -> Iterator[None]:
 
 
 PASS = ["data", "forward", "backward"]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,6 @@ PASS = ["data", "forward", "backward"]
         (["--sync-bn"], PASS),  # each BatchNorm waits for other ranks
     ],
 )
-@pytest.mark.usefixtures("one_rank")
 def test_the_phases_of_a_step(options, phases, monkeypatch):
     config = configured("--use-syn", "--batch-size=2", *options)
     batch = torch.randn(2, 3, 8, 8), torch.tensor([1, 2])
@@ -70,7 +70,6 @@ def test_weight_decay_excludes_batch_norm_and_biases():
         assert re.search(r"bn\d\.(weight|bias)$|^fc\.bias$", names[id(parameter)])
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_one_rank_trains_the_bare_model_and_smooths_its_labels():
     losses = []
     for smoothing in (0.0, 0.5):
@@ -103,7 +102,6 @@ def test_the_options_of_the_recipe():
         assert "bn1.weight" not in zeros
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_an_evaluation_is_compiled_once_for_its_one_size(monkeypatch):
     """Ten images in batches of at most four: the last batch has as many as the others, and counts fewer."""
     config = configured("--use-syn", "--amp=off", "--batch-size=4", "--compile=on")
@@ -124,7 +122,6 @@ def test_an_evaluation_is_compiled_once_for_its_one_size(monkeypatch):
     assert score.accuracy == pytest.approx((logits.argmax(1) == labels).float().mean().item())
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_images_are_channels_last_whatever_the_weights_are():
     """fully_shard takes contiguous weights; a GPU convolves such images at twice the speed all the same."""
     config = configured("--parallel=fsdp", "--arch=resnet20")
