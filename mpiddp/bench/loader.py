@@ -66,16 +66,21 @@ def rank(options: Options, training: list[str]) -> Result:
     """
     import mpiddp
     from mpiddp.bench.training import synthetic_job, time_runner
-    from mpiddp.train.data import open_data
+    from mpiddp.train.data import open_data, prepare
+    from mpiddp.train.run import PREPARE_TIMEOUT_S
 
     with synthetic_job(training, MODEL_STEPS) as job:
-        config, world = job.config, job.world
+        config, world = replace(job.config, use_syn=False), job.world
+        with mpiddp.together(timeout_s=PREPARE_TIMEOUT_S):
+            if world.local_rank == 0:
+                prepare(config)
         opened = {}
         with mpiddp.together():
             is_folder = config.dataset == "image-folder"
-            for count in options.workers if is_folder else (config.num_workers,):
-                data = open_data(replace(config, use_syn=False, num_workers=count), job.device)
-                opened[f"{data.name}, {counted(count, 'worker')}"] = data.train
+            for count in options.workers if is_folder else (0,):
+                data = open_data(replace(config, num_workers=count), job.device)
+                workers = f", {counted(count, 'worker')}" if is_folder else ""
+                opened[data.name + workers] = data.train
         model = time_runner(job)["images_per_s"]
         speeds: dict[str, list[float]] = {name: [] for name in opened}
         for epoch, name in turns(list(opened), options.rounds, warmup=1):

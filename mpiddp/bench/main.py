@@ -46,7 +46,9 @@ class Row(NamedTuple):
     least_ranks: int = 1
 
 
-_NOT_APPLICABLE = {*OF_RUN, "out", "log_every", "parallel"}
+_NOT_APPLICABLE = {
+    f"--{name}".replace("_", "-") for name in (*OF_RUN, "out", "log_every", "parallel")
+}
 BENCHMARKS = {
     "scaling": Row("images/s and efficiency by number of ranks", takes_training=True),
     "allreduce": Row("the bandwidth of gloo's and NCCL's all-reduce by size", least_ranks=2),
@@ -142,7 +144,7 @@ def _check_training(prog: str, training: list[str]) -> None:
     """Raise UserError for options of the training that are wrong, or mean nothing to a benchmark."""
     parse_training(training)
     for argument in training:
-        if argument.partition("=")[0].lstrip("-").replace("-", "_") in _NOT_APPLICABLE:
+        if argument.partition("=")[0].replace("_", "-") in _NOT_APPLICABLE:
             raise UserError(
                 f"{argument} does not apply to {prog}, which runs a fixed number of steps of "
                 "DistributedDataParallel and keeps no checkpoint. Leave it out."

@@ -8,7 +8,6 @@ difference between the two is the noise. The phases are those of the runner's ow
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import mean
 from typing import TYPE_CHECKING, TypedDict
 
 from mpiddp.arguments import whole
@@ -66,18 +65,15 @@ def rank(options: Options, training: list[str]) -> Result:
     with synthetic_job([*training, "--grad-accum-steps", "1"], count) as job:
         tensors = list(batches(job.data.train, job.order.steps(epoch=0), job.config, epoch=0))
         for _, name in turns([*step_s], options.rounds):
-            if name != RUNNER:
-                step_s[name].append(_time_bare_loop(job, tensors))
-                continue
-            figures = time_runner(job)
+            figures = time_runner(job) if name == RUNNER else _time_bare_loop(job, tensors)
             step_s[name].append(job.config.global_batch_size / figures["images_per_s"])
-            for phase in PHASES:
+            for phase in PHASES if name == RUNNER else ():
                 phases_s[phase].append(figures["phases"][phase] / count)
     return {"settings": job.settings, "step_s": step_s, "phases_s": phases_s}
 
 
-def _time_bare_loop(job: Job, batches: list[Batch]) -> float:
-    """The seconds of a step in a hand-written loop with the same settings.
+def _time_bare_loop(job: Job, batches: list[Batch]) -> Result:
+    """The figures of a hand-written loop with the same settings, measured as those of the runner.
 
     The learning rate is the same as well, because the speed of a CPU depends on the numbers that it
     computes with.
@@ -85,7 +81,7 @@ def _time_bare_loop(job: Job, batches: list[Batch]) -> float:
     import torch.nn.functional as F
 
     from mpiddp.bench.training import build
-    from mpiddp.train.measure import STARTUP_STEPS, StepTimer, slowest
+    from mpiddp.train.measure import StepTimer, measured
     from mpiddp.train.train import autocast, learning_rate
 
     state = build(job)
@@ -101,4 +97,4 @@ def _time_bare_loop(job: Job, batches: list[Batch]) -> float:
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         timer.tick()
-    return mean(slowest(timer.read(), job.device)[STARTUP_STEPS:])
+    return measured(timer, job.config.global_batch_size, job.device)

@@ -185,7 +185,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
-        near = difflib.get_close_matches(unknown[1], self._option_string_actions) if unknown else []
+        known, near = list(self._option_string_actions), list[str]()
+        if unknown:  # an option cut short, or a typo
+            near = [each for each in known if each.startswith(unknown[1])]
+            near += difflib.get_close_matches(unknown[1], known, cutoff=0.8)
         hint = f' Did you mean "{near[0]}"?' if near else ""
         raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from mpiddp.train.config import parse
 
 
@@ -11,3 +13,7 @@ def main(argv: list[str]) -> int:
     from mpiddp.train.run import run  # only now: it imports torch
 
     return run(options)
+
+
+if __name__ == "__main__":  # of a copy of the trainer: docs/train.md
+    sys.exit(main(sys.argv[1:]))

@@ -117,10 +117,18 @@ class Records(Hook):
     def on_end(self, step: int, score: Score | None) -> None:
         summary, run = self.summary(step, score), mpiddp.run_dir()
         if self._world.rank == 0:
-            # After a resume that had no step left, an earlier summary has the figures.
-            if summary["train_loss"] is not None or not (run / "summary.json").exists():
-                save_json(run / "summary.json", summary)
+            file = run / "summary.json"
+            # After a resume that had no step left, the summary of the start before has the figures.
+            if summary["train_loss"] is None and _steps_of(file) == step:
+                file.touch()  # it is still true
+            else:
+                save_json(file, summary)
             log.info(f"\n{table(summary, run)}")
+
+
+def _steps_of(summary: Path) -> Any:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return json.loads(summary.read_bytes())["steps"]
 
 
 def tensorboard(run: Path, config: Config, step: int) -> Sink:
@@ -152,7 +160,7 @@ def table(summary: Mapping[str, Any], run: Path) -> str:
 
     def shown(name: str, form: str, factor: float = 1.0) -> str:
         value = summary[name]
-        return "-" if value is None or not math.isfinite(value) else format(factor * value, form)
+        return "-" if value is None else format(factor * value, form)
 
     hosts = ", ".join(f"{name} {count}" for name, count in summary["hosts"].items())
     spent = {name: value for name, value in summary["phases"].items() if value > 0}

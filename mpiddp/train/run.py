@@ -64,6 +64,9 @@ def run(options: Namespace) -> int:
             if config.parallel == "hsdp":  # the ranks of a host share a copy of the model
                 hint = "Give equal slots, or use --parallel fsdp."
                 require_equal("the number of ranks of a host", f"{world.local_world_size}", hint)
+                if config.check_divergence and world.num_nodes in (None, 1):
+                    copies = "copies of the model, and --parallel hsdp has one on one host"
+                    raise UserError(f"--check-divergence compares {copies}. Leave one out.")
         if config.check_determinism:
             check_determinism(config, data, order, world)
             return DONE

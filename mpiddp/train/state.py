@@ -124,13 +124,11 @@ def freeze_buckets(ddp: DistributedDataParallel, config: Config) -> None:
     """
     device = next(ddp.parameters()).device
     images = torch.zeros(2, 3, config.image_size, config.image_size, device=device)
-    buffers = [buffer.clone() for buffer in ddp.buffers()]
-    with torch.random.fork_rng(devices=[]):
-        for _ in range(2):
-            ddp(images).sum().backward()
+    ddp.eval()  # BatchNorm keeps its statistics, and nothing draws a random number
+    for _ in range(2):
+        ddp(images).sum().backward()
+    ddp.train()
     ddp.zero_grad()
-    for buffer, saved in zip(ddp.buffers(), buffers, strict=True):
-        buffer.copy_(saved)
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -148,7 +146,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         [{"params": matrices, "weight_decay": config.weight_decay}, undecayed],
         lr=config.lr,
         momentum=config.momentum,
-        nesterov=True,
+        nesterov=config.momentum > 0,  # torch refuses it without momentum, where both are plain SGD
         fused=not is_sharded(model),
         foreach=is_sharded(model),  # torch has no fused SGD for shards
     )

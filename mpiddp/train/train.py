@@ -59,7 +59,7 @@ class Hook:
     """What looks on at a training. All ranks call the same methods in the same order."""
 
     def on_step(self, step: Step, *, saves: bool) -> None:
-        """Called after every step, before its evaluation and, if it `saves`, its save."""
+        """Called after every step, before its save, if it `saves`, and its evaluation."""
 
     def on_epoch(self, step: Step, score: Score | None) -> None:
         """Called after the last step of an epoch, with the score if it was evaluated."""
@@ -89,6 +89,10 @@ def fit(
         for hook in hooks:
             hook.on_step(made, saves=saves)
 
+        if saves:  # before the evaluation: if a stop or a crash ends that, no step is lost
+            timer.resume()
+            save(checkpoints, state, step, config)
+            timer.resume("save")
         if made.ends_epoch:
             # After an epoch on smaller images, the accuracy on whole ones tells little.
             if data.test is not None and (made.epoch >= config.low_res_epochs or made.is_last):
@@ -97,10 +101,6 @@ def fit(
                 timer.resume("evaluation")
             for hook in hooks:
                 hook.on_epoch(made, score)
-        if saves:
-            timer.resume()
-            save(checkpoints, state, step, config)
-            timer.resume("save")
         if stops:
             checkpoints.close()  # waits for the save
             return step
@@ -240,9 +240,9 @@ def average_statistics(model: nn.Module) -> None:
 
     A step computes with the statistics of its own images, so the training does not depend on this.
     """
-    if dist.get_world_size() == 1:
-        return
     own = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if not own or dist.get_world_size() == 1:
+        return
     total = torch.cat([buffer.reshape(-1) for buffer in own])
     dist.all_reduce(total)
     means = (total / dist.get_world_size()).split([buffer.numel() for buffer in own])

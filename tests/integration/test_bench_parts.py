@@ -22,7 +22,8 @@ def test_a_command_has_a_limit():
 SIZES = """
 import sys
 from argparse import Namespace
-from mpiddp.bench import step
+from mpiddp.bench import loader, step
+from mpiddp.train import cifar10
 from torch.nn.modules.module import register_module_forward_pre_hook as before_forward
 last = {}
 def note(module, inputs):
@@ -31,15 +32,17 @@ def note(module, inputs):
 before_forward(note)
 options = Namespace(steps=4, rounds=1)
 step.rank(options, sys.argv[1:])
-print(*set(last.values()))
+print(*set(last.values()), flush=True)
+cifar10.fetch = lambda *_: print("is downloaded", flush=True)
+loader.rank(options, [*sys.argv[1:], "--data-dir=."])
 """
 
 
 def test_every_loop_reads_the_images_that_the_options_ask_for(tmp_path):
-    """--low-res-epochs was accepted, and the images were whole ones."""
+    """--low-res-epochs was accepted, and the images were whole ones. CIFAR-10 was not downloaded."""
     training = ("--arch=resnet20", "--batch-size=2", "--low-res-epochs=1", "--backend=gloo")
-    done = Here(tmp_path).fork(script(tmp_path, SIZES), *training).assert_ok()
-    assert done.lines[-1] == "24"
+    done = Here(tmp_path).fork(script(tmp_path, SIZES), *training)
+    assert done.lines[-2:] == ["24", "is downloaded"]
 
 
 SCRIPTS = ("reference", "saving", "scale", "random_faults", "mutants", "gpu")

@@ -317,8 +317,8 @@ def test_bench_beside_what_people_compare(here):
     assert results["step_s"].keys() == {"runner", "bare loop", "bare loop again"}
     phases = [seconds for name, (seconds,) in results["phases_s"].items() if name != "waiting"]
     assert min(phases) > 0
-    tiny_data.image_folder(here.folder / "images", 8, 2)
-    options = ("--dataset=image-folder", "--data-dir=images", "--batches=2", "--workers=0,1")
+    tiny_data.image_folder(here.folder / "keep", 8, 2)  # the name of an option
+    options = ("--dataset=image-folder", "--data-dir", "keep", "--batches=2", "--workers=0,1")
     results, row = bench(here, "loader", "-H", "localhost:1", *TINY, *options)
     assert len(results["images_per_s"]) == 2
     (speed,) = results["images_per_s"].popitem()[1]

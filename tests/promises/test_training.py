@@ -16,6 +16,7 @@ import torch
 
 import mpiddp
 from mpiddp.errors import JobFailed
+from mpiddp.report.read import read_run
 from mpiddp.train import cifar10
 from mpiddp.train.data import DeviceImages, batches, default_data_dir
 from mpiddp.train.folder import ImageFolder
@@ -112,6 +113,11 @@ def test_files_of_a_run(here):
     table = done.stdout.rpartition("\n\n")[2]
     for row in ("ranks", "steps", "images/s", "step time", "train loss", "test accuracy"):
         assert f"{row}  " in table
+    here.train(*options, "--out=run").assert_ok()  # nothing is left to do
+    assert (summary(run), read_run(run).state) == (found, "done")
+    (run / "summary.json").write_text(json.dumps({**found, "steps": 4}))  # of a shorter training
+    here.train(*options, "--out=run").assert_ok()
+    assert (summary(run)["steps"], summary(run)["test_accuracy"]) == (8, found["test_accuracy"])
 
 
 # Exactness
