@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mpiddp
@@ -473,14 +474,16 @@ def test_foreign_files_run_no_code(tmp_path, monkeypatch):
 
 
 def test_optimizer_state_by_names(tmp_path):
-    """The state of torch's get_optimizer_state_dict loads into an optimizer with another order."""
+    """The state of torch's get_optimizer_state_dict loads into an optimizer with another order, and into one
+    of a model with activation checkpointing.
+    """
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     first = torch.optim.Adam(model.parameters(), lr=0.5)
     model(torch.ones(1, 2)).sum().backward()
     first.step()
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, first)}
     run = saved_run(tmp_path / "run", state)
-    again = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    again = nn.Sequential(nn.Linear(2, 3), checkpoint_wrapper(nn.Linear(3, 1)))
     second = torch.optim.Adam(reversed(list(again.parameters())))
     saved = mpiddp.load(run)
     words = "by parameter names: load its model in the same call"
