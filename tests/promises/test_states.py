@@ -267,7 +267,8 @@ def test_training_that_diverges_keeps_its_checkpoint(here):
 def test_retention(tmp_path, capsys):
     """The newest, every Nth, the best by a metric, and pinned checkpoints stay; all others are removed."""
     run = tmp_path / "run"
-    losses = {2: 0.9, 6: 0.1, 11: 0.5}
+    losses = {2: 0.9, 6: 0.1, 8: 0.01, 11: 0.5}
+    weights = {8: float("nan")}  # the best, but not finite
     options: dict[str, Any] = {"every": None, "keep": 2, "best": ("val_loss", "min")}
     steps = (1, 2, 3, 6, 8, 11, 12)
     with mpiddp.Checkpoints(run, keep_every=5, **options) as checkpoints:
@@ -275,7 +276,7 @@ def test_retention(tmp_path, capsys):
         for step in steps:
             if step in losses:
                 mpiddp.log_metrics(step, val_loss=losses[step])
-            checkpoints.save(step, {"step": step})
+            checkpoints.save(step, {"weight": torch.tensor([weights.get(step, 1.0)])})
             if step == 3:
                 checkpoints._wait_for_own_save()
                 assert main(["checkpoints", "pin", str(run), "3"]) == 0
