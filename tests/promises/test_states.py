@@ -375,8 +375,10 @@ with mpiddp.Checkpoints(sys.argv[1], keep=1, every=None) as checkpoints:
 """
 
 
-def test_load_beside_a_live_run(here):
-    """Another process loads the newest checkpoint of a live run, 3,000 of 3,000 times."""
+def test_load_beside_a_live_run(here, capsys):
+    """Another process loads the newest checkpoint of a live run, 3,000 of 3,000 times, and `verify` and
+    `list` find none broken.
+    """
     run = here.folder / "run"
     job = here.start("python", script(here.folder, SAVES), "run")
     try:
@@ -388,6 +390,10 @@ def test_load_beside_a_live_run(here):
             saved = mpiddp.load(run)
             assert saved.state["weight"].tolist() == [saved.step] * 100
             steps.add(saved.step)
+        for _ in range(1000):
+            assert main(["checkpoints", "verify", str(run)]) == 0
+            assert main(["checkpoints", "list", str(run)]) == 0
+        assert "broken" not in capsys.readouterr().out
         assert job.process.poll() is None, job.stderr
         assert len(steps) > 10
         held = step_folder(run, saved.step)
