@@ -113,9 +113,7 @@ class Checkpoints:
         self._run: Run | None = None
         self._saver: Saver | None = None
         self._infinite: Sequence[str] | None = None  # tensors with infinities on purpose
-        self._left: Mapping[
-            str, set[str]
-        ] = {}  # what a stage has not loaded of what it resumes from
+        self._left: Mapping[str, set[str]] = {}  # what this rank has left to others at the resume
         self._thread: int | None = None  # of the first save
         self._resumed = -1  # the step from which the run resumes
         self._records = RunRecords(self._dir, best[0] if best else "")
