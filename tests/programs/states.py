@@ -200,22 +200,17 @@ def values(trains: bool) -> dict[str, Any]:
         "bf16": weight.bfloat16(),
         "fp8": [weight.to(torch.float8_e4m3fn), weight.to(torch.float8_e5m2)],
         "fp4": bits.view(torch.float4_e2m1fn_x2),
-        "complex": [pairs, torch.complex(weight, weight).conj()],
+        "complex": [pairs, pairs.conj(), pairs.imag, pairs.conj().imag],
         "quantized": [
             torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
             torch.quantize_per_channel(weight, torch.ones(3) / 9, torch.zeros(3), 0, torch.qint8),
         ],
         "others": [bits > 3, bits.to(torch.uint16), torch.tensor(3), torch.empty(0, 3)],
         "views": [weight.T, weight[:, 1:], weight[0].expand(5, 4), weight[0, 0].expand(5, 4)],
-        "at one address": [pairs.imag, pairs.conj().imag],
         "channels_last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        "plain": {
-            "none": None,
-            "big": 1 << 100,
-            "pair": (1, [2.5]),
-            "flags": {True: "a", 1.5: "b"},
-            "__metadata__": weight,
-        },
+        "plain": {"none": None, "big": 1 << 100, "pair": (1, [2.5])},
+        "flags": {True: "a", 1.5: "b"},
+        "named": {"__metadata__": weight},
     }
 
 
