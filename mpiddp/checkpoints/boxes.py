@@ -203,7 +203,7 @@ def _order(tensor: Tensor) -> int:
 
 
 def _kind_of(value: Tensor) -> tuple[Any, ...]:
-    return value.dtype, value.shape, value.stride(), value.is_conj()
+    return value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
 
 
 def _unexpanded(value: Tensor) -> Tensor:

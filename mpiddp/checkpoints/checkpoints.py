@@ -83,8 +83,8 @@ class Checkpoints:
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
             timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
             keep_every: keep the first checkpoint at or after each multiple of so many steps as well.
-            best: keep the checkpoint with the best value of a metric as well, which `mpiddp.log_metrics`
-                reported last before the save: ("val_loss", "min") or ("accuracy", "max").
+            best: keep the finite checkpoint with the best value of a metric as well, which was the last one
+                that `mpiddp.log_metrics` got before the save: ("val_loss", "min") or ("accuracy", "max").
 
         Raises:
             TypeError, ValueError: an argument is wrong.
@@ -113,9 +113,7 @@ class Checkpoints:
         self._run: Run | None = None
         self._saver: Saver | None = None
         self._infinite: Sequence[str] | None = None  # tensors with infinities on purpose
-        self._left: Mapping[
-            str, set[str]
-        ] = {}  # what a stage has not loaded of what it resumes from
+        self._left: Mapping[str, set[str]] = {}  # what this rank has left to others at the resume
         self._thread: int | None = None  # of the first save
         self._resumed = -1  # the step from which the run resumes
         self._records = RunRecords(self._dir, best[0] if best else "")

@@ -78,7 +78,8 @@ class HashedFile:
 def bytes_of(value: Tensor) -> memoryview:
     """The elements of a tensor on the CPU, row by row. Copies only what has gaps."""
     plain = value.resolve_conj().resolve_neg().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    flat = plain.as_strided((plain.numel(),), (1,))  # a single element may have the stride 0
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def row_of(name: str, code: str, shape: Iterable[int], start: int, end: int) -> str:

@@ -12,14 +12,16 @@ DIR is a run's folder, a folder of checkpoints, or one checkpoint. Only `export`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.folder import BrokenCheckpoint
-from mpiddp.checkpoints.retention import PINNED, Retention, prune
+from mpiddp.checkpoints.retention import PINNED, Retention, hold, prune
 from mpiddp.errors import UserError, named_by
 from mpiddp.text import listed, size_text
 
@@ -34,12 +36,25 @@ def main(argv: list[str]) -> int:
             return _pin(Path(options.dir), options.step)
         if options.verb == "export":
             return _export(Path(options.dir), Path(options.out), options.to)
-        checkpoints = folders.checkpoints_at(Path(options.dir))
+        checkpoints = _held(folders.checkpoints_at(Path(options.dir)))
         if options.verb == "list":
             for folder in checkpoints:
                 print(_line(folder))
             return 0
-        return max(_verify(folder) for folder in checkpoints)
+        return max(map(_verify, checkpoints), default=0)
+
+
+def _held(checkpoints: list[Path]) -> Iterator[Path]:
+    """Each of them, which a live run keeps meanwhile, but for those that it removes just now."""
+    for folder in checkpoints:
+        with contextlib.ExitStack() as opened:
+            try:
+                opened.enter_context(hold(folder))
+            except (FileNotFoundError, BlockingIOError):
+                continue
+            except BrokenCheckpoint:  # the caller says why
+                pass
+            yield folder
 
 
 def _line(folder: Path) -> str:

@@ -20,7 +20,8 @@ from mpiddp.checkpoints.state import Keys, as_kind_of, is_sharded, mapped, own_p
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import listed
 
-_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+|(?<=\.)_orig_mod\.")  # of torch.compile and DDP
+# Of DDP, torch.compile and activation checkpointing.
+_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+|\b_(orig_mod|checkpoint_wrapped_module)\.")
 _FLAT = "param_groups."  # begins the keys of a flattened optimizer's state
 _MAX_REASON = 300  # characters of torch's list of tensors that do not fit
 
@@ -51,7 +52,7 @@ class ShardedValue:
     def _filled(self, target: Tensor) -> Tensor:
         """The target, after this rank's part of it is read."""
         own, offsets = own_part(target)
-        for box, at in self.boxes:
+        for box, at in self.boxes if own.numel() else ():
             _copy_overlap(box, at, own, offsets)
         return target
 

@@ -37,7 +37,7 @@ class Retention:
 
     newest: int = 2  # verified ones
     every: int | None = None  # the first one at or after each so many steps
-    best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it
+    best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it: a finite one
 
     def spared(self, folders: list[Path]) -> set[Path]:
         """Those that are kept although they are old. `folders`: the oldest first."""
@@ -47,8 +47,9 @@ class Retention:
             spared |= {each for multiple, each in first.items() if multiple > 0}
         if self.best is not None:
             metric, order = self.best
-            values = {each: Facts.of(each).metrics.get(metric) for each in folders}
-            found = {each: value for each, value in values.items() if value is not None}
+            facts = {each: Facts.of(each) for each in folders}
+            finite = {each: its.metrics for each, its in facts.items() if not its.not_finite}
+            found = {each: its[metric] for each, its in finite.items() if metric in its}
             extreme = min if order == "min" else max
             spared |= {extreme(found, key=found.__getitem__)} if found else set()
         return spared

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
@@ -135,12 +136,15 @@ def averaged_model(trains: bool) -> Objects:
 
 
 def tensor_parallel(trains: bool) -> Objects:
-    """With several replicas: the same DTensors on other ranks."""
+    """With several replicas: the same DTensors on other ranks. A tensor that only rank 0 has a part of."""
     ranks = dist.get_world_size()
     tp = 2 if ranks % 2 == 0 else 1
     mesh = init_device_mesh("cpu", (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel(), "2": ColwiseParallel()})
-    return {"model": model}
+    part = Average(model)
+    alone = torch.full((3, 2), float(trains)), DeviceMesh("cpu", [0]), [Shard(1)]
+    part.shadow = {"alone": distribute_tensor(*alone)}
+    return {"model": model, "part": part}
 
 
 class Nested(torch.optim.SGD):
@@ -191,25 +195,22 @@ def pipeline(trains: bool) -> Objects:
 
 def values(trains: bool) -> dict[str, Any]:
     weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    bits = torch.arange(8, dtype=torch.uint8)
+    bits, pairs = torch.arange(8, dtype=torch.uint8), torch.complex(weight, weight)
     return {
         "bf16": weight.bfloat16(),
         "fp8": [weight.to(torch.float8_e4m3fn), weight.to(torch.float8_e5m2)],
         "fp4": bits.view(torch.float4_e2m1fn_x2),
-        "complex": [torch.complex(weight, weight), torch.complex(weight, weight).conj()],
+        "complex": [pairs, pairs.conj(), pairs.imag, pairs.conj().imag],
         "quantized": [
             torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
             torch.quantize_per_channel(weight, torch.ones(3) / 9, torch.zeros(3), 0, torch.qint8),
         ],
         "others": [bits > 3, bits.to(torch.uint16), torch.tensor(3), torch.empty(0, 3)],
-        "views": [weight.T, weight[:, 1:], weight[0].expand(5, 4)],
+        "views": [weight.T, weight[:, 1:], weight[0].expand(5, 4), weight[0, 0].expand(5, 4)],
         "channels_last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        "plain": {
-            "none": None,
-            "big": 1 << 100,
-            "pair": (1, [2.5]),
-            "flags": {True: "a", 1.5: "b"},
-        },
+        "plain": {"none": None, "big": 1 << 100, "pair": (1, [2.5])},
+        "flags": {True: "a", 1.5: "b"},
+        "named": {"__metadata__": weight},
     }
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import mpiddp
@@ -266,7 +267,7 @@ def test_training_that_diverges_keeps_its_checkpoint(here):
 def test_retention(tmp_path, capsys):
     """The newest, every Nth, the best by a metric, and pinned checkpoints stay; all others are removed."""
     run = tmp_path / "run"
-    losses = {2: 0.9, 6: 0.1, 11: 0.5}
+    losses = {2: 0.9, 6: 0.1, 8: 0.01, 11: 0.5}
     options: dict[str, Any] = {"every": None, "keep": 2, "best": ("val_loss", "min")}
     steps = (1, 2, 3, 6, 8, 11, 12)
     with mpiddp.Checkpoints(run, keep_every=5, **options) as checkpoints:
@@ -274,7 +275,7 @@ def test_retention(tmp_path, capsys):
         for step in steps:
             if step in losses:
                 mpiddp.log_metrics(step, val_loss=losses[step])
-            checkpoints.save(step, {"step": step})
+            checkpoints.save(step, {"weight": torch.tensor(float("nan") if step == 8 else 1.0)})
             if step == 3:
                 checkpoints._wait_for_own_save()
                 assert main(["checkpoints", "pin", str(run), "3"]) == 0
@@ -373,8 +374,8 @@ with mpiddp.Checkpoints(sys.argv[1], keep=1, every=None) as checkpoints:
 """
 
 
-def test_load_beside_a_live_run(here):
-    """Another process loads the newest checkpoint of a live run, 3,000 of 3,000 times."""
+def test_load_beside_a_live_run(here, capsys):
+    """Another process loads or verifies the checkpoints of a live run, 5,000 of 5,000 times."""
     run = here.folder / "run"
     job = here.start("python", script(here.folder, SAVES), "run")
     try:
@@ -386,6 +387,9 @@ def test_load_beside_a_live_run(here):
             saved = mpiddp.load(run)
             assert saved.state["weight"].tolist() == [saved.step] * 100
             steps.add(saved.step)
+        for verb in ("verify", "list") * 1000:
+            assert main(["checkpoints", verb, str(run)]) == 0
+        assert "broken" not in capsys.readouterr().out
         assert job.process.poll() is None, job.stderr
         assert len(steps) > 10
         held = step_folder(run, saved.step)
@@ -480,7 +484,7 @@ def test_optimizer_state_by_names(tmp_path):
     first.step()
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, first)}
     run = saved_run(tmp_path / "run", state)
-    again = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    again = nn.Sequential(nn.Linear(2, 3), checkpoint_wrapper(nn.Linear(3, 1)))
     second = torch.optim.Adam(reversed(list(again.parameters())))
     saved = mpiddp.load(run)
     words = "by parameter names: load its model in the same call"

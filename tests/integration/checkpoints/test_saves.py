@@ -48,13 +48,11 @@ def test_a_state_that_grows_leaves_no_copies_behind(tmp_path):
     with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
         for step in range(1, 31):
             checkpoints.save(step, {"history": torch.zeros(step * 1000)})
-        assert (
-            num_large_tensors() - before <= 4
-        )  # the state, the copy that is being written, the next one
+        # The state, the copy that is being written, the next one.
+        assert num_large_tensors() - before <= 4
 
 
-@pytest.mark.parametrize("size", [3, 20_000])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("size", "count"), [(3, 1), (3, 2), (20_000, 1), (20_000, 2)])
 def test_a_step_after_the_copy_does_not_change_it(size, count):
     tensors = [torch.zeros(size) for _ in range(count)]
     copies = Copies.of([Box(("a",), "file", each.shape) for each in tensors], tensors)
