@@ -150,7 +150,7 @@ def _began(record: Record, message: Event) -> float:
     # A silent host stopped answering long before it was noticed.
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
-    if message.facts.get("signal") == signal.SIGTERM:  # an MPI's, after another rank's failure
+    if message.facts.get("passed"):  # an MPI's SIGTERM, after another rank's failure
         return message.at + _CONSEQUENCE_S
     began = record.latest["claim"].get(message.rank, message).at
     return began + _CONSEQUENCE_S if _may_follow(message) else began

@@ -11,6 +11,7 @@ from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Record
 from mpiddp.launch.outcome import MpirunEnd, Outcome
 from mpiddp.launch.verdict import verdict
 from mpiddp.protocol.server import Event
+from tests.support.ranks import ROOT
 
 HOSTS = ("a", "b", "b")
 RESET = "RuntimeError: [gloo] Connection closed by peer"
@@ -64,7 +65,16 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
         ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=True)], 2),
         ([failed(2, "ConnectionError: no database", 1.0), lost(0, 2.0), lost(1, 2.0)], 2),
         # An mpirun ends the others by SIGTERM.
-        ([failed(0, "", 1.0, traceback="", signal=15), failed(1, at=1.1)], 1),
+        ([failed(0, "", 1.0, traceback="", signal=15, passed=True), failed(1, at=1.1)], 1),
+        # Somebody else ends one.
+        (
+            [
+                event(0, "claim", 1.0),
+                failed(1, "", 1.1, traceback="", signal=15),
+                failed(0, RESET, 1.1),
+            ],
+            1,
+        ),
     ],
 )
 def test_the_first_failure_is_the_cause_of_the_others(events, culprit):
@@ -131,3 +141,10 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
         assert found.host_at_fault == host, row
         assert found.known_cause.startswith(f'"{text}" has a known cause. ') is bool(row)
         assert (" Fix: " in found.known_cause) is bool(row)
+
+
+def test_several_children_of_a_pool_lack_a_main_guard():
+    """The pool's error names no cause, and the first traceback of their rank is one of several."""
+    child = (ROOT / "tests/data/failures/python-start-method.txt").read_text().splitlines()
+    pool = failed(1, "BrokenProcessPool: A process in the process pool was terminated abruptly")
+    assert '"An attempt has been' in judged(pool, printed={1: child * 2}).known_cause
