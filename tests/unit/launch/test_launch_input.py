@@ -17,7 +17,7 @@ from mpiddp.hosts.interfaces import Interface
 from mpiddp.launch import network
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.place import Past, place
+from mpiddp.launch.place import Past, choose, place
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters import find_starter
 from tests.support.machine import an_mpirun
@@ -42,6 +42,16 @@ def test_ranks_fill_the_slots_in_order():
         assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
         place(hosts, {}, starter, LaunchOptions(n=7), Past(hosts, {}, enough=3), 3)
+
+
+@pytest.mark.parametrize(
+    ("listed", "is_said"), [("a.invalid:1,b.invalid:1", True), ("a.invalid:1", False)]
+)
+def test_the_only_host_of_a_job_is_not_to_be_excluded(capfd, listed, is_said):
+    hosts = parse_host_list(listed)
+    number = len(hosts.hosts)
+    choose(Past(hosts, {"a.invalid": "a ended two"}, enough=number), {}, number, number)
+    assert ("--exclude a.invalid" in capfd.readouterr().err) is is_said
 
 
 ETH0 = Interface("eth0", "10.0.0.1", "10.0.0.0/24")

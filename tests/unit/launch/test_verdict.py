@@ -67,14 +67,7 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
         # An mpirun ends the others by SIGTERM.
         ([failed(0, "", 1.0, traceback="", signal=15, passed=True), failed(1, at=1.1)], 1),
         # Somebody else ends one.
-        (
-            [
-                event(0, "claim", 1.0),
-                failed(1, "", 1.1, traceback="", signal=15),
-                failed(0, RESET, 1.1),
-            ],
-            1,
-        ),
+        ([event(0, "claim"), failed(1, "", 1.1, traceback="", signal=15), failed(0, RESET)], 1),
     ],
 )
 def test_the_first_failure_is_the_cause_of_the_others(events, culprit):
