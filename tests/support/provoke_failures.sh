@@ -145,6 +145,7 @@ mpi-other-library() { MPI4PY_LIBMPI=$ROOT/.mpi/mpich/lib/libmpi.so.12 openmpi5 -
 
 # ---- Python and the system
 python-module-missing() { one "import flash_attn"; }
+python-relative-import() { launched "from . import models"; }
 python-library-missing() { one "import ctypes; ctypes.CDLL('libcudart.so.12')"; }
 python-file-missing.script() { (cd "$SCRATCH" && python trian.py); }
 python-out-of-memory() { (ulimit -v 20000000; one "bytearray(1 << 40)"); }
