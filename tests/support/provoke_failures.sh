@@ -164,6 +164,9 @@ python-hang() { launched "$INIT; dist.barrier(); rank == 1 and time.sleep(99); d
 python-start-method() { one "
 import multiprocessing
 multiprocessing.get_context('spawn').Process(target=print).start()"; }
+python-start-method.pool() { one "
+from concurrent.futures import ProcessPoolExecutor
+list(ProcessPoolExecutor(2, torch.multiprocessing.get_context('spawn')).map(print, range(4)))"; }
 python-start-method.joins() { launched "$INIT
 list(torch.utils.data.DataLoader([1, 2], num_workers=1, multiprocessing_context='forkserver'))"; }
 python-child-ended() { one "
