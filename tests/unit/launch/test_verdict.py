@@ -113,11 +113,9 @@ def test_what_mpirun_says_of_the_end_of_a_job_is_no_cause():
     banner = ["mpirun noticed that process rank 1 exited on signal 9 (Killed)."]
     hung = "the job hung and was stopped."
     assert not judged(why=hung, printed={MPIRUN_AT_END: banner}).known_cause
-    assert judged(
-        why=hung, printed={MPIRUN: ["unable to reliably start one or more daemons"]}
-    ).known_cause
-    killed = failed(1, "", traceback="", signal=9)
-    assert not judged(killed, printed={MPIRUN: banner}).known_cause
+    no_daemon = ["unable to reliably start one or more daemons"]
+    assert judged(why=hung, printed={MPIRUN: no_daemon}).known_cause
+    assert not judged(failed(1, "", traceback="", signal=9), printed={MPIRUN: banner}).known_cause
 
 
 def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
