@@ -197,7 +197,8 @@ class Log:
             return text[:1].isspace()
         del self._open[rank]
         found = _explained([*_shown_by(text, Weight.EXCEPTION), _EXCEPTION][0], number, text)
-        if entry in _RERUNS and not re.fullmatch(r"[\w.]+:", text):  # else its next line is known
+        is_known = _RERUN.id in self._rows  # as by the text that follows in another child
+        if entry in _RERUNS and (is_known or not re.fullmatch(r"[\w.]+:", text)):
             found = self._rows.setdefault(_RERUN.id, _explained(_RERUN, number, text))
         before = [each for each in self._last if each.rank == rank]
         if rank in self._chained and before:
@@ -316,7 +317,7 @@ def _explained(row: Failure, number: int, line: str) -> Explanation:
     """With the part of the line that has the row's text, short enough to print."""
     at = max(line.find(text) for text in row.says)
     start = max(0, min(at - _SHOWN // 4, len(line) - _SHOWN))
-    part = line[start : start + _SHOWN]
+    part = line[start : start + _SHOWN].strip()
     shown = escaped("…" * (start > 0) + part + "…" * (start + _SHOWN < len(line)))
     return Explanation(row, number, shown)
 

@@ -71,7 +71,7 @@ def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) 
     taken, spares = left[:wanted], left[wanted:]
     if spares:
         log.info(f"kept in reserve: {', '.join(host.name for host in spares)}")
-    if known := [host for host in taken if host.key in past.doubts]:
+    if known := [host for host in taken if host.key in past.doubts and len(left) > 1]:
         why = listed([past.doubts[host.key] for host in known], most=3)
         names = ",".join(host.name for host in known)
         log.info(f"{why}. To do without: --exclude {names}")

@@ -150,7 +150,7 @@ def _began(record: Record, message: Event) -> float:
     # A silent host stopped answering long before it was noticed.
     if message.kind == "lost":
         return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
-    if message.facts.get("signal") == signal.SIGTERM:  # an MPI's, after another rank's failure
+    if message.facts.get("passed"):  # an MPI's SIGTERM, after another rank's failure
         return message.at + _CONSEQUENCE_S
     began = record.latest["claim"].get(message.rank, message).at
     return began + _CONSEQUENCE_S if _may_follow(message) else began
@@ -166,8 +166,9 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
     facts, failures = first.facts, [each for _, each in sorted(record.failures.items())]
     # Code 2 without a word, in the middle of the job, is no refusal, as argparse's: steps were made, or it
-    # leaves ranks behind.
-    is_amid = bool(record.paces) or any(map(_may_follow, failures))
+    # leaves ranks behind. Their handlers of atexit may take longer than they have.
+    claims = record.latest["claim"].keys() - record.failures.keys()
+    is_amid = bool(record.paces or claims) or any(map(_may_follow, failures))
     is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
     if facts.get("code") == STOPPED or is_refusal:
         return _of_own_end(record, first)

@@ -94,8 +94,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "stopped": {},
     "terminal": {"echo": bool, "lines": bool},  # what rank 0's script has set of it
     # `is_verdict`: `error` names the culprit, which may be another rank. Then, if there is one, `signal`: the
-    # number of the signal that killed it; and, if the kernel has killed for lack of memory, `oom_kills`, how
-    # often, and `memory_limit`: in bytes, or None.
+    # number of the signal that killed it, and `passed` if its agent had got it; and, if the kernel has killed
+    # for lack of memory, `oom_kills`, how often, and `memory_limit`: in bytes, or None.
     "failed": {"code": int, "error": str, "traceback": str, "is_verdict": bool},
     "function": {},  # it asks for that of `mpiddp.spawn`
     "answer": {"is_result": bool, "mac": str},  # and its pickle as the value

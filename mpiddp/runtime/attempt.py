@@ -348,7 +348,8 @@ class Attempt:
             self.coordinator.send("done" if has_left else "exited")
             return stops
         if has_launcher:
-            self.coordinator.send("failed", **ending.facts, **child.lack_of_memory)
+            passed = {"passed": True} if ending.signal in child.passed else {}
+            self.coordinator.send("failed", **ending.facts, **child.lack_of_memory, **passed)
         elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
             line = ending.line(self.coordinator.name(self.world.rank))
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them

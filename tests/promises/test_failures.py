@@ -290,11 +290,12 @@ os._exit(0)
 
 
 LEAVES_THE_OTHERS = """
-import sys, torch, torch.distributed as dist
+import atexit, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
 if dist.get_rank() == 1:
     sys.exit(int(sys.argv[1]))
+atexit.register(time.sleep, int(sys.argv[1]))  # rank 0 is ended before it has ended itself
 dist.barrier()
 """
 

@@ -146,6 +146,7 @@ mpi-other-library() { MPI4PY_LIBMPI=$ROOT/.mpi/mpich/lib/libmpi.so.12 openmpi5 -
 
 # ---- Python and the system
 python-module-missing() { one "import flash_attn"; }
+python-relative-import() { launched "from . import models"; }
 python-library-missing() { one "import ctypes; ctypes.CDLL('libcudart.so.12')"; }
 python-file-missing.script() { (cd "$SCRATCH" && python trian.py); }
 python-out-of-memory() { (ulimit -v 20000000; one "bytearray(1 << 40)"); }
@@ -164,6 +165,9 @@ python-hang() { launched "$INIT; dist.barrier(); rank == 1 and time.sleep(99); d
 python-start-method() { one "
 import multiprocessing
 multiprocessing.get_context('spawn').Process(target=print).start()"; }
+python-start-method.pool() { one "
+from concurrent.futures import ProcessPoolExecutor
+list(ProcessPoolExecutor(2, torch.multiprocessing.get_context('spawn')).map(print, range(4)))"; }
 python-start-method.joins() { launched "$INIT
 list(torch.utils.data.DataLoader([1, 2], num_workers=1, multiprocessing_context='forkserver'))"; }
 python-child-ended() { one "

@@ -17,7 +17,7 @@ from mpiddp.hosts.interfaces import Interface
 from mpiddp.launch import network
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.place import Past, place
+from mpiddp.launch.place import Past, choose, place
 from mpiddp.launch.preflight import HostInfo
 from mpiddp.launch.starters import find_starter
 from tests.support.machine import an_mpirun
@@ -44,6 +44,13 @@ def test_ranks_fill_the_slots_in_order():
         place(hosts, {}, starter, LaunchOptions(n=7), Past(hosts, {}, enough=3), 3)
 
 
+def test_the_only_host_of_a_job_is_not_to_be_excluded(capfd):
+    for listed, number in (("a.invalid:1,b.invalid:1", 2), ("a.invalid:1", 1)):
+        past = Past(parse_host_list(listed), {"a.invalid": "a ended two"}, enough=number)
+        choose(past, {}, number, number)
+        assert ("--exclude a.invalid" in capfd.readouterr().err) is (number > 1)
+
+
 ETH0 = Interface("eth0", "10.0.0.1", "10.0.0.0/24")
 IB0 = Interface("ib0", "10.1.0.1", "10.1.0.0/16")
 LO = Interface("lo", "127.0.0.1", "127.0.0.0/8")
@@ -52,8 +59,6 @@ BY_ETH0, BY_IB0, ROUTED = (
     ("10.1.0.1", "10.1.9.2"),
     ("10.0.0.1", "172.16.0.1"),
 )
-
-
 SIX = Interface("eth0", "fd77::1", "fd77::/64")
 BY_SIX = ("fd77::1", "fd77::2")
 

@@ -63,8 +63,9 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
         ([event(2, "claim", 0.9), lost(0, 1.0), failed(2, "KeyError", 1.2)], 2),
         ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=True)], 2),
         ([failed(2, "ConnectionError: no database", 1.0), lost(0, 2.0), lost(1, 2.0)], 2),
-        # An mpirun ends the others by SIGTERM.
-        ([failed(0, "", 1.0, traceback="", signal=15), failed(1, at=1.1)], 1),
+        # By SIGTERM, an mpirun ends the others, and somebody else ends one.
+        ([failed(0, "", 1.0, traceback="", signal=15, passed=True), failed(1, at=1.1)], 1),
+        ([event(0, "claim"), failed(1, "", 1.1, traceback="", signal=15), failed(0, RESET)], 1),
     ],
 )
 def test_the_first_failure_is_the_cause_of_the_others(events, culprit):
@@ -107,23 +108,19 @@ def test_the_line_of_an_error(error, line):
     assert f" failed first: {line}. The other ranks" in judged(failed(1, error)).sentence
 
 
-OUT_OF_MEMORY = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
-NO_DAEMON = b"ORTE was unable to reliably start one or more daemons.\n"
-
-
 def test_what_mpirun_says_of_the_end_of_a_job_is_no_cause():
     """It has ended the ranks of a job that hung. What it has said before may explain why no rank started."""
     banner = ["mpirun noticed that process rank 1 exited on signal 9 (Killed)."]
     hung = "the job hung and was stopped."
     assert not judged(why=hung, printed={MPIRUN_AT_END: banner}).known_cause
-    assert judged(why=hung, printed={MPIRUN: NO_DAEMON.decode().splitlines()}).known_cause
-    killed = failed(1, "", traceback="", signal=9)
-    assert not judged(killed, printed={MPIRUN: banner}).known_cause
+    no_daemon = ["unable to reliably start one or more daemons"]
+    assert judged(why=hung, printed={MPIRUN: no_daemon}).known_cause
+    assert not judged(failed(1, "", traceback="", signal=9), printed={MPIRUN: banner}).known_cause
 
 
 def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
     for text, row, host in (
-        (OUT_OF_MEMORY.decode().strip(), "cuda-out-of-memory", ""),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", "cuda-out-of-memory", ""),
         ("CUDA error: uncorrectable ECC error encountered", "cuda-hardware", "b"),
         ("nothing that is known", "", ""),
     ):
