@@ -150,7 +150,7 @@ def place(
     """
     n, npernode = options.n, options.npernode
     room = {host: _slots(hosts, host, known.get(host), options) for host in hosts.hosts}
-    if not options.names_hosts:
+    if not options.names_hosts and past.enough is None:  # said once
         log.info(f"no hosts given: using {hosts.source}, slots={sum(room.values())}")
     for host, slots in room.items():
         if 0 < slots < (npernode or 0):

@@ -108,7 +108,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
 def encode(kind: str, value: bytes = b"", **facts: object) -> bytes:
     """The line of a message. `value` is JSON without line ends, as json.dumps makes it."""
     head = json.dumps({"type": kind, **facts}).encode()
-    return head + _TAB + value + _LINE_END if value else head + _LINE_END
+    # One copy: the result of a function of `mpiddp.spawn` may have gigabytes.
+    return b"".join((head, _TAB, value, _LINE_END)) if value else head + _LINE_END
 
 
 def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
@@ -180,7 +181,8 @@ class Lines:
         """The lines that end in this chunk. Raises ValueError if a line is too long."""
         *lines, rest = chunk.split(_LINE_END)
         if lines and self._open:
-            lines[0] = bytes(self._open) + lines[0]
+            self._open += lines[0]
+            lines[0] = bytes(self._open)
             self._open.clear()
         self._open += rest
         if len(self._open) > self.limit or any(len(line) > self.limit for line in lines):
