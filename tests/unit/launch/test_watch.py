@@ -293,14 +293,10 @@ def test_ranks_that_compute_in_torch_are_not_accused(waiting, steps):
 
 
 def test_training_in_a_thread_is_named_by_that_thread():
-    lines = [
-        f'  File "{file}", line {line}, in {name}\n    {code}\n'
-        for file, line, name, code in ALL_REDUCE
-    ]
     joins = [
         ("/home/me/train.py", 10, "main", "thread.join()"),
         ("/usr/lib/python3.11/threading.py", 1112, "join", "self._wait_for_tstate_lock()"),
     ]
-    main = stack(joins).partition("thread MainThread")[2]
-    text = f"thread MainThread{main}\nthread Thread-1 (train):\n{''.join(lines)}"
-    assert place_of(stacks(text)).text == "all_reduce (train.py:88)"
+    trains = stack(ALL_REDUCE).replace("MainThread", "Thread-1 (train)")
+    found = place_of(stacks(f"{stack(joins)}\n{trains}"))
+    assert found.text == "all_reduce (train.py:88)"
