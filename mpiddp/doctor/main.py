@@ -144,6 +144,7 @@ def _facts_program(
         "folders": folders,
         "program": ("script" if script else "", script, folder, files.import_folders()),
         "library": library,
+        "packages": [str(Path(folder, each)) for each in files.python_path(os.environ)],
     }
     return program_that_prints((interfaces, files, there), f"facts({wanted!a})")
 

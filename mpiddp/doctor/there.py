@@ -11,6 +11,8 @@ import os
 import platform
 import resource
 import socket
+import sys
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
         "infiniband": os.path.isdir("/sys/class/infiniband"),
         "folders": {path: _error_of(path) for path in wanted["folders"]},
         "files": dict(files_of(*wanted["program"])),
-        "stack": _stack(wanted["library"]),
+        "stack": _stack(wanted["library"], wanted["packages"]),
     }
 
 
@@ -60,11 +62,12 @@ def _error_of(folder: str) -> str:
     return ""
 
 
-def _stack(library: str) -> dict[str, str]:
+def _stack(library: str, packages: Sequence[str]) -> dict[str, str]:
     """Versions, mpi4py's MPI, the libraries' paths, the hash of this package; "missing" or "broken: …".
 
-    `library` is that of MPI, "" for the one that mpi4py finds.
+    `library` is that of MPI, "" for the one that mpi4py finds; `packages` are the folders of PYTHONPATH.
     """
+    sys.path[:0] = packages
     if library:
         os.environ["MPI4PY_LIBMPI"] = library
     found = {"python": platform.python_version()}

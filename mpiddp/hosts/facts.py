@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     if program is not None and os.sep in program:  # relative to the working folder
         program = str(Path(needs["folder"], program))
     version = program_version(needs["mpirun"], os.environ)
+    packages = [os.path.join(needs["folder"], each) for each in needs["packages"]]
     return {
         "has_folder": os.path.isdir(needs["folder"]),
         "has_program": program is None or shutil.which(program, path=needs["path"]) is not None,
@@ -37,8 +38,8 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "mpirun": None if version is None else version.partition("\n")[0][:500],
         "machine": machine(),
         "python": sys.version.split()[0],
-        "torch": package_version("torch"),
-        "mpi4py": package_version("mpi4py"),
+        "torch": package_version("torch", packages),
+        "mpi4py": package_version("mpi4py", packages),
         "gpus": read_health(path),
         "interfaces": [interface._asdict() for interface in interfaces()],
         "address": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2],
@@ -54,14 +55,15 @@ def machine() -> str:
         return ""
 
 
-def package_version(package: str) -> str | None:
-    """The version in the package's metadata, None without it. To import torch would take seconds."""
-    from importlib.metadata import PackageNotFoundError, version  # 20 ms
+def package_version(package: str, folders: Sequence[str] = ()) -> str | None:
+    """The version in the package's metadata, None without it. To import torch would take seconds.
 
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    Python looks into these folders before its own.
+    """
+    from importlib.metadata import distributions  # 20 ms
+
+    found = distributions(name=package, path=[*folders, *sys.path])
+    return next((each.version for each in found), None)
 
 
 def program_version(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 _NAMES = rb"(\([^)]*\)|(?:[^\n#;\\]|\\\n)*)"
@@ -26,14 +26,18 @@ _OURS = "mpiddp"  # whose versions the doctor compares
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
+def python_path(env: Mapping[str, str]) -> list[str]:
+    """The folders of PYTHONPATH, which the ranks on every host have."""
+    return [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each]
+
+
 def import_folders() -> list[str]:
     """Where this Python finds modules that nobody has installed: PYTHONPATH, and editable installs.
 
     The working folder is none of them, unless PYTHONPATH names it: a script has its own folder instead.
     """
-    named = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     here = os.getcwd()
-    found = [os.path.abspath(each) for each in named]
+    found = [os.path.abspath(each) for each in python_path(os.environ)]
     found += [each for each in sys.path if each not in ("", here)]
     return [each for each in dict.fromkeys(found) if is_local(each)]
 

@@ -28,6 +28,9 @@ LONGEST_LINE = 2 << 20  # bytes of one that shares its place with others
 GROWTH_S = 1.0  # between two looks at an open line that no terminal shows
 _ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
 _UP = b"\x1b[%dA"
+_NESTED = (
+    b"\x1b[A"  # ends each drawing of a nested bar of tqdm: the cursor is back in the outer bar
+)
 # What follows is cut at the right margin, and no longer.
 _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
 # The page of C++ below an error of torch, whose first line says what is wrong: by its torch, without symbols
@@ -130,6 +133,8 @@ class Screen:
         if not source.line:
             source.opened_at = time.monotonic()
         source.line += text
+        while _NESTED + b"\n" in source.line:  # and down again, to draw it anew
+            source.line = source.line.replace(_NESTED + b"\n", b"")
         end = source.line.rfind(b"\n") + 1
         if not end and len(source.line) >= LONGEST_LINE:
             source.line += b"\n"
@@ -268,5 +273,9 @@ def _unshared(target: int) -> int:
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """What a terminal shows of a line: what follows the last return to its beginning."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]
+    """What a terminal shows of a line: what follows the last return to its beginning.
+
+    It neither moves the cursor into a line of another rank nor erases its own prefix, as bars of rich would.
+    """
+    drawn = line.rstrip(b"\r").rpartition(b"\r")[2]
+    return drawn.replace(_NESTED, b"").replace(b"\x1b[2K", b"\x1b[K")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
+from mpiddp.hosts.files import python_path
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, hosts_between_commas, parse_host_list, read_hostfile
@@ -257,6 +258,7 @@ def run_preflight(
         daemon=str(starter.program.with_name(starter.daemon)),
         folder=working_folder(env),
         path=env.get("PATH", os.defpath),
+        packages=python_path({**env, **exports}),
         interface=",".join(interface) or None,
         program=options.job[1] if kind == "--" else None,
         script=None if kind in ("--", "-m") else kind,

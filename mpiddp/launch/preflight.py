@@ -50,6 +50,7 @@ class Needs:
     daemon: str  # the program that mpirun starts there
     folder: str
     path: str  # the PATH that the ranks will have
+    packages: Sequence[str] = ()  # the folders of the ranks' PYTHONPATH
     interface: str | None = None  # by name, address or network
     program: str | None = None  # that the ranks run, by its path or on `path`
     script: str | None = None  # of Python, by its path

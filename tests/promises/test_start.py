@@ -583,6 +583,19 @@ def test_all_hosts_run_the_same_code(hosts, how):
         assert f"{changed} differs: " in line
 
 
+def test_packages_of_pythonpath(hosts):
+    """Packages that only PYTHONPATH names count as installed on every host, for the doctor as well."""
+    packages = Path(importlib.metadata.distribution("torch").locate_file(""))
+    env = {
+        "PYTHONPATH": f"{ROOT}:{packages}",
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+    }
+    own = (sys._base_executable, "-m", "mpiddp")  # without torch, outside of a virtual environment
+    hosts.run(*own, "launch", *hosts.where(2), hosts.script("import torch"), env=env).assert_ok()
+    doctor = hosts.run(*own, "doctor", *hosts.where(2), env=env)
+    assert " the same on every host: mpi4py " in doctor.stdout
+
+
 FAULTS = ("script", "port", "address", "library", "launcher")
 
 

@@ -34,14 +34,18 @@ def run_bare(program, folder):
 
 
 def test_the_program_needs_only_the_standard_library(tmp_path):
-    needs = Needs(sys.executable, "/nowhere/mpirun", "/bin/sh", str(tmp_path), path="")
+    packages = tmp_path / "of PYTHONPATH/mpi4py-4.0.dist-info"
+    packages.mkdir(parents=True)
+    (packages / "METADATA").write_text("Name: mpi4py\nVersion: 4.0\n")
+    of_ranks = {"path": "", "packages": [packages.parent.name]}
+    needs = Needs(sys.executable, "/nowhere/mpirun", "/bin/sh", str(tmp_path), **of_ranks)
     program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
     done = run_bare(program, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     info = json.loads(done.stdout)
     assert {"name": "lo", "address": "127.0.0.1", "network": "127.0.0.0/8"} in info["interfaces"]
     assert (info["has_folder"], info["has_daemon"], info["mpirun"]) == (True, True, None)
-    assert (info["torch"], info["mpi4py"]) == (None, None)  # they are in site-packages
+    assert (info["torch"], info["mpi4py"]) == (None, "4.0")  # torch is in site-packages
     assert "No module named 'mpiddp'" in run_bare("import mpiddp", tmp_path).stderr
 
 

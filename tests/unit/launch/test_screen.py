@@ -73,6 +73,18 @@ def test_on_a_terminal_open_lines_stay_below_the_others(monkeypatch):
     assert terminal.shown() == f"{ERASED}[1] open\n"
 
 
+def test_bars_of_several_lines_leave_the_lines_of_others_alone(monkeypatch):
+    """Those of tqdm and rich: they go up to their other lines, and erase the whole line that they are in."""
+    terminal = Terminal(monkeypatch, is_shared=True)
+    source = Source(0, b"[0] ")
+    terminal.screen.show(source, b"\router 0\n\rinner 1\x1b[A")
+    assert terminal.shown() == "[0] outer 0\n[0] inner 1"
+    terminal.screen.show(source, b"\n\rinner 2\x1b[A")
+    assert terminal.shown() == f"{ERASED}[0] inner 2"
+    terminal.screen.show(source, b"\r\x1b[2Krich")
+    assert terminal.shown() == f"{ERASED}[0] \x1b[Krich"
+
+
 def test_the_status_stays_below_whole_lines(monkeypatch):
     terminal = Terminal(monkeypatch, is_shared=False)
     source, below = Source(0), "step 7\n2 ranks"
