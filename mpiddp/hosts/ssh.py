@@ -19,6 +19,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -114,7 +115,9 @@ def ask_hosts(
     work_s: float | None = None,  # for each host, once its login is done; None: as a login
     transport: Transport = SSH,
     logins: Logins | None = None,  # open ones; those that answer remain open
-    show: Callable[[Mapping[Host, Answer]], None] = lambda answers: None,  # those of each second
+    show: Callable[[Mapping[Host, Answer]], None] = lambda answers: (
+        None
+    ),  # those of each second, and at Ctrl-C
 ) -> dict[Host, Answer]:
     """Run `program`, the text of one, on all hosts at the same time.
 
@@ -159,6 +162,12 @@ def ask_hosts(
                 if new and (time.monotonic() >= show_at or not (waiting or running)):
                     show({host: new[host] for host in hosts if host in new})
                     new, show_at = {}, math.inf
+    except KeyboardInterrupt:  # what has come may be all that the user has waited for
+        for each in [each for each in running if each.has_begun]:
+            each.deadline = 0.0
+            new[each.host] = replace(each.answer(), exit_code=None)
+        show(new)
+        raise
     finally:
         for each in running:
             each.close()

@@ -156,6 +156,8 @@ def place(
         if 0 < slots < (npernode or 0):
             where = f"{host.name} ({hosts.where(host)})"
             more = f" To start more: -H {host.name}:{npernode}" if len(room) == 1 else ""
+            if hosts.starter == "srun":  # its slots are tasks
+                more = f" To start more: #SBATCH --ntasks-per-node={npernode}"
             most = f"the {slots} slots of {where}.{more}"
             raise UserError(f"{npernode} ranks per host are more than {most}")
         room[host] = min(slots, npernode or slots)

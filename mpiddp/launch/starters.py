@@ -227,6 +227,9 @@ def _srun(request: Request, command: Command) -> None:
     command.add("one Ctrl-C is enough", "--quit-on-interrupt")
     command.add(_FOLDER, f"--chdir={request.folder}")
     command.add(_VARIABLES, f"--export={','.join(sorted(exported))}")
+    if "SLURM_LAUNCH_NODE_IPADDR" in request.env:
+        # Inside of a step, as in the shell of `srun --pty`: the step of the ranks would wait for its CPUs.
+        command.settings["SLURM_OVERLAP"] = "1"
     cpus = request.env.get("SLURM_CPUS_PER_TASK", "")
     most = max(host.ranks for host in request.hosts.hosts)
     if most > 1 and not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & request.env.keys():

@@ -67,7 +67,7 @@ def join(world: World | None = None) -> Iterator[Coordinator]:
         return
     session.is_member = True
     if patches.is_on("stop_signal"):
-        stop_on(session.stop, signal.SIGUSR1)
+        stop_on(session.stop, signal.SIGUSR1, signal.SIGUSR2)
     if not session.has_agent and coordinator.connection is not None:
         session.error = None  # the script has caught an earlier one
         coordinator.listen(session.obey, partial(_watch, session))

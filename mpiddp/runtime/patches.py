@@ -260,8 +260,8 @@ class FinalizedMPI:
 
 
 def stop_signal(script: Script) -> None:
-    """SIGUSR1 requests a stop, unless the script handles it. Forked children ignore it."""
-    stop_on(script.session.stop, signal.SIGUSR1)
+    """SIGUSR1 and SIGUSR2 request a stop, unless the script handles them. Forked children ignore them."""
+    stop_on(script.session.stop, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def optimizer_steps(script: Script) -> None:

@@ -159,18 +159,21 @@ def test_run_names_the_hosts_that_fail(hosts, file):
 
 
 # A shell, its child, and a child that SIGTERM does not end.
-SLEEP = "(trap '' TERM; exec sleep 1000) & sleep 1000; wait"
+SLEEP = "echo begun; (trap '' TERM; exec sleep 1000) & sleep 1000; wait"
 
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "--timeout"])
 def test_run_leaves_nothing(hosts, file, end):
-    """Ctrl-C and --timeout end everything that `mpiddp hosts run` has started, on every host."""
+    """Ctrl-C and --timeout end all that `mpiddp hosts run` has started, and show what it has printed."""
     options = ("--timeout", "5s", "--login-timeout", "1h") if end == "--timeout" else ()
     job = hosts.start("hosts", "run", *options, file, "--", "sh", "-c", SLEEP)
     if end == "Ctrl-C":
         eventually(lambda: len(hosts.processes("sleep 1000")) >= 6)
         job.signal(signal.SIGINT)
-    assert job.wait().code == (130 if end == "Ctrl-C" else 1)
+    done = job.wait()
+    assert done.code == (130 if end == "Ctrl-C" else 1)
+    assert ": begun\n" in done.stdout
+    assert ": no end yet; stopped\n" in done.stderr
     eventually(lambda: not hosts.processes("sleep 1000"))
 
 

@@ -326,10 +326,11 @@ def test_a_training_alone(here):
     assert f"stopped at step {int(saved.name.removeprefix('step_'))}." in done.stdout
 
 
-def test_a_raw_mpirun(here):
-    """SIGUSR1 to a raw mpirun stops all ranks after the same step, and their data loaders keep working."""
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_raw_mpirun(here, number):
+    """SIGUSR1 or SIGUSR2 to a raw mpirun stops all ranks after the same step. Data loaders keep working."""
     job = here.start(*mpirun_command(2, "-m", "mpiddp", "run", program("loader.py")))
-    job.until("ready", times=2).signal(signal.SIGUSR1)
+    job.until("ready", times=2).signal(number)
     done = job.wait()
     assert (done.code, done.lines.count("saved")) == (75, 2), done.stderr
 

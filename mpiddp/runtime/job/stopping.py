@@ -102,8 +102,9 @@ class StopRequest:
 def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = False) -> None:
     """Treat these signals as requests to stop, unless the script, or nohup, handles them itself.
 
-    SIGUSR1 comes from mpirun or srun. Batch systems send SIGTERM, and the launcher, which gets it too, limits
-    the time. Without a launcher, `only_first` lets a second signal kill.
+    SIGUSR1 comes from mpirun or srun, and SIGUSR2 from Grid Engine, to every process of a job. Batch systems
+    send SIGTERM, and the launcher, which gets it too, limits the time. Without a launcher, `only_first` lets
+    a second signal kill.
     """
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     before = {each: found for each in numbers if (found := signal.getsignal(each)) in defaults}
@@ -120,7 +121,7 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
         """A forked child is no rank."""
         for number in before:
             if signal.getsignal(number) is on_signal:
-                ignores = number == signal.SIGUSR1
+                ignores = number in (signal.SIGUSR1, signal.SIGUSR2)
                 signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
 
     if before and threading.main_thread() is threading.current_thread():
