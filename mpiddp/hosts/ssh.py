@@ -115,9 +115,8 @@ def ask_hosts(
     work_s: float | None = None,  # for each host, once its login is done; None: as a login
     transport: Transport = SSH,
     logins: Logins | None = None,  # open ones; those that answer remain open
-    show: Callable[[Mapping[Host, Answer]], None] = lambda answers: (
-        None
-    ),  # those of each second, and at Ctrl-C
+    # Gets those of each second, and what there is at Ctrl-C.
+    show: Callable[[Mapping[Host, Answer]], None] = lambda answers: None,
 ) -> dict[Host, Answer]:
     """Run `program`, the text of one, on all hosts at the same time.
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 _LONGEST_CODE = 60  # characters
@@ -73,7 +72,9 @@ class Place:
             called = [frame[2] for frame in self.frames[self._own + 1 :]]
             function = next((name for name in called if name not in _WRAPPERS), function)
         what = f"{function} ({file.rpartition('/')[2]}:{line})"
-        code = shorten(code.rstrip(":,."), _LONGEST_CODE, placeholder=" …")
+        code = code.rstrip(":,.")
+        if len(code) > _LONGEST_CODE:
+            code = f"{code[:_LONGEST_CODE].rstrip()} …"
         return what if self.waits or not code else f"{what}: {code}"
 
     @property

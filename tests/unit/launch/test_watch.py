@@ -234,7 +234,7 @@ def test_100_000_steps_of_all_kinds_raise_no_alarm():
         ([("/home/me/data.py", 40, "load", "for each in files():")],
          "load (data.py:40): for each in files()"),
         ([("/home/me/data.py", 40, "load", "max")], "load (data.py:40): max"),
-        ([("/home/me/data.py", 40, "load", f"f({'x, ' * 30})")], f"load (data.py:40): f({'x, ' * 18}x, …"),
+        ([("/home/me/data.py", 40, "load", f"f({'x, ' * 30})")], f"load (data.py:40): f({'x, ' * 19}x …"),
         ([("/home/me/data.py", 40, "load", "")], "load (data.py:40)"),
         ([(f"{SITE}/a/x.py", 1, "first", "a()"), (f"{SITE}/b/y.py", 2, "last", "b()")],
          "last (y.py:2): b()"),
