@@ -44,14 +44,8 @@ def test_ranks_fill_the_slots_in_order():
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
         place(hosts, {}, starter, LaunchOptions(n=7), Past(hosts, {}, enough=3), 3)
     with pytest.raises(UserError, match="To start more: #SBATCH --ntasks-per-node=8"):
-        place(
-            replace(hosts, starter="srun"),
-            {},
-            starter,
-            LaunchOptions(npernode=8),
-            Past(hosts, {}),
-            3,
-        )
+        of_slurm = replace(hosts, starter="srun")
+        place(of_slurm, {}, starter, LaunchOptions(npernode=8), Past(hosts, {}), 3)
 
 
 def test_the_only_host_of_a_job_is_not_to_be_excluded(capfd):
