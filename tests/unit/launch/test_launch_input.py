@@ -43,8 +43,8 @@ def test_ranks_fill_the_slots_in_order():
         assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
         place(hosts, {}, starter, LaunchOptions(n=7), Past(hosts, {}, enough=3), 3)
+    of_slurm = replace(hosts, starter="srun")
     with pytest.raises(UserError, match="To start more: #SBATCH --ntasks-per-node=8"):
-        of_slurm = replace(hosts, starter="srun")
         place(of_slurm, {}, starter, LaunchOptions(npernode=8), Past(hosts, {}), 3)
 
 
