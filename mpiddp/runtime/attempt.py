@@ -338,11 +338,13 @@ class Attempt:
         ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in child.passed)}
         # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
         is_exit = not (ending.signal or ending.traceback or ending.error)
-        has_stopped = ending.code == STOPPED and "stopped" in child.said
+        # Of a stop, the agent of a command hears nothing where scripts within the command do.
+        says_so = child.is_command or "stopped" in child.said
+        has_stopped = ending.code == STOPPED and says_so
         stops = has_stopped or bool(was_asked and (ending.code in ends or is_exit))
         if stops or not ending.is_failure:
-            if ending.code == STOPPED and not has_stopped:
-                self.coordinator.send("stopped")  # a command says so by its code alone
+            if ending.code == STOPPED and "stopped" not in child.said:
+                self.coordinator.send("stopped")
             # Not by os._exit(0) in the middle of its work.
             has_left = child.is_command or "left" in child.said or ending.is_failure
             self.coordinator.send("done" if has_left else "exited")
