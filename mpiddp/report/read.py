@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from mpiddp.explain.explain import explain
 from mpiddp.explain.failures import Weight
 from mpiddp.text import counted
 
-_TAIL_BYTES = 1 << 20
+_TAIL_BYTES = 1 << 18
 _MAX_CURVES = 40
 _NOT_CURVES = ("step", "epoch")
 _LARGEST = 1e300
@@ -149,11 +150,12 @@ class Run:
         return None
 
     def shown(self, form: str, *names: str) -> str:
-        """The text of `latest`, or since when the value is not a number."""
+        """The text of `latest`, or since when the value is not a number, as far as that was read."""
         for name in names:
             curve = self.curves.get(name)
             if curve and curve.nan_since is not None:
-                return f"nan since step {curve.nan_since:,}"
+                since = f" since step {curve.nan_since:,}" if curve.steps else ""
+                return f"nan{since}"
             if (value := self.latest(name)) is not None:
                 return form.format(value)
         return UNKNOWN
@@ -252,16 +254,17 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
 
 def _curves(path: Path, notes: list[str], *, only_end: bool) -> dict[str, Curve]:
     """The numbers of metrics.jsonl by name."""
-    curves: dict[str, Curve] = {}
+    curves = defaultdict[str, Curve](Curve)
     for record in _lines(path, notes, _TAIL_BYTES if only_end else None):
         step = number(record, "step")
         if step is None:
             continue
-        for name in (each for each in record if each not in _NOT_CURVES):
+        for name, given in record.items():
             value = number(record, name)
-            is_nan = record[name] is None or isinstance(record[name], float)  # JSON has no NaN
-            if (value is not None or is_nan) and (name in curves or len(curves) < _MAX_CURVES):
-                curves.setdefault(name, Curve()).add(step, value)
+            is_nan = given is None or isinstance(given, float)  # JSON has no NaN
+            has_room = name in curves or len(curves) < _MAX_CURVES
+            if (value is not None or is_nan) and has_room and name not in _NOT_CURVES:
+                curves[name].add(step, value)
     if len(curves) == _MAX_CURVES:
         notes.append(f"{path}: at most {_MAX_CURVES} curves are shown.")
     return curves
@@ -280,7 +283,7 @@ def _lines(path: Path, notes: list[str], most: int | None = None) -> Iterator[di
             file.seek(0)
         for line in file:
             try:
-                found = json.loads(line)
+                found = json.loads(line.decode())  # else it would guess the encoding
             except (ValueError, RecursionError):
                 found = None
             if isinstance(found, dict):

@@ -27,7 +27,7 @@ _SETS_VARIABLES = re.compile(
     rb"(?<!in os\.)(?<!in )\benviron\b(?! *\[|\.(?:get|keys|values|items|copy)\()"
 )
 _SHELL = re.compile(rb"#!.*\b(?:sh|bash|dash|zsh|ksh|fish|csh|tcsh)\s*$")
-_STARTS_MPI = re.compile(rb"\b(?:mpi4py|petsc4py|horovod)\b|['\"]mpi['\"]")
+_STARTS_MPI = (b"mpi4py", b"petsc4py", b"horovod", b"'mpi'", b'"mpi"')
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
@@ -76,7 +76,8 @@ class Program(NamedTuple):
         if self._is_ours:
             return True
         texts = self._texts
-        if not texts or any(map(_SETS_VARIABLES.search, texts)):
+        texts_of_env = (text for text in texts if b"env" in text)  # 10 times as fast
+        if not texts or any(map(_SETS_VARIABLES.search, texts_of_env)):
             return False
         packages = {each.partition(".")[0] for each in imported_by(texts[0])}
         return any(b"torch" in text for text in texts) or bool(packages - _WITHOUT_TORCH)
@@ -84,7 +85,8 @@ class Program(NamedTuple):
     @property
     def starts_mpi(self) -> bool:
         """Whether it may start MPI, as one rank of its mpirun. No later process of this rank can do so."""
-        return not self._is_ours and any(map(_STARTS_MPI.search, self._texts))
+        texts = [] if self._is_ours else self._texts
+        return any(word in text for text in texts for word in _STARTS_MPI)
 
     @property
     def _is_ours(self) -> bool:

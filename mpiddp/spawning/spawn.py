@@ -195,9 +195,11 @@ def _own_modules(source: str, text: str, path: Sequence[str]) -> dict[str, bytes
         file = str(getattr(module, "__file__", None))
         if file.startswith(beginnings) and "-packages" not in file:
             names.add(name)
-    start = [file for name in names for file in modules_at(name, folders)]
+    start = dict[Path, None]()
+    for name in names:
+        start |= dict.fromkeys(modules_at(name, folders, start))
     if source.startswith(beginnings):  # it may import its own package
-        start.append(Path(source))
+        start[Path(source)] = None
     found = sources_of(start, folders)
     return {str(file): each for file, each in found.items() if each is not None}
 

@@ -79,6 +79,11 @@ def test_a_loss_that_became_nan_says_so(tmp_path):
     assert run.shown("{:.4g}", "train_loss", "loss") == "nan since step 6"
     assert "nan since step 6" in texts(facts([run]))
     assert run.shown("{:.2g}", "lr") == "1"
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(f'{{"step": {step}, "train_loss": NaN}}\n' for step in range(8, 40_000))
+    assert read_run(folder).shown("{:.4g}", "train_loss") == "nan since step 6"
+    # `mpiddp runs` reads the end only, and named the first step there.
+    assert read_run(folder, only_end=True).shown("{:.4g}", "train_loss") == "nan"
 
 
 def test_lines_without_a_record_are_counted(tmp_path):
