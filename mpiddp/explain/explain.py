@@ -276,13 +276,13 @@ class Log:
             first = min(found, key=lambda each: each.place, default=None)
             if first is not None and first.failure.weight != Weight.CONSEQUENCE:
                 return first
-        return last[0].found if last else None
+        return self._with_message(last[0].found) if last else None
 
     def _with_message(self, found: Explanation) -> Explanation:
         """The row that a later line of an exception's message shows, where its first line shows none."""
         for row in self._rows.values() if found.failure is _EXCEPTION else ():
             is_near = 0 < row.number - found.number <= _LONGEST_MESSAGE
-            if is_near and row.failure.weight == Weight.CAUSE:
+            if is_near and row.failure.weight in (Weight.CAUSE, Weight.CONSEQUENCE):
                 return row
         return found
 
