@@ -151,6 +151,18 @@ def test_a_slow_login(hosts):
             assert done.code > 0
 
 
+def test_a_host_without_space(hosts):
+    """A host whose /tmp is full is named, with the system's reason."""
+    mount = "mount -t tmpfs -o size=4k,mode=1777 none /tmp && echo full > /tmp/file"
+    hosts["node1"].run(["sh", "-c", mount], check=True)
+    try:
+        done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
+    finally:
+        hosts["node1"].run(["umount", "/tmp"], check=True)
+    (said,) = done.said
+    assert said == "node1: OSError: [Errno 28] No space left on device. Try: ssh node1 df /tmp"
+
+
 def test_a_script_that_a_host_lacks(hosts):
     """A host without the script is named before the start, with the command that copies it."""
     folder = "/run/tmp/project"
