@@ -67,7 +67,7 @@ _WELL = re.compile(
 
 _BY_ID = {row.id: row for row in FAILURES}
 _EXCEPTION, _EXIT = _BY_ID["python-exception"], _BY_ID["python-exit"]
-_RERUN = _BY_ID["python-start-method"]
+_RERUN, _HANG = _BY_ID["python-start-method"], _BY_ID["python-hang"]
 # Texts with the same first character share a branch: faster than one alternative a text.
 _SAYS = [text for row in FAILURES for text in row.says]
 _BRANCHES = groupby(
@@ -172,6 +172,8 @@ class Log:
             elif verdict := VERDICT.fullmatch(text):
                 self._verdict, self._verdict_at = verdict, number
             elif self._verdict is not None:
+                if _HANG in _shown_by(text):  # it names the rank, and its line
+                    self._rows.setdefault(_HANG.id, _explained(_HANG, number, text))
                 return True
         if text.startswith(_CHAINED):
             self._chained.add(rank)
