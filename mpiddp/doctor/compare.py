@@ -115,8 +115,9 @@ def processes(facts: Facts) -> Iterator[Found]:
             fact = f"locked memory is limited on {name}, which InfiniBand needs"
             yield FAIL, fact, "set memlock to unlimited there, for sshd too"
         if found["shm"] < LEAST_SHM:
-            fact = f"/dev/shm holds {size_text(found['shm'])} on {name}"
-            yield WARN, fact, "mount -o remount,size=8G /dev/shm there; in Docker: --shm-size 8g"
+            fact = f"/dev/shm has {size_text(found['shm'])} of free space on {name}"
+            fix = "ls -l /dev/shm there; mount -o remount,rw,size=8G /dev/shm; in Docker: --shm-size 8g"
+            yield WARN, fact, fix
 
 
 def folders(facts: Facts, folders: Sequence[str]) -> Iterator[Found]:

@@ -30,14 +30,14 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
     names = {*wanted["names"], socket.gethostname()}
     with ThreadPoolExecutor(_RESOLVERS) as threads:
         resolved = dict(zip(names, threads.map(_resolve, names)))
-    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    shared = os.statvfs("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     return {
         "hostname": socket.gethostname(),
         "addresses": [*own_addresses(), *(each.address for each in interfaces())],
         "names": resolved,
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # -1: no limit
         "locked memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
-        "shm": shared.f_blocks * shared.f_frsize if shared else 0,
+        "shm": shared.f_bavail * shared.f_frsize if shared else 0,
         "infiniband": os.path.isdir("/sys/class/infiniband"),
         "folders": {path: _error_of(path) for path in wanted["folders"]},
         "files": dict(files_of(*wanted["program"])),

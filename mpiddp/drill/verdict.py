@@ -19,7 +19,7 @@ from mpiddp.explain.explain import VERDICT
 
 _DAMAGED = re.compile(
     r"PytorchStreamReader|failed finding central directory|EOFError|UnpicklingError: (pickle|invalid)|"
-    r"unexpected EOF|is truncated|zip archive"
+    r"unexpected EOF|is truncated|zip archive|Weights only load failed"
 )
 # Behind the launcher's prefix, and torch's own: "[rank 1 node1] [rank1]: RuntimeError: …".
 _ERROR = re.compile(
@@ -193,12 +193,12 @@ def _resume(case: _Case) -> Iterator[str]:
 def _failed_resume(fault: Fault, last: Ended) -> str:
     error = last_error(last)
     how = f"the resumed run ended with code {last.code}: {error}"
+    if fault.damage is not None and _DAMAGED.search(last.said):
+        return f"{how}: keep two checkpoints, and use the older one if the newest cannot be read"
     if "Weights only load failed" in last.said:
         return f"{how}: save tensors, numbers and strings alone, or name your classes to torch.load"
     if fault.is_of_save:
         return f"the checkpoint is torn ({error}): write into a file beside it, then os.replace"
-    if fault.damage is not None and _DAMAGED.search(last.said):
-        return f"{how}: keep two checkpoints, and use the older one if the newest cannot be read"
     return how
 
 

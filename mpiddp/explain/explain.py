@@ -67,7 +67,7 @@ _WELL = re.compile(
 
 _BY_ID = {row.id: row for row in FAILURES}
 _EXCEPTION, _EXIT = _BY_ID["python-exception"], _BY_ID["python-exit"]
-_RERUN = _BY_ID["python-start-method"]
+_RERUN, _HANG = _BY_ID["python-start-method"], _BY_ID["python-hang"]
 # Texts with the same first character share a branch: faster than one alternative a text.
 _SAYS = [text for row in FAILURES for text in row.says]
 _BRANCHES = groupby(
@@ -172,6 +172,8 @@ class Log:
             elif verdict := VERDICT.fullmatch(text):
                 self._verdict, self._verdict_at = verdict, number
             elif self._verdict is not None:
+                if _HANG in _shown_by(text):  # it names the rank, and its line
+                    self._rows.setdefault(_HANG.id, _explained(_HANG, number, text))
                 return True
         if text.startswith(_CHAINED):
             self._chained.add(rank)
@@ -276,13 +278,13 @@ class Log:
             first = min(found, key=lambda each: each.place, default=None)
             if first is not None and first.failure.weight != Weight.CONSEQUENCE:
                 return first
-        return last[0].found if last else None
+        return self._with_message(last[0].found) if last else None
 
     def _with_message(self, found: Explanation) -> Explanation:
         """The row that a later line of an exception's message shows, where its first line shows none."""
         for row in self._rows.values() if found.failure is _EXCEPTION else ():
             is_near = 0 < row.number - found.number <= _LONGEST_MESSAGE
-            if is_near and row.failure.weight == Weight.CAUSE:
+            if is_near and row.failure.weight in (Weight.CAUSE, Weight.CONSEQUENCE):
                 return row
         return found
 

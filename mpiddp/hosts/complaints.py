@@ -48,6 +48,9 @@ _COMPLAINTS = {
     "ssh-keyscan {port}{name} >> ~/.ssh/known_hosts",
     r"^Permissions \d+ for '(.+)' are too open": "ssh {name}: ssh does not use the key {0}, because others "
     "can read it. Run: chmod 600 {0}",
+    "^Received disconnect .*: (Too many authentication failures)": "ssh {name}: {0}: ssh offers other "
+    "keys first. Name the right one in ~/.ssh/config: IdentityFile FILE, IdentitiesOnly yes",
+    r"^(.+ line \d+: Bad configuration option: .+)": "ssh {name}: {0}",
     _DENIED: "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
     "^(ssh: connect to host .*|channel .* failed): Connection refused": "ssh {name}: connection refused "
     f"{_WAY}. Start sshd there, or set its port in the hostfile: {{name}} port=N",
@@ -107,6 +110,8 @@ def _no_answer(answer: Answer) -> str:
     errors, limit_s = answer.stderr.strip().splitlines(), transport.login_s
     if answer.has_failed_there:
         last = [f"exit code {answer.exit_code}", *errors][-1]
+        if "[Errno " in last:  # as of a full disk
+            return f"{host.name}: {last.rstrip('.')}. Try: {ssh_line(host)} df /tmp"
         fix = " Install the same Python there as here." if is_ours else ""
         return f"{host.name}: {python} does not run there: {last.rstrip('.')}.{fix}"
     no_end = f"no answer in {limit_s:g} s"
@@ -120,11 +125,11 @@ def _no_answer(answer: Answer) -> str:
         slow = f"If its logins are slow: --login-timeout {2 * limit_s:.0f}s"
         return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {slow}"
     printed = answer.printed_before.strip().splitlines()
-    if answer.exit_code != 255 and (printed or answer.exit_code == 0):
-        why = f"the host runs another command, which prints: {shown([*printed, 'nothing'][0].rstrip('.'))}"
-        return (
-            f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, and its start-up files."
-        )
+    if answer.exit_code != 255:
+        said = [*printed, *errors[-1:], "nothing"][0].rstrip(".")
+        why = f"the host runs another command, which prints: {shown(said)}"
+        see = "its login shell, its start-up files, and command= in its authorized_keys"
+        return f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, {see}."
     return ssh_complaint(host, answer.stderr, transport)
 
 

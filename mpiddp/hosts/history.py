@@ -98,7 +98,8 @@ def parse(line: bytes) -> Event | None:
     try:
         facts = json.loads(line)
         hosts = {host: str(why) for host, why in facts["hosts"].items()}
-        return Event(float(facts["at"]), str(facts["job"]), hosts)
+        time.localtime(at := float(facts["at"]))  # raises for what is no time
+        return Event(at, str(facts["job"]), hosts)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 

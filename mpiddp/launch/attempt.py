@@ -89,7 +89,7 @@ class Attempt:
     def run(self) -> Outcome:
         """Wait and react until all agents wait, or until no process of it is left that can be reached."""
         while self.mpirun.code is None and not self.are_waiting:
-            self._wait()
+            self.wait()
             are_held = len(self.record.latest["held"]) == self.record.world_size
             self.are_waiting = are_held and not self.output.open_ranks
         if self.are_waiting:
@@ -109,7 +109,7 @@ class Attempt:
         """End the agents that wait."""
         self._end_after(0.0)
         while self.mpirun.code is None:
-            self._wait()
+            self.wait()
         self._finish()
         self.agents.clean_up(self.outcome, self.record.silent_hosts)
 
@@ -121,7 +121,7 @@ class Attempt:
         self._end_ranks()  # whose last messages may be in transit
         until = time.monotonic() + SILENCE_S
         while self.server.connected and time.monotonic() < until:
-            self._wait(until)
+            self.wait(until)
         for event in self.server.drop_silent_hosts():
             self._add(event)
         grace_s = 0.0 if self.record.stop is Stop.AT_ONCE else ORPHANS_S
@@ -134,7 +134,7 @@ class Attempt:
         self._has_ended.set()
         self.record.note("mpirun", **self.mpirun.end._asdict())
 
-    def _wait(self, until: float = float("inf")) -> None:
+    def wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until then, and handle what has happened."""
         events, numbers = self.agents.wait(until)
         for event in events:
@@ -165,10 +165,10 @@ class Attempt:
                 missing = f"the last output of {ranks} has not arrived; it may be missing here."
                 output.log(missing, is_error=True)
                 break
-            self._wait(time.monotonic() + 0.02)
+            self.wait(time.monotonic() + 0.02)
         output.end()
         while output.blocked_since is not None and has_time():
-            self._wait(time.monotonic() + 0.05)
+            self.wait(time.monotonic() + 0.05)
 
     # --- what happens ---
 
@@ -213,7 +213,11 @@ class Attempt:
                 exchange.take(event, self.server)
             case "view_job":
                 state = job_facts(record, self.output.latest, time.monotonic())
+                state |= {"phase": "restarting"} if self.are_waiting else {}
                 console.answer(facts["viewer"], **state)
+            case "view_stacks" if self.are_waiting:
+                between = "no rank runs now: the job restarts."
+                console.answer(facts["viewer"], sentence=between, stacks={})
             case "view_stacks":
                 self._looks.answer(facts["viewer"])
             case "started":

@@ -247,8 +247,11 @@ class Job:
 
         By a signal, or by --stop-after.
         """
-        left_s = self.launcher.stop_at - time.monotonic()
-        if self.signals.has_stop(max(0.0, min(within_s, left_s))) or left_s <= within_s:
+        stop_at = self.launcher.stop_at
+        until = min(time.monotonic() + within_s, stop_at)
+        while self.waiting is not None and not self.signals.has_stop() and time.monotonic() < until:
+            self.waiting.wait(until)  # viewers may ask
+        if self.signals.has_stop(until - time.monotonic()) or until == stop_at:
             raise KeyboardInterrupt
 
 

@@ -44,7 +44,7 @@ def check(path: str | None, on_end: Sequence[str] | None) -> None:
         raise UserError(f"--on-end: {shown(on_end[0])} is not a program.")
     if path is not None:
         try:
-            part_of(Path(path)).touch()
+            part_of(Path(path)).write_text("\n", encoding="utf-8")  # fails on a full disk
         except OSError as error:
             raise cause_of(error)(_unwritten(error, path)) from None
 

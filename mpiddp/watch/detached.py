@@ -29,7 +29,7 @@ from mpiddp.protocol.channel import state_folder
 LOG_LIMIT = 32 << 20  # bytes of a part of the log; the newest two are kept
 KEPT = 20  # jobs that have ended
 _CHECK_S = 1.0  # how often the size of the log is looked at
-_NO_REPORT = "its launcher was killed, or its machine stopped"
+_NO_REPORT = "its launcher was killed, its machine stopped, or its disk is full"
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,16 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
     """
     for old in [job for job in detached_jobs() if not job.is_running][KEPT:]:
         shutil.rmtree(old.folder, ignore_errors=True)
+    from tempfile import TemporaryFile  # takes 10 ms
+
     parent = state_folder() / "jobs"
     if not parent.is_absolute():
         raise UserError("--detach: this user has no home folder. Set XDG_STATE_HOME to a folder.")
     ends = [path.name[len(beginning) + 1 :] for path in parent.glob(f"{beginning}-*")]
     try:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with TemporaryFile(dir=parent) as file:
+            file.write(b"\n")  # fails on a full disk
         for number in count(1 + max((int(end) for end in ends if end.isdecimal()), default=0)):
             with suppress(FileExistsError):  # another job begins at the same time
                 job = DetachedJob(parent / f"{beginning}-{number}")

@@ -34,6 +34,7 @@ LOGS = {
     "full_disk_in_save": ("system-disk-full", 6),
     "gloo_then_value_error": ("python-exception", 8),
     "mpiddp_argparse": ("python-usage", 4),
+    "mpiddp_collective_timeout": ("python-hang", 11),
     "mpiddp_custom": ("python-exception", 14),
     "mpiddp_hang": ("python-hang", 7),
     "mpiddp_hang_after_steps": ("python-hang", 1),

@@ -212,7 +212,7 @@ SHARDS = {
     "tensors": {'["model", "a"]': {"shape": [4], "dtype": "float32", "chunks": [CHUNK]}},
     "files": {"shard_00000.pt": A_FILE},
 }
-EVENT = b'{"at": 1795329022.1, "job": "7", "hosts": ["a"], "failed": {"a": "x"}}'
+EVENT = b'{"at": 1795329022.1, "job": "7", "hosts": {"a": "x"}}'
 MESSAGE = {"type": next(iter(MESSAGES)), **dict.fromkeys(next(iter(MESSAGES.values())), 1)}
 NO_MESSAGE = (LookupError, TypeError, AttributeError)
 

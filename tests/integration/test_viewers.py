@@ -94,7 +94,7 @@ def test_the_stack_of_a_rank(job):
     assert "--rank 7: there is no such rank" in refused.stderr
 
 
-def test_a_launcher_between_two_attempts_does_not_answer(folder, monkeypatch, capsys):
+def test_a_launcher_that_starts_does_not_answer(folder, monkeypatch, capsys):
     for limit in ("_ANSWER_S", "_STACKS_S"):
         monkeypatch.setattr(jobs, limit, 0.5)
     console = Console("viewed.py")
@@ -122,7 +122,7 @@ def test_what_a_killed_launcher_has_left_is_removed(job):
 
 
 def test_top_outlives_a_restart_and_ends_with_the_job(folder):
-    """Nobody answers between two attempts."""
+    """Nobody answers before new agents have started."""
     command = (sys.executable, "-m", "mpiddp", "top", PID)
     job = rf"viewed\.py \(pid {PID}\), "
     with ExitStack() as stack:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -152,7 +153,7 @@ def test_a_killed_launcher_is_told(here, env):
     here.start("logs", "-f", name, env=env).until("step 1 of 2")
     os.kill(json.loads(report(here, name).read_text())["pid"], signal.SIGKILL)
     done = here.run("wait", name, env=env)
-    killed = "its launcher was killed, or its machine stopped."
+    killed = "its launcher was killed, its machine stopped, or its disk is full."
     assert (done.code, done.lines) == (1, [f"job {name} has ended without a report: {killed}"])
     eventually(lambda: not here.processes())
 
@@ -190,6 +191,16 @@ def test_a_report_that_cannot_be_written_starts_nothing(here, env, options, text
         done = here.run("launch", *detach, *options, *job, env=env)
         assert (done.code, done.stdout) == (2, "")
         assert text in done.stderr
+
+
+def test_a_full_disk_starts_nothing(here, env):
+    """A job whose log or report finds a full disk is refused before the start."""
+    job = shlex.join([*here.where(1), here.script("print('ran')", "full.py")])
+    for option, what in {"--detach": "keep the job's output in", "--report r": "write r:"}.items():
+        launch = f"(ulimit -f 0; {sys.executable} -m mpiddp launch {option} {job}) 2>&1 | cat"
+        (said,) = here.run("sh", "-c", launch, env=env).lines
+        assert re.match(rf"mpiddp: {option[:8]}: cannot {what} .*File too large", said)
+    assert not [*here.folder.glob("state/mpiddp/jobs/full*")]
 
 
 def test_the_report_of_a_job_that_failed(here):

@@ -117,7 +117,7 @@ def test_explain_knows_the_root_cause(text, capsys):
     """`mpiddp explain` names the root cause of a failure from what real programs printed."""
     code, first = explained(text, capsys)
     assert code == 0
-    assert text.stem.partition(".")[0] in first
+    assert f"\n{text.stem.partition('.')[0]}: " in first
     assert str(text) in first
 
 

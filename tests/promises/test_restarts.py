@@ -94,7 +94,7 @@ def test_a_script_that_ends_slowly(here):
 
 
 def test_a_stop_before_a_restart(here):
-    """The pause before a restart doubles. A stop in it ends the job with code 130 and what resumes it."""
+    """The pause before a restart doubles. A stop in it, as by a viewer, exits with 130 and what resumes."""
     saves = "import mpiddp\nrun = mpiddp.Checkpoints('run', every=1)\nrun.resume() or run.save(1, {'a': 1})"
     script = here.script(f"{saves}\nrun.close()\n1 / 0", "fails.py")
     job = here.start("launch", *here.where(1), "--max-restarts", "9", script)
@@ -102,7 +102,10 @@ def test_a_stop_before_a_restart(here):
     since = time.monotonic()  # after pauses of 0, 1 and 2 s
     job.until("failed first: ZeroDivisionError", times=5)
     assert time.monotonic() - since > 3.5
-    job.signal(signal.SIGTERM)
+    pid = str(job.pid)
+    assert f"(pid {pid}), restarting, 1 rank" in here.run("top", "--once", pid).stdout
+    assert here.run("stacks", pid).lines == ["no rank runs now: the job restarts."]
+    here.run("stop", pid).assert_ok()
     done = job.wait()
     assert (done.code, done.said[-2]) == (130, "interrupted before a restart.")
     assert done.said[-1].startswith("to resume: mpiddp launch -H localhost:1 --max-restarts 9 ")

@@ -77,6 +77,31 @@ def forced_command(node0: Host, node1: Host) -> Iterator[None]:
 
 
 @contextmanager
+def missing_shell(node0: Host, node1: Host) -> Iterator[None]:
+    with begins_with(node1, BASHRC, "exec zzsh\n"):
+        yield
+
+
+@contextmanager
+def many_keys(node0: Host, node1: Host) -> Iterator[None]:
+    (key,) = ssh.make_keys(1)
+    first = "IdentityFile /root/.ssh/another\nIdentityFile ~/.ssh/id_ed25519\n"
+    with (
+        begins_with(node0, "/root/.ssh/another", key.private),
+        begins_with(node0, CONFIG, first),
+        sshd_with(node1, "MaxAuthTries 1\n"),
+    ):
+        node0.path("/root/.ssh/another").chmod(0o600)
+        yield
+
+
+@contextmanager
+def mistyped(node0: Host, node1: Host) -> Iterator[None]:
+    with begins_with(node0, CONFIG, "Prot 22\n"):
+        yield
+
+
+@contextmanager
 def banner(node0: Host, node1: Host) -> Iterator[None]:
     text = "Connection timed out: so ends an idle session.\n"
     with (
@@ -92,6 +117,9 @@ FAULTS = {
     locked_key: f'{KEY} has a passphrase, and no agent holds it. Run: eval "$(ssh-agent)"; ssh-add',
     changed_key: "its host key has changed. Check that it is the same host, then run: ssh-keygen -R",
     forced_command: "runs another command, which prints: This account is not available. See Force",
+    missing_shell: "which prints: /root/.bashrc: line 1: exec: zzsh: not found. See Force",
+    many_keys: "Too many authentication failures: ssh offers other keys first. Name the right one in",
+    mistyped: "/root/.ssh/config: line 1: Bad configuration option: prot",
     banner: "permission denied (publickey). Run: ssh-copy-id node1",
 }
 
@@ -121,6 +149,18 @@ def test_a_slow_login(hosts):
             done = hosts.run(*verb_of, *command)
             assert "slow: --login-timeout 2s" in done.stderr
             assert done.code > 0
+
+
+def test_a_host_without_space(hosts):
+    """A host whose /tmp is full is named, with the system's reason."""
+    mount = "mount -t tmpfs -o size=4k,mode=1777 none /tmp && echo full > /tmp/file"
+    hosts["node1"].run(["sh", "-c", mount], check=True)
+    try:
+        done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
+    finally:
+        hosts["node1"].run(["umount", "/tmp"], check=True)
+    (said,) = done.said
+    assert said == "node1: OSError: [Errno 28] No space left on device. Try: ssh node1 df /tmp"
 
 
 def test_a_script_that_a_host_lacks(hosts):

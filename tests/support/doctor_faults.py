@@ -274,4 +274,5 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "low nofile": on("node3", "256 files", limited, "nofile", 256),
     "small /dev/shm": on("node3", "/dev/shm", mounted, "/dev/shm", "-o size=16m"),
+    "read-only /dev/shm": on("node1", "/dev/shm has 0 B", mounted, "/dev/shm", "-o ro"),
 }

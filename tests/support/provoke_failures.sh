@@ -34,6 +34,8 @@ intel() { PATH=$ROOT/.mpi/intelmpi/bin:$PATH "$ROOT/.mpi/intelmpi/bin/mpirun" "$
 torch-address-in-use() { RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29871 one "
 import socket; taken = socket.create_server(('', 29871), family=socket.AF_INET6, dualstack_ipv6=True)
 dist.init_process_group('gloo')"; }
+torch-address-in-use.python() { one "
+import socket; taken = socket.create_server(('127.0.0.1', 29871)); socket.create_server(('127.0.0.1', 29871))"; }
 torch-store-unreachable() { alone python -c "$IMPORTS
 dist.TCPStore('127.0.0.1', 29500, 2, False, timeout=s(seconds=2))"; }
 torch-rank-missing() { one "dist.TCPStore('127.0.0.1', 0, 2, True, timeout=s(seconds=2))"; }
@@ -180,6 +182,7 @@ list(ProcessPoolExecutor(1).map(os._exit, [3]))"; }
 python-child-ended.spawn() { one "
 if __name__ == '__main__': torch.multiprocessing.spawn(os._exit, nprocs=2)"; }
 system-disk-full() { one "open('/dev/full', 'wb').write(bytes(1 << 20))"; }
+system-disk-full.torch() { one "torch.save(torch.ones(1 << 20), '/dev/full')"; }
 system-disk-failed.read-only() { unshare --mount bash -c 'mount -t tmpfs -o ro none /mnt; "$@"' - python -c "open('/mnt/model.pt', 'w')"; }
 system-permission() { one "os.setuid(65534); open('/root/model.pt', 'w')"; }
 system-open-files() { (ulimit -n 20; one "kept = [open('/dev/null') for _ in range(99)]"); }

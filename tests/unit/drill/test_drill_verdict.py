@@ -52,6 +52,14 @@ def test_a_run_that_resumes_from_an_older_save_has_lost_a_checkpoint():
     assert result.cause.startswith("the run begins anew, although it had saved at step 2")
 
 
+def test_what_a_flipped_bit_breaks_is_no_fault_of_the_classes():
+    """torch blames the pickle for the bit."""
+    flip = next(fault for fault in FAULTS if fault.name == "flip")
+    failed = rehearsal(attempt(0, 3, "a"), Attempt(None, [], []))
+    failed.ended[-1] = Ended(1, "_pickle.UnpicklingError: Weights only load failed. This file")
+    assert "keep two checkpoints" in judge(UNDISTURBED, flip, failed).cause
+
+
 def test_the_error_of_a_run_is_none_of_the_notes_around_it():
     verdict = "rank 0 on a ended first, with exit code 1: no data. The other ranks were stopped."
     said = f"mpiddp: no hosts given\n[rank 0] 3\nmpiddp: {verdict}\nmpiddp: not shown\n"

@@ -68,6 +68,7 @@ def test_an_event_is_one_line_beside_the_hostfile(hostfile):
     append(path, job(3, age_s=31 * DAY_S))  # too old to count
     with path.open("a") as lines:
         lines.write('no line\n{"at": 1}\n{"at": 1, "job": "", "hosts": [1]}\n[]\n')
+        lines.write('{"at": 1e300, "job": "no time", "hosts": {}}\n')
     assert [each.job for each in read(path)] == ["job1", "job2"]
 
 
