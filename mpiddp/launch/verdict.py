@@ -81,8 +81,10 @@ def _with_cause(record: Record, found: Outcome, first: Event | None) -> Outcome:
 def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     """The verdict by the first row that applies. `first` failed first."""
     stop, end = record.own("stop"), record.own("end")
-    # A request after a failure explains nothing.
-    is_requested = record.stop >= Stop.BY_USER and not (stop and end and end.at < stop.at)
+    # A request after a failure explains nothing, unless a scheduler has sent SIGTERM to the rank as well.
+    was_signalled = first is not None and first.facts.get("signal") == signal.SIGTERM
+    is_late = stop and end and end.at < stop.at and not was_signalled
+    is_requested = record.stop >= Stop.BY_USER and not is_late
     # Some ranks may have had less to do than others, and finished before the request.
     all_done = not record.left
     if all_done and record.latest["stopped"]:
