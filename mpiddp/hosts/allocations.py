@@ -46,12 +46,13 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
     A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node
     they are its GPUs, or 1 on a CPU host: Slurm itself would count cores.
     """
-    job, nodelist = env["SLURM_JOB_ID"], _needed(env, "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
+    job = env["SLURM_JOB_ID"]
     if (components := env.get("SLURM_HET_SIZE", "")) not in ("", "1"):
         raise UserError(
             f"SLURM_HET_SIZE={shown(components)}: Slurm job {job} is heterogeneous, and the hosts of its "
             f"components are not read. {NAME_THEM}"
         )
+    nodelist = _needed(env, "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
     try:
         names = expand_nodelist(nodelist)
         if "SLURM_NTASKS" in env or "SLURM_NTASKS_PER_NODE" in env:
@@ -60,6 +61,7 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
             if len(slots) != len(names):
                 raise ValueError(
                     f"SLURM_TASKS_PER_NODE={shown(counts)} does not fit SLURM_JOB_NODELIST={shown(nodelist)}"
+                    ", as in a step of srun: start mpiddp launch without srun"
                 )
         else:
             slots = _gpus_of_slurm(env, names)

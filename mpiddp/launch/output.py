@@ -40,8 +40,8 @@ _CHUNK = 1 << 16  # bytes, the size of a pipe
 _MOST_HELD = 1 << 16  # bytes that wait for the verdict
 _LATEST, _TAIL = 256, 1 << 14  # bytes that are kept of what each rank has written last
 _CTRL_D = b"\x04"
-# Open MPI 5 warns where an ssh that it has started was faster than its own next line.
-_HARMLESS = re.compile(rb"\[[^]\n]*\] plm:ssh: Warning: setpgid\([^\n]*\n")
+# Open MPI warns where an ssh that it has started was faster than its own next line.
+_HARMLESS = re.compile(rb"\[[^]\n]*\] plm:[rs]sh: Warning: setpgid\([^\n]*\n")
 OUTPUT_S = 5.0  # that neither continues nor ends
 _BACKGROUND_S = 0.5  # until the next question whose the terminal is
 

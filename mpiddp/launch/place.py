@@ -151,7 +151,12 @@ def place(
     n, npernode = options.n, options.npernode
     room = {host: _slots(hosts, host, known.get(host), options) for host in hosts.hosts}
     if not options.names_hosts and past.enough is None:  # said once
-        log.info(f"no hosts given: using {hosts.source}, slots={sum(room.values())}")
+        gpus = os.environ.get("SLURM_GPUS_ON_NODE", "")
+        are_idle = (
+            hosts.starter == "srun" and {*room.values()} == {1} and gpus not in ("", "0", "1")
+        )
+        more = f"; for a rank on each GPU: #SBATCH --ntasks-per-node={shown(gpus)}" * are_idle
+        log.info(f"no hosts given: using {hosts.source}, slots={sum(room.values())}{more}")
     for host, slots in room.items():
         if 0 < slots < (npernode or 0):
             where = f"{host.name} ({hosts.where(host)})"
@@ -167,6 +172,8 @@ def place(
         each = listed([f"{host.name}={slots}" for host, slots in room.items()])
         is_unnamed = not (options.names_hosts or hosts.scheduler or npernode)
         more = f" To start more: -H localhost:{n}" * is_unnamed
+        if hosts.starter == "srun" and not npernode:
+            more = f" To start more: #SBATCH --ntasks={n}"
         raise UserError(
             f"-n {n} is more than the {total} slots of {hosts.source}{within} ({each}).{more}"
         )

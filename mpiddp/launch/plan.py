@@ -80,9 +80,8 @@ def make_plan(
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
-    past: None for the first attempt, which reads the hosts, knows of earlier jobs, pushes, and waits for
-    hosts: a job has pauses of its own between two attempts. logins: gets those of the preflight. Raises
-    UserError for bad input and JobFailed if a machine failed.
+    past: None for the first attempt, which reads the hosts, knows of earlier jobs, and pushes. logins: gets
+    those of the preflight. Raises UserError for bad input and JobFailed if a machine failed.
     """
     is_first = past is None
     named = past.named if past else read_hosts(options, env)
@@ -103,8 +102,8 @@ def make_plan(
     _, least = place.wanted_hosts(options, past)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
-    wait_s = (options.wait_s or 0.0) if is_first else 0.0
-    checked = run_preflight(options, named, starter, env, logins, wait_s=wait_s)
+    waits = options.wait_s or 0.0, len(named.usable) if is_first else least
+    checked = run_preflight(options, named, starter, env, logins, waits)
     _note(past, checked.silent)
     return _plan(options, env, starter, past, checked)
 
@@ -234,12 +233,12 @@ def run_preflight(
     starter: Starter,
     env: Mapping[str, str],
     logins: Logins | None = None,
-    *,
-    wait_s: float = 0.0,
+    waits: tuple[float, int] = (0.0, 0),
 ) -> Checked:
     """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
 
-    Hosts with slots=0 take no rank and are not checked.
+    It waits for so many seconds, at most, until so many hosts answer. Hosts with slots=0 take no rank and
+    are not checked.
     """
     kind, is_alone, exports = options.job[0], _is_local(named), options.variables
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
@@ -264,7 +263,7 @@ def run_preflight(
         script=None if kind in ("--", "-m") else kind,
         uses_gpus=uses_gpus,
     )
-    checked = preflight(named.usable, needs, named.transport, wait_s=wait_s, logins=logins)
+    checked = preflight(named.usable, needs, named.transport, waits=waits, logins=logins)
     return check_gpus(checked, env, exports) if uses_gpus else checked
 
 

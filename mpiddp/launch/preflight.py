@@ -99,21 +99,21 @@ def preflight(
     needs: Needs,
     transport: Transport = SSH,
     *,
-    wait_s: float = 0.0,
+    waits: tuple[float, int] = (0.0, 0),
     logins: Logins | None = None,  # gets those of the hosts that answer, which remain open
 ) -> Checked:
-    """Ask each host until it answers once, for at most `wait_s` after the first time."""
+    """Ask each host until so many have answered once, for at most so many seconds: `waits`."""
     program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
     ask = partial(ask_hosts, program=program, python=needs.python, work_s=facts.LONGEST_S)
     answers, began_at = dict[Host, Answer](), time.monotonic()
-    waits_until, waiting, said = began_at + wait_s, [*hosts], list[Host]()
+    waits_until, waiting, said = began_at + waits[0], [*hosts], list[Host]()
     while True:
         answers |= ask(waiting, transport=transport, logins=logins)
         silent = [h for h, each in answers.items() if each.why and not each.has_failed_there]
         # Only people change a host's key.
         waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
         left_s = waits_until - time.monotonic()
-        if not waiting or left_s <= 0:
+        if left_s <= 0 or len(hosts) - len(waiting) >= waits[1]:
             break
         if waiting != said:
             said, some = waiting, listed([host.name for host in waiting], most=3)

@@ -25,6 +25,10 @@ _CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socke
 _CONSEQUENCE_S = 0.3
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
+_LOST_DAEMON = re.compile(
+    r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
+    r"|Connection to(?= \S+ closed by)) +(\S+)"
+)
 HUNG_UP = "the terminal has hung up (SIGHUP)"
 _LEFT_EARLY = "ended early, with exit code 0"
 
@@ -77,12 +81,19 @@ def _with_cause(record: Record, found: Outcome, first: Event | None) -> Outcome:
 def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     """The verdict by the first row that applies. `first` failed first."""
     stop, end = record.own("stop"), record.own("end")
-    # A request after a failure explains nothing.
-    is_requested = record.stop >= Stop.BY_USER and not (stop and end and end.at < stop.at)
+    # A request after a failure explains nothing, unless a scheduler has sent SIGTERM to the rank as well.
+    was_signalled = first is not None and first.facts.get("signal") == signal.SIGTERM
+    is_late = stop and end and end.at < stop.at and not was_signalled
+    is_requested = record.stop >= Stop.BY_USER and not is_late
     # Some ranks may have had less to do than others, and finished before the request.
     all_done = not record.left
     if all_done and record.latest["stopped"]:
-        return Outcome(STOPPED, "stopped on request.")
+        # An MPI that has lost a daemon sends SIGTERM to the other ranks.
+        daemon = _lost_daemon(record) if record.stop is Stop.NONE else None
+        if daemon is None:
+            return Outcome(STOPPED, "stopped on request.")
+        host, lost = record.hosts[daemon], f"the MPI daemon on {record.host_of(daemon)} was lost."
+        return Outcome(FAILED, lost, is_complete=False, host_at_fault=host)
     if why := record.fact("end", "why"):
         has_all = len(record.missing) == record.world_size
         host = "" if has_all else _only_host(record, record.missing)
@@ -177,7 +188,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     # Those that vanished together with the first.
     gone = [each for each in killed if first in killed and each.at - first.at < _AT_ONCE_S]
     hosts = list(dict.fromkeys(record.host_of(each.rank) for each in gone))
-    others, is_complete = _others(record), True
+    others, is_complete, daemon = _others(record), True, _lost_daemon(record)
     before = _left_early(record, first.at, is_needed=_may_follow(first))
     # SIGTERM comes from somebody, and is no fault of a host.
     is_own = len(hosts) == 1 and facts.get("signal") != signal.SIGTERM
@@ -189,7 +200,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
         sentence = _report(record, first)
     elif mpirun.rank_signal:
         sentence = f"{record.name(first.rank)} was killed by {mpirun.rank_signal}."
-    elif len(hosts) == 1:
+    elif len(hosts) == 1 and daemon is None:
         # Unless a signal is known, mpirun may know how the rank has ended.
         is_complete = False
         how = "it was killed, crashed in native code, or called os._exit."
@@ -197,7 +208,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     else:
         is_complete, before, others = False, "", ""
         cause = "as when the MPI daemon on one of these hosts is killed"
-        if (daemon := _lost_daemon(record)) is not None:
+        if daemon is not None:
             cause = f"because the MPI daemon on {record.host_of(daemon)} was lost"
             host_at_fault = record.hosts[daemon]
         where = ", ".join(hosts)
@@ -263,10 +274,10 @@ def _in_one_line(error: str) -> str:
 
 
 def _lost_daemon(record: Record) -> int | None:
-    """A rank on the host whose MPI daemon was lost, if mpirun tells it: Open MPI 5 does."""
+    """A rank on the host whose MPI daemon was lost, if Open MPI, Intel MPI or their ssh tells it."""
     tail = record.latest["tail"].get(MPIRUN_AT_END)
     text = "\n".join(tail.facts["lines"]) if tail else ""
-    if not (found := re.search(r"Remote daemon *:.* on node (\S+)", text)):
+    if not (found := _LOST_DAEMON.search(text)):
         return None
     ranks = range(record.world_size)
     return next((n for n in ranks if found[1] in (record.hosts[n], record.host_of(n))), None)

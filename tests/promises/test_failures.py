@@ -473,6 +473,20 @@ def test_a_killed_part_of_the_launcher(hosts, mpi, part):
     assert part == "launcher" or re.search(said[part], verdict(done)), done.stderr
 
 
+@pytest.mark.parametrize("mpi", ["openmpi4", "openmpi5"], indirect=True)
+def test_a_lost_connection_to_a_daemon(hosts, mpi):
+    """If mpirun loses its ssh to a host, the host is named, also if the ranks save and stop meanwhile."""
+    job = hosts.start("launch", *hosts.where(2), program("stops.py"), mpi=mpi)
+    job.until("ready", times=2)
+    for each in hosts.processes("sshd: "):
+        if each.host == "node1":
+            hosts.kill(each)
+    done = job.wait()
+    assert done.code == 1, done.stderr
+    assert verdict(done).endswith("the MPI daemon on node1 was lost."), done.stderr
+    eventually(lambda: not hosts.processes())
+
+
 LEFT_OVER = """
 import subprocess, time
 for own_session in (False, True):

@@ -433,7 +433,8 @@ def check(folder: Path, grown: Collection[int]) -> None:
 
 def test_a_lost_host(hosts):
     """A lost host is left out of a restart and taken back at the next one. The global batch stays."""
-    run = started(hosts, hosts.hosts, "--max-restarts", "3", "--min-hosts", "2")
+    options = ("--max-restarts", "3", "--min-hosts", "2", "--wait-for-hosts", "10m")
+    run = started(hosts, hosts.hosts, *options)
     run.wait_for_ranks(3, restarts=0)
     with faults.unreachable(hosts["node1"]):
         run.wait_for_ranks(2, restarts=1)
@@ -447,6 +448,16 @@ def test_a_lost_host(hosts):
         "restarting on node0, node1 and node2 (restart 2 of 3).",
     ):
         assert sentence in done.said, done.stderr
+
+
+def test_a_host_that_reboots(hosts):
+    """With --wait-for-hosts, a restart waits for a lost host that the job needs."""
+    run = started(hosts, hosts.hosts, "--max-restarts", "1", "--wait-for-hosts", "10m")
+    run.wait_for_ranks(3, restarts=0)
+    with faults.unreachable(hosts["node1"]):
+        run.job.until("waiting for node1 ")
+    run.wait_for_ranks(3, restarts=1)
+    run.finish(grown=())
 
 
 def test_a_host_is_added_lost_and_back(hosts):

@@ -212,6 +212,19 @@ while :; do sleep 0.02; done
 """
 
 
+def test_a_scheduler_that_signals_a_rank_first(here):
+    """If SIGTERM of a scheduler kills a rank before it reaches the launcher, the job was interrupted."""
+    script = here.script("import time\nprint('ready\\n', end='', flush=True)\ntime.sleep(6000)\n")
+    job = here.start("launch", *here.where(2), "--log-dir", "logs", script).until("ready", times=2)
+    ranks = [each for each in here.processes(script) if "runtime.script" in each.command]
+    here.kill(ranks[0], signal.SIGTERM)
+    record = here.folder / "logs" / "attempt_1.jsonl"
+    eventually(lambda: '"kind": "end"' in record.read_text())
+    job.signal(signal.SIGTERM)
+    done = job.wait()
+    assert (done.code, done.said) == (130, ["interrupted: the job was stopped."])
+
+
 def test_ctrl_c_after_a_failure(here):
     """A Ctrl-C while a failed job ends changes nothing: the failure is the verdict, with exit code 1."""
     job = here.start("launch", *here.where(2), "--", "sh", "-c", FAILS_BEFORE_CTRL_C)

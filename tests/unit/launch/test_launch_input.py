@@ -43,9 +43,19 @@ def test_ranks_fill_the_slots_in_order():
         assert " ".join(f"{host.name[0]}{host.ranks}" for host in found.hosts) == expected
     with pytest.raises(UserError, match="-n 7 is more than the 6 slots"):
         place(hosts, {}, starter, LaunchOptions(n=7), Past(hosts, {}, enough=3), 3)
-    of_slurm = replace(hosts, starter="srun")
-    with pytest.raises(UserError, match="To start more: #SBATCH --ntasks-per-node=8"):
-        place(of_slurm, {}, starter, LaunchOptions(npernode=8), Past(hosts, {}), 3)
+
+
+def test_tasks_of_slurm_that_are_too_few(capfd, monkeypatch):
+    hosts = replace(parse_host_list("a.invalid:1,b.invalid:1"), starter="srun")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    for options, more in (
+        (LaunchOptions(npernode=8), "To start more: #SBATCH --ntasks-per-node=8"),
+        (LaunchOptions(n=7), "To start more: #SBATCH --ntasks=7"),
+    ):
+        with pytest.raises(UserError, match=more):
+            place(hosts, {}, MPIS["mpich"], options, Past(hosts, {}), 2)
+        hint = "slots=2; for a rank on each GPU: #SBATCH --ntasks-per-node=8\n"
+        assert hint in capfd.readouterr().err
 
 
 def test_the_only_host_of_a_job_is_not_to_be_excluded(capfd):
