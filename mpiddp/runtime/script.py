@@ -152,6 +152,8 @@ def _told_by_agent(script: patches.Script) -> tuple[dict[str, Any], list[int]]:
 
 def _run(kind: str, name: str) -> None:
     """Run a script, or a module, as `__main__`."""
+    # A program that restarts itself runs this.
+    sys.orig_argv = [sys.executable, *["-m"] * (kind == "module"), *sys.argv]
     # Made after `patches.torch_ahead` has frozen what there was. Python never clears a frozen module, so a
     # file that the script leaves open would lose its last lines.
     main_module = ModuleType("__main__")
