@@ -147,6 +147,7 @@ class Session:
         """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""
         if self.error is not None and (ending := ending_of(self.error)).is_failure:
             self.tell_over(ending.code)
+        self.error = None  # whose frames keep the script's files open
 
     def fail_at_exit(self) -> None:
         """Record the error that has ended the script of a command, which Python has printed."""
