@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import cause_of
+from mpiddp.errors import DONE, cause_of
 from mpiddp.hosts.processes import (
     OomKills,
     command_of,
@@ -240,7 +240,8 @@ class Child:
         status = self.status
         if status == -signal.SIGKILL and "over" in self.said:
             status = int(self.said["over"]["code"])  # with which it was about to end
-        return ending_of_process(status, os.environ.get(ERROR_FILE, ""))
+        told = self.said.get("failed", {"ending": [DONE]})["ending"]
+        return ending_of_process(status, Ending(*told), os.environ.get(ERROR_FILE, ""))
 
     @property
     def lack_of_memory(self) -> dict[str, int | None]:

@@ -179,6 +179,7 @@ def _watch(session: Session) -> None:
 def _leave_at_exit(session: Session) -> None:
     """Leave, unless an error ends this process. The script has caught any other one."""
     fails = isinstance(session.error, SystemExit) or getattr(sys, "last_value", None)
+    session.error = None  # whose frames keep the script's files open
     if session is current() and not fails:
         session.coordinator.send("leave")
 

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
+from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 from warnings import catch_warnings, simplefilter
@@ -134,7 +135,8 @@ def await_gloo() -> None:
     deadline, idle = time.monotonic() + _GLOO_S, 0
     while idle < _IDLE and time.monotonic() < deadline:
         states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
-        for file in Path("/proc/self/task").glob("*/stat"):
+        # Path's raises an error where no file is left.
+        for file in map(Path, glob("/proc/self/task/*/stat")):  # noqa: PTH207
             with suppress(OSError):  # it has ended
                 name, _, rest = file.read_text("latin-1").rpartition(") ")  # "tid (name) state …"
                 if name.endswith(f"({_GLOO}"):

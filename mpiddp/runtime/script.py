@@ -79,10 +79,12 @@ def main(*, imports_torch: bool) -> None:
         frames = script_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
         sys.excepthook(type(error), error.with_traceback(frames), frames)
+    code: int | str | None = ending.code
     if isinstance(error, SystemExit):
-        error.__traceback__ = None  # its frames would keep the script's objects, as python does not
-        sys.exit(error.code)
-    sys.exit(ending.code)
+        code, error.__traceback__ = error.code, None
+    # Python flushes the script's open files only if nothing but sys.last_value keeps its frames.
+    error = frames = None
+    sys.exit(code)
 
 
 @contextmanager
@@ -152,6 +154,8 @@ def _told_by_agent(script: patches.Script) -> tuple[dict[str, Any], list[int]]:
 
 def _run(kind: str, name: str) -> None:
     """Run a script, or a module, as `__main__`."""
+    # A program that restarts itself runs this.
+    sys.orig_argv = [sys.executable, *["-m"] * (kind == "module"), *sys.argv]
     # Made after `patches.torch_ahead` has frozen what there was. Python never clears a frozen module, so a
     # file that the script leaves open would lose its last lines.
     main_module = ModuleType("__main__")

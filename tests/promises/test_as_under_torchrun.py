@@ -67,23 +67,27 @@ def same(
 SIGNALLED = """
 import atexit, os, signal, sys, time
 
-log = open(f"log{os.environ.get('RANK', 0)}", "w")  # its lines are lost unless Python ends as it does
-atexit.register(lambda: print("atexit", file=log))
-if "handles" in sys.argv:
+def main():
+    # Its lines are lost unless Python ends as it does, and nobody keeps the frame of an error.
+    log = open(f"log{os.environ.get('RANK', 0)}", "w")
+    atexit.register(lambda: print("atexit", file=log))
     def handle(number, frame):
         print(signal.Signals(number).name, file=log)
         raise SystemExit(0)
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGHUP, handle)
-print("began", file=log)
-print("ready", flush=True)
-try:
-    time.sleep(6000)
-except KeyboardInterrupt:
-    print("KeyboardInterrupt", file=log)
-    raise
-finally:
-    print("finally", file=log)
+    if "handles" in sys.argv:
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGHUP, handle)
+    print("began", file=log)
+    print("ready", flush=True)
+    try:
+        time.sleep(6000)
+    except KeyboardInterrupt:
+        print("KeyboardInterrupt", file=log)
+        raise
+    finally:
+        print("finally", file=log)
+
+main()
 """
 
 

@@ -77,13 +77,17 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
     if error is None:
         return Ending(DONE)
     if isinstance(error, SystemExit):
-        if not error.code or (error.code == STOPPED and has_stopped):
+        if error.code in (None, DONE) or (error.code == STOPPED and has_stopped):
             return Ending(DONE)
         if not isinstance(error.code, int):
             return Ending(FAILED, str(error.code))
-        sentence = error.sentence if isinstance(error, Refused) else ""
         # A process ends with the lowest 8 bits of its code: -1 is 255. For the other ranks, 256 is a failure.
-        return Ending(error.code & 0xFF or FAILED, sentence, is_verdict=bool(sentence))
+        code = error.code & 0xFF or FAILED
+        if isinstance(error, Refused):
+            return Ending(code, error.sentence, is_verdict=bool(error.sentence))
+        # The script has handled the error itself: it has printed it, for example.
+        handled = error.__context__ if code not in (BAD_INPUT, STOPPED) else None
+        return Ending(code, ending_of(handled).error)
     if isinstance(error, JobFailed):
         return Ending(FAILED, str(error), is_verdict=True)
     if isinstance(error, UserError):
@@ -99,13 +103,13 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
     return Ending(code, sentence, "".join(traceback.format_exception(error)))
 
 
-def ending_of_process(status: int, error_file: str = "") -> Ending:
+def ending_of_process(status: int, recorded: Ending, error_file: str = "") -> Ending:
     """The ending of a process with this exit code, -N if signal N has killed it: 128 + N, as in a shell.
 
-    What its script has recorded in the file explains this end, or else only an error before it.
+    What its script has `recorded`, or has in the file, explains this end, or else only an error before it.
     """
-    ending = Ending(status) if status >= 0 else Ending(128 - status, signal=-status)
-    recorded = Ending(DONE)
+    number = max(0, -status)
+    ending = Ending(128 + number if number else status, recorded.error, signal=number)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         message = json.loads(read_limited(Path(error_file), LINE_LIMIT))["message"]
         if isinstance(message, dict):

@@ -24,7 +24,7 @@ from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, encode
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.job.ending import ending_of, record
+from mpiddp.runtime.job.ending import Ending, ending_of, record
 from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.stopping import StopRequest
 from mpiddp.world import World, is_joined
@@ -123,6 +123,8 @@ class Session:
         # A save in flight goes on after sys.exit(), because the agent ends the others. A claim ends it.
         is_first = isinstance(error, SystemExit) or self.coordinator.claim_first_failure()
         ending = ending_of(error)
+        if ending.error:  # perhaps no file can be written
+            self.tell_agent("failed", ending=Ending(**ending.facts))
         if self.has_agent:
             record(ending, os.environ.get(ERROR_FILE, ""))
         is_sentence = ending.is_refusal or ending.is_verdict
@@ -145,6 +147,7 @@ class Session:
         """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""
         if self.error is not None and (ending := ending_of(self.error)).is_failure:
             self.tell_over(ending.code)
+        self.error = None  # whose frames keep the script's files open
 
     def fail_at_exit(self) -> None:
         """Record the error that has ended the script of a command, which Python has printed."""

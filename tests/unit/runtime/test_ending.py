@@ -19,7 +19,7 @@ EXIT = "rank 1 ended with exit code"
         (SystemExit(), Ending(0), ""),
         (SystemExit(0), Ending(0), ""),
         (SystemExit(False), Ending(0), ""),
-        (SystemExit(""), Ending(0), ""),
+        (SystemExit(""), Ending(1), f"{EXIT} 1"),
         (SystemExit(3), Ending(3), f"{EXIT} 3"),
         (SystemExit(True), Ending(1), f"{EXIT} 1"),
         (SystemExit(2), Ending(2), ""),  # it has printed why
@@ -72,4 +72,4 @@ def test_what_the_script_has_recorded(tmp_path, recorded, status, expected):
         record(each if isinstance(each, Ending) else ending_of(each), str(file))
     if isinstance(recorded, str):
         file.write_text(recorded, encoding="utf-8")
-    assert ending_of_process(status, str(file)) == expected
+    assert ending_of_process(status, Ending(0), str(file)) == expected
