@@ -56,7 +56,7 @@ def test_every_kind_of_state(here, ranks):
     for later in (1, 2, 3, 4):
         # A stage takes its tensors out of a pipeline's state, and one that had all layers is none.
         kinds = ["values", "schedules", "scaler", "lbfgs", "plain", "fsdp", "ema", "averaged_model"]
-        kinds += ["tensor_parallel", "nested", "fsdp=plain", "plain=fsdp"]
+        kinds += ["zero", "tensor_parallel", "nested", "fsdp=plain", "plain=fsdp"]
         kinds += ["pipeline"] if later == 1 or (later != 3 and ranks > 1) else []
         done = here.fork(program("states.py"), "resume", here.folder, *kinds, ranks=later)
         assert done.assert_ok().stdout.count("resume ") >= len(kinds)
