@@ -516,6 +516,18 @@ def test_checkpoint_commands(here, sharded):
     assert "exists already" in refused.stderr
 
 
+def test_an_ended_export_leaves_nothing(here):
+    """An export that a signal ends, such as that of a closed terminal, removes what it has written."""
+    with mpiddp.Checkpoints(here.folder / "run", every=None) as checkpoints:
+        checkpoints.save(1, {"model": {str(index): torch.zeros(5_000_000) for index in range(9)}})
+    current().run = None
+    job = here.start("checkpoints", "export", "run", "out")
+    eventually(lambda: list(here.folder.glob(".unfinished-out-*")), poll_s=0)
+    job.signal(signal.SIGHUP)
+    assert job.wait().code == 128 + signal.SIGHUP
+    assert not list(here.folder.glob(".unfinished-*"))
+
+
 # Hosts without a shared disk
 
 
