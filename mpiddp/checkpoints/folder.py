@@ -183,7 +183,7 @@ def hidden(root: Path, name: str) -> Path:
 def remove_leftovers(root: Path) -> None:
     """Remove what killed runs have left. Only the process that holds the run's lock may call this."""
     for leftover in root.glob(f"{_HIDDEN}*"):
-        _remove_hidden(leftover)
+        remove_hidden(leftover)
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ def appearing(final: Path) -> Iterator[Path]:
         new.rename(final)
         flush(final.parent)
     except BaseException:
-        _remove_hidden(new)
+        remove_hidden(new)
         raise
 
 
@@ -206,9 +206,9 @@ def probe_rename(root: Path) -> None:
     probe.mkdir()
     (probe / COMPLETE).touch()
     try:
-        remove(probe)
+        remove_hidden(hide(probe))
     except OSError as error:
-        _remove_hidden(probe)
+        remove_hidden(probe)
         words = f"its file system cannot rename folders ({error.strerror})"
         raise OSError(error.errno, words) from None
 
@@ -217,7 +217,7 @@ def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
     """Make the hidden folder `new` the checkpoint `final`, in the place of one of that name."""
     seal(new, hashes)
     if final.exists():
-        remove(final)
+        remove_hidden(hide(final))
     new.rename(final)
     flush(final.parent)
 
@@ -237,12 +237,12 @@ def seal(new: Path, hashes: Mapping[str, str]) -> None:
         flush(path)
 
 
-def remove(folder: Path) -> None:
-    """Remove a checkpoint. Rename it first, so that a half-removed folder never looks like a checkpoint."""
-    _remove_hidden(folder.rename(_new_hidden(folder)))
+def hide(folder: Path) -> Path:
+    """Rename a checkpoint, before its removal: a half-removed one never looks like a checkpoint."""
+    return folder.rename(_new_hidden(folder))
 
 
-def _remove_hidden(folder: Path) -> None:
+def remove_hidden(folder: Path) -> None:
     """Remove what can be removed. Files of another user, or open over NFS, remain until the next start."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -105,6 +106,9 @@ def _pin(given: Path, step: int) -> int:
 def _export(given: Path, out: Path, to: str) -> int:
     from mpiddp.checkpoints.load import export  # needs torch
 
+    for each in (signal.SIGTERM, signal.SIGHUP):  # a part of the export must not remain
+        if signal.getsignal(each) is signal.SIG_DFL:  # not under nohup
+            signal.signal(each, lambda number, _: sys.exit(128 + number))
     saved = export(given, out, to)
     name = folders.name_of_step(saved.step)
     print(f"checkpoint {name}: written to {out} as {to}, with {listed(list(saved.state))}")

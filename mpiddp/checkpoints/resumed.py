@@ -5,6 +5,7 @@ How an entry fits the object that loads it is known before anything changes.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -228,7 +229,10 @@ class Fit:
                 f"{listed(sorted(known - had), 4)}, which {type(self.target).__name__} has"
             )
         self.likes = {("state", index): each for index, each in enumerate(params)}
-        self.likes |= _tensors_in(self.target.state_dict())
+        with contextlib.suppress(
+            RuntimeError
+        ):  # ZeroRedundancyOptimizer has none before its first save
+            self.likes |= _tensors_in(self.target.state_dict())
 
     def _match_names(self, saved: set[str], own: set[int], modules: Sequence[Module]) -> None:
         """Of an optimizer's state by the names of parameters; `own`: the ids of this one's."""

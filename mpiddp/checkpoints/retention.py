@@ -21,9 +21,10 @@ from mpiddp.checkpoints.folder import (
     COMPLETE,
     BrokenCheckpoint,
     Facts,
+    hide,
     list_steps,
     reading,
-    remove,
+    remove_hidden,
     step_of,
 )
 
@@ -105,7 +106,8 @@ def _remove_unless_held(folder: Path) -> bool:
                 _lock(file, fcntl.LOCK_EX)
             except BlockingIOError:
                 return False
-        remove(folder)
+        hidden = hide(folder)
+    remove_hidden(hidden)  # only now: over NFS or sshfs, an open file would keep its folder
     return True
 
 

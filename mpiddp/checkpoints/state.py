@@ -32,6 +32,7 @@ DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiSte
 LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
 _PLAIN = re.compile(r"(?!-?[0-9]+$|__metadata__$)[^/\[][^/]*")  # no number, JSON or several keys
+_MAX_BITS = 2039  # of an int that torch.load reads with weights_only
 _SAMPLES = 8  # elements of a tensor by which ranks compare it
 _MAX_SAMPLED = 1000  # tensors
 _TOLERANCE = 0.01  # of the largest one: ranks on different processors differ in the last bits
@@ -93,7 +94,10 @@ class Outline:
             raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
         self._name = name
         self.paths, self.tensors = list[Keys](), list[Tensor]()
-        self.tree = mapped(dict(entries), self._take)
+        try:
+            self.tree = mapped(dict(entries), self._take)
+        except RecursionError:
+            raise TypeError(f"{name}: cannot save what holds itself, or too many levels.") from None
         for key in entries if name == "state" else ():
             stem = stem_of(key)
             if not stem or len(stem) > _LONGEST_NAME or stem.startswith(SHARDS):
@@ -155,8 +159,8 @@ def _problem_of(value: Any, *, is_shared: bool) -> str:
         if any(placement.is_partial() for placement in value.placements):
             return "cannot save a DTensor whose ranks hold summands: redistribute it"
     elif kind is Tensor or kind is torch.nn.Parameter:
-        if value.layout is not torch.strided:
-            return f"cannot save a tensor in the layout {value.layout}"
+        if value.layout is not torch.strided or value.is_nested:
+            return "cannot save a sparse or nested tensor. Convert it, for example with .to_dense()"
         if value.is_meta:
             return "cannot save a tensor on meta, which has no values"
     elif kind not in _SCALARS:
@@ -164,6 +168,8 @@ def _problem_of(value: Any, *, is_shared: bool) -> str:
             f"cannot save {_type_name(value)}. Expected tensors, numbers, strings, None, lists and dicts "
             "of these: convert it, for example with .item(), .tolist() or .state_dict()"
         )
+    elif kind is int and value.bit_length() > _MAX_BITS:
+        return f"cannot save an int of {value.bit_length()} bits. Expected {_MAX_BITS} or fewer: convert it"
     return ""
 
 

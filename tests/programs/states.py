@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import lr_scheduler
@@ -173,6 +174,20 @@ class ByNames:
         return dict(get_optimizer_state_dict(self.model, self.optimizer, options=FLAT))
 
 
+class Consolidated(ByNames):
+    """A ZeroRedundancyOptimizer, whose state_dict() is there after a collective, and on rank 0 only."""
+
+    def state_dict(self) -> Any:
+        self.optimizer.consolidate_state_dict(0)
+        return self.optimizer.state_dict() if dist.get_rank() == 0 else None
+
+
+def zero(trains: bool) -> Objects:
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    return {**trained(model, optimizer, trains), "optimizer": Consolidated(model, optimizer)}
+
+
 def pipeline(trains: bool) -> Objects:
     """Two stages, each sharded over its own ranks; or both in one rank."""
     ranks = dist.get_world_size()
@@ -214,7 +229,7 @@ def values(trains: bool) -> dict[str, Any]:
     }
 
 
-WHOLE = (schedules, scaler, lbfgs, plain, averaged_model)
+WHOLE = (schedules, scaler, lbfgs, plain, zero, averaged_model)
 SHARDED = (fsdp, ema, tensor_parallel, nested, pipeline)
 KINDS: dict[str, Callable[[bool], Any]] = {each.__name__: each for each in (*WHOLE, *SHARDED)}
 

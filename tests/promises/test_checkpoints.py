@@ -350,13 +350,20 @@ def test_records_of_a_script(here):
 
 def test_what_cannot_be_saved(here):
     """If a state cannot be saved, a TypeError names the key at fault before anything is written."""
+    loop: list[object] = []
+    loop.append(loop)
+    nested = torch.nested.nested_tensor([], layout=torch.strided)
     for state, where, kind in (
+        ({"step": 1 << 2039}, "state['step']", "an int of 2040 bits"),
+        ({"a": torch.eye(2).to_sparse()}, "state['a']", "a sparse or nested tensor"),
+        ({"a": nested}, "state['a']", "a sparse or nested tensor"),
+        ({"loop": loop}, "state", "what holds itself, or too many levels"),
         ({"lr": np.float64(1)}, "state['lr']", "numpy.float64"),
         ({"a": {"b": [np.ones(2)]}}, "state['a']['b'][0]", "numpy.ndarray"),
         ({"model": torch.nn.Linear(1, 1)}, "state['model']", "torch.nn.modules.linear.Linear"),
         ({"seen": {1}}, "state['seen']", "set"),
     ):
-        refused = pytest.raises(TypeError, match=rf"^{re.escape(where)}: .*\b{kind}\. ")
+        refused = pytest.raises(TypeError, match=rf"^{re.escape(where)}: .*\b{kind}\.( |$)")
         with mpiddp.Checkpoints(here.folder / "run") as checkpoints, refused:
             checkpoints.save(1, state)
         current().run = None  # or the tests after this one would write their records into it
@@ -507,6 +514,18 @@ def test_checkpoint_commands(here, sharded):
     refused = here.run("checkpoints", "export", step_folder(run, 2), here.folder)
     assert refused.code == 2
     assert "exists already" in refused.stderr
+
+
+def test_an_ended_export_leaves_nothing(here):
+    """An export that a signal ends, such as that of a closed terminal, removes what it has written."""
+    with mpiddp.Checkpoints(here.folder / "run", every=None) as checkpoints:
+        checkpoints.save(1, {"model": {str(index): torch.zeros(5_000_000) for index in range(9)}})
+    current().run = None
+    job = here.start("checkpoints", "export", "run", "out")
+    eventually(lambda: list(here.folder.glob(".unfinished-out-*")), poll_s=0)
+    job.signal(signal.SIGHUP)
+    assert job.wait().code == 128 + signal.SIGHUP
+    assert not list(here.folder.glob(".unfinished-*"))
 
 
 # Hosts without a shared disk

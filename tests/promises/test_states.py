@@ -56,7 +56,7 @@ def test_every_kind_of_state(here, ranks):
     for later in (1, 2, 3, 4):
         # A stage takes its tensors out of a pipeline's state, and one that had all layers is none.
         kinds = ["values", "schedules", "scaler", "lbfgs", "plain", "fsdp", "ema", "averaged_model"]
-        kinds += ["tensor_parallel", "nested", "fsdp=plain", "plain=fsdp"]
+        kinds += ["zero", "tensor_parallel", "nested", "fsdp=plain", "plain=fsdp"]
         kinds += ["pipeline"] if later == 1 or (later != 3 and ranks > 1) else []
         done = here.fork(program("states.py"), "resume", here.folder, *kinds, ranks=later)
         assert done.assert_ok().stdout.count("resume ") >= len(kinds)
@@ -265,8 +265,17 @@ def test_training_that_diverges_keeps_its_checkpoint(here):
 
 
 def test_retention(tmp_path, capsys):
-    """The newest, every Nth, the best by a metric, and pinned checkpoints stay; all others are removed."""
-    run = tmp_path / "run"
+    """The newest, every Nth, the best by a metric, and pinned checkpoints stay; all others are removed. None
+    of their files is open then: NFS would keep it, and its folder.
+    """
+    run, removed = tmp_path / "run", list[list[str]]()
+
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        if event == "shutil.rmtree" and run in Path(args[0]).parents:
+            targets = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+            removed.append([each for each in targets if each.startswith(str(args[0]))])
+
+    sys.addaudithook(look)
     losses = {2: 0.9, 6: 0.1, 8: 0.01, 11: 0.5}
     options: dict[str, Any] = {"every": None, "keep": 2, "best": ("val_loss", "min")}
     steps = (1, 2, 3, 6, 8, 11, 12)
@@ -280,6 +289,8 @@ def test_retention(tmp_path, capsys):
                 checkpoints._wait_for_own_save()
                 assert main(["checkpoints", "pin", str(run), "3"]) == 0
     assert [step for step in steps if step_folder(run, step).exists()] == [3, 6, 11, 12]
+    assert len(removed) > 2
+    assert not any(removed)
     with mpiddp.Checkpoints(run, **options) as checkpoints:
         checkpoints.resume()
         for step in (13, 14, 15):
