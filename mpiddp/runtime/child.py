@@ -297,10 +297,12 @@ def _begin(agent: int) -> None:
     signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != agent:
         os._exit(1)
-    before = os.getpgrp()
-    os.setpgid(0, 0)
-    with contextlib.suppress(OSError):  # stdin is no terminal
-        if os.tcgetpgrp(0) == before:  # whose Ctrl-C the agent would get
+    with contextlib.suppress(OSError):  # stdin is no terminal of this session
+        if os.tcgetpgrp(0) == os.getpgrp():  # whose Ctrl-C the agent would get
+            os.setpgid(0, 0)
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)
             os.tcsetpgrp(0, os.getpid())
             signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+            return
+    # Linux shares its cores among sessions first. Those of one mpirun would get the share of one process.
+    os.setsid()

@@ -197,7 +197,7 @@ def spare(script: Script, files: Mapping[int, int]) -> Script | None:
     signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != agent:
         os._exit(1)
-    os.setpgid(0, 0)
+    os.setsid()
     script.control.close()
     for number, file in files.items():
         if number >= 0:

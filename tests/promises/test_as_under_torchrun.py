@@ -299,6 +299,14 @@ def test_workers(here, folders):
         assert (facts["codes"], facts["blocked"]) == ([-signal.SIGTERM] * 4, [0] * 4)
 
 
+LEADS = "import os; from saying import says; says(leads=os.getsid(0) == os.getpid())"
+
+
+def test_sessions(here, folders):
+    """A script leads a session of its own, so each rank has a session's share of a busy machine's cores."""
+    assert same(here, folders, LEADS) == [{"leads": True}]
+
+
 FREES = """
 import os, torch
 from saying import says
