@@ -125,7 +125,7 @@ def _no_answer(answer: Answer) -> str:
         slow = f"If its logins are slow: --login-timeout {2 * limit_s:.0f}s"
         return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {slow}"
     printed = answer.printed_before.strip().splitlines()
-    if answer.exit_code != 255:
+    if answer.exit_code != 255 and (printed or not errors or answer.exit_code == 0):
         said = [*printed, *errors[-1:], "nothing"][0].rstrip(".")
         why = f"the host runs another command, which prints: {shown(said)}"
         see = "its login shell, its start-up files, and command= in its authorized_keys"

@@ -77,8 +77,8 @@ def forced_command(node0: Host, node1: Host) -> Iterator[None]:
 
 
 @contextmanager
-def missing_shell(node0: Host, node1: Host) -> Iterator[None]:
-    with begins_with(node1, BASHRC, "exec zzsh\n"):
+def silent_shell(node0: Host, node1: Host) -> Iterator[None]:
+    with begins_with(node1, BASHRC, "exit 1\n"):
         yield
 
 
@@ -117,7 +117,7 @@ FAULTS = {
     locked_key: f'{KEY} has a passphrase, and no agent holds it. Run: eval "$(ssh-agent)"; ssh-add',
     changed_key: "its host key has changed. Check that it is the same host, then run: ssh-keygen -R",
     forced_command: "runs another command, which prints: This account is not available. See Force",
-    missing_shell: "which prints: /root/.bashrc: line 1: exec: zzsh: not found. See Force",
+    silent_shell: "runs another command, which prints: nothing. See ForceCommand in its sshd_config",
     many_keys: "Too many authentication failures: ssh offers other keys first. Name the right one in",
     mistyped: "/root/.ssh/config: line 1: Bad configuration option: prot",
     banner: "permission denied (publickey). Run: ssh-copy-id node1",
