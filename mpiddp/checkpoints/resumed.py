@@ -229,9 +229,8 @@ class Fit:
                 f"{listed(sorted(known - had), 4)}, which {type(self.target).__name__} has"
             )
         self.likes = {("state", index): each for index, each in enumerate(params)}
-        with contextlib.suppress(
-            RuntimeError
-        ):  # ZeroRedundancyOptimizer has none before its first save
+        # ZeroRedundancyOptimizer has none before its first save.
+        with contextlib.suppress(RuntimeError):
             self.likes |= _tensors_in(self.target.state_dict())
 
     def _match_names(self, saved: set[str], own: set[int], modules: Sequence[Module]) -> None:

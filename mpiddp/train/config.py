@@ -277,15 +277,15 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Config
         raise UserError(
             f"--low-res-epochs {config.low_res_epochs} is more than --epochs {epochs}. Use {epochs} or less."
         )
-    smallest = config.image_size * 3 // 4 if config.low_res_epochs else config.image_size
-    reduces = 2 ** (
-        len(ARCHITECTURES[arch].depths) + ("cifar", "half", "imagenet").index(config.stem) - 1
-    )
+    # A stem halves the sides of the images 0, 1 or 2 times, and each group of blocks but the first once.
+    of_stem = ("cifar", "half", "imagenet").index(config.stem)
+    halvings = of_stem + len(ARCHITECTURES[arch].depths) - 1
+    side = config.image_size * 3 // 4 if config.low_res_epochs else config.image_size
     per_pass = config.batch_size * (world_size if config.sync_bn else 1)
-    if per_pass == 1 and smallest <= reduces:
+    if per_pass == 1 and side <= 1 << halvings:
         raise UserError(
-            f"--batch-size 1 leaves BatchNorm a single value: {arch} with --stem {config.stem} reduces "
-            f"{smallest} pixels to one. Use 2 or more."
+            f"--batch-size 1 leaves BatchNorm one value: {arch} with --stem {config.stem} reduces such "
+            "images to one pixel. Use 2 or more."
         )
     return config
 

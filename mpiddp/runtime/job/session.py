@@ -52,6 +52,7 @@ class Session:
         self.savers: list[Callable[[], None]] = []  # each waits for this rank's saves of one kind
         self._saves = 0
         self._lock = threading.RLock()
+        self._reads_frames = threading.Lock()  # while a thread does
 
     def tell_agent(self, kind: str, **facts: object) -> None:
         """Tell the agent that has started this script, if one has."""
@@ -80,8 +81,9 @@ class Session:
                     if (made := calls()) is not None:
                         self.coordinator.tell_launcher("calls", **made)
                     if kind == "stacks":
-                        facts = usage_of(os.getpid())
-                        self.coordinator.tell_launcher("stacks", text=_stacks(), **facts)
+                        with self._reads_frames:
+                            facts = {"text": _stacks(), **usage_of(os.getpid())}
+                        self.coordinator.tell_launcher("stacks", **facts)
 
     def log_to(self, folder: Path) -> None:
         """Let the agent write all output to files in `folder`, unless the user has named another one."""
@@ -145,6 +147,8 @@ class Session:
 
     def tell_over_at_exit(self) -> None:
         """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""
+        # Python ends other threads where they are. The frames that they read keep the script's files open.
+        self._reads_frames.acquire(timeout=_END_S)
         if self.error is not None and (ending := ending_of(self.error)).is_failure:
             self.tell_over(ending.code)
         self.error = None  # whose frames keep the script's files open
