@@ -190,8 +190,8 @@ def remove_leftovers(root: Path) -> None:
 def appearing(final: Path) -> Iterator[Path]:
     """A hidden folder, which is renamed to `final` at the end of the body, or removed."""
     new = _new_hidden(final)
-    new.mkdir()
     try:
+        new.mkdir()  # here, since a signal may raise as it returns
         yield new
         new.rename(final)
         flush(final.parent)
