@@ -174,7 +174,7 @@ class Console:
 
     def __init__(self, name: str = "") -> None:
         self._name = escaped(name)
-        self._began_at = time.time()
+        self._began_at = time.monotonic()
         self.listener: socket.socket | None = None
         self._opened = ExitStack()
         for beginning in channel.viewed_folders() if name else ():
@@ -194,7 +194,7 @@ class Console:
 
     def answer(self, viewer: Peer, **facts: object) -> None:
         """Send a viewer these facts, and those of the job itself."""
-        age_s = time.time() - self._began_at
+        age_s = time.monotonic() - self._began_at
         own = {"pid": os.getpid(), "name": self._name, "age_s": age_s}
         viewer.send(encode("answer", b"", **own, **facts))
 

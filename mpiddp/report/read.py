@@ -104,9 +104,8 @@ class Start:
 
     @property
     def failure(self) -> str:
-        """The sentence of the first rank to fail."""
-        causes = [each for each in self.failures if not each.is_consequence]
-        return min(causes, key=lambda each: each.at).sentence if causes else ""
+        """The sentence of the first rank to fail, by the order in the file: the hosts' clocks may differ."""
+        return next((each.sentence for each in self.failures if not each.is_consequence), "")
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,8 @@ def _starts(run: RunDir, notes: list[str]) -> list[Start]:
                 start.failures.append(failure)
             made = number(line, "step")
             start.made = start.made if made is None or rank else int(made)
-            start.ends = at
+            if not rank or start.ends is None:  # rank 0's clock is that of the begin
+                start.ends = max(at, start.begins)
             start.outcome = "failed" if start.failures else str(line.get("outcome", ""))
     return starts
 

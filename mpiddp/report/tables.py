@@ -60,7 +60,7 @@ def failures(runs: Sequence[Run]) -> str:
     for index, run in enumerate(runs):
         alike: dict[str, list[Failure]] = defaultdict(list)
         found = [failure for start in run.starts for failure in start.failures]
-        for failure in sorted(found, key=lambda each: (each.is_consequence, each.at)):
+        for failure in sorted(found, key=lambda each: each.is_consequence):
             alike[failure.sentence].append(failure)
         for sentence, same in list(alike.items())[:_MAX_ROWS]:
             first, others = same[0], len({each.rank for each in same}) - 1

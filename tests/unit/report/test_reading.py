@@ -28,13 +28,18 @@ def texts(part: str) -> list[str]:
     return [each for each in re.split(r"<[^>]*>", part) if each.strip()]
 
 
-def test_a_run_with_two_restarts(tmp_path):
-    failures = {3: ILLEGAL, 0: CLOSED}
+@pytest.mark.parametrize("ahead_s", [0, 7200, -259_200])
+def test_a_run_with_two_restarts(tmp_path, ahead_s):
+    """Neither its length nor its first failure depends on the clock of another host than rank 0's."""
+    failures = {3: ILLEGAL, 0: CLOSED, 1: "ValueError: a bug"}
     saves, restarts = [30, 60, 100], [30, 60]
     folder = tmp_path / "a"
-    run = read_run(
-        write_run(folder, saves=saves, restarts_at=restarts, num_ranks=4, failures=failures)
-    )
+    write_run(folder, saves=saves, restarts_at=restarts, num_ranks=4, failures=failures)
+    lines = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["at"] += ahead_s * (line.get("rank") == 3)
+    (folder / "attempts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    run = read_run(folder)
     assert (run.name, run.state, run.step, run.notes) == ("a", "done", 100, [])
     assert next(iter(run.saves.items())) == (30, BEGAN + 30)
     assert [start.step for start in run.starts] == [0, 30, 60]
@@ -42,8 +47,8 @@ def test_a_run_with_two_restarts(tmp_path):
     assert [start.outcome for start in run.starts] == ["failed", "failed", "done"]
     # The error of a broken connection is no cause.
     assert [start.failure for start in run.starts] == [ILLEGAL, ILLEGAL, ""]
-    assert run.starts[0].failures[0] == Failure(BEGAN + 40, 3, "gpu001", ILLEGAL)
-    # Rank 0 failed a second after rank 3, and each start 10 s after its save.
+    assert run.starts[0].failures[0] == Failure(BEGAN + 40 + ahead_s, 3, "gpu001", ILLEGAL)
+    # Rank 3 failed 10 s after each save, and rank 0 a second later.
     assert run.seconds == 41 + 71 + 100
     assert texts(time_lost([run]))[6:10] == ["30", "11 s", "59 min", ILLEGAL]
     assert "4 on 2 hosts (gpu000 2, gpu001 2)" in texts(facts([run]))
