@@ -39,12 +39,14 @@ def flush(path: Path) -> None:
 def part_of(path: Path) -> Path:
     """The file that is renamed to this one, or to that of the link, once it is whole.
 
-    Raises OSError for what is no regular file: as root, a rename would replace /dev/null.
+    Raises OSError for what is no regular file (as root, a rename would replace /dev/null), and for a file to
+    which this process prints, as /dev/stdout may be: all that it prints later would be lost.
     """
-    whole = Path(os.path.realpath(path))
-    if whole.exists() and not whole.is_file():
-        number = errno.EISDIR if whole.is_dir() else errno.EINVAL
+    printed = (path.samefile(each) for each in Path("/proc/self/fd").glob("[12]"))
+    if path.exists() and (not path.is_file() or any(printed)):
+        number = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(number, os.strerror(number), str(path))
+    whole = Path(os.path.realpath(path))
     return whole.with_name(f".{whole.name}.part")
 
 

@@ -180,6 +180,8 @@ def report(here: Here, name: str) -> Path:
         (["--on-end", "no-such-program now"], "--on-end: no-such-program is not a program."),
         (["--report", "."], "--report: cannot write .: Is a directory."),
         (["--report", "pipe"], "--report: cannot write pipe: Invalid argument."),
+        # A file here, which a rename would replace with all that is printed later.
+        (["--report", "/dev/stdout"], "--report: cannot write /dev/stdout: Invalid argument."),
         (["--on-end", "'"], "--on-end: ': no closing quotation."),
     ],
 )
