@@ -57,7 +57,9 @@ def examples(prog: str) -> str:
 class OneSentenceParser(argparse.ArgumentParser):
     """argparse that raises its errors as UserError, without printing the usage."""
 
-    elsewhere: Mapping[str, str] = MappingProxyType({})  # by patterns of other programs' options
+    elsewhere: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # by patterns of words that belong elsewhere
 
     def format_help(self) -> str:
         usage, _, rest = super().format_help().partition("\n\n")
@@ -65,7 +67,7 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = ""
-        if unknown := re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL):
+        if unknown := re.fullmatch(r"unrecognized arguments: ([^\s=]+).*", message, re.DOTALL):
             actions = self._option_string_actions.items()
             known = [name for name, action in actions if action.help != argparse.SUPPRESS]
             name = unknown[1].replace("_", "-")

@@ -68,6 +68,9 @@ sys.exit(code)
 
 def add_arguments(parser: OneSentenceParser) -> None:
     parser.usage = "mpiddp hosts run [options] FILE -- COMMAND [ARGS ...]"
+    parser.elsewhere = {
+        "[^-].*": "A command stands after --: mpiddp hosts run FILE -- nvidia-smi -L"
+    }
     parser.add_argument(
         "--timeout", type=duration, metavar="30s", help="end the command after this time"
     )

@@ -49,8 +49,8 @@ class DetachedJob:
     def report(self) -> dict[str, Any]:
         """What `mpiddp.launch.report` has written, {} if that cannot be read."""
         with suppress(OSError, ValueError):
-            report: dict[str, Any] = json.loads(self.report_path.read_bytes())
-            return report
+            report = json.loads(self.report_path.read_bytes())
+            return report if isinstance(report, dict) else {}
         return {}
 
     def wait(self) -> None:
@@ -74,7 +74,7 @@ class DetachedJob:
         code = report.get("exit_code")
         if code is None:
             return f"job {self.name} has ended without a report: {_NO_REPORT}."
-        why = f": {report['error']}" if report["error"] else "."
+        why = f": {report['error']}" if report.get("error") else "."
         return f"job {self.name} has ended with code {code}{why}"
 
     def parts(self) -> list[tuple[int, Path]]:

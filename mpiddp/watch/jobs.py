@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ Facts = Mapping[str, Any]
 NO_ANSWER = "no answer"
 
 _ANSWER_S = 3.0  # an answer takes a launcher a few milliseconds
+_LATE_ANSWER_S = 0.01  # after the wait for others, an answer is there
 _STACKS_S = 15.0  # it waits up to 5 s for the stacks of its ranks
 
 
@@ -56,7 +58,9 @@ class Job:
 
     def ask(self, view: str) -> dict[str, Any]:
         """What it says of its job, or its stacks. Raises UserError if it has ended or does not answer."""
-        if facts := _answer(self.connected(), view, _ANSWER_S if view == VIEW_JOB else _STACKS_S):
+        connection = self.connected()
+        _ask(connection, view)
+        if facts := _answer(connection, _ANSWER_S if view == VIEW_JOB else _STACKS_S):
             return facts
         why = "it starts, restarts or ends now" if self.silence == NO_ANSWER else "it is suspended"
         raise UserError(f"job {self.title} does not answer: {why}.")
@@ -75,15 +79,19 @@ def job_parser(verb: str, purpose: str, default: str = "the only job") -> OneSen
 
 
 def running_jobs() -> list[Job]:
-    """All jobs of this user on this machine, the oldest first."""
-    jobs = []
+    """All jobs of this user on this machine, the oldest first. They are asked at once: one may be silent."""
+    jobs, asked = [], []
     for path in sockets():
         connection, pid = _connected(path)
         if connection is not None:
-            facts = _answer(connection, VIEW_JOB, _ANSWER_S)
-            with contextlib.suppress(OSError):  # it has just ended
-                name = path.with_name(NAMED_AT).read_text(encoding="utf-8")
-                jobs.append(Job(path, pid, name, facts))
+            _ask(connection, VIEW_JOB)
+            asked.append((path, pid, connection))
+    until = time.monotonic() + _ANSWER_S
+    for path, pid, connection in asked:
+        facts = _answer(connection, max(_LATE_ANSWER_S, until - time.monotonic()))
+        with contextlib.suppress(OSError):  # it has just ended
+            name = path.with_name(NAMED_AT).read_text(encoding="utf-8")
+            jobs.append(Job(path, pid, name, facts))
     return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
 
 
@@ -152,11 +160,15 @@ def _connected(path: Path) -> tuple[socket.socket | None, int]:
     return None, 0
 
 
-def _answer(connection: socket.socket, view: str, within_s: float) -> dict[str, Any]:
+def _ask(connection: socket.socket, view: str) -> None:
+    with contextlib.suppress(OSError):  # then it answers nothing, either
+        connection.sendall(encode(view))
+
+
+def _answer(connection: socket.socket, within_s: float) -> dict[str, Any]:
     """What the launcher answers, {} if it answers nothing in time. The connection is closed."""
     with connection, contextlib.suppress(OSError, ValueError):
         connection.settimeout(within_s)
-        connection.sendall(encode(view))
         with connection.makefile("rb") as lines:
             lines.readline()  # a challenge, which is for ranks
             facts: dict[str, Any] = json.loads(lines.readline())

@@ -152,9 +152,12 @@ def test_a_killed_launcher_is_told(here, env):
     name = detached(here, env)
     here.start("logs", "-f", name, env=env).until("step 1 of 2")
     os.kill(json.loads(report(here, name).read_text())["pid"], signal.SIGKILL)
-    done = here.run("wait", name, env=env)
     killed = "its launcher was killed, its machine stopped, or its disk is full."
-    assert (done.code, done.lines) == (1, [f"job {name} has ended without a report: {killed}"])
+    for broken in (None, "[]", '{"exit'):
+        if broken:
+            report(here, name).write_text(broken)
+        done = here.run("wait", name, env=env)
+        assert (done.code, done.lines) == (1, [f"job {name} has ended without a report: {killed}"])
     eventually(lambda: not here.processes())
 
 
