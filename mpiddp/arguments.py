@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
@@ -57,9 +57,7 @@ def examples(prog: str) -> str:
 class OneSentenceParser(argparse.ArgumentParser):
     """argparse that raises its errors as UserError, without printing the usage."""
 
-    elsewhere: Mapping[str, str] = MappingProxyType(
-        {}
-    )  # by patterns of words that belong elsewhere
+    elsewhere: Mapping[str, str] = MappingProxyType({})  # by patterns of misplaced words
 
     def format_help(self) -> str:
         usage, _, rest = super().format_help().partition("\n\n")
@@ -70,10 +68,26 @@ class OneSentenceParser(argparse.ArgumentParser):
         if unknown := re.fullmatch(r"unrecognized arguments: ([^\s=]+).*", message, re.DOTALL):
             actions = self._option_string_actions.items()
             known = [name for name, action in actions if action.help != argparse.SUPPRESS]
-            name = unknown[1].replace("_", "-")
+            name = _long(unknown[1].replace("_", "-"))
             here = [text for each, text in self.elsewhere.items() if re.fullmatch(each, name)]
-            hint = f" {here[0]}." if here else did_you_mean(unknown[1], known)
+            typed = [each for each in known if "_" not in each] if name[:1] == "-" else []
+            hint = f" {here[0]}." if here else did_you_mean(name, typed)
         raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        """Read mpirun's `-hostfile` as `--hostfile`. argparse would take it for `-h`, and `-mca` for `-m`."""
+        name = _long(arg_string.partition("=")[0])
+        is_known = name in self._option_string_actions
+        if arg_string not in self._option_string_actions and (
+            is_known or any(re.fullmatch(each, name) for each in self.elsewhere)
+        ):
+            arg_string = _long(arg_string)
+        return super()._parse_optional(arg_string)
+
+
+def _long(option: str) -> str:
+    """With two dashes, if its name has more than one letter."""
+    return re.sub("^-(?=[a-z]{2})", "--", option)
 
 
 def whole(low: int) -> Callable[[str], int]:

@@ -119,7 +119,8 @@ def _call(verb: str, args: list[str]) -> int:
 def _hint(verb: str, args: list[str]) -> str:
     """What somebody meant by a verb that is none."""
     if verb.startswith("-") or verb.endswith(".py"):
-        return f" Did you mean: mpiddp launch {shlex.join([verb, *args])}"
+        launch = f" Did you mean: mpiddp launch {shlex.join([verb, *args])}"
+        return did_you_mean(verb, ("--help", "--version")) or launch
     if verb in ("kill", "cancel", "end"):  # the nearest name is "drill", which injects faults
         return ' Did you mean "stop"?'
     return did_you_mean(verb, VERBS)

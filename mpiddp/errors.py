@@ -182,5 +182,5 @@ def check_program(name: str, path: str | None) -> None:
         raise UserError(f'"{escaped(name)}" is not a program on PATH.')
     with named_by(""):
         is_file = stat.S_ISREG(Path(name).stat().st_mode)
-    hint = " It may not be executed: chmod +x would allow it." if is_file else ""
-    raise UserError(f"{escaped(name)} is not a program.{hint}")
+    what = f"executable. Run: chmod +x {escaped(name)}" if is_file else "a program."
+    raise UserError(f"{escaped(name)} is not {what}")

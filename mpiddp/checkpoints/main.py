@@ -121,16 +121,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         description="List, verify, pin, prune and export checkpoints.",
         allow_abbrev=False,
     )
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     added = {}
     for name, purpose in (
-        ("list", "print name, size, time and state of each checkpoint"),
-        ("verify", "verify every file against its SHA-256; exit code 1 if one is broken"),
-        ("pin", "keep a checkpoint from being removed"),
-        ("prune", "remove checkpoints older than the newest verified ones"),
-        ("export", "write a checkpoint with every tensor in one piece, for other programs"),
+        ("list", "Print name, size, time and state of each checkpoint"),
+        ("verify", "Verify every file against its SHA-256; exit code 1 if one is broken"),
+        ("pin", "Keep a checkpoint from being removed"),
+        ("prune", "Remove checkpoints older than the newest verified ones"),
+        ("export", "Write a checkpoint with every tensor in one piece, for other programs"),
     ):
-        added[name] = verbs.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
+        added[name] = verbs.add_parser(
+            name, help=purpose, description=f"{purpose}.", allow_abbrev=False
+        )
         added[name].add_argument("dir", metavar="DIR")
     keep = "number of verified checkpoints to keep (default: 2)"
     added["prune"].add_argument("--keep", type=whole(1), default=2, metavar="N", help=keep)

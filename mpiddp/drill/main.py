@@ -145,7 +145,9 @@ def _faults(text: str) -> tuple[Fault, ...]:
     names = text.split(",")
     for name in names:
         if name not in (*NAMES, "none"):
-            raise argparse.ArgumentTypeError(f'"{name}" is no fault. Expected: {", ".join(NAMES)}')
+            raise argparse.ArgumentTypeError(
+                f'"{name}" is not a fault. Expected: {", ".join(NAMES)}'
+            )
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 

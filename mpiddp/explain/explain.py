@@ -356,7 +356,7 @@ def main(argv: list[str]) -> int:
             print(f"  line {each.number}: {each.failure.id} ({each.line[:60]})")
         return DONE
     if is_empty:
-        print(f"{escaped(name)} is empty.")
+        print(f"{'stdin' if name == '-' else escaped(name)} is empty.")
     elif found:
         print(
             f'{escaped(name)}: nothing failed for good. Line {found[0].number} says "{found[0].line}", but '

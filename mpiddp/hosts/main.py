@@ -52,7 +52,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
         description="Check, convert and compare hostfiles, and work on their hosts over ssh.",
     )
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
 
     def verb(name: str, purpose: str, *files: str) -> OneSentenceParser:
         parser = verbs.add_parser(name, help=purpose, description=f"{purpose}.", allow_abbrev=False)

@@ -68,9 +68,7 @@ sys.exit(code)
 
 def add_arguments(parser: OneSentenceParser) -> None:
     parser.usage = "mpiddp hosts run [options] FILE -- COMMAND [ARGS ...]"
-    parser.elsewhere = {
-        "[^-].*": "A command stands after --: mpiddp hosts run FILE -- nvidia-smi -L"
-    }
+    parser.elsewhere = {"[^-].*": "Write -- before the command"}
     parser.add_argument(
         "--timeout", type=duration, metavar="30s", help="end the command after this time"
     )

@@ -30,13 +30,15 @@ def refuse_misplaced(job: Sequence[str], verb: str) -> None:
         is_named = re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text)
         if is_named or (flag in ("--help", "-h") and _OWN_PARSER.search(text)):
             continue
-        sentence = f"{flag} comes after {script}, so it goes to the script, which does not name it."
+        sentence = (
+            f"{flag} comes after {script}, so it goes to the script, which does not mention it."
+        )
         if flag in _STARTS_NOTHING:
             raise UserError(
                 f"{sentence} Write it before the script: {verb} {flag} {script}. If the script takes it "
                 f"all the same: mpiddp launch … -- python {script} {flag}"
             )
-        log.info(f"{sentence} An option of {verb} comes before the script.")
+        log.info(f"{sentence} Put options of {verb} before the script.")
 
 
 def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
@@ -57,5 +59,5 @@ def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
         hint = (
             f" To start any program: mpiddp launch … -- {program}" if shutil.which(program) else ""
         )
-        raise UserError(f"{program} not found (looked in {Path.cwd()}).{hint}")
+        raise UserError(f"script {program} not found (looked in {Path.cwd()}).{hint}")
     return tuple(job)

@@ -27,7 +27,7 @@ DIMENSIONS = {
     "cp": "ranks that share a sequence",
     "tp": "ranks that share the matrices of a layer, inside a host",
 }
-REMAINING = -1  # the size of the one dimension that takes what the others leave
+REMAINING = -1  # the size of the one dimension that takes all remaining ranks
 _DATA_PARALLEL = ("dp", "dp_shard", "dp_replicate")
 
 
@@ -61,8 +61,8 @@ def check_sizes(sizes: Mapping[str, object]) -> dict[str, int]:
             number = 0
         if number < 1 and number != REMAINING:
             raise UserError(
-                f"{name}={shown(repr(size))}: expected a whole number, 1 or more, or {REMAINING} for what "
-                "the others leave."
+                f"{name}={shown(repr(size))}: expected a whole number, 1 or more, or {REMAINING} for all "
+                "remaining ranks."
             )
         checked[name] = number
     return checked

@@ -48,8 +48,8 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         usage="%(prog)s [--hosts N --gpus K | -H H1:8,H2:8 | --hostfile FILE] [options] [dp=N tp=N pp=N]",
         description="Print the groups of a hybrid-parallel job on these hosts, and what one step sends over "
         "each link. Starts nothing.",
-        epilog=f"Dimensions, fastest first. {names}. One of them may be -1; dp, if it is left out, takes "
-        "what the others leave. Example: mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2",
+        epilog=f"Dimensions, fastest first. {names}. One of them may be -1: all remaining ranks. "
+        "Without one, dp takes them. Example: mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -63,7 +63,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     add("--gpus", type=whole(1), default=8, metavar="K", help=gpus)
     across = "let groups of tp span hosts, as where NVLink connects several"
     add("--tp-across-hosts", action="store_true", help=across)
-    params = "parameters of the model: 7e9, 7B, 350M (default: 0.0)"
+    params = "parameters of the model: 7e9, 7B, 350M (default: 0)"
     add("--params", type=_amount, default=0.0, metavar="P", help=params)
     sent = "what is sent (default: bf16)"
     add("--dtype", choices=list(VALUE_BYTES), default="bf16", help=sent)

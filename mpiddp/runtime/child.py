@@ -122,8 +122,11 @@ class Child:
                 preexec_fn=partial(_begin, os.getpid()),
             )
         except OSError as error:
-            hint = " A script begins with a line such as #!/bin/sh."
-            hint *= error.errno == errno.ENOEXEC
+            hints = {
+                errno.ENOEXEC: " A script begins with a line such as #!/bin/sh.",
+                errno.ENOENT: " Its #! line names a missing program, or ends as on Windows.",
+            }
+            hint = hints.get(error.errno or 0, "")
             sentence = f"{escaped(program.name)} cannot be started: {error.strerror}.{hint}"
             raise cause_of(error)(sentence) from None
         finally:

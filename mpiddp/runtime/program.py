@@ -59,7 +59,7 @@ class Program(NamedTuple):
         else:
             with named_by(""):
                 if not path.exists():
-                    raise UserError(f"{name} not found (looked in {Path.cwd()}).")
+                    raise UserError(f"script {name} not found (looked in {Path.cwd()}).")
                 if not path.is_file():
                     folder = "a folder, not a script. To run a module: mpiddp run -m MODULE"
                     raise UserError(f"{name} is {folder if path.is_dir() else 'no regular file.'}")
