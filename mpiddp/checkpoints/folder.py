@@ -350,8 +350,3 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
                 folder, f'{file} lists "{shown(name)}", which is not the name of a file'
             )
     return entries
-
-
-def best_first(folders: list[Path]) -> list[Path]:
-    """The newest finite one first, the oldest that is not finite last. `folders`: oldest first."""
-    return sorted(folders, key=lambda each: not Facts.of(each).not_finite)[::-1]

@@ -21,7 +21,7 @@ from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.boxes import write_whole
 from mpiddp.checkpoints.contents import joined, read
 from mpiddp.checkpoints.files import DAMAGE, read_tensors, unpacked
-from mpiddp.checkpoints.folder import SUFFIX, TREE, BrokenCheckpoint, stem_of
+from mpiddp.checkpoints.folder import SUFFIX, TREE, BrokenCheckpoint, Facts, stem_of
 from mpiddp.checkpoints.resumed import Resumed, placed
 from mpiddp.checkpoints.retention import hold
 from mpiddp.errors import JobFailed, UserError, cause_of
@@ -65,7 +65,9 @@ def load(path: str | os.PathLike[str]) -> Resumed:
         return Resumed(0, state)
     for _ in range(_MAX_RELISTS):
         problems = []
-        for each in folder.best_first(folder.checkpoints_at(given)):
+        # The newest finite one first.
+        found = sorted(folder.checkpoints_at(given), key=lambda at: not Facts.of(at).not_finite)
+        for each in reversed(found):
             try:
                 held = hold(each)
                 listed = folder.verify(each)

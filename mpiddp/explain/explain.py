@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.errors import DONE, FAILED, named_by
 from mpiddp.explain.failures import FAILURES, Failure, Weight
 from mpiddp.text import escaped
 
@@ -339,13 +339,10 @@ def main(argv: list[str]) -> int:
     if row is not None and not Path(name).exists():
         print(f"{row.id}: {row.cause}\nFix:  {row.fix}")
         return DONE
-    try:
-        # A Path would change //server/log
-        with sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
-            is_empty = not file.peek(1)  # type: ignore[union-attr]
-            log = explain_file(file)
-    except OSError as error:
-        raise UserError(f"{escaped(name)} cannot be read ({error.strerror}).") from None
+    # A Path would change //server/log
+    with named_by(""), sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
+        is_empty = not file.peek(1)  # type: ignore[union-attr]
+        log = explain_file(file)
     found = log.found
     if found and not log.survived:
         first, *others = found

@@ -167,7 +167,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
     own = {
         names.JOB: job,
         names.OUTPUT: options.log_ranks,
-        names.TERMINAL: str(options.terminal._replace(has_prefix=has_prefix)),
+        names.TERMINAL: json.dumps(options.terminal._replace(has_prefix=has_prefix)),
         names.RUN_ID: launcher.run_id,
         names.MAX_RESTARTS: str(options.max_restarts),
         names.HOLDS: "1" if turn.holds else "",

@@ -36,18 +36,6 @@ class Terminal(NamedTuple):
                     return cls(files, columns, rows)
         return cls(files)
 
-    @classmethod
-    def parse(cls, text: str) -> Terminal:
-        """From the text that `str` makes; "" is no terminal."""
-        if not text:
-            return cls()
-        files, columns, rows, has_prefix = text.split(",")
-        return cls(files, int(columns), int(rows), bool(int(has_prefix)))
-
-    def __str__(self) -> str:
-        numbers = self.columns, self.rows, int(self.has_prefix)
-        return ",".join([self.files, *map(str, numbers)]) if self.files else ""
-
     def behind(self, prefix: str) -> Terminal:
         """What is left of it behind the prefix, so that a progress bar fits into its line."""
         return self._replace(columns=max(1, self.columns - len(prefix)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -52,7 +53,7 @@ class Rank(NamedTuple):
         if launcher is None:
             env.pop(variables.JOB, None)
         selection, holds = env.pop(variables.OUTPUT, ""), env.pop(variables.HOLDS, "")
-        terminal = Terminal.parse(env.pop(variables.TERMINAL, ""))
+        terminal = Terminal(*json.loads(env.pop(variables.TERMINAL, "[]")))
         has_daemon = world.launcher.mpis or world.launcher.name == "slurm"
         rank = cls(
             world,
