@@ -22,7 +22,7 @@ _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/(cuda|xpu|accelerator
 _AGREES = re.compile(rf"^{re.escape(_PACKAGE)}runtime/job/")
 _JOINS = re.compile(r"/(threading|concurrent/futures/\w+)\.py$")  # waits for another thread
 _DATA_OR_FILES = re.compile(
-    rf"/torch/utils/data/|^{re.escape(_PACKAGE)}train/(?:datasets|image_folder|cifar10)\.py"
+    rf"/torch/utils/data/|^{re.escape(_PACKAGE)}train/(?:data|folder|cifar10)\.py"
     r"|/torch/serialization\.py$"
 )
 _OF_LIBRARIES = re.compile(r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/")
