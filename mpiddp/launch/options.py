@@ -40,7 +40,7 @@ def _ranks(text: str) -> str:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """As a shell splits them."""
+    """The words of the text, as a shell splits it."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -334,7 +334,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
 
 
 def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
-    """Take torchrun's own options for one host. Those for several hosts have no place here."""
+    """Accept torchrun's options for one host, and refuse those for several hosts."""
     nnodes = given.pop("nnodes")
     if nnodes not in (None, "1", "1:1"):
         parser.error("unrecognized arguments: --nnodes")
