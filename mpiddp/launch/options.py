@@ -170,7 +170,7 @@ how
   wait_s --wait-for-hosts TIME  wait up to this long until all names resolve and all hosts answer (default: \
 not at all)
   login_s --login-timeout TIME  time that a login over ssh may take (default: 15 s)
-  timeout_s --timeout TIME  time in which all ranks must join (default: 60)
+  timeout_s --timeout TIME  time in which all ranks must join (default: 60 s)
 when something fails
 * max_restarts --max-restarts K  restart a failed job up to K times, from its newest checkpoint (default: 0)
 * min_hosts --min-hosts H  leave out hosts that fail the preflight, as long as H hosts remain
