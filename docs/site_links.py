@@ -1,6 +1,6 @@
 """A hook of mkdocs: README opens the site, and a link to a file outside of docs/ becomes the file's path.
 
-The site has the pages alone. In the repository the same links lead to the files.
+The site has the pages of docs/ and of the hostfiles. In the repository the same links lead to the files.
 """
 
 from __future__ import annotations
@@ -10,8 +10,21 @@ import re
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+ELSEWHERE = {
+    "README.md": "index.md",
+    "hostfiles/README.md": "hostfiles.md",
+}  # pages outside of docs/
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)#]*)(#[^)]*)?\)")
+
+
+def on_files(files: Any, *, config: Any) -> None:
+    """Called by mkdocs with the files of docs/."""
+    from mkdocs.structure.files import File
+
+    source = ROOT / "hostfiles/README.md"
+    files.append(File.generated(config, "hostfiles.md", abs_src_path=str(source)))
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
@@ -35,9 +48,9 @@ def without_links_out(markdown: str, page: str) -> str:
         path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
         if path.startswith("docs/"):
             return link[0]
-        if path == README.name:
-            index = posixpath.relpath("index.md", posixpath.dirname(page) or ".")
-            return f"[{text}]({index}{link[3] or ''})"
+        if path in ELSEWHERE:
+            own = posixpath.relpath(ELSEWHERE[path], posixpath.dirname(page) or ".")
+            return f"[{text}]({own}{link[3] or ''})"
         is_path = text.strip("`") in (path, posixpath.basename(path))
         return f"`{path}`" if is_path else f"{text} (`{path}`)"
 

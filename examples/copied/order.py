@@ -2,7 +2,7 @@
 
 Step k takes the slice [k·G, (k+1)·G) of the permutation, where G is the global batch, and splits it
 over the ranks. So each image occurs at most once per epoch, the order does not depend on the number of
-ranks, and a resume needs the number of the step alone.
+ranks, and a resume needs only the number of the step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A training of its own model, with order.py copied from mpiddp/train: each image once an epoch.
 
-    mpiddp launch -n 2 examples/copied/train.py runs/copied
+    mpiddp launch -n 2 examples/copied/train.py              # into runs/copied, or the folder that you name
 
 Stop it with Ctrl-C, and start it again with another number of ranks: it continues with the next sample.
 """
@@ -18,7 +18,7 @@ import mpiddp
 EPOCHS, GLOBAL_BATCH = 3, 24
 
 
-def main(folder: str) -> int:
+def main(folder: str = "runs/copied") -> int:
     with mpiddp.process_group() as world:
         with mpiddp.together():  # all ranks refuse, or none
             if world.world_size > GLOBAL_BATCH:
@@ -55,4 +55,4 @@ def main(folder: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -75,16 +75,16 @@ class Checkpoints:
         Args:
             folder: path of the run: it gets checkpoints/, metrics.jsonl, owner.json while the run writes,
                 and logs/ under mpiddp launch.
-            keep: number of verified checkpoints to keep. Besides, the newest finite one always stays, and
-                those that `mpiddp checkpoints pin` names.
+            keep: number of verified checkpoints to keep. The newest finite one and those pinned by
+                `mpiddp checkpoints pin` stay as well.
             every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
                 only before a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
             timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
-            keep_every: keep the first checkpoint at or after each multiple of so many steps as well.
-            best: keep the finite checkpoint with the best value of a metric as well, which was the last one
-                that `mpiddp.log_metrics` got before the save: ("val_loss", "min") or ("accuracy", "max").
+            keep_every: a number of steps. Also keep the first checkpoint at or after each multiple of it.
+            best: ("val_loss", "min") or ("accuracy", "max"): also keep the finite checkpoint with the best
+                value of this metric, by the last `mpiddp.log_metrics` before the save.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
@@ -141,7 +141,7 @@ class Checkpoints:
     def resume(self, path: str | os.PathLike[str] | None = None) -> Resumed | None:
         """The newest verified checkpoint of any host, on all ranks; None if there is none yet.
 
-        One whose loss or tensors are not finite counts only if there is no other.
+        A checkpoint whose loss or tensors are not finite counts only if there is no other.
 
         Opens the folder. Restores the states of Python's, numpy's and torch's random number generators on
         every rank that existed when it was saved, so call it after the model is built. Hosts that lack the
@@ -227,8 +227,8 @@ class Checkpoints:
     ) -> None:
         """Start to save; only the copy of the tensors takes time. A collective: every rank must call it.
 
-        A save waits for the previous one. At the end of the script, the last one is waited for: if it
-        fails, the process ends with exit code 1. A step that is saved already is left as it is. All saves
+        A save waits for the previous one. The end of the script waits for the last one: if it fails,
+        the process ends with exit code 1. A step that is saved already is left as it is. All saves
         need one thread, in which the process's other collectives run too.
 
         Args:
@@ -238,8 +238,8 @@ class Checkpoints:
                 on all; BatchNorm's running statistics are those of the lowest rank. A key that only some
                 ranks have, such as a tensor of a pipeline stage, is saved by the lowest of them. Of a
                 DTensor, each rank saves its part.
-            per_rank: the same of this rank alone, such as its position in its data. Random number
-                generators are saved anyway.
+            per_rank: what only this rank has, such as its position in its data. The states of random number
+                generators are always saved.
 
         Raises:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
@@ -247,7 +247,7 @@ class Checkpoints:
                 entry's name cannot be a file's; ranks have different things under one key, which it names.
             RuntimeError: `close` has been called, or another thread has saved before.
             UserError: the folder has checkpoints, and `resume` has not been called; see there as well. No
-                rank has loaded a tensor that the ranks of a pipeline have saved, and the run resumes from.
+                rank has loaded a pipeline stage's tensor of the checkpoint that the run resumes from.
             JobFailed: the previous save has failed, and `on_save_error` is "stop".
         """
         if step < 0:

@@ -90,7 +90,7 @@ def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
 def joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype | None = None) -> Any:
     """The value of these parts, each with the shape of the whole, its offsets, and its own shape; or None.
 
-    `dtype`: of tensors that lie in their files as bytes.
+    `dtype`: that of tensors whose files have them as bytes.
     """
     boxes: dict[tuple[int, ...], Tensor] = {}  # by offsets, because replicas may repeat them
     for tensor, about in parts:
@@ -108,7 +108,7 @@ def joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype | No
 
 
 def read_old(files: Mapping[str, Path], keys: Sequence[str]) -> dict[str, Any]:
-    """What tree.pt has today: the state with its tensors, and what each rank has saved for itself."""
+    """The contents of an old checkpoint, as tree.pt has them today: the state, and each rank's own part."""
     state = {key: read_saved(files[f"{stem_of(key)}.pt"]) for key in keys}
     boxes: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
     for name in files:

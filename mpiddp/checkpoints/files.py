@@ -39,7 +39,7 @@ _TURN_S, _REST_TURNS = 0.004, 12
 
 
 def reason_of(error: Exception) -> str:
-    """The words of the system for an error, or of torch, on one line."""
+    """What the system or torch says of an error, on one line."""
     return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
 

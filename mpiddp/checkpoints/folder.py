@@ -93,13 +93,13 @@ class Facts:
 
     @classmethod
     def read(cls, path: Path) -> Facts:
-        """Those of a state.json. Raises OSError; ValueError, TypeError or RecursionError for another file."""
+        """The facts of a state.json. Raises OSError; ValueError, TypeError, RecursionError if it is none."""
         found = json.loads(read_limited(path, _MAX_BYTES))
         return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
 
     @classmethod
     def of(cls, folder: Path) -> Facts:
-        """Those of a checkpoint. A broken one has none, and counts as finite."""
+        """The facts of a checkpoint. A broken one has none, and counts as finite."""
         try:
             return cls.read(folder / FACTS)
         except (OSError, ValueError, TypeError, RecursionError):
@@ -176,7 +176,7 @@ def checkpoints_at(given: Path) -> list[Path]:
 
 
 def hidden(root: Path, name: str) -> Path:
-    """A folder in `root` that is no checkpoint."""
+    """The path of a hidden folder in `root`, which is not a checkpoint."""
     return root / f"{_HIDDEN}{name}"
 
 

@@ -1,6 +1,6 @@
 """Checkpoints outside of a run: read beside it, read from other programs, and exported for them.
 
-Those of other programs are safetensors and those of torch.distributed.checkpoint (DCP). They are read without
+The formats of other programs are safetensors and torch.distributed.checkpoint (DCP). They are read without
 code: torch's own reader of DCP unpickles whatever stands in the file.
 """
 
@@ -45,8 +45,8 @@ def load(path: str | os.PathLike[str]) -> Resumed:
         saved = mpiddp.load("runs/a")
         saved.load_into(model=model)
 
-    Every byte is verified. The run removes the checkpoint only after the returned value has gone. Changes
-    nothing, needs no other rank, and restores no random numbers.
+    Every byte is verified. The run keeps the checkpoint as long as the returned value lives. The call
+    changes nothing, needs no other rank, and restores no random numbers.
 
     Args:
         path: the folder of a run, of which the newest finite checkpoint is read; a checkpoint, also of
@@ -89,7 +89,7 @@ def load(path: str | os.PathLike[str]) -> Resumed:
 
 
 def _read_foreign(given: Path) -> dict[str, Any] | None:
-    """The state in a checkpoint of another program; None if it is none. Raises UserError or JobFailed."""
+    """The state of another program's checkpoint; None if it is not one. Raises UserError or JobFailed."""
     try:
         if (given / ".metadata").is_file():
             return _read_dcp(given)

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def _held(checkpoints: list[Path]) -> Iterator[Path]:
-    """Each of them, which a live run keeps meanwhile, but for those that it removes just now."""
+    """Each checkpoint, held against removal by a live run. Those being removed are left out."""
     for folder in checkpoints:
         with contextlib.ExitStack() as opened:
             try:

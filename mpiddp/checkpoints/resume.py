@@ -87,7 +87,7 @@ def find(run: Run, path: Path | None = None) -> list[Candidate]:
 
 
 def _gathered(run: Run, own: Sequence[Candidate]) -> list[Candidate]:
-    """Those of all ranks. All ranks must call this."""
+    """The candidates of all ranks. All ranks must call this."""
     return [Candidate(*row) for rows in run.gather(own) for row in rows]
 
 

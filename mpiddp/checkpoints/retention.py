@@ -41,7 +41,7 @@ class Retention:
     best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it: a finite one
 
     def spared(self, folders: list[Path]) -> set[Path]:
-        """Those that are kept although they are old. `folders`: the oldest first."""
+        """The old checkpoints to keep. `folders`: the oldest first."""
         spared = {each for each in folders if (each / PINNED).exists()}
         if self.every is not None:
             first = {step_of(each) // self.every: each for each in reversed(folders)}

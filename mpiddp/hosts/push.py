@@ -75,7 +75,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
         type=_entry,
         default=[],
         metavar="NAME",
-        help=f"leave out this entry of a folder, as {', '.join(LEFT_OUT[:3])} (repeatable)",
+        help=f"leave out this entry of a folder, such as {', '.join(LEFT_OUT[:3])} (repeatable)",
     )
     goes_on = "go on without hosts that fail, as long as H hosts remain"
     parser.add_argument("--min-hosts", type=whole(1), metavar="H", help=goes_on)

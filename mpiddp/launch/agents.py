@@ -67,7 +67,7 @@ class Turn:
     avoided: tuple[str, ...] = ()  # hosts that are not to join
 
     def variables(self) -> dict[str, str]:
-        """Those of its ranks."""
+        """The environment variables of its ranks."""
         known = self.known
         announced = {"global_batch_size": known.global_batch_size, "world_size": known.world_size}
         return {
@@ -98,7 +98,7 @@ class Agents:
         return bool(self.others) and not self.plan.starter.has_scheduler
 
     def wait(self, until: float = float("inf")) -> tuple[list[Event], list[int]]:
-        """Wait for sockets, signals and timers, at most until then, and copy output.
+        """Wait for sockets, signals and timers, at most until `until`, and copy output.
 
         Returns the events, and the stop signals, whose sender may have reacted to them.
         """

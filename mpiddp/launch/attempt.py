@@ -135,7 +135,7 @@ class Attempt:
         self.record.note("mpirun", **self.mpirun.end._asdict())
 
     def wait(self, until: float = float("inf")) -> None:
-        """Wait for sockets, signals and timers, at most until then, and handle what has happened."""
+        """Wait for sockets, signals and timers, at most until `until`, and handle what has happened."""
         events, numbers = self.agents.wait(until)
         for event in events:
             self.on_event(event)

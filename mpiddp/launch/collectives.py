@@ -1,4 +1,4 @@
-"""Who has entered which collective, by what the ranks tell of their calls: who waits, for whom, since when.
+"""Which rank has entered which collective, from the calls that ranks report: who waits, for whom, since when.
 
 All here is a function of these calls, by group and rank. A call has the same number on all ranks of its
 group, on gloo and on NCCL. Clocks of hosts differ, so a rank's times are read by the clock of the launcher.
@@ -56,7 +56,7 @@ def _numbered(kind: str, number: int) -> str:
 
 
 def calls_of(facts: Mapping[str, Any], clock: float) -> dict[Group, dict[int, Call]]:
-    """The calls in a message "calls" of a rank whose clock is so many seconds behind the launcher's."""
+    """The calls in a message "calls" of a rank whose clock is `clock` seconds behind the launcher's."""
     return {
         (group["name"], group["ranks"] and tuple(group["ranks"])): {
             number: Call(group["kinds"][kind], clock + at_us / 1e6, has_ended)
@@ -67,7 +67,7 @@ def calls_of(facts: Mapping[str, Any], clock: float) -> dict[Group, dict[int, Ca
 
 
 def called_at(calls: Calls) -> dict[int, float]:
-    """When each rank has made its latest call; nothing of a rank without one."""
+    """The time of each rank's latest call. A rank without calls has no entry."""
     found: dict[int, float] = {}
     for ranks in calls.values():
         for rank, of_rank in ranks.items():
@@ -83,7 +83,7 @@ def find_wait(
 
     Without one, the ranks wait for each other in different groups.
 
-    told: the ranks whose calls are those of now. is_over: a rank has failed, so its calls have ended.
+    told: the ranks whose calls are current. is_over: a rank has failed, so its calls have ended.
     """
     found = [
         wait
@@ -142,8 +142,8 @@ def find_stragglers(
 ) -> dict[str, Any] | None:
     """The ranks that the others wait for, the slowest first, and its share of the time: facts of "window".
 
-    In that time, the others of a group have entered a call, and this rank has not yet. None if the window
-    goes on, which has too few calls. Nobody is slow in a job that calls none.
+    A rank's share is the time in which the others of a group have entered a call and this rank has not yet.
+    None if the window has too few calls, and goes on. A job without collectives has no straggler.
     """
     gaps: dict[int, list[tuple[float, float]]] = {}
     times: list[float] = []

@@ -149,9 +149,9 @@ class ControlServer(ChannelServer):
     def ask(
         self, ranks: Iterable[int], kind: str, *, agents: bool = False, **facts: object
     ) -> None:
-        """Send a message to these ranks, as far as they are connected: to their scripts, where these are.
+        """Send a message to the connected ones of these ranks: to the script, or without one to the agent.
 
-        agents: to their agents alone.
+        agents: to the agents alone.
         """
         line = encode(kind, b"", **facts)
         for rank in ranks:

@@ -270,7 +270,7 @@ class Record:
 
     @property
     def silent_hosts(self) -> set[str]:
-        """The ones of `hosts` that stopped answering."""
+        """Those of `hosts` that stopped answering."""
         return {self.hosts[rank] for rank, event in self.failures.items() if is_silent(event)}
 
     @property

@@ -1,7 +1,7 @@
-"""What the GPUs of an attempt's ranks do, by what the agents read of them every ten seconds.
+"""What the GPUs of an attempt's ranks do, as the agents read it every ten seconds.
 
-A rank that waits in NCCL keeps its GPU in use. So where one GPU idles and the others do not, they wait for
-the rank of that one.
+A rank that waits in NCCL keeps its GPU in use. So if one GPU idles and the others do not, the other ranks
+wait for the rank of the idle GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GpuUse:
 
 
 def find_idle(gpus: Mapping[int, GpuUse], ranks: Sequence[int]) -> tuple[list[int], str]:
-    """The ones of `ranks` whose GPU idles, and what the GPUs of the others do; "" if all idle."""
+    """Those of `ranks` whose GPU idles, and what the GPUs of the others do; "" if all idle."""
     recent = {rank: gpus[rank].recent for rank in ranks if rank in gpus}
     known = {rank: use for rank, use in recent.items() if use is not None}
     idle = [rank for rank, use in known.items() if use < IDLE]

@@ -243,10 +243,7 @@ class Job:
         return not (complaints or is_doubted or size > (most or size))
 
     def _heed_stop(self, within_s: float = 0.0) -> None:
-        """Raise KeyboardInterrupt if the user requests a stop, now or within so many seconds.
-
-        By a signal, or by --stop-after.
-        """
+        """Raise KeyboardInterrupt at a requested stop, by a signal or --stop-after, now or in `within_s`."""
         stop_at = self.launcher.stop_at
         until = min(time.monotonic() + within_s, stop_at)
         while self.waiting is not None and not self.signals.has_stop() and time.monotonic() < until:
@@ -256,7 +253,7 @@ class Job:
 
 
 def _pause_s(failures: Sequence[Outcome]) -> float:
-    """The pause before the restart after the last of these failures.
+    """The seconds to pause before the restart that follows the last of these failures.
 
     The first restart begins at once. The pause doubles with each failure that follows another without a step
     between them.

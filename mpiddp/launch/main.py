@@ -39,7 +39,7 @@ from mpiddp.world import World, leave_enclosing_job, leave_launchers
 
 def main(argv: list[str]) -> int:
     """Launch the job of `argv`. The exit code: 0 done, 1 the job failed, 2 bad input, 75 stopped on request,
-    130 interrupted. All that it says begins with "mpiddp:", also why nothing was started.
+    130 interrupted. All that it prints begins with "mpiddp:", including why nothing started.
     """
     try:
         return _launch(argv)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def _refused(error: BaseException) -> Outcome:
-    """The outcome of a job of which nothing has started."""
+    """The outcome of a job that has not started."""
     if isinstance(error, KeyboardInterrupt):
         return Outcome(INTERRUPTED, "interrupted")
     sentence = re.sub("^mpiddp (launch: |(?=[a-z]+: ))", "", str(error))

@@ -40,7 +40,7 @@ def _ranks(text: str) -> str:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """As a shell splits them."""
+    """The words of the text, as a shell splits it."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -170,7 +170,7 @@ how
   wait_s --wait-for-hosts TIME  wait up to this long until all names resolve and all hosts answer (default: \
 not at all)
   login_s --login-timeout TIME  time that a login over ssh may take (default: 15 s)
-  timeout_s --timeout TIME  time in which all ranks must join (default: 60)
+  timeout_s --timeout TIME  time in which all ranks must join (default: 60 s)
 when something fails
 * max_restarts --max-restarts K  restart a failed job up to K times, from its newest checkpoint (default: 0)
 * min_hosts --min-hosts H  leave out hosts that fail the preflight, as long as H hosts remain
@@ -334,7 +334,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
 
 
 def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
-    """Take torchrun's own options for one host. Those for several hosts have no place here."""
+    """Accept torchrun's options for one host, and refuse those for several hosts."""
     nnodes = given.pop("nnodes")
     if nnodes not in (None, "1", "1:1"):
         parser.error("unrecognized arguments: --nnodes")

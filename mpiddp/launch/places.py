@@ -50,7 +50,7 @@ class Place:
         return any(map(_WAITS.search, files[-1:])) or any(map(_AGREES.search, files[-3:]))
 
     def is_busy(self, before: Place, seconds: float) -> bool:
-        """Whether it computes, where it was so many seconds ago."""
+        """Whether the rank computes, where it was `seconds` ago."""
         return self.state == "R" or self.cpu_s - before.cpu_s >= _BUSY * seconds
 
     @cached_property

@@ -237,8 +237,8 @@ def run_preflight(
 ) -> Checked:
     """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
 
-    It waits for so many seconds, at most, until so many hosts answer. Hosts with slots=0 take no rank and
-    are not checked.
+    `waits`: how many seconds to wait at most, and until how many hosts answer. Hosts with slots=0 take no
+    rank and are not checked.
     """
     kind, is_alone, exports = options.job[0], _is_local(named), options.variables
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})

@@ -102,7 +102,7 @@ def preflight(
     waits: tuple[float, int] = (0.0, 0),
     logins: Logins | None = None,  # gets those of the hosts that answer, which remain open
 ) -> Checked:
-    """Ask each host until so many have answered once, for at most so many seconds: `waits`."""
+    """Ask each host, and again for at most `waits[0]` seconds, until `waits[1]` hosts have answered."""
     program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
     ask = partial(ask_hosts, program=program, python=needs.python, work_s=facts.LONGEST_S)
     answers, began_at = dict[Host, Answer](), time.monotonic()

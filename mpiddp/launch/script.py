@@ -20,7 +20,7 @@ _OWN_PARSER = re.compile(
 
 
 def refuse_misplaced(job: Sequence[str], verb: str) -> None:
-    """Point out an option of the launcher that stands behind a script whose own parser does not name it."""
+    """Point out an option of the launcher that follows a script whose own parser does not name it."""
     script, *arguments = job
     flags = [each for each in (text.partition("=")[0] for text in arguments) if each in _MISPLACED]
     if not flags or script in ("-m", "--"):

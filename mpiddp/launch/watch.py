@@ -80,7 +80,7 @@ def sentence_at_failure(record: Record) -> str:
 
 
 def _wait_sentence(record: Record, wait: Wait, now: float) -> dict[str, str]:
-    """Who waits for whom, and where these are.
+    """Who waits for whom, and in which lines.
 
     The key is the same for each wait for the same place, as in each evaluation, unless one takes five times
     as long as another.

@@ -31,7 +31,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: 5px 18px 5px 0; }
 tr { border-bottom: 1px solid var(--line); }
 th[scope=row] { font-weight: 400; color: var(--quiet); }
-td { overflow-wrap: anywhere; white-space: pre-wrap; min-width: 5em; }
+td { overflow-wrap: anywhere; white-space: pre-wrap; min-width: 9em; }
 td.long { min-width: 14em; }
 @media (max-width: 600px) { body { font-size: 14px; } th, td { padding-right: 10px; } }
 li { overflow-wrap: anywhere; }

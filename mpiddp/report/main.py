@@ -68,7 +68,7 @@ def page(runs: Sequence[Run]) -> str:
     from mpiddp.report.charts import Charts  # needs bokeh
 
     charts = Charts(runs)
-    marks = '<p class="quiet">Dotted: a save. Solid: a restart went on from here.</p>'
+    marks = '<p class="quiet">Dotted: a save. Solid: a restart resumed from here.</p>'
     body = "\n".join(
         [
             _title(runs),

@@ -124,7 +124,8 @@ class Child:
         except OSError as error:
             hints = {
                 errno.ENOEXEC: " A script begins with a line such as #!/bin/sh.",
-                errno.ENOENT: " Its #! line names a missing program, or ends as on Windows.",
+                errno.ENOENT: " Its #! line names a missing program, or has a Windows line ending: "
+                "run sed -i 's/\\r$//' on it.",
             }
             hint = hints.get(error.errno or 0, "")
             sentence = f"{escaped(program.name)} cannot be started: {error.strerror}.{hint}"

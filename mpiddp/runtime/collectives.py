@@ -31,8 +31,8 @@ _known: dict[tuple[str, str], dict[str, Any]] = {}
 def calls() -> dict[str, Any] | None:
     """The facts of a message "calls"; None in a process that has no process group.
 
-    All that tells of calls is private to torch. Where a version has it in another form, nothing is told, and
-    the launcher judges by the stacks.
+    torch's record of calls is private. If a version has another form of it, this returns nothing, and the
+    launcher judges by the stacks.
     """
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, RuntimeError):

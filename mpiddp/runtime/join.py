@@ -204,7 +204,7 @@ def enter_until_exit(context: AbstractContextManager[Value]) -> Value:
 
 
 def at_exit(action: Callable[[], None]) -> None:
-    """Call it when the interpreter exits, but not in a forked child. Its error ends the process.
+    """Call the action when the interpreter exits, but not in a forked child. Its error ends the process.
 
     Python would print the error, and end with the script's own code: the script has succeeded, but its last
     save has not.

@@ -44,7 +44,7 @@ class Program(NamedTuple):
     args: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise UserError, or JobFailed for a broken disk, if it is not there."""
+        """Raise UserError if the program is missing, or JobFailed for a broken disk."""
         name, path = self.name, Path(self.name)
         if self.kind == COMMAND:
             check_program(name, os.environ.get("PATH"))
@@ -103,7 +103,7 @@ class Program(NamedTuple):
 
 
 def _refuse_shell_script(name: str, first_line: bytes, rest: IO[bytes]) -> None:
-    """Some begin as one of a shell, and are Python too."""
+    """Refuse a shell script. Some files begin like one, and are Python too."""
     if not _SHELL.match(first_line):
         return
     try:

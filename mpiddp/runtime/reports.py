@@ -53,7 +53,7 @@ def announce(
         max_ranks: the largest number of ranks that the job can use.
 
     Raises:
-        TypeError: an argument that is no string.
+        TypeError: an argument that is not a string.
         ValueError: a number below 1, or an argument that no command can get, such as one with a NUL.
     """
     facts = {
@@ -94,7 +94,7 @@ def saving() -> Iterator[None]:
         with mpiddp.saving():
             torch.save(model.state_dict(), path)
 
-    Bodies may be nested, and may run in several threads at once. `mpiddp.Checkpoints` needs none.
+    Bodies may be nested, and may run in several threads at once. `mpiddp.Checkpoints` does this itself.
     """
     session = script_session()
     session.count_saves(1)
@@ -163,12 +163,12 @@ def progress(
         mpiddp.progress(step, total_steps, loss=loss.item(), lr=lr)
 
     Args:
-        step: the step that has been made, from 1.
+        step: the number of the step that has just ended, from 1.
         total: the number of steps of the whole training.
         values: numbers and short texts, by name. Others are left out. Rank 0's are shown.
 
     Raises:
-        TypeError, ValueError: a step that is no whole number, or a negative one.
+        TypeError, ValueError: a step that is negative or not a whole number.
     """
     if not 0 <= (step := operator.index(step)) <= LARGEST_WHOLE:
         raise ValueError(f"mpiddp.progress: step: expected 0 or more, not {step}")

@@ -43,7 +43,7 @@ _OURS = str(Path(__file__).parent)  # the folder whose frames lead to a script
 
 
 def main(*, imports_torch: bool) -> None:
-    """Be the script of a rank. It ends as python would end it."""
+    """Run the script of a rank. The process ends as under python."""
     number, kind, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     session = current()
     session.has_agent = True

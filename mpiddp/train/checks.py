@@ -39,7 +39,7 @@ def require_equal(what: str, value: str, hint: str) -> None:
 
 
 class Divergence(Hook):
-    """Ends the job if the ranks differ, every so many steps and before every save.
+    """Compares the ranks every `--check-divergence` steps and before every save; ends the job if they differ.
 
     So a restart resumes from bits in which all ranks agreed.
     """

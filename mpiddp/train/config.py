@@ -126,7 +126,8 @@ class Config:
     max_shift: int  # pixels by which CIFAR-10's images are shifted; it is no option
 
     arch: str = option(f"{', '.join(ARCHS)} (default: by the device)", choices=ARCHS, metavar="ARCH")
-    stem: str = option("of the model", choices=("auto", "imagenet", "cifar", "half"), default="auto")
+    stem: str = option("first layers (default: auto)",
+                       choices=("auto", "imagenet", "cifar", "half"), default="auto")
 
     dataset: str = option("(default: cifar10)", choices=("cifar10", "image-folder"), default="cifar10")
     data_dir: str | None = option("(default: $MPIDDP_DATA, else ~/.cache/mpiddp)", type=path, metavar="DIR")
@@ -140,8 +141,10 @@ class Config:
 
     epochs: int = option("(default: 7 on CPUs, 30 on GPUs)", **count(1))
     steps_per_epoch: int | None = option("end every epoch after this many steps", **count(1))
-    low_res_epochs: int = option("on 3/4 of the pixels (default: half of them on CPUs)", **count(0))
-    lr: float = option("peak for 256 images; scales with the batch", type=_POSITIVE, default=0.4)
+    low_res_epochs: int = option("first epochs, on images of 3/4 of the size (default: half of them on CPUs)",
+                                **count(0))
+    lr: float = option("peak for 256 images; scales with the batch (default: 0.4)",
+                       type=_POSITIVE, default=0.4)
     schedule: str = option("learning rate (default: one-cycle)",
                            choices=("one-cycle", "cosine", "step", "constant"), default="one-cycle")
     optimizer: str = option("(default: muon for wide_resnet14_2 on CPUs, else sgd)", choices=("sgd", "muon"))
@@ -150,12 +153,13 @@ class Config:
     label_smoothing: float = option("of the training loss (default: 0)", type=_FRACTION, default=0.0)
     zero_init: bool = option("each block of the model begins as its shortcut", action=_SWITCH)
     clip_grad_norm: float | None = option("limit of the gradients' norm", type=_POSITIVE, metavar="NORM")
-    ema_decay: float | None = option("average the weights as torchvision, and score that", type=_FRACTION)
-    ema_steps: int = option("between two updates of the average (default: 32)", **count(1), default=32)
+    ema_decay: float | None = option("average the weights, and evaluate the average", type=_FRACTION)
+    ema_steps: int = option("steps between updates of the average (default: 32)", **count(1), default=32)
 
     backend: str | None = option("(default: nccl with a GPU, else gloo)", choices=("nccl", "gloo"))
-    amp: str = option("dtype", choices=("auto", "bf16", "fp16", "off"), default="auto")
-    parallel: str = option("copies or shards", choices=("ddp", "fsdp", "hsdp"), default="ddp")
+    amp: str = option("mixed precision (default: auto)",
+                      choices=("auto", "bf16", "fp16", "off"), default="auto")
+    parallel: str = option("copies or shards (default: ddp)", choices=("ddp", "fsdp", "hsdp"), default="ddp")
     sync_bn: bool = option("BatchNorm statistics over all ranks", action=_SWITCH)
     compile: str = option("(default: auto)", nargs="?", const="on",
                           choices=("auto", "on", "off"), default="auto")
@@ -163,8 +167,9 @@ class Config:
     deterministic: bool = option("deterministic kernels, on GPUs too", action=_SWITCH)
 
     out: str | None = option("folder of the run (default: runs/<time>-<arch>)", type=path, metavar="DIR")
-    resume: str = option("(default: auto)", type=path, metavar="auto|PATH", default="auto")
-    save_every: str | None = option("20, 30s or 10m (default: per epoch)",
+    resume: str = option("auto: newest checkpoint in --out (default: auto)",
+                         type=path, metavar="auto|PATH", default="auto")
+    save_every: str | None = option("20, 30s or 10m (default: once an epoch)",
                                     type=interval, metavar="STEPS|TIME")
     keep: int = option("checkpoints to keep (default: 2)", **count(2), default=2)
     log_every: int = option("(default: 50)", **count(1, "STEPS"), default=50)
@@ -173,7 +178,7 @@ class Config:
 
     check_determinism: int | None = option("compare two runs of 10 steps, or N",
                                            nargs="?", const=10, **count(1))
-    check_divergence: int | None = option("compare the ranks so often", **count(1, "STEPS"))
+    check_divergence: int | None = option("how often to compare the ranks", **count(1, "STEPS"))
 # fmt: on
 
 

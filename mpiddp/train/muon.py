@@ -118,9 +118,10 @@ def orthogonal(weights: Tensor) -> Tensor:
     """Nearly the closest matrices with orthogonal rows, or columns, whichever are fewer.
 
     Newton and Schulz's iteration brings the singular values of [C_out, C_in · height · width] to between 0.7
-    and 1.2, in bfloat16: this exact the update need not be. Each round multiplies the matrix by a polynomial
-    of its product with its transpose. That product is smaller, so the rounds work on it, and the matrix is
-    multiplied once. The weights and the result are [matrices, C_out, C_in, height, width], of one type.
+    and 1.2, in bfloat16, which is exact enough for the update. Each round multiplies the matrix by a
+    polynomial of its product with its transpose. That product is smaller, so the rounds work on it, and the
+    matrix is multiplied once. The weights and the result are [matrices, C_out, C_in, height, width],
+    of one type.
     """
     matrix = weights.flatten(2).bfloat16()
     is_tall = matrix.shape[1] > matrix.shape[2]

@@ -132,7 +132,7 @@ def defaults(parser: argparse.ArgumentParser) -> dict[str, object]:
 def numbers_of_help(parser: argparse.ArgumentParser) -> dict[str, float]:
     """The defaults that only the help says, because the ranks fill them in."""
     found = {
-        flag: re.search(r"\(default: (\d+)\)", action.help or "")
+        flag: re.search(r"\(default: (\d+)(?: s)?\)", action.help or "")
         for action in parser._actions
         for flag in action.option_strings
     }

@@ -1,4 +1,4 @@
-"""torch's text about a GPU whose memory is full, short: what was asked for, what is free, who holds it."""
+"""Shorten torch's text about a full GPU memory: the request, the free memory, and who holds the rest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = 2  # other processes, those that hold most
 
 
 def shortened(text: str) -> str:
-    """The text with torch's part of it short. The processes are those of this host, while they run."""
+    """The text with torch's part shortened. It names the processes of this host that still run."""
     return _TEXT.sub(_short, text)
 
 

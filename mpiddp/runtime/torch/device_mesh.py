@@ -36,8 +36,8 @@ def mesh(
         tp_across_hosts: let groups of tp span hosts, as where NVLink connects several.
         device_type: "cuda", "cpu", …; by default that of the process group.
         sizes: pp, dp_replicate, dp, dp_shard, ep, cp, tp. The mesh has the dimensions that are named, in
-            this order. The product of the sizes is the number of ranks. One size may be -1: it takes the
-            ranks that the others leave. If no data-parallel dimension is named, dp does this.
+            this order. The product of the sizes is the number of ranks. One size may be -1: all
+            remaining ranks. If no data-parallel dimension is named, dp takes them.
 
     Raises:
         SystemExit: code 2, on every rank, after rank 0 has printed the reason: an unknown name, sizes that do

@@ -40,9 +40,8 @@ def check_divergence(
 ) -> None:
     """Check that all ranks hold the same bits. A collective: every rank of the group must call it.
 
-    Compared are the parameters, and the tensors of the optimizer's state. Left out are buffers, because
-    each rank has its own statistics of BatchNorm, and without `group` shards: DTensors, and the parameters
-    of FSDP.
+    It compares the parameters and the tensors of the optimizer's state. It leaves out buffers, because each
+    rank has its own BatchNorm statistics, and, without `group`, shards: DTensors and the parameters of FSDP.
 
     Args:
         model: bare, or wrapped by DDP or torch.compile.
@@ -55,7 +54,7 @@ def check_divergence(
         JobFailed: on all ranks of the group. It names the ranks whose bits differ from those of the majority,
             and the first tensor that differs. Without a majority, as with two ranks, it names all ranks.
             No rank of the group has its part of a save of `mpiddp.Checkpoints` in flight.
-        UserError: there are several ranks and no process group; or nothing but shards, and no `group`.
+        UserError: several ranks have no process group; or all tensors are shards, and `group` is missing.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if World.from_env().world_size > 1:
