@@ -149,6 +149,18 @@ def test_a_slow_login(hosts):
             done = hosts.run(*verb_of, *command)
             assert "slow: --login-timeout 2s" in done.stderr
             assert done.code > 0
+    # Without a sign of the host: it looks up the key.
+    keys = hosts["node1"].path("/run/keys")
+    keys.write_text(
+        "#!/bin/sh\ntest -e /run/asked || { touch /run/asked; sleep 14; }\ncat /root/.ssh/authorized_keys\n"
+    )
+    keys.chmod(0o755)
+    looked_up = (
+        "AuthorizedKeysFile none\nAuthorizedKeysCommand /run/keys\nAuthorizedKeysCommandUser root\n"
+    )
+    with sshd_with(hosts["node1"], looked_up):
+        verb_of = ("hosts", "run", hosts.folder / "file", "--login-timeout", "1m")
+        hosts.run(*verb_of, "--", "true").assert_ok()
 
 
 def test_a_host_without_space(hosts):
