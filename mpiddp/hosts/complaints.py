@@ -114,7 +114,7 @@ def _no_answer(answer: Answer) -> str:
     if answer.has_failed_there:
         last = [f"exit code {answer.exit_code}", *errors][-1]
         if "[Errno " in last:  # as of a full disk
-            return f"{host.name}: {last.rstrip('.')}. Try: {ssh_line(host)} df /tmp"
+            return f"{host.name}: {last.rstrip('.')}. Try: {ssh_line(host)} df"
         fix = " Install the same Python there as here." if is_ours else ""
         return f"{host.name}: {python} does not run there: {last.rstrip('.')}.{fix}"
     no_end = f"no answer in {limit_s:g} s"
