@@ -33,6 +33,7 @@ _NOT_BEHIND = (
     r"(.+?)\.?$"
 )
 _WAY = "({here} → {name} tcp/{at})"
+_SLOW = "If its logins are slow: --login-timeout {longer}s"
 _GONE = "Check that the host is on and the network is up."
 _DENIED = r"^\S+: Permission denied \(([^)]*)\)"
 # A pattern of ssh's own lines (the host's banner may say anything), and the sentence for it. The first row
@@ -57,7 +58,9 @@ _COMPLAINTS = {
     "^ssh: connect to host .*: (No route to host|Network is unreachable)": "ssh {name}: no route "
     f"{_WAY}. {_GONE}",
     "^Timeout, server .* not responding": f"ssh {{name}}: it does not answer any more {_WAY}. {_GONE}",
-    r"^(ssh: connect to host .*: |)(Connection|Operation)( to \S+ port \d+)? timed out": "ssh {name}: no "
+    r"^Connection to \S+ port \d+ timed out": f"ssh {{name}}: the login stops half-way {_WAY}. {_SLOW}. If "
+    "none ends, the network may lose large packets (MTU)",
+    r"^(ssh: connect to host .*: |)(Connection|Operation) timed out": "ssh {name}: no "
     f"answer in {{connect}} s {_WAY}. {_GONE}",
 }
 
@@ -111,7 +114,7 @@ def _no_answer(answer: Answer) -> str:
     if answer.has_failed_there:
         last = [f"exit code {answer.exit_code}", *errors][-1]
         if "[Errno " in last:  # as of a full disk
-            return f"{host.name}: {last.rstrip('.')}. Try: {ssh_line(host)} df /tmp"
+            return f"{host.name}: {last.rstrip('.')}. Try: {ssh_line(host)} df"
         fix = " Install the same Python there as here." if is_ours else ""
         return f"{host.name}: {python} does not run there: {last.rstrip('.')}.{fix}"
     no_end = f"no answer in {limit_s:g} s"
@@ -122,7 +125,7 @@ def _no_answer(answer: Answer) -> str:
             f"Where ssh is allowed, it can be used instead: {transport.instead}"
         )
     if answer.exit_code is None:
-        slow = f"If its logins are slow: --login-timeout {2 * limit_s:.0f}s"
+        slow = _SLOW.format(longer=f"{2 * limit_s:.0f}")
         return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {slow}"
     printed = answer.printed_before.strip().splitlines()
     if answer.exit_code != 255 and (printed or not errors or answer.exit_code == 0):
@@ -143,6 +146,7 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
     at = host.port or (said[1] if said else [*settings(host, "port"), "22"][0])
     words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh, "known": known}
     words |= {"here": socket.gethostname(), "connect": str(transport.connect_s), "at": str(at)}
+    words["longer"] = f"{2 * transport.login_s:.0f}"
     for pattern, sentence in _COMPLAINTS.items():
         if found := re.search(pattern, text, re.MULTILINE):
             if pattern == _DENIED and (key := _locked_key(host)):

@@ -40,6 +40,7 @@ def ready(wanted: Mapping[str, Any]) -> dict[str, Any]:
     launcher = reach_launcher(wanted["launcher"], wanted["key"])
     hosts = meet(*wanted["meet"]) if wanted["meet"] else {}
     keep(wanted["name"], wanted["variables"])
+    check_room(Path(os.environ.get("TMPDIR") or "/tmp"))
     return {"launcher": launcher, "hosts": hosts}
 
 
@@ -74,9 +75,27 @@ def keep(name: str, variables: Mapping[str, str]) -> None:
         folder.mkdir(mode=0o700)
     _check(folder)
     part = folder / os.urandom(8).hex()
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(json.dumps(variables).encode())
+    _write(part, json.dumps(variables).encode())
     part.rename(folder / "variables")
+
+
+def _write(path: Path, content: bytes) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def check_room(folder: Path) -> None:
+    """Raise OSError if nobody can write there: Open MPI's daemon would end without a word of it."""
+    part = folder / f"mpiddp-{os.urandom(8).hex()}"
+    try:
+        _write(part, b"\n")
+    except FileNotFoundError:
+        return  # it takes /tmp
+    except OSError as error:  # that of a full disk names no file
+        raise OSError(error.errno, error.strerror, str(folder)) from None
+    finally:
+        with suppress(OSError):
+            part.unlink()
 
 
 def take(name: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 _LOST_DAEMON = re.compile(
     r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
-    r"|Connection to(?= \S+ closed by)) +(\S+)"
+    r"|Connection to(?= \S+ closed by)|Timeout, server(?= \S+ not responding)) +(\S+)"
 )
 HUNG_UP = "the terminal has hung up (SIGHUP)"
 _LEFT_EARLY = "ended early, with exit code 0"

@@ -13,7 +13,7 @@ import pytest
 from mpiddp.checkpoints import folder as directory
 from tests.support.cluster import Cluster, Host, faults, ssh
 from tests.support.cluster.faults import begins_with, sshd_with
-from tests.support.cluster.host import configure
+from tests.support.cluster.host import TMPDIR, configure
 from tests.support.place import program
 
 CONFIG, BASHRC, KEY = "/root/.ssh/config", "/root/.bashrc", "/root/.ssh/id_ed25519"
@@ -149,18 +149,32 @@ def test_a_slow_login(hosts):
             done = hosts.run(*verb_of, *command)
             assert "slow: --login-timeout 2s" in done.stderr
             assert done.code > 0
+    # Without a sign of the host: it looks up the key.
+    keys = hosts["node1"].path("/run/keys")
+    keys.write_text(
+        "#!/bin/sh\ntest -e /run/asked || { touch /run/asked; sleep 14; }\ncat /root/.ssh/authorized_keys\n"
+    )
+    keys.chmod(0o755)
+    looked_up = (
+        "AuthorizedKeysFile none\nAuthorizedKeysCommand /run/keys\nAuthorizedKeysCommandUser root\n"
+    )
+    with sshd_with(hosts["node1"], looked_up):
+        verb_of = ("hosts", "run", hosts.folder / "file", "--login-timeout", "1m")
+        hosts.run(*verb_of, "--", "true").assert_ok()
 
 
-def test_a_host_without_space(hosts):
-    """A host whose /tmp is full is named, with the system's reason."""
-    mount = "mount -t tmpfs -o size=4k,mode=1777 none /tmp && echo full > /tmp/file"
+@pytest.mark.parametrize(("folder", "names_it"), [("/tmp", ""), (TMPDIR, f": '{TMPDIR}'")])
+def test_a_host_without_space(hosts, folder, names_it):
+    """A host whose /tmp or TMPDIR is full is named, with the system's reason."""
+    mount = f"mount -t tmpfs -o size=4k,mode=1777 none {folder} && echo full > {folder}/file"
     hosts["node1"].run(["sh", "-c", mount], check=True)
     try:
         done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
     finally:
-        hosts["node1"].run(["umount", "/tmp"], check=True)
+        hosts["node1"].run(["umount", folder], check=True)
     (said,) = done.said
-    assert said == "node1: OSError: [Errno 28] No space left on device. Try: ssh node1 df /tmp"
+    full = f"node1: OSError: [Errno 28] No space left on device{names_it}. Try: ssh node1 df"
+    assert said == full
 
 
 def test_a_script_that_a_host_lacks(hosts):

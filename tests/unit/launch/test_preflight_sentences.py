@@ -70,6 +70,7 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
         (f"{AT_22}Network is unreachable", "no route", (WAY,)),
         ("Timeout, server a not responding.", "any more", (WAY, "Check that")),
         (f"{AT_22}Connection timed out", "Check that the", (" 5 s", WAY)),
+        ("Connection to 10.0.0.2 port 22 timed out", "half-way", (WAY, "timeout 30s", "(MTU)")),
         (
             f"ssh: {UNKNOWN.format('b')}\r\n{NO_WAY}",
             "way failed",
