@@ -19,7 +19,6 @@ import time
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from benchmarks import cpus
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import whole
 from mpiddp.bench import scaling
@@ -30,7 +29,7 @@ from mpiddp.errors import UserError
 from mpiddp.text import counted
 from mpiddp.train.measure import STARTUP_STEPS
 from tests.support import cluster
-from tests.support.cluster import links
+from tests.support.cluster import cpus, links
 from tests.support.ranks import ROOT
 
 LINKS = {"no limit": None, "1 Gbit/s": 1000, "100 Mbit/s": 100}

@@ -1,4 +1,4 @@
-"""Small hosts of a test cluster: the processes of a host share so many of this machine's cores, for a block.
+"""Small hosts: all processes of a host share so many of this machine's cores, until the end of a block.
 
 with cpus.limited(cluster["node0"], 0.4):
     cluster["node0"].run(cpus.within(cluster["node0"], ["python", "train.py"]))
