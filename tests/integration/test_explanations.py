@@ -110,13 +110,10 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
             [RESET, ELASTIC, OOM],
             [("cuda-out-of-memory", 3), ("gloo-peer-gone", 1), ("system-rank-ended", 2)],
         ),
-        ([RESET], [("gloo-peer-gone", 1)]),
         # Of a symptom and an exception, the earlier one is named.
         ([RAISED, WAITED], [("python-exception", 1), ("gloo-timeout", 2)]),
         ([WAITED, RAISED], [("gloo-timeout", 1), ("python-exception", 2)]),
         # The launcher's own sentence is known.
-        ([KILLED], [("system-killed", 1)]),
-        (["ValueError: bad", VERDICT], [("python-exception", 1)]),
         (["ValueError: bad", VERDICT, *DF], [("python-exception", 1)]),
         # That of a DataLoader whose worker has ended names no file.
         (

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import mpiddp
+from tests.support import forked
 from tests.support.machine import reserved
 
 IMPORTED = (DefaultLoadPlanner, DefaultSavePlanner)  # here, not in every child
@@ -33,9 +34,7 @@ SIZE = 300
 def save_forever(folder: Path, rank: int, ranks: int, port: int, steps: int) -> None:
     """Report the step that this rank resumes, then each step whose save it has begun, into `steps`."""
     if ranks > 1:
-        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= forked.variables(["localhost"] * ranks, "127.0.0.1", port)[rank]
     checkpoints = mpiddp.Checkpoints(folder, keep=2, every=None)
     if ranks > 1:
         dist.init_process_group("gloo")

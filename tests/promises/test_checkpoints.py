@@ -19,6 +19,7 @@ import mpiddp
 from mpiddp.cli import main
 from mpiddp.runtime.job.session import current
 from tests.support import tiny_data
+from tests.support.cluster import faults
 from tests.support.own_script import DIES, STEPS, example
 from tests.support.place import Done, Here, Hosts, Place, eventually, program
 from tests.support.ranks import ROOT, mpirun_command
@@ -670,14 +671,12 @@ def test_hsdp_resumes_bit_for_bit(hosts):
 def disk(hosts: Hosts, folder: Path, megabytes: float) -> Iterator[Path]:
     """A disk of this size at a folder of node0; returns the folder's path on this machine."""
     node0 = hosts["node0"]
-    node0.run(["mkdir", "-p", str(folder)], check=True)
-    size = f"size={int(megabytes * 1000)}k"
-    node0.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], check=True)
-    try:
-        yield node0.path(folder)
-    finally:
-        hosts.clear()
-        node0.run(["umount", str(folder)], check=True)
+    node0.path(folder).mkdir(parents=True, exist_ok=True)
+    with faults.mounted(node0, folder, "-o", f"size={int(megabytes * 1000)}k"):
+        try:
+            yield node0.path(folder)
+        finally:
+            hosts.clear()
 
 
 def test_full_disk(apart):

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 
 from mpiddp import cli
-from tests.support import cluster as test_cluster
 from tests.support import installs
 from tests.support.cluster import Cluster
 from tests.support.doctor_faults import FAULTS, WORK, doctor, prepared
 from tests.support.drills import DEFECTS, RIGHT, SCRIPT
 from tests.support.own_script import example
 from tests.support.patience import eventually
-from tests.support.place import Done, Hosts, Process
+from tests.support.place import Done, Process
 from tests.support.ranks import ROOT
 
 # --- doctor ---
@@ -201,10 +200,9 @@ def test_drill_of_a_script_that_fails(here):
     assert "the undisturbed run ended with code 1: KeyError: 'its own'." in done.stdout
 
 
-def test_drill_on_hosts(request):
+def test_drill_on_hosts(hosts):
     """`mpiddp drill` works on several hosts."""
-    with test_cluster.up_or_skip(2) as up, Hosts.on(up, request.node.name) as hosts:
-        options = ("--only", "sigterm", "--seed", "3", "--json")
-        done = hosts.run("drill", *options, *hosts.where(2), SCRIPT, "{out}")
-        assert done.code == 0, done.stderr + done.stdout
-        assert [fault for fault, each in results(done).items() if not each["passed"]] == []
+    options = ("--only", "sigterm", "--seed", "3", "--json")
+    done = hosts.run("drill", *options, *hosts.where(2), SCRIPT, "{out}")
+    assert done.code == 0, done.stderr + done.stdout
+    assert [fault for fault, each in results(done).items() if not each["passed"]] == []

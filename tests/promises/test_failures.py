@@ -7,17 +7,17 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import faults
+from tests.support.cluster import faults, lacking
 from tests.support.cluster.program import stat_of
-from tests.support.control_groups import memory_limited
 from tests.support.machine import reserved, tool
 from tests.support.place import MPIS, Done, Here, Place, eventually, every_mpi, program
-from tests.support.ranks import mpirun_command
+from tests.support.ranks import LAUNCH, mpirun_command
 
 OTHERS = " The other ranks were stopped."
 # Under Hydra, and under Open MPI on a loaded machine, mpirun does not say by which signal a rank ended.
@@ -29,7 +29,8 @@ ENDS = {
     "kill": KILLED,
     "crash": KILLED.replace("SIGKILL", "SIGSEGV"),
 }
-A_MINUTE_S = 60.0  # a failed job takes 3 to 15 s to end; its ranks would run for hours
+# For what takes 3 to 30 s, on a slow machine too. Ranks that nothing ends run for hours.
+LIMIT_S = 180.0
 
 
 def verdict(done: Done) -> str:
@@ -53,7 +54,7 @@ def failing(place: Place, script: str, how: str, *, mpi: str | None = None) -> D
     since = time.monotonic()
     done = job.wait()
     assert done.code == 1, done.stderr
-    assert time.monotonic() - since < A_MINUTE_S
+    assert time.monotonic() - since < LIMIT_S
     assert is_named(place, done, how), done.stderr
     eventually(lambda: not place.processes())
     return done
@@ -258,12 +259,41 @@ def test_a_child_that_joins(here):
     assert done.lines == ["2", "2"]
 
 
+CGROUPS = Path("/sys/fs/cgroup")
+ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'  # 0 is the process that writes
+
+
+@contextmanager
+def memory_limited(limit_bytes: int) -> Iterator[list[str]]:
+    """The words before a command that give it, and all that it starts, so much memory and no swap.
+
+    At the end of the block, no process may be left in the group. Without control groups, the test is skipped.
+    """
+    is_v2 = (CGROUPS / "cgroup.controllers").exists()
+    parent = CGROUPS if is_v2 else CGROUPS / "memory"
+    v1, v2 = ("memory.limit_in_bytes", "memory.swappiness"), ("memory.max", "memory.swap.max")
+    limits = v2 if is_v2 else v1
+    group = parent / f"mpiddp-test-{os.getpid()}"
+    try:
+        if is_v2:
+            (parent / "cgroup.subtree_control").write_text("+memory")
+        group.mkdir()
+    except OSError as error:
+        lacking(f"needs root, and a control group of memory below {parent}: {error}")
+    try:
+        (group / limits[0]).write_text(str(limit_bytes))
+        if (group / limits[1]).exists():  # not every kernel can swap
+            (group / limits[1]).write_text("0")
+        yield ["sh", "-c", ENTER, str(group)]
+    finally:
+        group.rmdir()
+
+
 def test_a_kill_for_lack_of_memory(here):
     """If the kernel kills a rank for lack of memory, the error says so, with the memory limit."""
     script = here.script("import os\nif os.environ['RANK'] == '1': bytearray(3 << 30)\n")
     with memory_limited(3 << 29) as enter:
-        launch = [sys.executable, "-m", "mpiddp", "launch", *here.where(2), script]
-        done = here.run(*enter, *launch)
+        done = here.run(*enter, *LAUNCH, *here.where(2), script)
         eventually(lambda: not here.processes())
     assert done.code == 1
     limit = "its control group's limit of 1.6 GB was reached (oom_kill)"
@@ -343,7 +373,7 @@ def test_a_cut_link(hosts, mpi, script):
     since = time.monotonic()
     with faults.unreachable(hosts["node1"]):
         done = job.wait()
-        assert time.monotonic() - since < 120  # 15 s to notice it, the rest to end mpirun
+        assert time.monotonic() - since < LIMIT_S  # 15 s to notice it, the rest to end mpirun
         eventually(lambda: not [each for each in hosts.processes() if "python" in each.command])
     assert done.code == 1
     assert verdict(done) == f"lost node1 (rank 1): the host stopped answering.{OTHERS}"
@@ -371,7 +401,7 @@ def test_a_host_that_is_lost_at_the_start(hosts):
     with faults.unreachable(hosts["node1"]):
         since = time.monotonic()
         done = job.wait()
-        assert time.monotonic() - since < 40
+        assert time.monotonic() - since < LIMIT_S
     assert done.code == 1
     # Its rank may have started before, on a loaded machine.
     assert re.match(r"lost node1 (before its ranks started: ssh node1: |\(rank 1\))", verdict(done))
@@ -395,7 +425,7 @@ def test_a_firewall(hosts, host, verdict_of_it):
     since = time.monotonic()
     with faults.firewall(hosts[host], verdict_of_it):
         done = hosts.run("launch", "-x", mark, *hosts.where(3), program("alone.py"), "never")
-    assert time.monotonic() - since < 60  # MPI gives up after more than a minute
+    assert time.monotonic() - since < LIMIT_S
     assert (done.code, done.stdout) == (1, "")
     address = re.escape(hosts[host].address)
     why = "no answer in 3 s" if verdict_of_it == "drop" else "Connection refused"
@@ -427,7 +457,7 @@ def test_a_host_that_is_lost_in_the_preflight(hosts):
     since = time.monotonic()
     with faults.unreachable(hosts["node1"]):
         job.until("ssh node1: it does not answer any more (node0 → node1 tcp/22)")
-        assert time.monotonic() - since < 60
+        assert time.monotonic() - since < LIMIT_S
         done = job.wait().assert_ok()
     assert [rank["host"] for rank in done.records] == ["node0", "node2"]
 
@@ -466,7 +496,7 @@ def test_a_killed_part_of_the_launcher(hosts, mpi, part):
         hosts.kill(next(each for each in found if each.host == host))
     done = job.wait()
     eventually(lambda: not hosts.processes())
-    assert time.monotonic() - since < A_MINUTE_S
+    assert time.monotonic() - since < LIMIT_S
     assert done.code == (-signal.SIGKILL if part == "launcher" else 1), done.stderr
     # The ranks of a killed daemon end with it, and are named, for none of them said anything.
     said = {"daemon": "MPI daemon|rank 1 on node1 ", "mpirun": "mpirun was killed by SIGKILL"}

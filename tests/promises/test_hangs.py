@@ -30,7 +30,7 @@ def test_a_hang_of_any_script(here):
     done = job.wait().assert_ok()
     (sentence,) = done.said
     hosts = here.hosts_of(3)
-    call = r"all_reduce no\. \d+ \(float32, 20\), for which ranks 0, 2 have waited 7\d s"
+    call = r"all_reduce no\. \d+ \(float32, 20\), for which ranks 0, 2 have waited \d+ s"
     is_in = r'it is in load \(unmodified\.py:\d+\): return path\.read_text\(encoding="utf-8"\)\.'
     named = rf"rank 1 on {hosts[1]} has not entered {call}; {is_in}"
     assert re.fullmatch(named, sentence), sentence
@@ -108,7 +108,7 @@ def test_hang_timeout(place, how):
     options = ("--hang-timeout", "10", *place.where(2))
     done = place.run("launch", *options, program("one_fails.py"), how)
     assert done.code == 1
-    call = r"all_reduce no\. \d+ \(float32, 1\), for which rank 0 has waited 1\d s"
+    call = r"all_reduce no\. \d+ \(float32, 1\), for which rank 0 has waited \d+ s"
     named = rf"rank 1 on {place.hosts_of(2)[1]} has not entered {call}; it {sentence}\."
     assert any(re.fullmatch(named, line) for line in done.said), done.stderr
     assert done.said[-1] == "the job hung and was stopped."
@@ -265,7 +265,8 @@ def test_a_job_is_watched_and_stopped(here):
     until(lambda: bool(re.search(is_in_load, view("stacks", pid)[0])))
     text = "\n".join(view("stacks", pid, "--rank", "1"))
     assert re.search(r'alone\.py", line \d+, in load', text)
-    assert "thread MainThread:" in text
+    # Without the frames of Python's and mpiddp's own that start it.
+    assert re.search(r'thread MainThread:\n  File ".*/one_fails\.py"', text), text
 
     (line,) = [line.split() for line in view("ps") if pid in line.split()]
     assert (line[1], line[3]) == ("one_fails.py", "2")

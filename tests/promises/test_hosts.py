@@ -204,14 +204,11 @@ def test_push_makes_a_folder_the_same(hosts, file, project):
 def test_push_and_pull_need_rsync(hosts, file, project):
     """A push and a pull name a host without rsync, with the command that installs it, and send nothing."""
     node1, rsync = hosts["node1"], shutil.which("rsync")
-    node1.run(["mount", "--bind", "/dev/null", rsync], check=True)
-    try:
+    with faults.mounted(node1, rsync, what="/dev/null"):
         for verb in ("push", "pull"):
             done = hosts.run("hosts", verb, file, project)
             assert done.code != 0
             assert "node1: rsync is not installed there. Run there: " in done.stdout + done.stderr
-    finally:
-        node1.run(["umount", rsync], check=True)
     assert not node1.path(project).exists()
 
 
@@ -264,11 +261,10 @@ def test_push_names_the_host_that_cannot_take_it(hosts, file, project):
     there.mkdir(parents=True)
     no_space = f'/{name}": No space left on device'
     for option, why in (("size=64k", no_space), ("ro", ": Read-only file system")):
-        hosts["node1"].run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", project], check=True)
-        done = hosts.run("hosts", "push", file, project)
+        with faults.mounted(hosts["node1"], project, "-o", option):
+            done = hosts.run("hosts", "push", file, project)
         assert done.code == 1
         assert why in done.stderr, done.stderr
-        hosts["node1"].run(["umount", project], check=True)
     there.rmdir()
     write(there.parent, {there.name: "a file"})
     done = hosts.run("hosts", "push", file, project)

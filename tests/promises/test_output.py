@@ -26,7 +26,7 @@ from tests.support.place import (
     here_and_on_hosts,
     program,
 )
-from tests.support.ranks import LAUNCH, clean_env, find_mpirun
+from tests.support.ranks import LAUNCH, find_mpirun
 from tests.support.terminal import in_a_terminal
 
 HOST = socket.gethostname()
@@ -178,12 +178,11 @@ def test_every_byte_arrives(here, mpi):
     assert sorted(done.lines) == [digit * 1_000_000 for digit in "334455"]
 
 
-def piped(place: Here, *argv: str) -> subprocess.Popen[bytes]:
-    """A command of mpiddp whose output nobody reads, unless the test does."""
-    env = clean_env({"TEST_PLACE": place.mark})
-    return subprocess.Popen(
-        [*LAUNCH, *argv], env=env, cwd=place.folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+def piped(here: Here, *argv: str) -> subprocess.Popen[bytes]:
+    """A launch whose output nobody reads, unless the test does."""
+    pipe = subprocess.PIPE
+    how = {"cwd": here.folder, "stdin": pipe, "stdout": pipe, "text": False}
+    return here.popen([*LAUNCH, *argv], {}, **how)
 
 
 def test_a_slow_reader(here):

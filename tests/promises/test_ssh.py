@@ -71,18 +71,6 @@ def changed_key(node0: Host, node1: Host) -> Iterator[None]:
 
 
 @contextmanager
-def forced_command(node0: Host, node1: Host) -> Iterator[None]:
-    with sshd_with(node1, "ForceCommand echo This account is not available.\n"):
-        yield
-
-
-@contextmanager
-def silent_shell(node0: Host, node1: Host) -> Iterator[None]:
-    with begins_with(node1, BASHRC, "exit 1\n"):
-        yield
-
-
-@contextmanager
 def many_keys(node0: Host, node1: Host) -> Iterator[None]:
     (key,) = ssh.make_keys(1)
     first = "IdentityFile /root/.ssh/another\nIdentityFile ~/.ssh/id_ed25519\n"
@@ -92,12 +80,6 @@ def many_keys(node0: Host, node1: Host) -> Iterator[None]:
         sshd_with(node1, "MaxAuthTries 1\n"),
     ):
         node0.path("/root/.ssh/another").chmod(0o600)
-        yield
-
-
-@contextmanager
-def mistyped(node0: Host, node1: Host) -> Iterator[None]:
-    with begins_with(node0, CONFIG, "Prot 22\n"):
         yield
 
 
@@ -112,14 +94,18 @@ def banner(node0: Host, node1: Host) -> Iterator[None]:
         yield
 
 
+FORCED = "ForceCommand echo This account is not available.\n"
+OTHER = "runs another command, which prints: {} See ForceCommand in its sshd_config"
 FAULTS = {
     readable_key: f"the key {KEY}, because others can read it. Run: chmod 600 {KEY}",
     locked_key: f'{KEY} has a passphrase, and no agent holds it. Run: eval "$(ssh-agent)"; ssh-add',
     changed_key: "its host key has changed. Check that it is the same host, then run: ssh-keygen -R",
-    forced_command: "runs another command, which prints: This account is not available. See Force",
-    silent_shell: "runs another command, which prints: nothing. See ForceCommand in its sshd_config",
+    lambda _, node1: sshd_with(node1, FORCED): OTHER.format("This account is not available."),
+    lambda _, node1: begins_with(node1, BASHRC, "exit 1\n"): OTHER.format("nothing."),
     many_keys: "Too many authentication failures: ssh offers other keys first. Name the right one in",
-    mistyped: "/root/.ssh/config: line 1: Bad configuration option: prot",
+    lambda node0, _: begins_with(
+        node0, CONFIG, "Prot 22\n"
+    ): "line 1: Bad configuration option: prot",
     banner: "permission denied (publickey). Run: ssh-copy-id node1",
 }
 
@@ -166,12 +152,9 @@ def test_a_slow_login(hosts):
 @pytest.mark.parametrize(("folder", "names_it"), [("/tmp", ""), (TMPDIR, f": '{TMPDIR}'")])
 def test_a_host_without_space(hosts, folder, names_it):
     """A host whose /tmp or TMPDIR is full is named, with the system's reason."""
-    mount = f"mount -t tmpfs -o size=4k,mode=1777 none {folder} && echo full > {folder}/file"
-    hosts["node1"].run(["sh", "-c", mount], check=True)
-    try:
+    with faults.mounted(hosts["node1"], folder, "-o", "size=4k,mode=1777"):
+        hosts["node1"].path(f"{folder}/file").write_text("full")
         done = hosts.run("launch", "-H", "node0:1,node1:1", program("identity.py"))
-    finally:
-        hosts["node1"].run(["umount", folder], check=True)
     (said,) = done.said
     full = f"node1: OSError: [Errno 28] No space left on device{names_it}. Try: ssh node1 df"
     assert said == full
@@ -203,7 +186,7 @@ def test_a_resume_with_push_keeps_shards(hosts):
     launch = ("launch", "-H", "node[0-2]:1")
     hosts.run(*launch, *train, cwd=folder).assert_ok()
     kept = "out/checkpoints/step_00000002"
-    shards = [f"shard_{rank:05d}.pt" for rank in range(3)]
+    shards = [f"shard_{rank:05d}.safetensors" for rank in range(3)]
     there = {
         host.name: [name for name in shards if host.path(f"{folder}/{kept}/{name}").exists()]
         for host in hosts.cluster.hosts

@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from mpiddp.checkpoints import folder as directory
 from mpiddp.cli import main
 from mpiddp.runtime.job.session import current
 from tests.support.place import program
-from tests.support.ranks import ROOT, clean_env, script
+from tests.support.ranks import LAUNCH, ROOT, script
 from tests.support.training import step_folder, steps_kept, unequal
 
 OLD = ROOT / "tests/data/checkpoints"  # whole and sharded, as this format's predecessor wrote them
@@ -560,17 +559,11 @@ def test_read_only_folder_is_refused(here):
     """A read-only folder is refused with exit code 2, and the job is not started again."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to mount")
-    mount = "mount -t tmpfs -o ro none run && exec python -m mpiddp launch -H localhost:1 --max-restarts 2 "
+    mount = 'mount -t tmpfs -o ro none run && exec "$@"'
     (here.folder / "run").mkdir()
-    command = mount + script(here.folder, "import mpiddp; mpiddp.Checkpoints('run').resume()")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command],
-        env=clean_env({"PYTHONPATH": str(ROOT), "PATH": path}),
-        cwd=here.folder,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2, done.stderr
+    job = script(here.folder, "import mpiddp; mpiddp.Checkpoints('run').resume()")
+    launch = (*LAUNCH, *here.where(1), "--max-restarts", "2", job)
+    done = here.run("unshare", "-m", "sh", "-c", mount, "sh", *launch)
+    assert done.code == 2, done.stderr
     assert "Read-only file system. Name another folder." in done.stderr
     assert "restart" not in done.stderr

@@ -14,7 +14,6 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -22,8 +21,9 @@ import pytest
 
 from tests.support.cluster import Cluster, slurm
 from tests.support.cluster.slurm import Slurm
+from tests.support.patience import PATIENCE_S
 from tests.support.place import Here, Job, Place, eventually, every_mpi, program
-from tests.support.ranks import CTRL_C_AGAIN_S, ROOT, clean_env, mpirun_command
+from tests.support.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, mpirun_command
 
 LONG_GRACE = ("--grace", "600")  # a slow machine may need minutes to reach the agreed step
 TRAIN = ("--use-syn", "--backend=gloo", "--arch=resnet20", "--epochs=1", "--log-every=1")
@@ -216,6 +216,8 @@ def test_a_scheduler_that_signals_a_rank_first(here):
     """If SIGTERM of a scheduler kills a rank before it reaches the launcher, the job was interrupted."""
     script = here.script("import time\nprint('ready\\n', end='', flush=True)\ntime.sleep(6000)\n")
     job = here.start("launch", *here.where(2), "--log-dir", "logs", script).until("ready", times=2)
+    (mpirun,) = here.processes("prterun ")
+    here.kill(mpirun, signal.SIGSTOP)  # so the job does not end before the launcher gets the signal
     ranks = [each for each in here.processes(script) if "runtime.script" in each.command]
     here.kill(ranks[0], signal.SIGTERM)
     record = here.folder / "logs" / "attempt_1.jsonl"
@@ -264,21 +266,10 @@ def test_a_rank_that_takes_no_request(here, one, ready):
 # --- who reads the output ---
 
 
-@contextmanager
-def flooding(here: Here, out: IO[bytes] | int) -> Iterator[subprocess.Popen[bytes]]:
+def flooding(here: Here, out: IO[bytes] | int) -> subprocess.Popen[str]:
     """A job whose ranks print without end."""
-    command = [sys.executable, "-m", "mpiddp", "launch", *LONG_GRACE, *here.where(2)]
-    with subprocess.Popen(
-        [*command, program("floods.py")],
-        env=clean_env(),
-        cwd=here.folder,
-        stdout=out,
-        stderr=subprocess.STDOUT,
-    ) as job:
-        try:
-            yield job
-        finally:
-            job.kill()
+    command = [*LAUNCH, *LONG_GRACE, *here.where(2), program("floods.py")]
+    return here.popen(command, {}, cwd=here.folder, stdout=out, stderr=subprocess.STDOUT)
 
 
 def have_left(here: Here, name: str) -> bool:
@@ -287,10 +278,8 @@ def have_left(here: Here, name: str) -> bool:
 
 def test_ctrl_c_ends_the_reader_as_well(here):
     """On Ctrl-C, the ranks of `mpiddp launch … | tee log` save, although tee ends too."""
-    with (
-        subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tee,
-        flooding(here, tee.stdin) as job,
-    ):
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tee:
+        job = flooding(here, tee.stdin)
         tee.stdin.close()
         while not have_left(here, "ready"):
             tee.stdout.read(1 << 12)
@@ -304,15 +293,15 @@ def test_ctrl_c_ends_the_reader_as_well(here):
 def test_a_reader_that_reads_no_more(here, reader):
     """A job stops within seconds on request even if nobody reads its output: a pager, or Ctrl-S."""
     ours, theirs = os.pipe() if reader == "pipe" else pty.openpty()
-    with flooding(here, theirs) as job:
-        eventually(lambda: have_left(here, "ready"))
-        if reader == "ctrl_s":
-            termios.tcflow(theirs, termios.TCOOFF)
-        else:
-            full = 16_000 if reader == "pipe" else 2_000
-            eventually(lambda: waiting_bytes(ours) > full)  # soon it is full
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(60) == 75
+    job = flooding(here, theirs)
+    eventually(lambda: have_left(here, "ready"))
+    if reader == "ctrl_s":
+        termios.tcflow(theirs, termios.TCOOFF)
+    else:
+        full = 16_000 if reader == "pipe" else 2_000
+        eventually(lambda: waiting_bytes(ours) > full)  # soon it is full
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(PATIENCE_S) == 75  # it would not end
     os.close(ours)
     os.close(theirs)
     assert have_left(here, "saved")

@@ -124,12 +124,6 @@ def renamed(host: Host, path: str) -> AbstractContextManager[None]:
     return shelled(host, f"mv {path} {path}.away", f"rm -rf {path}; mv {path}.away {path}")
 
 
-def mounted(
-    host: Host, path: str, options: str, what: str = "-t tmpfs none"
-) -> AbstractContextManager[None]:
-    return shelled(host, f"mount {options} {what} {path}", f"umount {path}")
-
-
 @contextmanager
 def other_mpi(host: Host) -> Iterator[None]:
     program = "/run/env/bin/mpirun"
@@ -185,7 +179,7 @@ def foreign_libmpi(host: Host) -> AbstractContextManager[None]:
     """The library of mpi4py is that of Open MPI 4 at the path of Open MPI 5."""
     (own,) = BIN.parent.glob("lib/libmpi.so.40")
     (other,) = (ROOT / ".mpi" / "openmpi4").rglob("libmpi.so.40")
-    return mounted(host, str(own.resolve()), "--bind", str(other.resolve()))
+    return faults.mounted(host, own.resolve(), what=other.resolve())
 
 
 def other_name(host: Host, before: str, after: str) -> AbstractContextManager[None]:
@@ -273,6 +267,6 @@ FAULTS: Mapping[str, Fault] = {
         *(f"ip route add {BLACKHOLE}", f"ip route del {BLACKHOLE}"),
     ),
     "low nofile": on("node3", "256 files", limited, "nofile", 256),
-    "small /dev/shm": on("node3", "/dev/shm", mounted, "/dev/shm", "-o size=16m"),
-    "read-only /dev/shm": on("node1", "/dev/shm has 0 B", mounted, "/dev/shm", "-o ro"),
+    "small /dev/shm": on("node3", "/dev/shm", faults.mounted, "/dev/shm", "-o", "size=16m"),
+    "read-only /dev/shm": on("node1", "/dev/shm has 0 B", faults.mounted, "/dev/shm", "-o", "ro"),
 }

@@ -92,14 +92,7 @@ class _Launch:
     """In the place of the Popen of `mpiddp launch` on this machine: the ranks are forks."""
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: Path,
-        stdout: IO[str],
-        stderr: IO[str],
-        **others: object,
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, **streams: IO[str]
     ) -> None:
         self.code: int | None = None
         self.pid = os.fork()
@@ -111,7 +104,7 @@ class _Launch:
                 ["localhost"] * (options.n or 1), *reservation.getsockname()
             )
             ranks = [forked.Rank({**env, **each}) for each in of_ranks]
-            files = stdout.fileno(), stderr.fileno()
+            files = (streams[name].fileno() for name in ("stdout", "stderr"))
             code = forked.in_children(options.job, ranks, cwd, *files)
             os._exit(code if code in (DONE, BAD_INPUT, STOPPED) else FAILED)
 

@@ -169,7 +169,7 @@ class Place(ABC):
         """Send a process a signal, unless it has just ended."""
 
     @abstractmethod
-    def _popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
+    def popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
         """Start a command in the environment of this place, with `env` and as Popen's arguments say."""
 
     def hosts_of(self, ranks: int) -> list[str]:
@@ -199,7 +199,7 @@ class Place(ABC):
         files[0].write_text(stdin)
         with files[0].open("rb") as input_, files[1].open("wb") as out, files[2].open("wb") as err:
             how = {"cwd": cwd or self.folder, "stdin": input_, "stdout": out, "stderr": err}
-            process = self._popen(self._command(argv, mpi), env or {}, **how)
+            process = self.popen(self._command(argv, mpi), env or {}, **how)
         job = Job(process, files[1], files[2])
         self.jobs.append(job)
         return job
@@ -278,10 +278,10 @@ class Here(Place):
         """Run `mpiddp train OPTIONS…` so."""
         return self.fork("train", *options, ranks=ranks, env=env)
 
-    def _popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
+    def popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
         own = clean_env({"TEST_PLACE": self.mark, **env})
         # In a session of its own: a Ctrl-C at the terminal of the tests is not one of the job.
-        return subprocess.Popen(argv, env=own, text=True, start_new_session=True, **how)
+        return subprocess.Popen(argv, env=own, **{"text": True, "start_new_session": True, **how})
 
 
 @dataclass
@@ -340,7 +340,7 @@ class Hosts(Place):
     def kill(self, process: Process, number: int = signal.SIGKILL) -> None:
         self[process.host].run(["kill", f"-{int(number)}", str(process.pid)])
 
-    def _popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
+    def popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
         return self.cluster.hosts[0].popen(argv, env={"OMP_NUM_THREADS": "1", **env}, **how)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpiddp.text import align_columns, escaped, parse_duration, parse_whole, shown
+from mpiddp.text import escaped, parse_duration, parse_whole, shown
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,6 @@ def test_an_error_shows_input_on_one_short_line():
     assert shown("a") == "a"
     assert shown("a\n\udcff") == r"a\n\udcff"
     assert len(shown("9" * 5000)) == len(shown("\n" * 5000)) == 60
-
-
-def test_columns_are_aligned():
-    rows = [("name", "count", ""), ("a", "1,000", "x")]
-    assert align_columns(rows) == "name  count\na     1,000  x"
-    assert align_columns(rows, right=[1]) == "name  count\na     1,000  x"
-    assert align_columns([("a", "1"), ("b", "22")], right=[1]) == "a   1\nb  22"
 
 
 def test_characters_that_control_a_terminal_are_escaped():

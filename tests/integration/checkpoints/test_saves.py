@@ -1,27 +1,31 @@
 """One save and one resume: what they hold in memory, read, send, remove, and refuse.
 
-Tests mpiddp/checkpoints/save.py, resume.py, run.py, send.py, boxes.py.
+Tests mpiddp/checkpoints/{save,resume,run,send,boxes,folder}.py, mpiddp/files.py.
 """
 
 import fcntl
 import gc
+import hashlib
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
-import torch.distributed.checkpoint  # noqa: F401 - torch does not import it by itself
 
 import mpiddp
+from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.boxes import Box, Copies
+from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.checkpoints.run import RunDir, RunLock
 from mpiddp.checkpoints.save import SaveSchedule
 from mpiddp.errors import UserError
+from mpiddp.files import read_limited
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
@@ -196,3 +200,83 @@ def test_a_schedule_by_steps():
     assert [step for step in range(1, 41) if due.is_due(step)] == [10, 20, 30, 40]
     due = schedule("10")  # a script may count samples
     assert [step for step in range(4, 41, 4) if due.is_due(step)] == [12, 20, 32, 40]
+
+
+def test_no_file_outside_of_the_checkpoint_is_touched(tmp_path):
+    """Not even a pipe, which would block the reader, and not before all names have been checked."""
+    with directory.appearing(tmp_path / "step_00000007") as new:
+        directory.seal(new, {})
+    os.mkfifo(tmp_path / "pipe")
+    entry = {"bytes": 13, "sha256": "0" * 64}
+    manifest = json.dumps({"pipe": entry, "../pipe": entry}).encode()
+    (tmp_path / "step_00000007/manifest.json").write_bytes(manifest)
+    (tmp_path / "step_00000007/COMPLETE").write_text(hashlib.sha256(manifest).hexdigest())
+    with pytest.raises(BrokenCheckpoint, match=r'step_00000007: manifest.json lists "\.\./pipe"'):
+        directory.verify(tmp_path / "step_00000007")
+    assert not directory.is_verified(tmp_path / "step_00000007")
+
+
+def test_a_read_always_ends(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"1234")
+    assert read_limited(tmp_path / "file", 4) == b"1234"
+    for path, limit in ((tmp_path / "pipe", 4), (Path("/dev/zero"), 4), (tmp_path / "file", 3)):
+        with pytest.raises(OSError, match=r"not a regular file|larger than 3 bytes"):
+            read_limited(path, limit)
+
+
+Open = Callable[..., mpiddp.Checkpoints]
+
+
+@pytest.fixture
+def create(tmp_path: Path) -> Iterator[Open]:
+    """Creates `Checkpoints` of one folder; closes them at the end of the test."""
+    created = []
+
+    def create(**options: Any) -> mpiddp.Checkpoints:
+        created.append(mpiddp.Checkpoints(tmp_path / "run", **options))
+        return created[-1]
+
+    yield create
+    for checkpoints in created:
+        checkpoints.close()
+    current().run = None
+
+
+def test_a_step_before_the_resumed_one_is_refused(create):
+    first = create()
+    first.save(7, {})
+    first.close()
+    second = create()
+    assert second.resume() is not None
+    with pytest.raises(ValueError, match=r"step 1 .*step 7"):
+        second.save(1, {})
+    second.save(7, {})  # is saved already
+    with pytest.raises(RuntimeError, match="once"):
+        second.resume()
+
+
+def test_any_key_is_a_file_of_its_own(create, tmp_path):
+    keys = ("model", "a/b", "..", "é x", "%")
+    state = {key: torch.tensor(number) for number, key in enumerate(keys)}
+    first = create()
+    first.save(1, state)
+    first.close()
+    folder = tmp_path / "run/checkpoints/step_00000001"
+    saved = create().resume()
+    assert saved.state == state
+    assert [path.parent for path in (tmp_path / "run").rglob("*.safetensors")] == [folder] * 5
+
+
+@pytest.mark.parametrize("key", ["shard_00000", "", "x" * 300])
+def test_a_key_that_cannot_be_a_file(create, key):
+    with pytest.raises(ValueError, match="file"):
+        create().save(1, {key: 1})
+
+
+def test_records_need_a_run(create):
+    with pytest.raises(mpiddp.UserError, match="Checkpoints"):
+        mpiddp.log_metrics(1, loss=2)
+    create().resume()
+    with pytest.raises(TypeError, match="loss"):
+        mpiddp.log_metrics(1, loss=[2])

@@ -1,19 +1,34 @@
-"""The parts of `mpiddp.spawn` that need no ranks: its options, pickles, refusals and errors.
+"""The parts of `mpiddp.spawn` that need no ranks: its options, pickles, refusals and errors, its connections.
 
-Tests mpiddp/spawning/, mpiddp/runtime/function.py.
+Tests mpiddp/spawning/, mpiddp/runtime/function.py, mpiddp/launch/control.py.
 """
 
 import functools
 import os
+import pickle
 import sys
 import threading
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import mpiddp
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
+from mpiddp.launch.control import ControlServer, Exchange, listen
+from mpiddp.protocol.channel import SCRIPT, mac, member_key
+from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.runtime.function import received_call
+from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.shipped import packed
 from mpiddp.spawning.spawn import _refuse_within_a_job, pickled_call
+from mpiddp.world import World
+from tests.support.channels import connect, cut
 from tests.support.errors import error
 from tests.support.ranks import ROOT, clean_env, run_command, script
 
@@ -137,3 +152,53 @@ def test_a_result_does_not_change_the_callers_own_class():
     """Its methods would go on with copies of their global variables, also those of earlier objects."""
     done = run_command([sys.executable, "-c", RETURNS_ITS_OWN_CLASS])
     assert (done.stdout, done.stderr) == ("True True 20 20\n", "")
+
+
+WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")
+ARGUMENT = b"f" * 3_000_000
+FACTS = {"name": "work", "source": {}, "path": [], "modules": packed({})}
+FUNCTION = b64encode(pickle.dumps((FACTS, pickle.dumps(partial(len, ARGUMENT)))))
+
+
+@contextmanager
+def script_of(exchange: Exchange) -> Iterator[Coordinator]:
+    """The channel of a rank's script, whose launcher a thread runs."""
+    pytest.importorskip("cloudpickle")
+    with TimedSelector() as selector:
+        server = ControlServer(listen("127.0.0.1"), 2, selector)
+        is_over = threading.Event()
+
+        def serve() -> None:
+            while not is_over.is_set():
+                for key, _ in selector.select(0.02):
+                    for message in server.receive(key.data):
+                        if message.kind in ("function", "answer"):
+                            exchange.take(message, server)
+
+        exchange.begin(server)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        where = Server(*(server.settings[name] for name in (ADDRESS, SECRET)))
+        try:
+            rank = connect(where, WORLD)
+            own = Server(where.address, member_key(where.key, SCRIPT, WORLD.rank), is_own=True)
+            yield connect(own, WORLD, SCRIPT)
+            cut(rank)
+        finally:
+            is_over.set()
+            thread.join()
+            server.close()
+
+
+def test_what_a_stranger_has_written_is_not_unpickled():
+    """Whoever has taken over a connection does not have the secret."""
+    exchange = Exchange(FUNCTION)
+    with script_of(exchange) as channel:
+        own, channel.server = channel.server, Server("", "another", is_own=True)
+        with pytest.raises(JobFailed, match=error("connection to", "rank 1 ")):
+            received_call(channel)
+        body = b64encode(b"a pickle")
+        channel.send("answer", body, is_result=True, mac=mac("x", "answer", body))
+        channel.server = own
+        assert received_call(channel)  # and so the launcher has read what was sent before
+        assert exchange.results == {}

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mpiddp.hosts.processes import marked
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer
 from mpiddp.runtime.job.connection import Server
@@ -43,42 +44,28 @@ sum(range(10**12))
 
 
 @contextmanager
-def job(code: str) -> Iterator[tuple[subprocess.Popen[str], Coordinator]]:
+def job(code: str) -> Iterator[tuple[subprocess.Popen[str], Coordinator, int]]:
+    """Rank 0, rank 1, which is this process, and the pid of their server."""
+    name, value = "JOB_OF_A_TEST", os.urandom(8).hex()
     with subprocess.Popen(
         [sys.executable, "-c", RANK_0, code],
-        env=clean_env(),
+        env=clean_env({name: value}),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
     ) as rank_0:
         try:
             address = rank_0.stdout.readline().strip()
-            yield rank_0, member(Server(address, KEY), 1, 2)
+            rank_1 = member(Server(address, KEY), 1, 2)
+            (server,) = {*marked(f"{name}={value}".encode())} - {rank_0.pid}
+            yield rank_0, rank_1, server
         finally:
             rank_0.kill()
 
 
-def server_of(rank_1: Coordinator) -> int:
-    """The process at the other end of the connection of rank 1."""
-    host, port = rank_1.connection.getsockname()
-    table = Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()
-    own = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
-    inode = next(line.split()[9] for line in table if line.split()[2] == own)
-    return eventually(lambda: holder_of(inode))
-
-
-def holder_of(inode: str) -> int | None:
-    """The process that has this socket open. A look misses it if other processes end meanwhile."""
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            if str(file.readlink()) == f"socket:[{inode}]":
-                return int(file.parts[2])
-    return None
-
-
 def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpreter():
     """A failure has to end the others at once, however long rank 0 computes."""
-    with job(f"{GATHERS}\n{HOLDS_THE_LOCK}") as (rank_0, rank_1):
+    with job(f"{GATHERS}\n{HOLDS_THE_LOCK}") as (rank_0, rank_1, _):
         assert rank_0.stdout.readline() == "holds\n"
         assert rank_1.all_gather_json(1, key="a", timeout_s=PATIENCE_S) == [0, 1]
         assert rank_1.claim_first_failure()
@@ -88,21 +75,10 @@ def test_ranks_agree_while_native_code_of_rank_0_holds_the_lock_of_its_interpret
 
 @pytest.mark.parametrize("holds", ["time.sleep(600)", HOLDS_THE_LOCK])
 def test_the_end_of_rank_0_ends_the_job(holds):
-    with job(f"print(flush=True)\n{holds}") as (rank_0, rank_1):
+    with job(f"print(flush=True)\n{holds}") as (rank_0, rank_1, _):
         rank_0.stdout.readline()
         rank_0.send_signal(signal.SIGKILL)
         eventually(lambda: rank_1.is_lost)
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_rank_that_ends_without_leaving_ends_the_others(leaves):
-    """Its launcher may not notice it, and the others may wait for it in native code."""
-    code = "while not channel.code_of_failure and not channel.given('last'): time.sleep(0.01)\n"
-    with job(f"channel.give('last', 0)\n{code}print(channel.gone, flush=True)") as (rank_0, rank_1):
-        if leaves:
-            rank_1.leave()
-        cut(rank_1)
-        assert rank_0.stdout.readline() == ("None\n" if leaves else "1\n")
 
 
 def test_the_server_of_a_rank_0_that_never_connects_ends(monkeypatch):
@@ -116,21 +92,19 @@ def test_the_server_of_a_rank_0_that_never_connects_ends(monkeypatch):
 
 def test_rank_0_that_has_left_may_end_before_the_others():
     code = f"channel.send('leave'); channel.all_gather_json(0, key='a', timeout_s={PATIENCE_S})"
-    with job(code) as (rank_0, rank_1):
+    with job(code) as (rank_0, rank_1, server):
         assert rank_1.all_gather_json(1, key="a", timeout_s=PATIENCE_S) == [0, 1]
         assert rank_0.wait(PATIENCE_S) == 0
         rank_1.give("b", 5)
         assert eventually(lambda: rank_1.given("b")) == [None, 5]
         assert not rank_1.is_lost
-        server = server_of(rank_1)
         cut(rank_1)
         eventually(lambda: not Path(f"/proc/{server}").exists())
 
 
 def test_signals_to_all_processes_of_the_job_leave_the_server():
     """A member that has lost its server would not get the answers of a gather."""
-    with job(f"{GATHERS}\ntime.sleep(600)") as (_, rank_1):
-        server = server_of(rank_1)
+    with job(f"{GATHERS}\ntime.sleep(600)") as (_, rank_1, server):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(server, number)
         assert rank_1.all_gather_json(1, key="a", timeout_s=PATIENCE_S) == [0, 1]

@@ -1,8 +1,9 @@
-"""The job channel: what ranks agree on, how long they wait, and what a stranger can do to them.
+"""The job channel: what ranks agree on, how long they wait, what a stranger can do to them, where it is.
 
-Tests mpiddp/protocol/channel.py, server.py and mpiddp/runtime/job/coordinator.py.
+Tests mpiddp/protocol/{channel,server}.py, mpiddp/runtime/job/coordinator.py, runtime/rendezvous/by_hand.py.
 """
 
+import re
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.runtime.job.connection import AnotherScript, Server, connect_to_server
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
+from mpiddp.runtime.rendezvous.by_hand import address_of_rank_0, connect_by_address
 from mpiddp.world import World
 from tests.support.channels import connect, cut, member_proof, progress
 from tests.support.errors import error
@@ -54,6 +56,14 @@ class Job:
         """As Ctrl-Z does to a launcher."""
         self._runs.clear()
         self._thread.join()
+
+    @contextmanager
+    def paused(self, messages: int) -> Iterator[None]:
+        """For a block, and until the messages of so many members have come meanwhile."""
+        self.pause()
+        yield
+        until(lambda: len(self.selector.select(0)) == messages)
+        self.start()
 
     def _run(self) -> None:
         while self._runs.is_set():
@@ -118,9 +128,10 @@ def job() -> Iterator[Job]:
 
 def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_come_late(job):
     first, second, late = job.all()
-    calls = [
-        job.call(each.all_gather_json, 1, key="key", timeout_s=0.2) for each in (first, second)
-    ]
+    with job.paused(2):  # else the first one's time may be over before the second one asks
+        calls = [
+            job.call(each.all_gather_json, 1, key="key", timeout_s=0.2) for each in (first, second)
+        ]
     for call in calls:
         with pytest.raises(NoAnswer, match=r"^rank 2 did not answer in 0\.2 s\.$"):
             call.result(PATIENCE_S)
@@ -192,15 +203,14 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job):
 def test_a_server_that_is_stopped_ends_no_wait(job):
     """What has arrived meanwhile counts before the time does."""
     first, second, third = job.all()
-    early = job.call(first.all_gather_json, 0, key="key", timeout_s=0.1)
+    early = job.call(first.all_gather_json, 0, key="key", timeout_s=1.0)
     until(lambda: job.selector.next_at < float("inf"))
-    job.pause()
-    others = [
-        job.call(each.all_gather_json, each.world.rank, key="key", timeout_s=0.1)
-        for each in (second, third)
-    ]
-    time.sleep(0.3)
-    job.start()
+    with job.paused(2):
+        others = [
+            job.call(each.all_gather_json, each.world.rank, key="key", timeout_s=1.0)
+            for each in (second, third)
+        ]
+        until(lambda: job.selector.next_at < time.monotonic())
     assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
 
 
@@ -256,19 +266,14 @@ INTRODUCTIONS = {
     "garbage": lambda challenge: b"\xff\xfe\x00GET / HTTP/1.1\n\n",
     "deep": lambda challenge: b"[" * 1000 + b"\n",
     "long": lambda challenge: b"x" * (LINE_LIMIT + 70_000),
-    "output": lambda challenge: encode(
-        "output",
-        rank=0,
-        challenge="",
-        proof=member_proof(KEY, challenge, RANK, 0),
-        stream=3,
-        host="a",
+    "output": lambda challenge: hello(
+        0, member_proof(KEY, challenge, RANK, 0), "output", stream=3, host="a"
     ),
 }
 
 
-def hello(rank: int, proof: str, **facts: object) -> bytes:
-    return encode("hello", b"", rank=rank, challenge="", proof=proof, **facts)
+def hello(rank: int, proof: str, kind: str = "hello", **facts: object) -> bytes:
+    return encode(kind, b"", rank=rank, challenge="", proof=proof, **facts)
 
 
 @pytest.mark.parametrize("kind", INTRODUCTIONS)
@@ -361,3 +366,44 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch
             if job.messages:
                 break
         assert job.receives("lost").rank == 0
+
+
+ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "localhost",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "address"),
+    [
+        (ENV | {"MASTER_ADDR": "127.0.0.3", "MASTER_PORT": "1"}, "127.0.0.3"),
+        (ENV | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "127.0.0.1"),
+        (SRUN, "127.0.0.1"),
+        (SRUN | {"MASTER_ADDR": "127.0.0.4"}, "127.0.0.4"),
+    ],
+)
+def test_the_address_of_rank_0(env, address):
+    found, port = address_of_rank_0(World.from_env(env), env)
+    assert found == address
+    assert port == 1 if "MASTER_PORT" in env else 20000 <= port < 52768
+
+
+def test_a_rank_that_cannot_reach_rank_0_names_the_address(monkeypatch):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = str(silent.getsockname()[1])
+        rank_1 = ENV | {"RANK": "1", "LOCAL_RANK": "1"}
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(JobFailed) as refused:
+            connect_by_address(Coordinator(World.from_env(rank_1)), 0.3)
+    values = (f"rank 1 on {socket.gethostname()} ", f" at 127.0.0.1:{port} ", "refused")
+    assert re.fullmatch(error("reach rank 0's channel", *values), str(refused.value))

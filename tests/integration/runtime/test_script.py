@@ -1,12 +1,14 @@
-"""A script in its process: its first line, the steps that its optimizers count, its files and its end.
+"""A script in its process: its first line, the steps that its optimizers count, its log and its end.
 
-Tests mpiddp/runtime/{script,child,join}.py, and the end of a script alone in checkpoints/checkpoints.py.
+Tests mpiddp/runtime/{script,child,join,log,agent}.py.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
+from socket import gethostname
 
 import pytest
 
@@ -14,7 +16,8 @@ from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports mo
 from mpiddp.runtime.child import Child, reap
 from mpiddp.runtime.program import COMMAND, Program
 from mpiddp.runtime.rank import Rank
-from tests.support.ranks import LAUNCH, run_command, script
+from tests.support.patience import PATIENCE_S
+from tests.support.ranks import LAUNCH, clean_env, run_command, script
 
 LOOK = """
 import gc, json, os, sys, weakref
@@ -108,3 +111,69 @@ def test_a_signal_that_comes_before_a_command_reaches_it(monkeypatch):
     while child.status is None:
         reap()
     assert child.status == -signal.SIGTERM
+
+
+LOGS_MESSAGES = """
+import sys
+from mpiddp.runtime.log import log, log_to_console
+log_to_console(rank=int(sys.argv[1]))
+log.info("a line")
+log.warning("warning: a warning")
+log.info("100% done")
+"""
+
+
+@pytest.mark.parametrize(("rank", "printed"), [(0, "a line\n100% done\n"), (1, "")])
+def test_only_rank_0_prints_and_every_rank_warns(rank, printed):
+    command = [sys.executable, "-c", LOGS_MESSAGES, str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "warning: a warning\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_is_one_write(unbuffered):
+    """Else the lines of two ranks that share a pipe are mixed. Of this kind of pipe, a read is one write."""
+    reader, writer = os.pipe2(os.O_DIRECT)
+    command = [sys.executable, "-c", LOGS_MESSAGES, "0"]
+    env = clean_env({"PYTHONUNBUFFERED": unbuffered})
+    subprocess.run(command, env=env, stdout=writer, stderr=writer, check=True, timeout=PATIENCE_S)
+    os.close(writer)
+    writes = list(iter(lambda: os.read(reader, 65536), b""))
+    os.close(reader)
+    assert writes == [b"a line\n", b"warning: a warning\n", b"100% done\n"]
+
+
+IN_A_DESTRUCTOR = """
+import ctypes
+libc = ctypes.CDLL("libc.so.6")
+libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
+"""
+HANDLED = "try: 1 / 0\nexcept ArithmeticError: sys.exit(4)"
+AGAIN = (
+    "os.getenv('A') and os._exit(6); os.putenv('A', '1'); os.execv(sys.executable, sys.orig_argv)"
+)
+NO_FILES = "import resource as r, torch; r.setrlimit(r.RLIMIT_NOFILE, (0, 0)); raise OSError('a')"
+# What rank 1 does, and what is said of it. Plainer ends are in tests/promises/test_failures.py.
+ENDS = {
+    "sys.exit('no data.')": "ended first, with exit code 1: no data. ",
+    HANDLED: "ended first, with exit code 4: ZeroDivisionError: division by zero.",
+    AGAIN: "ended first, with exit code 6.",
+    NO_FILES: "failed first: OSError: a.",
+    "os.closerange(3, 999); os._exit(8)": "ended first, with exit code 8.",
+    "os.execvp('sh', ['sh', '-c', 'exit 5'])": "ended first, with exit code 5.",
+    IN_A_DESTRUCTOR: "was killed by SIGABRT.",
+}
+TEXT = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    exec(sys.argv[1])
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("code", ENDS, ids=lambda each: each.strip().split("\n")[0])
+def test_an_end_is_what_wait_says(tmp_path, code):
+    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, TEXT), code])
+    assert f"rank 1 on {gethostname()} {ENDS[code]}" in done.stderr, done.stderr
+    assert (done.returncode, "Exception ignored" in done.stderr) == (1, False), done.stderr

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from tests.support.cluster import ssh
-from tests.support.cluster.host import USER, Host
+from tests.support.cluster.host import USER, Arg, Host
 from tests.support.cluster.start import Cluster
 
 
@@ -107,6 +107,17 @@ def firewall(host: Host, verdict: str) -> Iterator[None]:
         yield
     finally:
         host.run(["nft", "delete", "table", "inet", "test"], check=True)
+
+
+@contextmanager
+def mounted(host: Host, path: Arg, *options: str, what: Arg = "tmpfs") -> Iterator[None]:
+    """A folder of the host is a file system in memory with these options, or a file or folder another one."""
+    kind = ("-t", "tmpfs") if what == "tmpfs" else ("--bind",)
+    host.run(["mount", *kind, *options, what, path], check=True)
+    try:
+        yield
+    finally:
+        host.run(["umount", path], check=True)
 
 
 @contextmanager

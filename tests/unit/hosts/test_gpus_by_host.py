@@ -1,17 +1,29 @@
-"""The GPUs of each host: counted with the vendor's tool, chosen by the hostfile.
+"""The GPUs of each host: counted with the vendor's tool, chosen by the hostfile, and what is wrong with them.
 
 No machine of the tests has a GPU: the tools print what real ones have printed.
 
-Tests mpiddp/hosts/gpus.py and mpiddp/runtime/gpu.py. The promises have the variables of ranks.
+Tests mpiddp/hosts/{gpus,gpu_health,gpu_faults}.py and mpiddp/runtime/{gpu,gpu_readings}.py. The promises have
+the variables of ranks.
 """
+
+import os
+import queue
+import re
+import subprocess
+from contextlib import contextmanager
 
 import pytest
 
 from mpiddp.hosts import gpus
+from mpiddp.hosts.gpu_faults import faults, notes
+from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import Gpu, chosen_gpus, read_gpus
 from mpiddp.hosts.processes import marked
-from tests.support.machine import GPU_ROW, TWO_GPUS, nvidia_smi, tool
-from tests.support.patience import eventually
+from mpiddp.protocol.channel import OUTPUT_PROCESS
+from mpiddp.runtime import gpu_readings
+from mpiddp.runtime.gpu_readings import GpuReadings
+from tests.support.machine import GPU_ROW, SECOND_GPU, TWO_GPUS, nvidia_smi, tool
+from tests.support.patience import PATIENCE_S, eventually
 
 # As `rocm-smi --showproductname --showbus --showuse --showmeminfo vram --showtemp --json` of an MI210.
 ROCM = """
@@ -24,20 +36,6 @@ NO_GPU = (
     "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9"
 )
 H100 = "NVIDIA H100 80GB HBM3"
-
-
-@pytest.mark.parametrize(
-    ("program", "text", "named", "addresses"),
-    [
-        ("nvidia-smi", TWO_GPUS, [H100] * 2, ["0000:18:00.0", "0000:9a:00.0"]),
-        ("rocm-smi", ROCM, ["AMD Instinct MI210"], ["0000:c1:00.0"]),
-    ],
-)
-def test_each_vendors_tool_is_asked_once(tmp_path, program, text, named, addresses):
-    path = tool(tmp_path, program, f'echo "$@" >> {tmp_path}/arguments\n{text}')
-    found = read_gpus(path)
-    assert [(gpu.name, gpu.address) for gpu in found] == [*zip(named, addresses, strict=True)]
-    assert len((tmp_path / "arguments").read_text().splitlines()) == 1
 
 
 def test_what_a_gpu_tells_of_itself(tmp_path):
@@ -61,12 +59,9 @@ def test_what_a_gpu_tells_of_itself(tmp_path):
     )
     assert unknown == known._replace(use=0, temperature=None, slowed="", errors=None)
     (amd,) = read_gpus(tool(tmp_path / "amd", "rocm-smi", ROCM))
-    assert (amd.use, amd.memory, amd.memory_total, amd.temperature) == (
-        97,
-        10960896,
-        68702699520,
-        41,
-    )
+    assert (amd.name, amd.address) == ("AMD Instinct MI210", "0000:c1:00.0")
+    measured = (amd.use, amd.memory, amd.memory_total, amd.temperature)
+    assert measured == (97, 10960896, 68702699520, 41)
 
 
 def test_a_container_without_nvidia_smi_counts_what_the_driver_lists(tmp_path, monkeypatch):
@@ -121,3 +116,131 @@ def test_a_tool_that_does_not_end_is_killed_with_its_children(tmp_path, monkeypa
     path = tool(tmp_path, "nvidia-smi", script)
     assert read_gpus(path, timeout_s=20.0 if found == [] else 0.5) == found
     eventually(lambda: not marked(f"STARTED_BY={tmp_path}".encode()))
+
+
+BUSY = nvidia_smi({"utilization.gpu": "97"}, {**SECOND_GPU, "utilization.gpu": "3"})
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """A function that gives this host a tool, and waits for so many readings, or until there are no more."""
+    monkeypatch.setattr(gpu_readings, "EVERY_S", 0.0)
+
+    def run(text, count=1, **env):
+        starts = tmp_path / "starts"
+        starts.write_text("")
+        path = tool(tmp_path, "nvidia-smi", f"echo start >>{starts}\n{text}")
+        found = queue.SimpleQueue()
+        readings = GpuReadings([4, 5], {"PATH": path, **env}, lambda kind, ranks: found.put(ranks))
+        readings.start()
+        if count:
+            read = [found.get(timeout=PATIENCE_S) for _ in range(count)]
+            readings.stop()
+        else:
+            readings.join(PATIENCE_S)
+            read = []
+        assert not readings.is_alive()
+        assert count or found.empty()
+        return read, len(starts.read_text().splitlines())
+
+    return run
+
+
+def test_each_rank_has_the_readings_of_its_gpu(read):
+    (first, *_), starts = read(BUSY, count=3)
+    assert starts >= 3
+    ranks = [(each["rank"], each["use"], each["memory_total"]) for each in first]
+    assert ranks == [(4, 97, 81559 << 20), (5, 3, 81559 << 20)]
+    (found,), _ = read(BUSY, CUDA_VISIBLE_DEVICES="1,GPU-18ac")
+    assert [each["use"] for each in found] == [3, 97]
+    (found,), _ = read(BUSY, CUDA_VISIBLE_DEVICES="MIG-aa01,1")
+    assert [each["rank"] for each in found] == [5]
+
+
+def test_a_tool_that_fails_is_not_started_again(read, monkeypatch):
+    assert read("exit 9", count=0)[1] == 1
+    monkeypatch.setattr(gpu_readings, "LIMIT_S", 0.3)
+    assert read("exec sleep 6000", count=0)[1] == 1
+
+
+FIRST, SECOND = GPU_ROW["uuid"], SECOND_GPU["uuid"]
+ECC = "ecc.errors.uncorrected.volatile.total"
+LOST = """echo 'Unable to determine the device handle for {}: Unknown Error' >&2; exit 255"""
+# As NVIDIA's driver and util-linux' dmesg write it, some seconds ago.
+DMESG = """up=$(cut -d. -f1 /proc/uptime)
+echo "[$((up - 3700)).000000] NVRM: Xid (PCI:0000:18:00): 48, pid=1, over an hour before"
+echo "[$up.000001] NVRM: Xid (PCI:0000:{at}:00): {number}, pid='<unknown>', name=<unknown>, GPU 0"
+"""
+
+
+def log_of(number, at="9a"):
+    return DMESG.replace("{at}", at).replace("{number}", str(number))
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A function that gives this machine two GPUs, with what differs, and tells what is wrong."""
+
+    def wrong(*gpus, users="", dmesg="", chosen=(0, 1)):
+        path = tool(tmp_path, "nvidia-smi", nvidia_smi(*(gpus or ({}, SECOND_GPU)), users=users))
+        tool(tmp_path, "journalctl", "echo '-- No entries --'")
+        tool(tmp_path, "dmesg", dmesg or "exit 1")
+        gpus = read_health(path)
+        return [*faults("a", gpus, chosen)], [*notes("a", gpus, chosen, "ssh a")]
+
+    return wrong
+
+
+def test_gpus_that_are_in_order(host):
+    assert host() == ([], [])
+    assert host(users=f"{FIRST}, {os.getpid()}, 60", dmesg=log_of(31)) == ([], [])
+    assert host(dmesg=log_of(79, at="55")) == ([], [])  # of another container
+    assert host({}, {**SECOND_GPU, ECC: "1"}, dmesg=log_of(79), chosen=(0,)) == ([], [])
+
+
+@pytest.mark.parametrize("named", ["GPU0000:44:00.0", "GPU 0000:44:00.0", "GPU2: 0000:44:00.0"])
+def test_a_gpu_that_the_driver_does_not_reach(tmp_path, named):
+    gpus = read_health(tool(tmp_path, "nvidia-smi", LOST.format(named)))
+    (sentence,) = faults("a", gpus, [0])
+    assert sentence.startswith("a: its driver does not reach the GPU at 0000:44:00.0. ")
+
+
+@contextmanager
+def sleeping(**env):
+    with subprocess.Popen(["sleep", "6000"], env={**os.environ, **env}) as process:
+        yield process.pid
+        process.kill()
+
+
+def test_who_holds_memory(host):
+    with sleeping() as pid:
+        _, (note,) = host(users=f"{SECOND}, {pid}, 1014\n{FIRST}, {pid}, 30")
+        assert re.fullmatch(
+            rf"a: GPU 1 is in use: pid {pid} of \w+ \(sleep 6000\) holds 1\.1 GB\.", note
+        )
+        _, (note,) = host(users=f"{SECOND}, {pid}, [N/A]")
+        assert note.endswith("holds some memory.")
+    _, (note,) = host({"memory.used": "40000"}, users=f"{FIRST}, 999999, 40000")
+    assert note == (
+        "a: GPU 0 is in use: processes that are not listed (a desktop's, another container's) hold 41.9 GB."
+    )
+
+
+def test_a_process_of_a_job_that_runs_is_not_what_an_earlier_one_has_left(host):
+    """It has an agent above it. tests/promises/test_gpus.py has one without."""
+    agent = f"""
+import subprocess
+open("/proc/self/comm", "w").write("{OUTPUT_PROCESS}")
+with subprocess.Popen(["sleep", "6000"]) as process:
+    print(process.pid, flush=True)
+    input()
+    process.kill()
+"""
+    command, pipe = ["python3", "-c", agent], subprocess.PIPE
+    env = {**os.environ, "MPIDDP_JOB": "12ab"}
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as process:
+        pid = process.stdout.readline().strip()
+        _, (note,) = host(users=f"{FIRST}, {pid}, 1014")
+        process.stdin.write("\n")
+        process.stdin.close()
+    assert note.startswith(f"a: GPU 0 is in use: pid {pid} of ")

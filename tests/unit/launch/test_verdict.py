@@ -1,6 +1,7 @@
-"""The verdict on an attempt, by single events: who failed first, the host at fault, a known cause.
+"""The verdict on an attempt: who failed first, the host at fault, a known cause, by events and whole records.
 
-test_records.py judges whole records. Tests mpiddp/launch/{events,verdict,watch}.py. No process starts here.
+Most records are of real jobs (`tests.support.records` runs them again); the others are of what is hard to
+provoke. Tests mpiddp/launch/{events,verdict,watch}.py. No process starts here.
 """
 
 from typing import Any
@@ -11,6 +12,8 @@ from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Record
 from mpiddp.launch.outcome import MpirunEnd, Outcome
 from mpiddp.launch.verdict import verdict
 from mpiddp.protocol.server import Event
+from tests.support.channels import progress
+from tests.support.records import FOLDER, JOBS, events, replay
 
 HOSTS = ("a", "b", "b")
 RESET = "RuntimeError: [gloo] Connection closed by peer"
@@ -72,19 +75,9 @@ def test_the_first_failure_is_the_cause_of_the_others(events, culprit):
     assert judged(*events).rank == culprit
 
 
-@pytest.mark.parametrize(
-    ("events", "host"),
-    [
-        ([*started(0, 1, 2), lost(0), failed(1, RESET, at=1.1)], "a"),
-        ([*started(0, 1, 2), lost(1), lost(2)], "b"),  # one host
-        ([*started(0, 1, 2), lost(1, at=15.0, silent=True), lost(0, at=15.0)], "b"),
-        ([*started(0, 1, 2), lost(0), lost(1)], ""),  # both at once: which was first?
-        ([*started(0, 1, 2), failed(0), lost(1, at=2.0)], ""),  # a script's error
-        ([event(rank, "done") for rank in range(3)], ""),
-    ],
-)
-def test_a_host_is_at_fault_where_its_rank_was_lost_first(events, host):
-    assert judged(*events).host_at_fault == host
+def test_a_host_whose_ranks_are_all_lost_at_once_is_at_fault():
+    """The records have the other cases."""
+    assert judged(*started(0, 1, 2), lost(1), lost(2)).host_at_fault == "b"
 
 
 @pytest.mark.parametrize(
@@ -128,3 +121,27 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
         assert found.host_at_fault == host, row
         assert found.known_cause.startswith(f'"{text}" has a known cause. ') is bool(row)
         assert (" Fix: " in found.known_cause) is bool(row)
+
+
+RECORDS = sorted(FOLDER.glob("*.jsonl"))
+
+
+def test_there_is_a_record_of_each_job():
+    assert JOBS.keys() <= {path.stem for path in RECORDS}
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_what_is_said_of_a_record(path):
+    assert replay(path) == path.with_suffix(".txt").read_text(encoding="utf-8")
+
+
+def test_a_record_is_written_as_it_grows_and_read_back(tmp_path):
+    path = tmp_path / "logs" / "attempt_2.jsonl"
+    written = Record(["a", "b"], path, attempt=2, here=[0])
+    written.add(Event("progress", 1, progress(7), 2.5, from_script=True))
+    written.note("stop", by="BY_USER", reason="SIGINT", signal=2)
+    *_, (read, last) = events(path)
+    assert last == written.own("stop")
+    assert (read.hosts, read.began_at) == (written.hosts, written.began_at)
+    assert read.latest == written.latest
+    written.close()

@@ -13,10 +13,8 @@ import time
 import pytest
 
 from mpiddp import cli
-from mpiddp.errors import UserError
 from mpiddp.report.read import Curve, Failure, read_run
 from mpiddp.report.tables import facts, time_lost
-from tests.support.errors import error
 from tests.support.run_folders import BEGAN, write_run
 
 ILLEGAL = "RuntimeError: an illegal memory access was encountered"
@@ -98,14 +96,6 @@ def test_lines_without_a_record_are_counted(tmp_path):
     run = read_run(folder)
     assert run.notes == [f"{folder}/metrics.jsonl: 4 lines without a record."]
     assert len(run.curves["lr"].steps) == 100
-
-
-def test_what_is_no_run_is_named(tmp_path):
-    with pytest.raises(UserError, match=error("exist. Expected", f"{tmp_path}/nothing ")):
-        read_run(tmp_path / "nothing")
-    no_run = error("has neither", f"{tmp_path} ", "metrics.jsonl", "checkpoints/")
-    with pytest.raises(UserError, match=no_run):
-        read_run(tmp_path)
 
 
 def curve(values: list[float]) -> Curve:

@@ -1,12 +1,18 @@
-"""How a rank ended, from an error, an exit code or a signal.
+"""How a rank ended, from an error, an exit code or a signal, and the short sentence of a full GPU.
 
-Tests mpiddp/runtime/job/ending.py. Needs no torch.
+Tests mpiddp/runtime/job/{ending,out_of_memory}.py. Needs no torch.
 """
+
+import os
+import re
 
 import pytest
 
 from mpiddp.errors import JobFailed, NoAnswer, UserError
+from mpiddp.explain.explain import explain
 from mpiddp.runtime.job.ending import Ending, Refused, ending_of, ending_of_process, record
+from mpiddp.runtime.job.out_of_memory import shortened
+from tests.support.ranks import ROOT
 
 SENTENCE = "hosts.txt:3: one sentence."
 EXIT = "rank 1 ended with exit code"
@@ -73,3 +79,36 @@ def test_what_the_script_has_recorded(tmp_path, recorded, status, expected):
     if isinstance(recorded, str):
         file.write_text(recorded, encoding="utf-8")
     assert ending_of_process(status, Ending(0), str(file)) == expected
+
+
+REAL = (ROOT / "tests/data/failures/cuda-out-of-memory.txt").read_text().strip()
+ASKED = "OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 GiB"
+# torch 2.11 on an H100 that five processes share.
+SHARED = (
+    f"{ASKED}. GPU 0 has a total capacity of 79.18 GiB of which 5.25 GiB is free. Process 999999 has "
+    "1014.00 MiB memory in use. Process {pid} has 1.50 GiB memory in use. Process 999997 has 1010.00 MiB "
+    "memory in use. Process 999996 has 1010.00 MiB memory in use. "
+    f"{REAL[REAL.index('Including') :]}"
+)
+
+
+def test_who_holds_the_rest():
+    pid = os.getpid()
+    said = shortened(SHARED.format(pid=pid))
+    start = f"{ASKED}: GPU 0 has 5.25 GiB of 79.18 GiB free; this process holds 23.60 GiB, "
+    rest = rf"pid {pid} of \w+ \(.+\) 1\.50 GiB, pid 999999 1014\.00 MiB, 2 more 1\.97 GiB\."
+    assert re.fullmatch(re.escape(start) + rest, said), said
+    assert Ending(1, SHARED.format(pid=pid)).facts["error"] == said
+    found = explain([said])
+    assert found.failure.id == "cuda-out-of-memory"
+
+
+def test_what_follows_and_other_texts_stay():
+    assert shortened(f"{REAL} The same.").endswith("this process holds 23.60 GiB. The same.")
+    assert shortened("CUDA out of memory.") == "CUDA out of memory."
+
+
+def test_a_long_word_takes_no_time():
+    """Where the time grew with the square of its length, this took an hour."""
+    word = "x" * 1_000_000
+    assert shortened(word) == word

@@ -1,6 +1,6 @@
-"""The world of a process from every launcher's variables: set, unset, partly set, or in conflict.
+"""The world of a process from every launcher's variables: set, unset, partly set, in conflict, of a command.
 
-Tests mpiddp/world.py.
+Tests mpiddp/world.py, mpiddp/runtime/{program,reports}.py.
 """
 
 import re
@@ -9,8 +9,11 @@ from collections.abc import Mapping
 import pytest
 
 from mpiddp.errors import UserError
+from mpiddp.protocol.variables import RUN_ID
+from mpiddp.runtime.program import SCRIPT, Program, command_environment
+from mpiddp.runtime.reports import announce
 from mpiddp.text import shown
-from mpiddp.world import World, likely_ranks
+from mpiddp.world import RANK_SOURCES, World, likely_ranks
 from tests.support.errors import error
 
 Env = dict[str, str]
@@ -127,12 +130,6 @@ def test_pmix_alone_does_not_tell_the_number_of_ranks(name):
     assert likely_ranks(PMIX) == (3, 0)
 
 
-def test_without_a_launcher_the_world_has_one_rank():
-    unrelated = {"HOME": "/", "OMPI_MCA_btl": "self", "PMIX_VERSION": "5", "MASTER_PORT": "29500"}
-    for env in ({}, unrelated):
-        assert identity(env) == ("none", 0, 1, 0, 1)
-
-
 @pytest.mark.parametrize("launcher", [*ROWS, *WITHOUT_LOCAL_SIZE])
 def test_partly_set_variables_are_named_with_the_missing_ones(launcher):
     row = (ROWS | WITHOUT_LOCAL_SIZE)[launcher]
@@ -187,3 +184,53 @@ def test_a_value_that_is_not_a_number_is_refused(launcher, value):
         assert re.fullmatch(sentence, refusal(wrong))
         rank, local_rank = likely_ranks(row)
         assert likely_ranks(wrong) in ((0, 0), (rank, 0), (rank, local_rank))
+
+
+OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "launcher", [each for each in RANK_SOURCES if each.mpis], ids=lambda each: each.name
+)
+def test_no_variable_of_an_mpi_reaches_the_command(launcher):
+    """A script in it is a rank by torchrun's variables. Its GPU may be the only one that it sees."""
+    kept = {**OF_TORCHRUN, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
+    of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
+    found = command_environment(of_mpi | kept)
+    assert found == {**kept, RUN_ID: "a"}
+    world = World.from_env(found)
+    assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (1, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import os, sys\nfrom pathlib import Path\nprint(os.environ['RANK'])", False),
+        ("import mpiddp\nmpiddp.should_stop()", False),
+        ("import os\nimport torch", True),
+        ("import lightning as L", True),
+        ("from model import Net", True),
+        ("import multiprocessing.pool", True),
+        ("import runpy\nrunpy.run_path('train.py')", True),
+        ("import torch\nrank = int(os.environ['RANK'])\nif 'X' in os.environ: pass", True),
+        ("import torch\nd = os.environ.get('X') == 1 and os.environ['Y'] == '='", True),
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch", False),
+        ("import os\nos.environ.setdefault('X', '1')\nimport torch", False),
+        ("from os import environ as e\ne['X'] = '1'\nimport torch", False),
+        ("import os\ndel os.environ['X']\nimport torch", False),
+        ("import os\nos.putenv('X', '1')\nimport torch", False),
+        ("from dotenv import load_dotenv\nload_dotenv()\nimport torch", False),
+        ("import settings\nimport torch", False),
+    ],
+)
+def test_for_what_torch_is_imported_ahead(tmp_path, text, expected):
+    """Not for a script of Python's own modules, nor for one that sets a variable, in any of its files."""
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "settings.py").write_text("import os\nos.environ.update(TORCH_LOGS='+dynamo')")
+    assert Program(SCRIPT, str(tmp_path / "train.py")).imports_torch is expected
+
+
+@pytest.mark.parametrize("arguments", [["x" * 100_000] * 6, "--resume last", ["a\0"]])
+def test_an_announcement_that_is_no_command(arguments):
+    with pytest.raises(ValueError, match=r"^mpiddp.announce: "):
+        announce(resume_args=arguments)

@@ -1,4 +1,4 @@
-"""The tables of `mpiddp ps` and `mpiddp top`, from the reports of ranks, and which job a name means.
+"""The tables of `mpiddp ps` and `mpiddp top`, the status on a terminal, and which job a name means.
 
 Tests mpiddp/watch, mpiddp/launch/status.py.
 """
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.launch.events import Record
-from mpiddp.launch.status import job_facts
+from mpiddp.launch.status import job_facts, status_lines
+from mpiddp.protocol.channel import is_valid
 from mpiddp.protocol.server import Event
-from mpiddp.watch import jobs, stop_and_stacks
+from mpiddp.watch import jobs
 from mpiddp.watch.detached import KEPT, new_job
 from mpiddp.watch.jobs import Job
 from mpiddp.watch.table import head_lines, rank_lines
@@ -92,20 +92,32 @@ def test_a_rank_without_a_step_for_ten_of_its_steps_is_quiet_and_its_rate_falls(
     assert (quiet["state"], quiet["rate"]) == ("quiet", 1 / 40)
 
 
-def test_a_stack_begins_where_the_script_is(monkeypatch, capsys):
-    ours = Path(mpiddp.__file__).with_name("__main__.py")
-    stack = (
-        "thread MainThread:\n"
-        '  File "<frozen runpy>", line 198, in _run_module_as_main\n'
-        f'  File "{ours}", line 7, in <module>\n    sys.exit(main())\n'
-        '  File "/home/me/mpiddp/train.py", line 3, in <module>\n    main()\n'
-    )
-    job = Job(Path("x"), 7, "train.py", {"ranks": [{}]})
-    answer = {"sentence": "rank 0 is in main.", "stacks": {"0": stack}}
-    monkeypatch.setattr(Job, "ask", lambda self, view: answer)
-    monkeypatch.setattr(stop_and_stacks, "find_job", lambda name: job)
-    assert stop_and_stacks.stacks(["--rank", "0"]) == 0
-    assert capsys.readouterr().out.splitlines()[2:4] == [
-        "thread MainThread:",
-        '  File "/home/me/mpiddp/train.py", line 3, in <module>',
+def report(record: Record, rank: int, step: int, at: float, **shown: Any) -> None:
+    facts = {**progress(step), **({"shown": shown} if shown else {})}
+    assert is_valid("progress", facts)
+    record.add(Event("progress", rank, facts, at))
+
+
+def test_the_status_says_how_far_the_training_is():
+    record = Record(["a", "a", "b"], attempt=2)
+    report(record, 0, 1000, 0.0, total=4000, loss=0.123456, epoch=3, phase="warm-up\x1b[2J")
+    report(record, 1, 1000, 0.0, loss=9.0)
+    report(record, 0, 1100, 10.0)
+    for _ in range(3):
+        record.note("window", ranks=[2], share=0.4)
+    assert status_lines(record, 10.0) == [
+        "step 1,100/4,000 (28%)  10 steps/s  5 min left  epoch 3  loss 0.1235  phase warm-up\\x1b[2J",
+        "3 ranks on 2 hosts  attempt 2  1.1 GB a rank  rank 2 on b is a straggler",
     ]
+    report(record, 0, 4001, 20.0)
+    assert status_lines(record, 20.0)[0].startswith("step 4,001  ")
+
+
+def test_a_training_of_no_steps_and_numbers_that_are_none_have_a_status():
+    record = Record(["a"])
+    report(record, 0, 0, 0.0, total=0, loss=float("nan"))
+    assert status_lines(record, 0.0)[0] == "step 0  loss nan"
+    report(record, 0, 1, 1.0, total=(1 << 63) - 1)
+    assert status_lines(record, 1.0)[0].startswith(
+        "step 1/9,223,372,036,854,775,807 (0%)  1 steps/s"
+    )
