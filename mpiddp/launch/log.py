@@ -31,6 +31,9 @@ _UP = b"\x1b[%dA"
 _NESTED = (
     b"\x1b[A"  # ends each drawing of a nested bar of tqdm: the cursor is back in the outer bar
 )
+_UPWARDS = re.compile(rb"\x1b\[\d*A")  # to the other lines of a bar
+_MODE = re.compile(rb"\x1b\[\?(\d+)([hl])")
+_ON = (b"7", b"25")  # the margin and the cursor: other modes, such as a full screen, are off
 # What follows is cut at the right margin, and no longer.
 _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
 # The page of C++ below an error of torch, whose first line says what is wrong: by its torch, without symbols
@@ -122,6 +125,8 @@ class Screen:
         self._drawn: list[bytes] = []  # the open line and the status on the terminal
         self._grown: tuple[Source, bytes] | None = None  # the open line as it was written elsewhere
         self._grown_at = 0.0
+        self._above: Source | None = None  # whose lines are the last ones
+        self._modes: dict[bytes, bytes] = {}  # of the terminal, as the ranks have set them
 
     def show(self, source: Source, text: bytes) -> None:
         if not (self._is_shared or source.prefix or self._has_stamps):
@@ -183,6 +188,10 @@ class Screen:
             else:
                 begin = b"\r" if grower is source else b"\n"
             self._grown = None
+        if lines:
+            if self._above is not source:  # it would draw over the lines of another
+                lines = _UPWARDS.sub(b"", lines)
+            self._above = source
         self._at = None
         self._draw(begin + lines)
 
@@ -223,6 +232,10 @@ class Screen:
             self.end(source)
         if self.is_terminal:
             self.show_lines(b"")
+            # A script that was killed may have hidden the cursor.
+            for mode, state in self._modes.items():
+                if state != (usual := b"h" if mode in _ON else b"l"):
+                    self._write(b"\x1b[?" + mode + usual + _ERASED)
         self.flush(patience_s)
         if self.file > 2:
             os.close(self.file)
@@ -241,6 +254,7 @@ class Screen:
 
     def _write(self, text: bytes) -> None:
         self._unsent += text
+        self._modes.update(_MODE.findall(text))
         self.flush()
 
     @property

@@ -47,6 +47,7 @@ _START = (
     "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; "
     "from mpiddp.runtime.script import main; main(imports_torch=%s)"
 )
+_OWN = f"{sys.executable} -c {_START}"
 # The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
 PASSED = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
@@ -263,7 +264,12 @@ class Child:
         while (left := descendants(os.getpid(), but=self.others)) and time.monotonic() < deadline:
             time.sleep(_WRITTEN_S)
         if left:
-            named = ", ".join(f"pid {pid} ({command_of(pid) or left[pid]})" for pid in left)
+            left = {pid: command_of(pid) or name for pid, name in left.items()}
+            # A fork has the command line of its script's process, which names no script.
+            forks = {
+                each: "a fork of the script" for each in left.values() if _OWN.startswith(each)
+            }
+            named = ", ".join(f"pid {pid} ({forks.get(each, each)})" for pid, each in left.items())
             self.outputs[-1].say(f"ended what the script has left behind: {named}.")
 
     def close(self) -> None:

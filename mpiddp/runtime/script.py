@@ -78,13 +78,27 @@ def main(*, imports_torch: bool) -> None:
     elif ending.traceback:  # else it is a sentence
         frames = script_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        _show(error.with_traceback(frames))
     code: int | str | None = ending.code
     if isinstance(error, SystemExit):
         code, error.__traceback__ = error.code, None
     # Python flushes the script's open files only if nothing but sys.last_value keeps its frames.
     error = frames = None
     sys.exit(code)
+
+
+def _show(error: BaseException) -> None:
+    """Print the error that ends the script as python does, also if the script's own hook fails."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception as of_hook:
+        of_hook.__traceback__ = script_frames(of_hook.__traceback__)
+        for title, each in (
+            ("Error in sys.excepthook", of_hook),
+            ("\nOriginal exception was", error),
+        ):
+            print(f"{title}:", file=sys.stderr)
+            sys.__excepthook__(type(each), each, each.__traceback__)
 
 
 @contextmanager

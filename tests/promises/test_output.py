@@ -288,8 +288,9 @@ def test_a_full_disk(here):
 
 
 LEAVES = """
-import subprocess
+import os, subprocess, time
 subprocess.Popen(["sleep", "6000"], start_new_session=True)
+os.fork() or time.sleep(6000)
 print("left", flush=True)
 """
 
@@ -300,7 +301,9 @@ def test_a_process_that_a_rank_leaves(place):
     # It sleeps for 6000 s, and a test may take 900 s.
     done = place.run("launch", *place.where(2), place.script(LEAVES)).assert_ok()
     assert done.lines == ["left"] * 2
-    assert "".join(done.said).count("ended what the script has left behind: pid ") == 2
+    said = "".join(done.said)
+    assert said.count("ended what the script has left behind: pid ") == 2
+    assert said.count("(a fork of the script)") == said.count("(sleep 6000)") == 2
     assert place.processes() == []
 
 

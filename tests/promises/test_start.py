@@ -478,6 +478,7 @@ ENDS = {
     # Python ends what a script leaves in its globals: an open file gets its last lines.
     "globals": "# torch\nclass End:\n    def __del__(self, say=print):\n        say('ended')\nend = End()",
     "hook": "import sys\nsys.excepthook = lambda *a: print('my hook', a[0].__name__)\n1 / 0",
+    "failing hook": "import sys\ndef hook(*_):\n    {}['a']\nsys.excepthook = hook\n1 / 0",
 }
 
 

@@ -83,6 +83,23 @@ def test_bars_of_several_lines_leave_the_lines_of_others_alone(monkeypatch):
     assert terminal.shown() == f"{ERASED}[0] inner 2"
     terminal.screen.show(source, b"\r\x1b[2Krich")
     assert terminal.shown() == f"{ERASED}[0] \x1b[Krich"
+    terminal.screen.show(source, b"\r\x1b[1A\x1b[1Aone\ntwo\nthree")
+    assert terminal.shown() == f"{ERASED}[0] \x1b[1A\x1b[1Aone\n[0] two\n[0] three"
+    terminal.screen.show(Source(1, b"[1] "), b"an error\n")
+    assert terminal.shown() == f"{ERASED}[1] an error\n[0] three"
+    terminal.screen.show(source, b"\r\x1b[1A\x1b[1Aone\ntwo\nthree")
+    assert terminal.shown() == f"{ERASED}[0] one\n[0] two\n[0] three"
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_killed_script_leaves_the_terminal_as_it_was(monkeypatch, is_shared):
+    terminal = Terminal(monkeypatch, is_shared=is_shared)
+    source = Source(0)
+    terminal.screen.show(source, b"\x1b[?25l\x1b[?2004h\x1b[?2004l\x1b[?1049hstep 1\n")
+    terminal.shown()
+    terminal.screen.end(source)
+    terminal.screen.close()
+    assert terminal.shown() == f"\x1b[?25h{ERASED}\x1b[?1049l{ERASED}"
 
 
 def test_the_status_stays_below_whole_lines(monkeypatch):
