@@ -253,6 +253,7 @@ _ELSEWHERE = {
     "--oversubscribe": "Write the number of ranks as the slots of a host: -H localhost:4",
     "--mca": "Write: --mpi-args='--mca NAME VALUE'",
     "--no-python": "Write -- before the command",
+    "-[bBdEIOPRsSuWX].*": "For options of python: mpiddp launch … -- python -O train.py",
     "--local": "Write: -H localhost",
 }
 

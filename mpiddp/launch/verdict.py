@@ -261,7 +261,7 @@ def _report(record: Record, first: Event) -> str:
         file = record.latest["log"].get(first.rank)
         where = f" (its traceback: {escaped(file.facts['path'])})" if file else ""
         return f"{name} failed first: {_in_one_line(error)}{where}."
-    reason = f": {error.rstrip('.')}" if error else ""
+    reason = f": {_in_one_line(error)}" if error.strip() else ""
     return f"{name} ended first, with exit code {facts['code']}{reason}."
 
 

@@ -102,13 +102,15 @@ def test_exit_codes(here, code, expected):
 
 
 def test_a_rank_that_ends_alone(here):
-    """A rank that ends the job by exit code 75 or 2, and has said nothing, is named."""
-    ends = "import os, sys, time\nos.environ['RANK'] == '1' and exit(int(sys.argv[1]))\ntime.sleep(6000)"
+    """A rank that ends the job by exit code 75 or 2, or by a text, is named in one line."""
+    ends = "import os, sys, time\nos.environ['RANK'] == '1' and exit(eval(sys.argv[1]))\ntime.sleep(6000)"
     script = here.script(ends, "ends.py")
-    for code in (75, 2):
-        done = here.run("launch", *here.where(2), script, str(code))
-        named = f"rank 1 on {here.hosts[0]} ended first, with exit code {code}. The other ranks were stopped."
-        assert (done.code, named in done.said) == (code, True), done.stderr
+    for given, code, why in (("75", 75, ""), ("2", 2, ""), ("'no data\\nin x'", 1, ": no data")):
+        done = here.run("launch", *here.where(2), script, given)
+        named = f"rank 1 on {here.hosts[0]} ended first, with exit code {code}{why}."
+        assert (done.code, f"{named} The other ranks were stopped." in done.said) == (code, True), (
+            done.stderr
+        )
 
 
 def test_what_python_runs(here):

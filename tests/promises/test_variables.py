@@ -56,7 +56,8 @@ def test_what_crosses_the_network(hosts, mpi):
     captured = hosts.folder / "captured"
     hosts.start("ssh", "node1", sys.executable, program("sniffer.py"), str(captured)).until("ready")
     options = ("-H", "node1:1,node0:1", "-x", "MY_KEY", "--log-ranks", "none")
-    env = {"MY_KEY": "a-private-value", "NCCL_DEBUG": "a-public-value", "HF_TOKEN": "a-secret"}
+    private = os.urandom(8).hex()
+    env = {"MY_KEY": private, "NCCL_DEBUG": "a-public-value", "HF_TOKEN": "a-secret"}
     job = hosts.start("launch", *options, program("variables.py"), "none", env=env, mpi=mpi)
     kept: dict[str, str] = {}
     while "MY_KEY" not in kept and job.process.poll() is None:
@@ -64,7 +65,8 @@ def test_what_crosses_the_network(hosts, mpi):
             with suppress(OSError):
                 assert file.stat().st_mode & 0o777 == 0o600
                 assert file.parent.stat().st_mode & 0o777 == 0o700
-                if "MY_KEY" in (found := json.loads(file.read_text(encoding="utf-8"))):
+                found = json.loads(file.read_text(encoding="utf-8"))
+                if found.get("MY_KEY") == private:
                     kept, folder = found, file.parent
     job.wait().assert_ok()
     assert kept.pop("MPIDDP_LEFT_OUT")  # names, which are no secret
