@@ -12,10 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-ELSEWHERE = {
-    "README.md": "index.md",
-    "hostfiles/README.md": "hostfiles.md",
-}  # pages outside of docs/
+# Pages outside of docs/.
+ELSEWHERE = {"README.md": "index.md", "hostfiles/README.md": "hostfiles.md"}
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+[^)#]*)(#[^)]*)?\)")
 
 
