@@ -1,9 +1,9 @@
 """Everything is boxes: a state is a tree, and files with boxes of its tensors, which any ranks read.
 
-The tree has a type in the place of each tensor. A tensor that all ranks have is a single box, and so is one
-that only some have, such as that of a pipeline's stage: the lowest of them saves it. The placements of a
-DTensor say which box of it a rank has, so the ranks need no plan that they would have to agree on. Beside
-its tensors, a file tells in JSON what the header of safetensors cannot:
+The tree has a type in the place of each tensor. A tensor that all ranks have is a single box. A tensor that
+only some have, such as that of a pipeline's stage, is one as well: the lowest of these ranks saves it. The
+placements of a DTensor say which box of it a rank has, so the ranks need no plan that they would have to
+agree on. Beside its tensors, a file tells in JSON what the header of safetensors cannot:
 
     "boxes": {"model/fc.weight": [[10, 64], [5, 0], [5, 64]]}     shape, offsets and the box's own shape
     "tied": {"lm_head.weight": "embedding.weight"}                written once

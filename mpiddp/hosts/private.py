@@ -40,7 +40,7 @@ def ready(wanted: Mapping[str, Any]) -> dict[str, Any]:
     launcher = reach_launcher(wanted["launcher"], wanted["key"])
     hosts = meet(*wanted["meet"]) if wanted["meet"] else {}
     keep(wanted["name"], wanted["variables"])
-    check_room(Path(os.environ.get("TMPDIR") or "/tmp"))
+    _check_room(Path(os.environ.get("TMPDIR") or "/tmp"))
     return {"launcher": launcher, "hosts": hosts}
 
 
@@ -84,7 +84,7 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def check_room(folder: Path) -> None:
+def _check_room(folder: Path) -> None:
     """Raise OSError if nobody can write there: Open MPI's daemon would end without a word of it."""
     part = folder / f"mpiddp-{os.urandom(8).hex()}"
     try:

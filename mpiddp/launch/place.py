@@ -55,8 +55,8 @@ def wanted_hosts(options: LaunchOptions, past: Past) -> tuple[int, int]:
 def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) -> Hosts:
     """The hosts that the job takes, without its spares, which are the last.
 
-    A spare takes the place of each host with a complaint; without enough of them, such hosts are left out, as
-    long as `least` remain. So is a host that this job doubts.
+    A spare takes the place of each host with a complaint. Without enough spares, such hosts are left out, as
+    long as `least` remain. Hosts that this job doubts are replaced or left out in the same way.
     """
     named, reasons = past.named, dict(complaints)
     left = [host for host in named.usable if host not in reasons]
