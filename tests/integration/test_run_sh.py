@@ -183,7 +183,7 @@ def test_a_set_up_that_fails(tree, failed):
         f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
     )
     assert not (tree / ".venv" / "of another MPI").exists()
-    step = "install torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle"
+    step = "install torch numpy mpi4py pillow setuptools matplotlib cloudpickle"
     assert last.startswith(f"run.sh: failed to {step} (full output: {tree}/.venv/setup.log).")
     assert last.endswith("run the same command again; it continues from there.")
     assert "ERROR: " in failed.stderr  # pip's error, from the end of the log
