@@ -97,6 +97,7 @@ def _mlflow(where: str, run: SinkRun) -> Iterator[Write]:
             last[:] = [mlflow.log_metrics(dict(values), step=step, **own)]
 
         yield write
+        mlflow.flush_async_logging()
         for operation in last:
             operation.wait()  # raises its error
 

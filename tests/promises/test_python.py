@@ -384,8 +384,11 @@ def test_log_to(here):
         ((run, points),) = runs.items()
         is_tensorboard = name == "tensorboard"
         assert re.fullmatch("run/tensorboard" if is_tensorboard else KEY, run)
-        steps = range(1, 9) if is_tensorboard else [*range(1, 7), *range(5, 9)]
-        assert points == [[step, pytest.approx(1 / step)] for step in steps], name
+        steps = range(1, 9) if is_tensorboard else sorted([*range(1, 7), *range(5, 9)])
+        assert sorted(points) == [[step, pytest.approx(1 / step)] for step in steps], name
+    viewer = str(ROOT / ".frameworks/bin/tensorboard")
+    shown = here.run(viewer, "--inspect", "--logdir", "run", env=env).assert_ok()
+    assert re.search(r"scalars\n +loss\n +resumed\n", shown.stdout), shown.stdout
 
 
 # The client of a library whose server goes away at the third step.

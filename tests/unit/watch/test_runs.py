@@ -61,7 +61,7 @@ def test_a_training_that_was_stopped_or_resumed_is_not_done(tmp_path):
 
 def test_a_loss_that_became_nan_is_shown(tmp_path, capsys):
     """Its last finite value was shown."""
-    folder = write_run(tmp_path / "a", steps=5, ends=False)
+    folder = write_run(tmp_path / "a", steps=5, saves=[], ends=False)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "train_loss": null}\n{"step": 7, "train_loss": NaN, "lr": 1}\n')
     assert math.isnan(read_run(folder).values["train_loss"])
