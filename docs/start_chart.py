@@ -12,9 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mpiddp.report.html import COLOURS
-
-LAUNCHERS = {"mpiddp": COLOURS[0], "torchrun": COLOURS[4]}
+# Of Okabe and Ito's colours, which colour-blind readers can distinguish as well.
+LAUNCHERS = {"mpiddp": "#0072B2", "torchrun": "#E69F00"}
 WIDTH, LEFT, RIGHT, BAR, GAP = 640, 70, 150, 16, 14
 
 

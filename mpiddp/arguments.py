@@ -35,8 +35,6 @@ _EXAMPLES = """\
   mpiddp explain nccl-timeout
   mpiddp runs
   mpiddp runs /shared/runs
-  mpiddp report runs/a
-  mpiddp report runs/a runs/b -o compared.html
   mpiddp checkpoints list runs/a
   mpiddp checkpoints export runs/a whole
   mpiddp drill -n 2 train.py --epochs 2 --out {out}

@@ -35,7 +35,6 @@ _WRONG = {
 EXTRA_OF = {
     **dict.fromkeys(("torch", "numpy", "mpi4py", "PIL"), "train"),
     "cloudpickle": "spawn",
-    "bokeh": "report",
 }
 
 

@@ -65,7 +65,7 @@ def time_runner(job: Job) -> Result:
     """The figures of a training without its saves, as `mpiddp train` itself measures them. A collective."""
     state, total = build(job), job.order.steps_per_epoch
     settings = (job.config, job.world, job.data, state, total)
-    records = Records(*settings, sinks=())
+    records = Records(*settings)
     for step in train(job.config, job.data, job.order, state, 0):
         mpiddp.should_stop()
         records.on_step(step, saves=False)

@@ -119,6 +119,7 @@ class LaunchOptions:
     timestamps: bool = False
     stdin: str = "rank0"
     log_dir: str | None = None
+    log_to: tuple[str, ...] = ()
     report: str | None = None
     on_end: tuple[str, ...] | None = None
     detach: bool = False
@@ -191,6 +192,8 @@ stdout of rank 0, stderr of all ranks)
 (default: rank0)
 * log_dir --log-dir DIR  write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its \
 host
+  log_to --log-to NAME[:WHERE]  also write the values of mpiddp.log_metrics to tensorboard, wandb, mlflow or \
+trackio (repeatable)
   report --report FILE  write how the job ended to FILE, as JSON
   on_end --on-end COMMAND  run this command when the job has ended, with the path of its report
 * detach --detach  return at once with the job's name, for mpiddp logs, wait, top and stop; the job goes on \

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -295,6 +296,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         names.INTERFACE: networks if options.interface else "",
         names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         names.LOG_DIR: options.log_dir,
+        names.LOG_TO: shlex.join(options.log_to),
         "MASTER_ADDR": options.master_addr,
     }
     given = {name: value for name, value in own.items() if value}

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +86,6 @@ class Report:
         ranks = {"hosts": self._facts["hosts"], "world_size": len(hosts)}
         self._attempts.append(span | ranks | {"gpus": outcome.gpus} | _ending(outcome))
         self._write()
-        run, gpus = outcome.announcement.run_dir, outcome.gpus
-        known = Path(run, "attempts.jsonl")  # for `mpiddp report`; it may be on another host
-        if run and gpus and known.is_file():
-            facts = {"at": time.time(), "event": "gpus", "ranks": gpus}
-            with suppress(OSError), known.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(facts) + "\n")
 
     def end(self, outcome: Outcome, resume: str | None) -> None:
         """The job has ended; `resume` is the command that resumes it. Runs the command of `on_end`."""

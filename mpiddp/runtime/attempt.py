@@ -19,6 +19,7 @@ from mpiddp.hosts.sockets import reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
+from mpiddp.runtime import sinks
 from mpiddp.runtime.child import PASSED, Child, reap
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
@@ -121,6 +122,8 @@ class Attempt:
         try:
             prepare(world)
             rank.program.check()
+            if world.rank == 0 and not child.is_command:
+                sinks.require(os.environ)
             if not (child.is_command or child.runs):
                 child.start(os.environ)
         except (UserError, JobFailed) as error:

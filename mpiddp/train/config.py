@@ -47,7 +47,7 @@ FIXED = (
 )
 # The length of a run, its files and its checks, which a benchmark of single steps does not have.
 OF_RUN = (
-    *("epochs", "steps_per_epoch", "resume", "save_every", "keep", "log_to", "stop_at_step"),
+    *("epochs", "steps_per_epoch", "resume", "save_every", "keep", "stop_at_step"),
     *("check_determinism", "check_divergence"),
 )
 
@@ -173,7 +173,6 @@ class Config:
                                     type=interval, metavar="STEPS|TIME")
     keep: int = option("checkpoints to keep (default: 2)", **count(2), default=2)
     log_every: int = option("(default: 50)", **count(1, "STEPS"), default=50)
-    log_to: str | None = option("also record the run for this viewer", choices=("tensorboard",))
     stop_at_step: int | None = option("save after this step and exit with code 75", **count(1, "STEP"))
 
     check_determinism: int | None = option("compare two runs of 10 steps, or N",

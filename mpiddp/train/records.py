@@ -8,12 +8,10 @@ import logging
 import math
 import os
 import platform
-import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 import mpiddp
-from mpiddp.errors import UserError
 from mpiddp.train.config import Config
 from mpiddp.train.data import Data
 from mpiddp.train.measure import gathered, measured
@@ -30,9 +27,6 @@ from mpiddp.train.state import State
 from mpiddp.train.train import Hook, Score, Step
 
 log = logging.getLogger("mpiddp")  # rank 0 prints it
-
-
-Sink = Callable[..., None]  # takes a step, and values by name, as mpiddp.log_metrics does
 
 
 class Records(Hook):
@@ -45,11 +39,10 @@ class Records(Hook):
         data: Data,
         state: State,
         total_steps: int,
-        sinks: Sequence[Sink] = (mpiddp.log_metrics,),
     ) -> None:
         self._config, self._world, self._data, self._timer = config, world, data, state.timer
         self._num_parameters = sum(each.numel() for each in state.model.parameters())
-        self._total_steps, self._sinks = total_steps, sinks
+        self._total_steps = total_steps
         self._started_at = time.monotonic()
         self._loss_sum, self._num_images = torch.zeros((), device=data.train.device), 0
         self._train_loss: float | None = None
@@ -90,8 +83,7 @@ class Records(Hook):
             log.info(f"epoch {step.epoch + 1}/{self._config.epochs}  {accuracy}")
 
     def _record(self, step: Step, **values: float) -> None:
-        for sink in self._sinks:
-            sink(step.number, epoch=step.epoch, **values)
+        mpiddp.log_metrics(step.number, epoch=step.epoch, **values)
 
     def summary(self, step: int, score: Score | None) -> dict[str, Any]:
         """The figures of a run that has ended with this step. A collective: every rank must call it."""
@@ -129,30 +121,6 @@ class Records(Hook):
 def _steps_of(summary: Path) -> Any:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         return json.loads(summary.read_bytes())["steps"]
-
-
-def tensorboard(run: Path, config: Config, step: int) -> Sink:
-    """Write all numbers after this step into RUN/tensorboard. Earlier records of later steps go."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
-    if step == 0:
-        writer.add_text("config", f"```json\n{json.dumps(vars(config), indent=1)}\n```")
-
-    def record(step: int, **values: Any) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return record
-
-
-def require_tensorboard() -> None:
-    if find_spec("tensorboard") is None:
-        raise UserError(
-            f"--log-to tensorboard needs tensorboard, which {sys.executable} does not have. "
-            f"Run: {sys.executable} -m pip install tensorboard"
-        )
 
 
 def table(summary: Mapping[str, Any], run: Path) -> str:

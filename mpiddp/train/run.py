@@ -22,14 +22,7 @@ from mpiddp.train.config import FIXED, IMAGES_PER_PASS, Config, resolve
 from mpiddp.train.data import Data, open_data, prepare
 from mpiddp.train.measure import gathered
 from mpiddp.train.order import Order
-from mpiddp.train.records import (
-    Records,
-    counted,
-    rank_log,
-    require_tensorboard,
-    save_json,
-    tensorboard,
-)
+from mpiddp.train.records import Records, counted, rank_log, save_json
 from mpiddp.train.state import build_model, build_state, choose_kernels
 from mpiddp.train.train import Hook, fit, resume
 
@@ -59,8 +52,6 @@ def run(options: Namespace) -> int:
             automatic = "the automatic choice of settings"
             require_equal(automatic, choice, "Set --backend, --arch, --amp.")
             require_equal("the data set", data.contents, "Use the same --data-dir on every host.")
-            if config.log_to and world.rank == 0:
-                require_tensorboard()
             if config.parallel == "hsdp":  # the ranks of a host share a copy of the model
                 hint = "Give equal slots, or use --parallel fsdp."
                 require_equal("the number of ranks of a host", f"{world.local_world_size}", hint)
@@ -99,10 +90,7 @@ def run(options: Namespace) -> int:
                         "compiling the model takes up to a minute; --compile off trains at once"
                     )
                 total = order.steps_per_epoch * config.epochs
-                sinks = [mpiddp.log_metrics]
-                if config.log_to and world.rank == 0:
-                    sinks.append(tensorboard(out, config, step))
-                hooks: list[Hook] = [Records(config, world, data, state, total, sinks)]
+                hooks: list[Hook] = [Records(config, world, data, state, total)]
                 if config.check_divergence:
                     hooks.append(Divergence(config.check_divergence, state))
                 try:

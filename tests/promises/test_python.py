@@ -1,25 +1,21 @@
-"""Python: functions, notebooks, frameworks and meshes on the ranks; measurements and reports."""
+"""Python: functions, notebooks, frameworks and meshes on the ranks; measurements and records."""
 
 import json
+import os
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
 from tests.support import installs, tiny_data
-from tests.support.cluster import lacking
 from tests.support.place import Here, Hosts, Place, eventually, here_and_on_hosts, program
-from tests.support.ranks import ROOT, find_mpirun
+from tests.support.ranks import ROOT, find_mpirun, mpirun_command
 from tests.support.run_folders import write_run
-from tests.support.training import records, steps_kept
+from tests.support.training import steps_kept
 
 HYBRID = str(ROOT / "examples/hybrid.py")
 
@@ -335,59 +331,6 @@ def test_bench_ends_with_its_jobs(here):
     eventually(lambda: not here.processes())
 
 
-@contextmanager
-def chromium() -> Iterator[Any]:
-    """A headless browser for which every address but a file is unreachable."""
-    if find_spec("selenium") is None or not Path("/usr/bin/chromedriver").exists():
-        lacking("a page needs selenium, and: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    for argument in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
-        options.add_argument(f"--{argument}")
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService("/usr/bin/chromedriver"))
-    try:
-        yield browser
-    finally:
-        browser.quit()
-
-
-def test_report_in_a_browser(here):
-    """`mpiddp report` writes a page for a browser about a run, its restarts and its lost time."""
-    train = (program("watched_training.py"), str(here.folder), "--use-syn", "--batch-size=4")
-    train += ("--arch=resnet20", "--steps-per-epoch=20", "--epochs=1", "--save-every=10")
-    train += ("--backend=gloo", "--log-every=1", "--out=<b>run")
-    launch = ("launch", *here.where(1), "--max-restarts", "1", *train)
-    here.run(*launch, env={"KILL_AFTER_STEPS": "15"}).assert_ok()
-    here.run("report", "<b>run", "-o", "page.html").assert_ok()
-    with chromium() as browser:
-        browser.set_window_size(390, 900)
-        browser.get((here.folder / "page.html").as_uri())
-        idle = "return Bokeh.documents.length > 0 && Bokeh.documents.every(each => each.is_idle)"
-        eventually(lambda: browser.execute_script(idle))
-        text = browser.execute_script("return document.body.innerText")
-        assert [each for each in browser.get_log("browser") if each["level"] != "INFO"] == []
-    assert "<b>run" in text
-    assert "1 on 1 host" in text
-    assert "Time lost" in text
-
-
-@pytest.mark.slow
-def test_report_of_a_large_run(here):
-    """The report of a long run on a thousand ranks is smaller than 5 MB, and escapes every text."""
-    attack = "</script><script>window.attacked = 1</script><b id=attack>"
-    many = {"steps": 200_000, "saves": [100_000], "num_ranks": 1024}
-    write_run(here.folder / "run", **many, config={attack: attack}, failures={5: attack})
-    here.run("report", "run", "-o", "page.html").assert_ok()
-    assert (here.folder / "page.html").stat().st_size < 5_000_000
-    with chromium() as browser:
-        browser.get((here.folder / "page.html").as_uri())
-        assert not browser.execute_script("return window.attacked || window.attack")
-        assert attack in browser.execute_script("return document.body.textContent")
-
-
 def test_runs(here):
     """`mpiddp runs` lists the runs of a folder: state, step, accuracy, loss, rate, duration."""
     write_run(here.folder / "a", steps=1000, every=10, restarts_at=[300], saves=[300, 1000])
@@ -423,30 +366,83 @@ def test_steps_that_were_made(here):
     assert (run["path"], run["state"], run["step"], run["train_loss"]) == ("run", "done", 12, 0.1)
 
 
-# Prints the records that the viewer has got, as {name: [[step, value], …]}.
-READS = """
-import json
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-events = EventAccumulator("run/tensorboard")
-events.Reload()
-tags = events.Tags()["scalars"]
-print(json.dumps({tag: [[each.step, each.value] for each in events.Scalars(tag)] for tag in tags}))
-"""
+KEY = r"run-20\d{6}-\d{6}"  # the name of the folder, and when its first start began
 
 
 def test_log_to(here):
-    """--log-to tensorboard has each record once, even after a resume. It needs that package."""
-    data = tiny_data.image_folder(here.folder / "data", 9, 3)
-    train = ("--backend=gloo", "--arch=resnet20", "--dataset=image-folder", "--epochs=2")
-    train += (f"--data-dir={data}", "--image-size=32", "--global-batch-size=8", "--log-every=1")
-    train += ("--log-to=tensorboard", "--num-workers=0", "--out=run")
-    refused = here.train(*train)
-    assert (refused.code, "pip install tensorboard" in refused.stderr) == (2, True), refused.stderr
-    env = installs.environment("tensorboard")
-    assert here.train(*train, "--stop-at-step=2", env=env).code == 75
-    here.train(*train, env=env).assert_ok()
-    found = records(here.folder / "run")
-    got = json.loads(here.run("python", "-c", READS, env=env).assert_ok().lines[-1])
-    for name in ("train_loss", "lr", "test_accuracy"):
-        expected = [[each["step"], each[name]] for each in found if name in each]
-        assert got[name] == [[step, pytest.approx(value)] for step, value in expected]
+    """--log-to writes the numbers of any script to TensorBoard, W&B and MLflow. A resume continues the run
+    there; TensorBoard shows a step that is repeated once."""
+    env = {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    for package in ("tensorboard", "wandb", "mlflow_skinny"):
+        env |= installs.environment(package)
+    options = [f"--log-to={each}" for each in ("tensorboard", "wandb", "mlflow:file:mlruns")]
+    launch = ("launch", *here.where(2), *options, program("logs.py"))
+    here.run(*launch, "6", env=env).assert_ok()
+    here.run(*launch, "8", env=env).assert_ok()  # from the checkpoint of step 4
+    read = here.run("python", program("read_logs.py"), env=env).assert_ok()
+    for name, runs in json.loads(read.lines[-1]).items():
+        ((run, points),) = runs.items()
+        is_tensorboard = name == "tensorboard"
+        assert re.fullmatch("run/tensorboard" if is_tensorboard else KEY, run)
+        steps = range(1, 9) if is_tensorboard else sorted([*range(1, 7), *range(5, 9)])
+        assert sorted(points) == [[step, pytest.approx(1 / step)] for step in steps], name
+    viewer = str(ROOT / ".frameworks/bin/tensorboard")
+    shown = here.run(viewer, "--inspect", "--logdir", "run", env=env).assert_ok()
+    assert re.search(r"scalars\n +loss\n +resumed\n", shown.stdout), shown.stdout
+
+
+# The client of a library whose server goes away at the third step.
+GOES_AWAY = """
+import os
+def note(*what):
+    with open("calls", "a") as file:
+        print(os.environ["RANK"], *what, file=file)
+def init(**options):
+    note("init", options["project"], options["resume"])
+def log(values, step):
+    note("log", step, values)
+    if step == 3:
+        raise ConnectionError("the server is gone\\nwith a second line")
+def finish():
+    note("finish")
+"""
+
+LOGS = """
+import sys
+import torch
+import mpiddp
+for step in range(1, int(sys.argv[1]) + 1):
+    mpiddp.log_metrics(step, loss=torch.tensor(float("nan")), name="a")
+print("done")
+"""
+
+
+def test_a_library_that_fails(here):
+    """A library of --log-to that fails causes one warning, and the job goes on. Rank 0 alone writes."""
+    here.script(GOES_AWAY, "trackio.py")
+    variables = {"PYTHONPATH": os.pathsep.join([str(here.folder), str(ROOT)])}
+    env = {**variables, "MPIDDP_LOG_TO": "'trackio:a project'"}
+    done = here.fork(here.script(LOGS), "5", ranks=2, env=env).assert_ok()
+    assert done.lines == ["done"] * 2
+    gone = "warning: --log-to trackio: the server is gone. The job goes on without it."
+    assert done.stderr.splitlines() == [gone]
+    calls = (here.folder / "calls").read_text().splitlines()
+    begins = ["0 init a project allow", "0 log 1 {'loss': nan}", "0 log 2 {'loss': nan}"]
+    assert calls == [*begins, "0 log 3 {'loss': nan}"]
+    here.run("launch", *here.where(2), "--log-to=trackio:b", here.script(LOGS), "2", env=variables)
+    calls = (here.folder / "calls").read_text().splitlines()[4:]
+    assert calls == [*(each.replace("a project", "b") for each in begins), "0 finish"]
+
+
+@pytest.mark.parametrize("how", ["launch", "by hand"])
+def test_a_library_that_is_not_installed(here, how):
+    """If a library of --log-to is not installed, no rank starts its script; the error has pip's command."""
+    (here.folder / "wandb").mkdir()  # as an earlier run of W&B leaves it
+    script = here.script("import mpiddp\nwith mpiddp.process_group(): print('began')")
+    if how == "launch":
+        done = here.run("launch", *here.where(2), "--log-to", "wandb:project", script)
+    else:
+        done = here.run(*mpirun_command(2, script), env={"MPIDDP_LOG_TO": "wandb"})
+    assert (done.code, done.stdout) == (2, "")
+    (sentence,) = [line for line in done.stderr.splitlines() if "--log-to" in line]
+    assert sentence.endswith(f"Run: {sys.executable} -m pip install wandb")
