@@ -41,8 +41,6 @@ _EXAMPLES = """\
   mpiddp checkpoints export runs/a whole
   mpiddp drill -n 2 train.py --epochs 2 --out {out}
   mpiddp drill --only kill,sigterm -n 2 train.py --out {out}
-  mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2
-  mpiddp mesh -H node1:4,node2:4 tp=4 --params 7B --layers 32 --hidden 4096 --seq 4096
   mpiddp bench allreduce --hostfile hosts.txt
   mpiddp bench scaling -H node1:8,node2:8 --arch resnet50"""
 

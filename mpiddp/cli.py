@@ -32,7 +32,6 @@ VERBS = {
     "report": ("report.main", "write a page about runs: curves, settings, failures"),
     "checkpoints": ("checkpoints.main", "list, verify, prune and export checkpoints"),
     "drill": ("drill.main", "rehearse a script with faults, and compare its resumed runs"),
-    "mesh": ("meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
     "bench": ("bench.main", "measure scaling, all-reduce, start-up, steps, data"),
 }
 
