@@ -32,7 +32,7 @@ VERBS = {
     "report": ("report.main", "write a page about runs: curves, settings, failures"),
     "checkpoints": ("checkpoints.main", "list, verify, prune and export checkpoints"),
     "drill": ("drill.main", "rehearse a script with faults, and compare its resumed runs"),
-    "bench": ("bench.main", "measure scaling, all-reduce, start-up, steps, data"),
+    "bench": ("bench.main", "measure how a script scales, and the all-reduce"),
 }
 
 # The groups of `mpiddp --help`, by their first verbs.
