@@ -1,6 +1,6 @@
-"""Draw the chart of README.md from the JSON of `mpiddp bench start`.
+"""Draw the chart of README.md from the JSON of `python -m benchmarks.start`.
 
-mpiddp bench start --ranks 2,4,8,16 --out start
+python -m benchmarks.start --ranks 2,4,8,16 --out start
 python -m docs.start_chart start/start.json > docs/pictures/start.svg
 """
 

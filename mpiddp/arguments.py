@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 
+OUT = "{out}"  # in an argument of a script that runs several times: a new folder for each run
+
 # A verb's help opens with its examples; those of launch and train have their own.
 _EXAMPLES = """\
   mpirun -np 2 python -m mpiddp run train.py --lr 0.1
@@ -39,10 +41,8 @@ _EXAMPLES = """\
   mpiddp checkpoints export runs/a whole
   mpiddp drill -n 2 train.py --epochs 2 --out {out}
   mpiddp drill --only kill,sigterm -n 2 train.py --out {out}
-  mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2
-  mpiddp mesh -H node1:4,node2:4 tp=4 --params 7B --layers 32 --hidden 4096 --seq 4096
   mpiddp bench allreduce --hostfile hosts.txt
-  mpiddp bench scaling -H node1:8,node2:8 --arch resnet50"""
+  mpiddp bench scaling -H node1:8,node2:8 train.py --out {out}"""
 
 
 def examples(prog: str) -> str:

@@ -31,8 +31,7 @@ VERBS = {
     "runs": ("watch.runs", "list runs with state, accuracy, rate and duration"),
     "checkpoints": ("checkpoints.main", "list, verify, prune and export checkpoints"),
     "drill": ("drill.main", "rehearse a script with faults, and compare its resumed runs"),
-    "mesh": ("meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
-    "bench": ("bench.main", "measure scaling, all-reduce, start-up, steps, data"),
+    "bench": ("bench.main", "measure how a script scales, and the all-reduce"),
 }
 
 # The groups of `mpiddp --help`, by their first verbs.

@@ -274,9 +274,8 @@ def wrong_options(words: list[str]) -> list[str]:
         rest = rest[: rest.index("--")]  # the command is another program's
     if verb in ("hosts", "checkpoints", "bench") and rest and not rest[0].startswith("-"):
         known = help_of(verb, rest[0]) if rest[0].islower() else frozenset(rest)
-        if rest[0] in ("scaling", "step", "loader"):
-            known |= frozenset(defaults(train_parser()))
-        return unknown(rest[1:], known)
+        own = rest[1 : next((n for n, word in enumerate(rest) if word.endswith(".py")), None)]
+        return unknown(own, known)
     if verb not in ("launch", "run", "drill"):
         return unknown(rest, help_of(verb))
     of_launch = frozenset(defaults(option_parser()))

@@ -1,4 +1,6 @@
-"""`mpiddp bench start`: the time from the command to the end of the first all-reduce, beside torchrun.
+"""The time from the command to the end of the first all-reduce, beside torchrun.
+
+    python -m benchmarks.start --ranks 2,4,8
 
 Both launchers start the same env:// script on this machine over gloo, in turn within every round. CPU time
 counts every process of the job. A job that fails is counted, and its error printed.
@@ -9,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +22,10 @@ from typing import TypedDict
 
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import aligned, option, shown, turns, wholes
-from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, progress, time_command
+from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, output_of, progress
+from mpiddp.bench.main import Row, run_benchmark
 
-SCRIPT = str(Path(__file__).with_name("all_reduces.py"))
+SCRIPT = str(Path(__file__).with_name("ranks") / "all_reduces.py")
 LAUNCHERS = ("mpiddp", "torchrun")
 
 
@@ -99,10 +104,16 @@ def time_start(command: Sequence[str], timeout_s: float) -> tuple[float, float]:
     Raises:
         BenchJobFailed: the job did not succeed within `timeout_s`.
     """
-    done = time_command(command, timeout_s=timeout_s)
-    times = re.findall(r"(?:ranks|killed) at ([\d.]+)", "\n".join(done.lines))
-    *_, since, until = done.started_at, *map(float, times)
-    return until - since, done.cpu_s
+    before, started_at = _cpu_s(), time.time()
+    printed = "\n".join(output_of(command, timeout_s=timeout_s))
+    times = re.findall(r"(?:ranks|killed) at ([\d.]+)", printed)
+    *_, since, until = started_at, *map(float, times)
+    return until - since, _cpu_s() - before
+
+
+def _cpu_s() -> float:
+    """The CPU seconds, of users and of the system, of all ended children and their descendants."""
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def table(results: Results) -> str:
@@ -131,3 +142,11 @@ def compared(starts: Sequence[Timed]) -> str:
 def _cells(own: list[float], theirs: list[float]) -> tuple[str, str]:
     ratio = f"{median(own) / median(theirs):.2f}" if own and theirs else "-"
     return shown(own, ".2f") if own else "-", ratio
+
+
+if __name__ == "__main__":
+    row = Row(
+        "the time from the command to the first all-reduce, beside torchrun", takes_hosts=False
+    )
+    module = sys.modules[__name__]
+    sys.exit(run_benchmark("python -m benchmarks.start", "start", row, module, sys.argv[1:]))

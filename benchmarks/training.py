@@ -1,4 +1,7 @@
-"""The parts of `mpiddp train`, so that the benchmarks measure the same training."""
+"""The parts of `mpiddp train`, so that the benchmarks measure the same training.
+
+A benchmark takes its options too: `check_training` is that of its `Row`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import torch
 
 import mpiddp
 from mpiddp.bench.figures import Result
-from mpiddp.train.config import Config, parse, resolve
+from mpiddp.errors import UserError
+from mpiddp.train.config import OF_RUN, Config, parse, resolve
 from mpiddp.train.data import Data, open_data
 from mpiddp.train.measure import measured
 from mpiddp.train.order import Order
@@ -18,6 +22,27 @@ from mpiddp.train.records import Records
 from mpiddp.train.run import plan_order
 from mpiddp.train.state import State, build_model, build_state, choose_kernels
 from mpiddp.train.train import train
+
+_NOT_APPLICABLE = {
+    f"--{name}".replace("_", "-") for name in (*OF_RUN, "out", "log_every", "parallel")
+}
+
+
+def check_training(prog: str, training: list[str]) -> None:
+    """Raise UserError for options of the training that are wrong, or mean nothing to a benchmark."""
+    parse(training)
+    for argument in training:
+        if argument.partition("=")[0].replace("_", "-") in _NOT_APPLICABLE:
+            raise UserError(
+                f"{argument} does not apply to {prog}, which runs a fixed number of steps of "
+                "DistributedDataParallel and keeps no checkpoint. Leave it out."
+            )
+
+
+def title(settings: Result) -> str:
+    """What the training of a benchmark was."""
+    dataset, amp, backend = (settings[name] for name in ("dataset", "amp", "backend"))
+    return f"{settings['arch']} on synthetic {dataset}, amp {amp}, {backend}"
 
 
 @dataclass(frozen=True)
