@@ -105,9 +105,11 @@ def is_evaluated(epoch: int, config: Config) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """ "40 s", "12 min" or "3.5 h"."""
+    """ "40 s", "3 min 20 s", "45 min" or "3.5 h"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
+    if seconds < 1200:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 

@@ -93,8 +93,9 @@ class Records(Hook):
                 f"warning: the loss is {loss} at step {step.number}. Stop the run, and start it again with a "
                 "lower --lr or --clip-grad-norm: it resumes from its newest finite checkpoint."
             )
+        num_steps = self._num_images // config.global_batch_size
         self._loss_sum, self._num_images = torch.zeros_like(self._loss_sum), 0
-        self._step_s = step_s = mean(self._timer.read()[-config.log_every :])
+        self._step_s = step_s = mean(self._timer.read()[-num_steps:])
         speed = config.global_batch_size / step_s
         values = {"lr": step.lr, "train_loss": loss, "images_per_s": speed, "step_time_s": step_s}
         self._record(step, **values)

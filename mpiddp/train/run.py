@@ -107,7 +107,8 @@ def run(options: Namespace) -> int:
                 if config.check_divergence:
                     hooks.append(Divergence(config.check_divergence, state))
                 try:
-                    records.begin(step)
+                    if step < total:
+                        records.begin(step)
                     step = fit(config, data, order, state, checkpoints, step, hooks)
                 except torch.OutOfMemoryError as error:
                     raise mpiddp.JobFailed(out_of_memory(error, options, config)) from error

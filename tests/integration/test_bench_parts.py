@@ -42,7 +42,7 @@ def test_every_loop_reads_the_images_that_the_options_ask_for(tmp_path):
     """--low-res-epochs was accepted, and the images were whole ones. CIFAR-10 was not downloaded."""
     training = ("--arch=resnet20", "--batch-size=2", "--low-res-epochs=1", "--backend=gloo")
     done = Here(tmp_path).fork(script(tmp_path, SIZES), *training)
-    assert done.lines[-2:] == ["24", "is downloaded"]
+    assert done.lines[-2:] == ["16", "is downloaded"]
 
 
 SCRIPTS = ("reference", "saving", "scale", "random_faults", "mutants", "gpu")
