@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import mpiddp
+from mpiddp.train.muon import fast_dtype
 
 LOG_EVERY = 20  # steps
 EVALUATED_AT_ONCE = 32  # windows; a matter of memory and speed, not of the result
@@ -147,14 +148,8 @@ def validation_loss(
 
 def fastest_precision(device: torch.device) -> torch.dtype:
     """bf16 where the hardware multiplies it, else fp32, or fp16 on a GPU."""
-    if device.type == "cpu":
-        # An x86 CPU without these instructions emulates bf16, which is slower than fp32.
-        flags = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.8 has none
-        has_bf16 = any(flags.get(each) for each in ("avx512_bf16", "amx_bf16", "bf16"))
-        return torch.bfloat16 if has_bf16 else torch.float32
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.float16
-    return torch.bfloat16
+    dtype = fast_dtype(device)
+    return torch.float16 if device.type == "cuda" and dtype is torch.float32 else dtype
 
 
 def autocast(

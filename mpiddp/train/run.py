@@ -90,10 +90,13 @@ def run(options: Namespace) -> int:
                         "compiling the model takes up to a minute; --compile off trains at once"
                     )
                 total = order.steps_per_epoch * config.epochs
-                hooks: list[Hook] = [Records(config, world, data, state, total)]
+                records = Records(config, world, data, state, total)
+                hooks: list[Hook] = [records]
                 if config.check_divergence:
                     hooks.append(Divergence(config.check_divergence, state))
                 try:
+                    if step < total:
+                        records.begin(step)
                     step = fit(config, data, order, state, checkpoints, step, hooks)
                 except torch.OutOfMemoryError as error:
                     raise mpiddp.JobFailed(out_of_memory(error, options, config)) from error
