@@ -1,10 +1,8 @@
-"""`mpiddp hosts`: check a hostfile, convert it for another MPI, compare two; work on its hosts.
+"""`mpiddp hosts`: check a hostfile, and work on its hosts.
 
     mpiddp hosts check hostfiles/two_nodes
-    mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
-    mpiddp hosts diff old_hosts new_hosts
 
-The modules of keys, push, pull, run and history have their own examples.
+The modules of keys, push, pull and run have their own examples.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ import argparse
 from dataclasses import replace
 
 from mpiddp.arguments import OneSentenceParser, duration
-from mpiddp.errors import DONE, FAILED
-from mpiddp.hosts import history, keys, pull, push, run
-from mpiddp.hosts.hostfile import Hosts, diff, read_hostfile, render
+from mpiddp.errors import DONE
+from mpiddp.hosts import keys, pull, push, run
+from mpiddp.hosts.hostfile import Hosts, read_hostfile
 from mpiddp.hosts.transport import SSH
 from mpiddp.text import align_columns, counted
 
@@ -29,20 +27,13 @@ OVER_SSH = {
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference or a host failed, else 0."""
+    """Run `mpiddp hosts ARGV`. Returns 1 if a host failed, else 0."""
     options = _parse(argv)
     if options.verb in OVER_SSH:
         hosts = read_hostfile(options.file)
         transport = hosts.transport._replace(login_s=options.login_s)
         return int(OVER_SSH[options.verb][0].main(options, replace(hosts, transport=transport)))
-    if options.verb in history.VERBS:
-        return history.main(options)
-    if options.verb == "diff":
-        differences = diff(read_hostfile(options.a), read_hostfile(options.b))
-        print("".join(f"{line}\n" for line in differences), end="")
-        return FAILED if differences else DONE
-    hosts = read_hostfile(options.file)
-    print(f"{table(hosts)}\n" if options.verb == "check" else render(hosts, options.to), end="")
+    print(table(read_hostfile(options.file)))
     return DONE
 
 
@@ -50,26 +41,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp hosts",
         allow_abbrev=False,
-        description="Check, convert and compare hostfiles, and work on their hosts over ssh.",
+        description="Check hostfiles, and work on their hosts over ssh.",
     )
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
 
-    def verb(name: str, purpose: str, *files: str) -> OneSentenceParser:
+    def verb(name: str, purpose: str) -> OneSentenceParser:
         parser = verbs.add_parser(name, help=purpose, description=f"{purpose}.", allow_abbrev=False)
-        for file in files or ("file",):
-            parser.add_argument(file, help="a hostfile, in Open MPI's or MPICH's syntax")
+        parser.add_argument("file", help="a hostfile, in Open MPI's or MPICH's syntax")
         return parser
 
     verb("check", "Print a table of the hosts and their slots, or the first error in the file")
-    verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm").add_argument(
-        "--to",
-        choices=["mpich", "openmpi", "slurm"],
-        required=True,
-        help="the syntax to print: mpich is also Intel MPI's, and slurm a file for SLURM_HOSTFILE",
-    )
-    verb(
-        "diff", "Print the lines in which two hostfiles differ (exit code 1, 0 for none)", "a", "b"
-    )
     for name, (module, purpose) in OVER_SSH.items():
         with_file = verb(name, purpose)
         with_file.add_argument(
@@ -82,10 +63,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         )
         if module is not keys:  # it has no option
             module.add_arguments(with_file)
-    for name, purpose in history.VERBS.items():
-        verb(name, purpose).add_argument(
-            "host", nargs="?", help="one host, by its name in the hostfile"
-        )
     own, command = argv, []
     if argv[:1] == ["run"] and "--" in argv:  # all that follows is the command's
         own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]

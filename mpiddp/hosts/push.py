@@ -216,7 +216,7 @@ def _send(host: Host, folder: str, left_out: Sequence[str], transport: Transport
         *("--delete", "--delete-delay", "--omit-dir-times"),
         *(f"--exclude=/{each}" for each in (*left_out, _REPLACED)),
         # Each host has its own. A folder that is removed takes its __pycache__ along (p).
-        *("--filter=-p __pycache__", "--exclude=*.history.jsonl"),
+        "--filter=-p __pycache__",
         *([] if folder in environment else kept),
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),

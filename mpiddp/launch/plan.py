@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError, cause_of
-from mpiddp.hosts import history
 from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.files import python_path
 from mpiddp.hosts.gpu_health import read_health
@@ -80,7 +79,7 @@ def make_plan(
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
-    past: None for the first attempt, which reads the hosts, knows of earlier jobs, and pushes. logins: gets
+    past: None for the first attempt, which reads the hosts and pushes. logins: gets
     those of the preflight. Raises UserError for bad input and JobFailed if a machine failed.
     """
     is_first = past is None
@@ -95,16 +94,12 @@ def make_plan(
         )
     resolve_all([host.name for host in named.hosts])
     if past is None:
-        # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
-        has_none = _is_local(named) or names.DRILL in env
-        memory = None if has_none else history.file_of(options.hostfile)
-        past = Past(named, history.doubts(memory, named.usable), memory)
+        past = Past(named, {})
     _, least = place.wanted_hosts(options, past)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
     waits = options.wait_s or 0.0, len(named.usable) if is_first else least
     checked = run_preflight(options, named, starter, env, logins, waits)
-    _note(past, checked.silent)
     return _plan(options, env, starter, past, checked)
 
 
@@ -115,15 +110,8 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     """
     by_key = {plan.key_of(name): why for name, why in failures.items()}
     new = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
-    _note(plan.past, new)
     checked = plan.checked._replace(complaints={**plan.checked.complaints, **new}, notes={})
     return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
-
-
-def _note(past: Past, silent: Mapping[Host, str]) -> None:
-    """Remember these hosts, unless they are all: then it is this machine, or its network."""
-    if len(silent) < sum(not is_this_host(host.name) for host in past.named.usable):
-        history.note(past.memory, (), {host.key: why for host, why in silent.items()})
 
 
 def _plan(
