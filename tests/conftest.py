@@ -3,12 +3,10 @@
 import ctypes
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
-
-from tests.support import commands
 
 # No test sees the detached jobs of another.
 os.environ["XDG_STATE_HOME"] = "/dev/null"
@@ -28,30 +26,8 @@ LONGEST_FIRST = """
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-commands", action="store_true", help="see tests/support/commands.py")
     if find_spec("pytest_timeout") is None:  # as for tests/unit, which need pytest alone
         parser.addini("timeout", "the limit of a test in seconds, which nobody enforces here")
-
-
-def pytest_configure() -> None:
-    commands.watch()
-
-
-@pytest.hookimpl(tryfirst=True)  # what its fixtures run counts as well
-def pytest_runtest_setup() -> None:
-    commands.begin()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A test that the list of commands names runs them."""
-    result = yield
-    assert commands.not_run(pyfuncitem.nodeid) == [], "see tests/support/commands.py"
-    if pyfuncitem.config.getoption("record_commands"):
-        from tests.docs.test_pages import words_of_pages
-
-        commands.record(pyfuncitem.nodeid, words_of_pages())
-    return result
 
 
 @pytest.fixture(autouse=True)

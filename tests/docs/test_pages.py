@@ -1,7 +1,6 @@
 """README.md and docs/ say what the program does: their options, defaults, exit codes, variables and names.
 
-`mkdocs build --strict` checks their links. tests/promises/test_page_commands.py runs the ```console blocks; a
-command of another block names only what a test runs, or has the mark of one that none does.
+`mkdocs build --strict` checks their links. tests/promises/test_page_commands.py runs the ```console blocks.
 """
 
 import argparse
@@ -20,13 +19,12 @@ from typing import NamedTuple
 import pytest
 
 import mpiddp
-from docs import promises, troubleshooting
+from docs import troubleshooting
 from mpiddp import errors
 from mpiddp.cli import VERBS
 from mpiddp.launch.options import option_parser
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.train.config import option_parser as train_parser
-from tests.support import commands as list_of_commands
 from tests.support.own_script import EXAMPLE, PLAIN
 from tests.support.ranks import ROOT, clean_env
 
@@ -92,9 +90,8 @@ def test_pages_name_only_files_that_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", [promises, troubleshooting])
-def test_the_pages_that_are_written_by_a_program_are_current(page):
-    assert page.PAGE.read_text() == page.text()
+def test_the_page_that_is_written_by_a_program_is_current():
+    assert troubleshooting.PAGE.read_text() == troubleshooting.text()
 
 
 def test_the_example_of_a_test_is_one():
@@ -314,77 +311,7 @@ def test_each_help_opens_with_two_examples():
         assert [line for line in examples if wrong_options(line.split())] == []
 
 
-# ---- every command is run by a test, or marked: † after it, or after the heading of its section
-
-MARK = "\N{DAGGER}"
-
-
-class Command(NamedTuple):
-    """A command of a page, and whether the page says that no test runs it."""
-
-    text: str
-    is_marked: bool
-    section: str  # its heading, where that has the mark
-
-    def words(self) -> set[str]:
-        """Its programs and options. An option without a program is of mpiddp."""
-        own = ["mpiddp"] if self.text.startswith("-") else []
-        return list_of_commands.words([*own, *shell_words(self.text)])
-
-
-def commands_to_run(page: Path) -> Iterator[Command]:
-    """The commands of a page. Those of ```console blocks are run as they stand."""
-    text = page.read_text(encoding="utf-8")
-    text = re.sub(r"^```console\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    programs = "|".join((*list_of_commands.PROGRAMS, r"\./run\.sh"))
-    heading = first_cell = ""
-    for part in re.split(r"^(#+ .*)$", text, flags=re.MULTILINE):
-        if part.startswith("#"):
-            heading = part if MARK in part else ""
-        for block in (block for kind, block in BLOCK.findall(part) if kind == "sh"):
-            for line in joined(block):
-                if line and not line.startswith("#"):
-                    yield Command(line.replace(MARK, ""), bool(heading) or MARK in line, heading)
-        for line in BLOCK.sub("", part).splitlines():
-            # The first cell of another table is often an option of another program.
-            cells = line.split("|")
-            first_cell = (first_cell or cells[1].strip()) if cells[0] == "" != line else ""
-            shown = line if first_cell == "option" else re.sub(r"^\|[^|]*\|", "", line)
-            codes = re.findall(r"`([^`]+)`", shown)
-            codes += [line.strip()] if line.startswith("    ") else []
-            for code in codes:
-                if re.match(rf"({programs}) |--[a-z]", code):
-                    yield Command(code, bool(heading) or MARK in line, heading)
-
-
-@cache
-def words_of_pages() -> frozenset[str]:
-    """The programs and options of all pages."""
-    every = (command.words() for page in USER_PAGES for command in commands_to_run(page))
-    return frozenset().union(*every)
-
-
-@pytest.mark.parametrize("page", USER_PAGES, ids=named)
-def test_commands_are_run_or_marked(page):
-    run = list_of_commands.listed().keys()
-    shown = list(commands_to_run(page))
-    lacking = {each.text: each.words() - run for each in shown if not each.is_marked}
-    assert {text: words for text, words in lacking.items() if words} == {}
-    marked = [each for each in shown if each.is_marked]
-    for each in marked:
-        beside = [other for other in marked if each.section and other.section == each.section]
-        assert any(other.words() - run for other in beside or [each]), f"a test runs {each.text}"
-    if MARK in (text := page.read_text()):
-        assert re.search(rf"{MARK}:? (marks what )?no test", text)
-
-
-def test_the_list_of_commands_has_words_of_pages_and_tests_that_exist():
-    listed = list_of_commands.listed()
-    assert sorted(listed.keys() - words_of_pages()) == []
-    for test in set(listed.values()):
-        file, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
-
+# ---- the examples
 
 SERIES = ROOT / "examples/series"
 STEPS = ("one_device.py", "one_host.py", "many_hosts.py", "sharded.py")

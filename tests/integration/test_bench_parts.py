@@ -45,7 +45,7 @@ def test_every_loop_reads_the_images_that_the_options_ask_for(tmp_path):
     assert done.lines[-2:] == ["24", "is downloaded"]
 
 
-SCRIPTS = ("reference", "saving", "scale", "random_faults", "mutants", "gpu")
+SCRIPTS = ("reference", "saving", "scale", "random_faults", "gpu")
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from mpiddp import cli
 from mpiddp.protocol.variables import OBSERVER
-from tests.support.commands import note
 from tests.support.ranks import ROOT
 
 LIMIT_S = 600
@@ -164,7 +163,6 @@ def _server() -> subprocess.Popen[str]:
 
 def run(arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: Path, err: Path) -> int:
     """`in_children` of a process that has imported torch. The ranks print into the two files."""
-    note(["mpiddp", *arguments])
     server = _server()
     job = [[*arguments], [*map(list, ranks)], *map(str, (folder, out, err))]
     server.stdin.write(f"{json.dumps(job)}\n")
