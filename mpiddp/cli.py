@@ -27,7 +27,7 @@ VERBS = {
     "stop": ("watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
     "hosts": ("hosts.main", "check hostfiles; log in, push a folder, run a command, pull a run"),
     "doctor": ("doctor.main", "check the hosts before a job"),
-    "explain": ("explain.explain", "say why a job failed, from its log"),
+    "explain": ("explain.main", "say why a job failed, from its log"),
     "runs": ("report.main:list_runs", "list runs with state, accuracy, rate and duration"),
     "report": ("report.main", "write a page about runs: curves, settings, failures"),
     "checkpoints": ("checkpoints.main", "list, verify, prune and export checkpoints"),

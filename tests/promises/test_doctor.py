@@ -122,7 +122,7 @@ def test_explain_knows_the_root_cause(text, capsys):
 
 def test_explain_knows_a_failure_of_today(tmp_path, capsys):
     """`mpiddp explain` knows what the installed programs print today."""
-    name = "python-exception"  # support/provoke_failures.sh provokes most of the others, too
+    name = "torch-no-group"  # support/provoke_failures.sh provokes most of the others, too
     script = ROOT / "tests/support/provoke_failures.sh"
     env = {**os.environ, "FAILURES_OUT": str(tmp_path)}
     subprocess.run([script, name], env=env, cwd=tmp_path, check=True)
