@@ -29,7 +29,7 @@ _EXAMPLES = """\
   mpiddp wait train-1 && mpiddp launch --detach next.py
   mpiddp hosts push hosts.txt
   mpiddp hosts run hosts.txt -- nvidia-smi -L
-  mpiddp doctor --hostfile hosts.txt
+  mpiddp doctor hosts.txt
   mpiddp doctor -H node1,node2 --script train.py
   mpiddp explain train.log
   mpiddp explain nccl-timeout
@@ -43,7 +43,7 @@ _EXAMPLES = """\
   mpiddp drill --only kill,sigterm -n 2 train.py --out {out}
   mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2
   mpiddp mesh -H node1:4,node2:4 tp=4 --params 7B --layers 32 --hidden 4096 --seq 4096
-  mpiddp bench allreduce --hostfile hosts.txt
+  mpiddp bench allreduce hosts.txt
   mpiddp bench scaling -H node1:8,node2:8 --arch resnet50"""
 
 

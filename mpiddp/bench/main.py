@@ -28,6 +28,7 @@ from mpiddp.arguments import OneSentenceParser, as_arguments, duration, examples
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
+from mpiddp.hosts.where import add_file, settle
 from mpiddp.launch.options import add_options as add_launch_options
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
@@ -99,6 +100,8 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         _check_training(prog, training)  # before the ranks start
     elif training:
         parser.error(f"unrecognized arguments: {' '.join(training)}")
+    elif row.takes_hosts:
+        settle(values)
     own = {each.name: getattr(values, each.name) for each in fields(module.Options)}
     options = module.Options(**own)
     out = Path(values.out or f"bench/{time.strftime('%Y%m%d-%H%M%S', started)}-{name}")
@@ -163,6 +166,8 @@ def _parser(
         conflict_handler="resolve",  # --timeout is the job's here
     )
     where = add_launch_options(parser, "where", "how") if row.takes_hosts else []
+    if row.takes_hosts and not row.takes_training:  # whose words may be values of its options
+        add_file(parser)
     group = parser.add_argument_group("the benchmark")
     for each in fields(module.Options):
         keywords = dict(each.metadata)

@@ -1,8 +1,8 @@
 """`mpiddp doctor`: what will break on these hosts, before a job does.
 
-    mpiddp doctor --hostfile hostfiles/two_nodes
+    mpiddp doctor hostfiles/two_nodes
     mpiddp doctor -H node1,node2 --script train.py --data /data/imagenet
-    mpiddp doctor --hostfile hostfiles/two_nodes --quick --json
+    mpiddp doctor hostfiles/two_nodes --quick --json
 
 preflight → facts of each host → all pairs over TCP → a small real job → lines, over one login a host.
 `--quick` is the preflight of `mpiddp launch` alone.
@@ -35,6 +35,7 @@ from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
+from mpiddp.hosts.where import add_file, settle
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import add_options, parse_options
@@ -101,12 +102,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     where = add_options(parser, "hostfile", "host_list", "mpirun", "interface", "login_s")
+    add_file(parser)
     add = parser.add_argument
     add("--script", metavar="FILE", help="compare this script on all hosts")
     add("--data", metavar="DIR", help="check this folder of data on all hosts")
     add("--quick", action="store_true", help="the preflight of a launch alone")
     add("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+    settle(options := parser.parse_args(argv))
     return options, as_arguments(where, options)
 
 

@@ -89,6 +89,10 @@ class Hosts:
     def world_size(self) -> int:
         return sum(host.ranks for host in self.hosts)
 
+    def over(self, login_s: float) -> Hosts:
+        """These hosts, with `login_s` seconds for each login."""
+        return replace(self, transport=self.transport._replace(login_s=login_s))
+
     def where(self, host: Host) -> str:
         """The host's position in the input, for an error: `hosts.txt:3`, or `-H`."""
         return self.source if host.line is None else f"{self.source}:{host.line}"

@@ -27,12 +27,15 @@ _WHERE = "the folder of the run, at the same path on every host"
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
-    parser.add_argument("folder", type=push.parse_folder, help=_WHERE)
+    parser.usage = "mpiddp hosts pull [options] [FILE] FOLDER"
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=_WHERE)
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Bring everything, and print what came from where. Returns 1 if something could not be brought."""
-    push.refuse_home(folder := Path(options.folder), "a run")
+    if len(options.folders) != 1:
+        raise UserError(f"mpiddp hosts pull: expected one folder, not {len(options.folders)}.")
+    push.refuse_home(folder := Path(push.parse_folder(options.folders[0])), "a run")
     others = other_hosts(hosts.hosts)
     program = f"{push.FIND_RSYNC}print(json.dumps(error or os.path.isdir({str(folder)!a})))"
     answers = ask_hosts(others, program, transport=hosts.transport)

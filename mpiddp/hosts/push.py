@@ -61,11 +61,11 @@ _SHELL = (
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
+    parser.usage = "mpiddp hosts push [options] [FILE] [FOLDER ...]"
     parser.add_argument(
         "folders",
         nargs="*",
         default=[],  # else Python before 3.12 demands one
-        type=parse_folder,
         metavar="FOLDER",
         help="the folders to push (default: this one, and the environment that runs this command)",
     )
@@ -84,7 +84,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 def parse_folder(text: str) -> str:
     """The path of a folder. "", as of a variable that is not set, is none: it would be this folder."""
     if not text:
-        raise argparse.ArgumentTypeError("expected a folder, not ''")
+        raise UserError("expected a folder, not ''.")
     return os.path.abspath(text)  # noqa: PTH100 - a link stays one
 
 
@@ -98,7 +98,7 @@ def _entry(text: str) -> str:
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Push, and print the result. Raises what `push` does."""
-    folders = options.folders
+    folders = [*map(parse_folder, options.folders)]
     for data in (f"{each}/data" for each in folders if "data" not in options.leave_out):
         if os.path.lexists(data):  # the folder may be a data set
             to_push = f"To push it: mpiddp hosts push FILE {shlex.quote(data)}"

@@ -20,6 +20,7 @@ from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import OUTPUT_LIMIT, ask_hosts
+from mpiddp.hosts.where import add_file
 from mpiddp.text import escaped, names_by_value, size_text
 
 _ENDED = "mpiddp-hosts-run ended: "  # the agent's last line, on stderr
@@ -67,8 +68,9 @@ sys.exit(code)
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
-    parser.usage = "mpiddp hosts run [options] FILE -- COMMAND [ARGS ...]"
+    parser.usage = "mpiddp hosts run [options] [FILE] -- COMMAND [ARGS ...]"
     parser.elsewhere = {"[^-].*": "Write -- before the command"}
+    add_file(parser)
     parser.add_argument(
         "--timeout", type=duration, metavar="30s", help="end the command after this time"
     )

@@ -17,6 +17,7 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import SSH
+from mpiddp.hosts.where import refuse_both
 from mpiddp.launch import log, script
 from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol import variables as names
@@ -323,8 +324,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
     if given["log_dir"] == "":
         raise UserError('--log-dir "": expected a folder.')
-    if None not in (given["hostfile"], given["host_list"]):
-        raise UserError("--hostfile and -H both name the hosts. Give one.")
+    refuse_both(given["hostfile"], given["host_list"])
     given["mpi_args"] = [word for text in given["mpi_args"] for word in _words(text)]
     variables: dict[str, str] = {}
     for path in given["env_files"]:

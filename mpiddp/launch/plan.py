@@ -11,18 +11,17 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError, cause_of
-from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.files import python_path
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
-from mpiddp.hosts.hostfile import Host, Hosts, hosts_between_commas, parse_host_list, read_hostfile
+from mpiddp.hosts.hostfile import Host, Hosts, hosts_between_commas
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.hosts.ssh import Logins
+from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log, place
 from mpiddp.launch.command import Request, Starter
 from mpiddp.launch.network import find_network, requested_network
@@ -41,8 +40,6 @@ AGENT: tuple[str, ...] = ("-P", "-m", "mpiddp")
 if sys.version_info < (3, 11):
     AGENT = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
-
-_read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
 
 class Plan(NamedTuple):
@@ -161,15 +158,8 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
     Once the job has begun (not `is_first`), a host of --exclude may be gone from an edited hostfile.
     """
-    if options.hostfile is not None:
-        # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
-        is_file = os.path.isfile(options.hostfile)  # noqa: PTH113 - False for any error
-        hosts = (read_hostfile if is_file else _read_once)(options.hostfile)
-    elif options.host_list is not None:
-        hosts = parse_host_list(options.host_list)
-    else:
-        hosts = find_allocation(env) or THIS_MACHINE
-    hosts = replace(hosts, transport=hosts.transport._replace(login_s=options.login_s))
+    named = named_hosts(options.hostfile, options.host_list, env, options.login_s)
+    hosts = named or THIS_MACHINE
     if options.exclude is not None:
         hosts = _without(options.exclude, hosts, is_first=is_first)
     for host in hosts.hosts:
