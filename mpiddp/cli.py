@@ -74,15 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_rank:  # a script ends as it would under python
             raise
         if isinstance(error, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr)
+            errors.print_error("interrupted")
             return errors.INTERRUPTED
         if error.filename is None and error.errno == errno.ENOENT:  # of os.getcwd() alone
-            print("mpiddp: this folder has been removed. Change to another.", file=sys.stderr)
+            errors.print_error("this folder has been removed. Change to another.")
             return errors.BAD_INPUT
         if error.filename is not None or error.errno not in _OF_STDOUT:
             raise
         if error.errno != errno.EPIPE:
-            print(f"mpiddp: stdout: {error.strerror}.", file=sys.stderr)
+            errors.print_error(f"stdout: {error.strerror}.")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own flush at exit succeeds
         return errors.FAILED
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by
+from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts import push
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import ask_hosts, other_hosts
@@ -49,7 +48,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
             print(f"{host.name}: {came}")
         except JobFailed as failed:
             failures[host] = str(failed)
-    print("".join(f"{each}\n" for each in failures.values()), end="", file=sys.stderr)
+    for sentence in failures.values():
+        print_error(sentence)
     return FAILED if failures else DONE
 
 

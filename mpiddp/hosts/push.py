@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
-from mpiddp.errors import DONE, JobFailed, UserError, named_by
+from mpiddp.errors import DONE, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts.complaints import Answer, ssh_complaint
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
@@ -102,7 +102,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     for data in (f"{each}/data" for each in folders if "data" not in options.leave_out):
         if os.path.lexists(data):  # the folder may be a data set
             to_push = f"To push it: mpiddp hosts push FILE {shlex.quote(data)}"
-            print(f"{data} is left out. {to_push}", file=sys.stderr)
+            print_error(f"{data} is left out. {to_push}")
     began = time.monotonic()
     sent, failures = push(
         hosts.hosts,
@@ -111,8 +111,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         min_hosts=options.min_hosts,
         transport=hosts.transport,
     )
-    if failures:
-        print(*failures.values(), sep="\n", file=sys.stderr)
+    for sentence in failures.values():
+        print_error(sentence)
     said = summary(sent, time.monotonic() - began)
     print(said if sent or failures else "there is no other host")
     return DONE

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mpiddp.arguments import OneSentenceParser, duration
-from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.errors import DONE, FAILED, UserError, print_error
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
@@ -92,7 +92,9 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         said = {host.name: each.stderr.partition(_ENDED)[0] for host, each in answers.items()}
         _show({host.name: each.stdout for host, each in answers.items()}, sys.stdout)
         _show(said, sys.stderr)
-        _show(failed, sys.stderr)
+        for text, names in names_by_value(failed).items():
+            if text:
+                print_error(f"{compress_names(names)}: {text}")
         failures.update(failed)
 
     work_s = options.timeout or math.inf

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, UserError
+from mpiddp.errors import DONE, INTERRUPTED, UserError
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import align_columns, counted, duration, escaped, seconds, size_text
 from mpiddp.watch.jobs import Facts, HasEnded, Job, find_job, hosts_of, job_parser, running_jobs
@@ -115,6 +115,7 @@ def top(argv: list[str]) -> int:
         print("\n".join([*head_lines(facts), *rank_lines(facts["ranks"])]))
     except KeyboardInterrupt:
         print()
+        return INTERRUPTED
     except UserError as error:
         print(f"\n{error}")
     return DONE

@@ -147,14 +147,14 @@ def test_run_names_the_hosts_that_fail(hosts, file):
     """`mpiddp hosts run` names the hosts on which the command fails, and those that ssh cannot reach."""
     code = "test $(uname -n) = node1 && exit 0; exit 7"
     done = hosts.run("hosts", "run", file, "--", "sh", "-c", code)
-    assert (done.code, done.stdout, done.stderr) == (1, "", "node[0,2]: exit code 7\n")
+    assert (done.code, done.stdout, done.stderr) == (1, "", "mpiddp: node[0,2]: exit code 7\n")
     with faults.no_sshd(hosts["node2"]):
         done = hosts.run("hosts", "run", file, "--", "echo", "here")
     assert (done.code, done.stdout) == (1, "node[0-1]: here\n")
     assert "node2: ssh node2: connection refused" in done.stderr
     endless = f"test $(uname -n) != node1 || yes {'y' * 9999}"
     done = hosts.run("hosts", "run", file, "--", "sh", "-c", endless)
-    assert (done.code, done.stderr) == (1, "node1: more than 16.8 MB of output; stopped\n")
+    assert (done.code, done.stderr) == (1, "mpiddp: node1: more than 16.8 MB of output; stopped\n")
     eventually(lambda: not hosts.processes("yyyy"))
 
 
@@ -269,7 +269,7 @@ def test_push_names_the_host_that_cannot_take_it(hosts, file, project):
     write(there.parent, {there.name: "a file"})
     done = hosts.run("hosts", "push", file, project)
     assert done.code == 2
-    assert re.search(r"^node1: .*", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(r"^mpiddp: node1: .*", done.stderr, re.MULTILINE), done.stderr
     done = hosts.run("hosts", "push", "--min-hosts", "2", file, project)
     assert done.code == 0, done.stderr
     assert contents(hosts["node2"].path(project)) == contents(project)
