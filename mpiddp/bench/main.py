@@ -10,7 +10,6 @@ jobs)`, else one job on all slots.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -29,11 +28,11 @@ from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
 from mpiddp.hosts.where import add_file, settle
+from mpiddp.launch.options import add_help, parse_options
 from mpiddp.launch.options import add_options as add_launch_options
-from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.variables import without_values
-from mpiddp.text import counted
+from mpiddp.text import as_json, counted
 from mpiddp.train.config import OF_RUN
 from mpiddp.train.config import parse as parse_training
 
@@ -133,7 +132,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         "results": results,
     }
     with named_by("--out"):
-        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        file.write_text(as_json("bench", record) + "\n", encoding="utf-8")
     print(f"\n{file}")
     return DONE
 
@@ -164,7 +163,10 @@ def _parser(
         description=f"Measure {row.purpose}; print a table and write {name}.json.{training}",
         allow_abbrev=False,
         conflict_handler="resolve",  # --timeout is the job's here
+        add_help=False,
+        usage=f"%(prog)s [options]{'' if row.takes_training else ' [FILE]'}",
     )
+    add_help(parser)
     where = add_launch_options(parser, "where", "how") if row.takes_hosts else []
     if row.takes_hosts and not row.takes_training:  # whose words may be values of its options
         add_file(parser)
