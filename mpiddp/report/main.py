@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from mpiddp.files import replace_file
 from mpiddp.report import tables
 from mpiddp.report.html import MAX_RUNS, STYLE, items, legend, section, text
 from mpiddp.report.read import UNKNOWN, Run, is_run, read_run
-from mpiddp.text import align_columns, counted, escaped, listed, shown
+from mpiddp.text import align_columns, as_json, counted, escaped, listed, shown
 
 _HEAD = ("RUN", "STATE", "STEP", "ACCURACY", "LOSS", "RATE", "DURATION")
 
@@ -123,7 +122,7 @@ def list_runs(argv: list[str]) -> int:
     if not runs:
         raise UserError(f"{folder} contains no run. Expected a folder of runs, or of one run.")
     if options.json:
-        print(json.dumps([*map(_facts, runs)], indent=2))
+        print(as_json("runs", {"runs": [*map(_facts, runs)]}))
         return DONE
     rows = [_HEAD, *map(_row, runs)]
     columns = [each for each in zip(*rows, strict=True) if set(each[1:]) != {UNKNOWN}]

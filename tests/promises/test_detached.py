@@ -247,7 +247,8 @@ def test_a_listing_for_programs(here, env):
     """`mpiddp ps --json` has the jobs and their ranks."""
     name = detached(here, env)
     here.start("logs", "-f", name, env=env).until("step 1 of 2")
-    jobs = json.loads(here.run("ps", "--json", env=env).stdout)
+    kind, version, jobs = json.loads(here.run("ps", "--json", env=env).stdout).values()
+    assert (kind, version) == ("ps", 1)
     (job,) = [job for job in jobs if job["name"] == name]
     assert (job["name"], job["attempt"], len(job["ranks"])) == (name, 1, 2)
     assert job["phase"] == "running"
