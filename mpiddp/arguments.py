@@ -31,7 +31,7 @@ _EXAMPLES = """\
   mpiddp wait train-1 && mpiddp launch --detach next.py
   mpiddp hosts push hosts.txt
   mpiddp hosts run hosts.txt -- nvidia-smi -L
-  mpiddp doctor --hostfile hosts.txt
+  mpiddp doctor hosts.txt
   mpiddp doctor -H node1,node2 --script train.py
   mpiddp explain train.log
   mpiddp explain nccl-timeout
@@ -41,7 +41,7 @@ _EXAMPLES = """\
   mpiddp checkpoints export runs/a whole
   mpiddp drill -n 2 train.py --epochs 2 --out {out}
   mpiddp drill --only kill,sigterm -n 2 train.py --out {out}
-  mpiddp bench allreduce --hostfile hosts.txt
+  mpiddp bench allreduce hosts.txt
   mpiddp bench scaling -H node1:8,node2:8 train.py --out {out}"""
 
 

@@ -27,7 +27,7 @@ VERBS = {
     "stop": ("watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
     "hosts": ("hosts.main", "check hostfiles; log in, push a folder, run a command, pull a run"),
     "doctor": ("doctor.main", "check the hosts before a job"),
-    "explain": ("explain.explain", "say why a job failed, from its log"),
+    "explain": ("explain.main", "say why a job failed, from its log"),
     "runs": ("watch.runs", "list runs with state, accuracy, rate and duration"),
     "checkpoints": ("checkpoints.main", "list, verify, prune and export checkpoints"),
     "drill": ("drill.main", "rehearse a script with faults, and compare its resumed runs"),
@@ -72,15 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_rank:  # a script ends as it would under python
             raise
         if isinstance(error, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr)
+            errors.print_error("interrupted")
             return errors.INTERRUPTED
         if error.filename is None and error.errno == errno.ENOENT:  # of os.getcwd() alone
-            print("mpiddp: this folder has been removed. Change to another.", file=sys.stderr)
+            errors.print_error("this folder has been removed. Change to another.")
             return errors.BAD_INPUT
         if error.filename is not None or error.errno not in _OF_STDOUT:
             raise
         if error.errno != errno.EPIPE:
-            print(f"mpiddp: stdout: {error.strerror}.", file=sys.stderr)
+            errors.print_error(f"stdout: {error.strerror}.")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own flush at exit succeeds
         return errors.FAILED
 

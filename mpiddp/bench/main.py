@@ -9,7 +9,6 @@ launching process, without torch, and start jobs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -26,11 +25,12 @@ from mpiddp.arguments import OneSentenceParser, as_arguments, duration, examples
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
+from mpiddp.hosts.where import add_file, settle
+from mpiddp.launch.options import add_help, parse_options
 from mpiddp.launch.options import add_options as add_launch_options
-from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.variables import without_values
-from mpiddp.text import counted
+from mpiddp.text import as_json, counted
 
 
 class Row(NamedTuple):
@@ -92,6 +92,8 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if row.takes_script:
         more = [*(["-m", *values.module] if values.module else ()), *values.script]
+    elif row.takes_hosts:
+        settle(values)
     names = [field.name for field in fields(module.Options)]
     options = module.Options(**{name: getattr(values, name) for name in names})
     out = Path(values.out or f"bench/{time.strftime('%Y%m%d-%H%M%S', started)}-{name}")
@@ -121,7 +123,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         "results": results,
     }
     with named_by("--out"):
-        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        file.write_text(as_json("bench", record) + "\n", encoding="utf-8")
     print(f"\n{file}")
     return DONE
 
@@ -132,12 +134,16 @@ def _parser(
     """The parser, and its options that are `mpiddp launch`'s."""
     parser = OneSentenceParser(
         prog=prog,
-        usage=f"%(prog)s [options]{' (SCRIPT | -m MODULE) [ARGS ...]' * row.takes_script}",
+        usage=f"%(prog)s [options] {'(SCRIPT | -m MODULE) [ARGS ...]' if row.takes_script else '[FILE]'}",
         description=f"Measure {row.purpose}; print a table and write {name}.json.",
         allow_abbrev=False,
         conflict_handler="resolve",  # --timeout is the job's here
+        add_help=False,
     )
+    add_help(parser)
     where = add_launch_options(parser, "where", "how") if row.takes_hosts else []
+    if row.takes_hosts and not row.takes_script:
+        add_file(parser)
     group = parser.add_argument_group("the benchmark")
     for field in fields(module.Options):
         keywords = dict(field.metadata)

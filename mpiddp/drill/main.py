@@ -7,7 +7,6 @@ mpiddp drill --only kill,sigterm -n 2 -m mpiddp train --use-syn --out {out}
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import signal
@@ -24,7 +23,7 @@ from mpiddp.drill.rehearse import Drill
 from mpiddp.drill.verdict import Result, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, named_by, print_error
 from mpiddp.launch.options import LaunchOptions, option_parser
-from mpiddp.text import align_columns, counted
+from mpiddp.text import align_columns, as_json, counted
 
 _HEAD = ("fault", "result", "steps lost", "weights at the end")
 _VERDICTS = {None: "-", True: "pass", False: "FAIL"}
@@ -51,7 +50,8 @@ def main(argv: list[str]) -> int:
     except BaseException:  # Ctrl-C
         _say(f"what the runs printed and wrote: {work}")
         raise
-    print(json.dumps([*map(asdict, results)], indent=2) if options.json else table(results))
+    found = {"results": [*map(asdict, results)]}
+    print(as_json("drill", found) if options.json else table(results))
     failed = any(result.passed is False for result in results)
     if failed or options.work:
         _say(f"what the runs printed and wrote: {work} (--seed {seed})")

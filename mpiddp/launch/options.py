@@ -17,6 +17,7 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import SSH
+from mpiddp.hosts.where import refuse_both
 from mpiddp.launch import log, script
 from mpiddp.launch.variables import parse_exports, read_env_file
 from mpiddp.protocol import variables as names
@@ -164,7 +165,7 @@ how
   master_addr --master-addr ADDR  rank 0's address, as the other ranks reach it
 * interface --interface NAME  network interface for the job: a name, an address or a network
 * exports -x VAR[=VALUE]  pass this environment variable to the ranks (repeatable)
-* env_files --env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)
+  env_files --env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)
   env_all --env-all  pass every variable of this environment, except those that may be secrets
   mpi_args --mpi-args ARGS  options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)
   check --no-check  skip the preflight checks of the hosts
@@ -285,8 +286,7 @@ def option_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.elsewhere = _ELSEWHERE
-    parser.add_argument("-h", "--help", action=_Help, help="show the most used options")
-    parser.add_argument("--help-all", action="help", help="show every option")
+    add_help(parser)
     add_options(parser)
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
@@ -298,6 +298,12 @@ def option_parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=_HIDDEN)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=_HIDDEN)
     return parser
+
+
+def add_help(parser: argparse.ArgumentParser) -> None:
+    """Add --help-all, and --help, which leaves out the options of `mpiddp launch` without a star."""
+    parser.add_argument("-h", "--help", action=_Help, help="show the most used options")
+    parser.add_argument("--help-all", action="help", help="show every option")
 
 
 class _Help(argparse._HelpAction):
@@ -326,8 +332,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
     if given["log_dir"] == "":
         raise UserError('--log-dir "": expected a folder.')
-    if None not in (given["hostfile"], given["host_list"]):
-        raise UserError("--hostfile and -H both name the hosts. Give one.")
+    refuse_both(given["hostfile"], given["host_list"])
     given["mpi_args"] = [word for text in given["mpi_args"] for word in _words(text)]
     variables: dict[str, str] = {}
     for path in given["env_files"]:

@@ -22,7 +22,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserErr
 from mpiddp.files import part_of, replace_file
 from mpiddp.launch import log
 from mpiddp.launch.outcome import Outcome
-from mpiddp.text import shown
+from mpiddp.text import as_json, shown
 
 _CAUSES = {
     DONE: "done",
@@ -66,7 +66,6 @@ class Report:
         self._paths, self._on_end = list(paths), on_end
         self._attempts: list[dict[str, Any]] = []
         self._facts = {
-            "version": 1,
             "name": name,
             "command": list(command),
             "launched_on": socket.gethostname(),
@@ -110,7 +109,7 @@ class Report:
                     log.error(f"--on-end: {command[0]} has ended with code {code}.")
 
     def _write(self) -> None:
-        content = json.dumps(self._facts, indent=2) + "\n"
+        content = as_json("launch", self._facts) + "\n"
         for path in self._paths:
             try:
                 replace_file(path, content.encode())

@@ -25,7 +25,7 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError, named_by
 from mpiddp.files import is_locked
-from mpiddp.text import align_columns, duration, escaped
+from mpiddp.text import align_columns, as_json, duration, escaped
 
 _HEAD = ("RUN", "STATE", "STEP", "ACCURACY", "LOSS", "RATE", "DURATION")
 _TAIL_BYTES = 1 << 18
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     if not runs:
         raise UserError(f"{folder} contains no run. Expected a folder of runs, or of one run.")
     if options.json:
-        print(json.dumps([run.facts() for run in runs], indent=2))
+        print(as_json("runs", {"runs": [run.facts() for run in runs]}))
         return DONE
     rows = [_HEAD, *(run.row() for run in runs)]
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {UNKNOWN}]

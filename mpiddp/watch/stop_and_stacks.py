@@ -49,7 +49,9 @@ def stop(argv: list[str]) -> int:
     purpose = (
         "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
     )
-    name = job_parser("stop", purpose, "the only job, once you confirm").parse_args(argv).job
+    name = (
+        job_parser("stop", purpose, "the only one that runs, once you confirm").parse_args(argv).job
+    )
     try:
         job = find_job(name)
     except HasEnded as ended:

@@ -48,7 +48,6 @@ GROUPS: dict[str, tuple[set[str], tuple[str, ...]]] = {
     "hidden faults": (ALONE, JOB),
     "all others": ({*FAULTS} - UNREACHED - LACKING - OTHERS - ALONE, JOB),
 }
-BUSY = "carries"  # on a loaded machine, a large message may be late
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -66,22 +65,21 @@ def test_doctor_names_all_faults(cluster, group):
     missed = {name for name, fault in present.items() if not any(map(fault.is_named, said))}
     assert missed == set(), said
     explained = [line for fault in present.values() for line in said if fault.explains(line)]
-    false = [line for line in report.warnings if line not in explained]
-    assert [line for line in false if BUSY not in line] == []
+    assert [line for line in report.warnings if line not in explained] == []
 
 
 def test_doctor_raises_no_false_alarm(cluster):
     """`mpiddp doctor` finds nothing on healthy hosts, and leaves nothing behind."""
     report = doctor(cluster, *JOB)
     assert report.code == 0
-    assert [line for line in report.warnings if BUSY not in line] == []
+    assert report.warnings == []
     for host in cluster.hosts:
         assert host.run(["ls", "-A", f"{WORK}/runs"]).stdout == ""
         assert "mpiddp" not in str(host.processes())
 
 
 def test_doctor_names_a_hang_of_its_job(hosts):
-    """`mpiddp doctor` names the rank that hangs in its own small job."""
+    """`mpiddp doctor` shows each check when it ends, and names the rank that hangs in its own small job."""
     job = hosts.start("doctor", *hosts.where(2))
 
     def stopped() -> list[Process]:
@@ -92,6 +90,8 @@ def test_doctor_names_a_hang_of_its_job(hosts):
         return scripts
 
     eventually(stopped)
+    assert "all 2 directions open" in job.until("preflight").stdout
+    assert job.process.poll() is None
     done = job.wait()
     assert done.code == 1
     (line,) = [line for line in done.stdout.splitlines() if re.match(r"fail +job", line)]
@@ -120,7 +120,7 @@ def test_explain_knows_the_root_cause(text, capsys):
 
 def test_explain_knows_a_failure_of_today(tmp_path, capsys):
     """`mpiddp explain` knows what the installed programs print today."""
-    name = "python-exception"  # support/provoke_failures.sh provokes most of the others, too
+    name = "torch-no-group"  # support/provoke_failures.sh provokes most of the others, too
     script = ROOT / "tests/support/provoke_failures.sh"
     env = {**os.environ, "FAILURES_OUT": str(tmp_path)}
     subprocess.run([script, name], env=env, cwd=tmp_path, check=True)
@@ -150,7 +150,7 @@ DRILLED = str(ROOT / "tests/programs/drilled.py")
 
 def results(done: Done) -> dict[str, Any]:
     assert done.code in (0, 1), done.stderr
-    return {each["fault"]: each for each in json.loads(done.stdout)}
+    return {each["fault"]: each for each in json.loads(done.stdout)["results"]}
 
 
 def test_drill_passes_a_script_that_resumes_exactly(here):

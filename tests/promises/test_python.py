@@ -345,7 +345,7 @@ def test_steps_that_were_made(here):
     """`mpiddp runs` and its --json show the steps that a script has made, not those of its last record."""
     here.run("launch", *here.where(1), here.script(RECORDS_EVERY_FIFTH)).assert_ok()
     assert here.run("runs", ".").assert_ok().lines[1].split()[:3] == ["run", "done", "12"]
-    (run,) = json.loads(here.run("runs", "--json", ".").assert_ok().stdout)
+    (run,) = json.loads(here.run("runs", "--json", ".").assert_ok().stdout)["runs"]
     assert (run["path"], run["state"], run["step"], run["train_loss"]) == ("run", "done", 12, 0.1)
 
 

@@ -5,6 +5,7 @@ tests/promises/test_doctor.py has the faults of real hosts. Tests mpiddp/doctor/
 
 import pytest
 
+from mpiddp import text
 from mpiddp.doctor import compare
 from mpiddp.doctor import main as doctor
 from mpiddp.doctor.compare import FAIL, UNKNOWN
@@ -79,7 +80,7 @@ def test_the_error_of_a_run_is_none_of_the_notes_around_it():
 
 
 def test_without_a_majority_each_value_has_its_hosts():
-    assert compare.differences("torch", {"a": 1, "b": 2}) == "torch differs: 1 on a, 2 on b"
+    assert text.differences("torch", {"a": 1, "b": 2}) == "torch differs: 1 on a, 2 on b"
 
 
 def test_what_loads_nowhere_has_one_line():
