@@ -13,7 +13,7 @@ from mpiddp.launch.events import Record
 from mpiddp.launch.hangs import find_hang, next_look_at, sentence_at_failure
 from mpiddp.launch.stragglers import find_stragglers, straggler_sentence
 from mpiddp.protocol.server import Event
-from tests.support.channels import calls, progress, stacks
+from tests.support.channels import calls, progress
 
 REDUCE = "all_reduce (float32, 1,048,576)"
 LINE = '  File "/home/me/{}.py", line {}, in {}\n    {}\n'
@@ -44,7 +44,7 @@ class Job:
         self.record.add(Event("asked", facts={"ranks": [*range(len(of_ranks))]}, at=at))
         self.tells(at, *of_ranks)
         for rank, text in enumerate(texts):
-            self.record.add(Event("stacks", rank, stacks(text), at, from_script=True))
+            self.record.add(Event("stacks", rank, {"text": text}, at, from_script=True))
         hang = find_hang(self.record)
         return "" if hang is None else hang.sentence.partition("\n")[0]
 

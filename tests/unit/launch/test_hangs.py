@@ -13,7 +13,7 @@ from mpiddp.launch.events import Record
 from mpiddp.launch.hangs import find_hang, next_look_at
 from mpiddp.launch.stacks import place_of, shown_stack
 from mpiddp.protocol.server import Event
-from tests.support.channels import calls, progress, stacks
+from tests.support.channels import calls, progress
 
 SITE = "/venv/lib/python3.11/site-packages"
 OURS = str(Path(mpiddp.__file__).parent)
@@ -94,7 +94,7 @@ class Job:
                 self.record.add(Event("asked", facts={"ranks": everyone}, at=self.now))
                 self.tell_calls()
                 for rank, frames in self.stacks.items():
-                    self.note(rank, "stacks", **stacks(stack(frames)))
+                    self.note(rank, "stacks", text=stack(frames))
                 if (hang := find_hang(self.record)) is not None:
                     self.record.add(Event("looked", at=self.now))
                     said += hang.sentence * (hang.about not in self.said)
@@ -163,7 +163,7 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on():
     assert next_look_at(record) == 60.0
     record.add(Event("asked", facts={"ranks": [0]}, at=60.0))
     record.add(Event("progress", 0, progress(2), 61.0))
-    record.add(Event("stacks", 0, stacks(stack(OPENS)), 62.0))
+    record.add(Event("stacks", 0, {"text": stack(OPENS)}, 62.0))
     assert find_hang(record) is None
     assert next_look_at(record) == 121.0
 
@@ -293,6 +293,6 @@ def test_the_answer_of_a_script_counts_although_it_is_late(order):
     """Its agent, which the launcher has asked meanwhile, answers for it as well."""
     record = Record(["a"])
     for from_script in order:
-        facts = stacks(stack(ALL_REDUCE if from_script else OPENS))
+        facts = {"text": stack(ALL_REDUCE if from_script else OPENS)}
         record.add(Event("stacks", 0, facts, 5.0, from_script))
     assert record.stacks[0]["text"] == stack(ALL_REDUCE)
