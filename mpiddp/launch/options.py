@@ -19,7 +19,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.transport import SSH
 from mpiddp.hosts.where import refuse_both
 from mpiddp.launch import log, script
-from mpiddp.launch.variables import parse_exports, read_env_file
+from mpiddp.launch.variables import parse_exports, read_env_file, without_values
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.terminal import Terminal
@@ -322,7 +322,15 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     given = vars(parser.parse_args(argv))
     _as_torchrun(parser, given)
     job = script.read_job(given.pop("module"), given.pop("script"))
-    script.refuse_misplaced(job, verb)
+    command = job[job[0] in ("-m", "--") :]
+    before = without_values(argv[: -len(command)], given["exports"])
+    before = before[: -1 if before[-1:] == ["-m"] else None]
+    script.refuse_misplaced(
+        job,
+        {name: action for name, action in parser._option_string_actions.items() if name != "-m"},
+        before,
+        verb,
+    )
     if job[:3] == ("-m", "mpiddp", "train"):
         # The ranks would refuse a wrong option only after they have joined.
         module = import_module("mpiddp.train.config")

@@ -8,7 +8,6 @@ has its keys.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, UserError, named_by, print_error
-from mpiddp.hosts.processes import adopt_orphans, usage_of
+from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.hosts.sockets import reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
@@ -288,8 +288,7 @@ class Attempt:
                 self._resize(columns, rows)
             case {"type": "stacks"}:
                 if (text := self.child.stack()) is not None:  # else the script answers
-                    usage = usage_of(self.child.pid or os.getpid())
-                    self.coordinator.send("stacks", text=text[-TEXT_LIMIT:], **usage)
+                    self.coordinator.send("stacks", text=text[-TEXT_LIMIT:])
 
     def _note_request(self, number: int) -> None:
         """The launcher has requested a stop by this signal."""

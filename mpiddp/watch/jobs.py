@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
 from mpiddp.hosts.private import is_private
-from mpiddp.hosts.processes import usage_of
+from mpiddp.hosts.processes import state_of
 from mpiddp.protocol.channel import NAMED_AT, VIEW_JOB, VIEWED_AT, encode, viewed_folders
 from mpiddp.text import listed, shown
 from mpiddp.watch.detached import DetachedJob, detached_jobs
@@ -68,7 +68,7 @@ class Job:
     @property
     def silence(self) -> str:
         """The phase of a job that does not answer."""
-        return "suspended" if usage_of(self.pid)["state"] == "T" else NO_ANSWER
+        return "suspended" if state_of(self.pid) == "T" else NO_ANSWER
 
 
 _AnyJob = TypeVar("_AnyJob", Job, DetachedJob)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import installs, tiny_data
+from tests.support import installs
 from tests.support.place import Here, Hosts, Place, eventually, here_and_on_hosts, program
 from tests.support.ranks import ROOT, find_mpirun, mpirun_command
 from tests.support.run_folders import write_run

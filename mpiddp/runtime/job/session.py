@@ -76,15 +76,14 @@ class Session:
                 self.stop.is_requested = True
             case "stacks" | "calls" as kind:
                 with contextlib.suppress(OSError):  # no file is left, not even to import
-                    from mpiddp.hosts.processes import usage_of
                     from mpiddp.runtime.collectives import calls
 
                     if (made := calls()) is not None:
                         self.coordinator.tell_launcher("calls", **made)
                     if kind == "stacks":
                         with self._reads_frames:
-                            facts = {"text": _stacks(), **usage_of(os.getpid())}
-                        self.coordinator.tell_launcher("stacks", **facts)
+                            text = _stacks()
+                        self.coordinator.tell_launcher("stacks", text=text)
 
     def log_to(self, folder: Path) -> None:
         """Let the agent write all output to files in `folder`, unless the user has named another one."""
