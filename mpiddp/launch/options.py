@@ -9,7 +9,7 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -87,6 +87,7 @@ class LaunchOptions:
     backend: str | None = None  # that the job's own options request, if known
     # Those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
     variables: Mapping[str, str] = field(default_factory=dict)
+    max_hosts: int | None = None  # the first hosts of the list, by --nnodes MIN:MAX
     prefix: str = "auto"  # of MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
 
     hostfile: str | None = None
@@ -316,12 +317,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     command = job[job[0] in ("-m", "--") :]
     before = without_values(argv[: -len(command)], given["exports"])
     before = before[: -1 if before[-1:] == ["-m"] else None]
-    script.refuse_misplaced(
-        job,
-        {name: action for name, action in parser._option_string_actions.items() if name != "-m"},
-        before,
-        verb,
-    )
+    script.refuse_misplaced(job, _spellings(parser), before, verb)
     if job[:3] == ("-m", "mpiddp", "train"):
         # The ranks would refuse a wrong option only after they have joined.
         module = import_module("mpiddp.train.config")
@@ -342,12 +338,31 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     return LaunchOptions(job, variables=variables, prefix=prefix, **given)
 
 
+def _spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Each option by each of its spellings, also of other launchers."""
+    return {flag: each for flag, each in parser._option_string_actions.items() if flag != "-m"}
+
+
+def launch_of_train(arguments: Sequence[str]) -> list[str] | None:
+    """The arguments of `mpiddp launch` for those of `mpiddp train`; None if none is an option of a launch."""
+    own = import_module("mpiddp.train.config").option_parser()._option_string_actions
+    options = {flag: each for flag, each in _spellings(option_parser()).items() if flag not in own}
+    taken, others = script.split(arguments, options)
+    return [*taken, "-m", "mpiddp", "train", *others] if taken else None
+
+
 def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
-    """Accept torchrun's options for one host, and refuse those for several hosts."""
+    """Accept torchrun's options for one host and for a range of hosts, and refuse those for each host."""
     nnodes = given.pop("nnodes")
-    if nnodes not in (None, "1", "1:1"):
+    if hosts := re.fullmatch("([1-9][0-9]{0,5}):([1-9][0-9]{0,5})", nnodes or ""):
+        least, most = map(int, hosts.groups())
+        if least > most or given["min_hosts"] not in (None, least):
+            parser.error(f"--nnodes {nnodes}: expected MIN:MAX, and no other --min-hosts")
+        if most > 1:
+            given["min_hosts"], given["max_hosts"] = least, most
+    elif nnodes not in (None, "1"):
         parser.error("unrecognized arguments: --nnodes")
-    if nnodes and (given["hostfile"], given["host_list"]) == (None, None):
+    if nnodes in ("1", "1:1") and (given["hostfile"], given["host_list"]) == (None, None):
         given["host_list"] = "localhost"
     for flag in _OF_ONE_HOST:
         is_given = given.pop(flag[2:].replace("-", "_")) is not None
