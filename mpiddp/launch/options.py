@@ -134,11 +134,11 @@ class LaunchOptions:
     master_addr: str | None = option(None, "--master-addr ADDR",
         "rank 0's address, as the other ranks reach it")
     interface: str | None = common(None, "--interface NAME",
-        "network interface for the job: a name, an address or a network")
+        "the job's network: an interface, an address or a network")
     exports: tuple[str, ...] = common((), "-x VAR[=VALUE]",
         "pass this environment variable to the ranks (repeatable)")
     env_files: tuple[str, ...] = common((), "--env-file FILE",
-        "pass the variables of this file: a line NAME=VALUE for each (repeatable)")
+        "pass the variables of this file of lines NAME=VALUE")
     env_all: bool = option(False, "--env-all",
         "pass every variable of this environment, except those that may be secrets")
     mpi_args: tuple[str, ...] = option((), "--mpi-args ARGS",
@@ -152,9 +152,9 @@ class LaunchOptions:
     timeout_s: float | None = option(None, "--timeout TIME",
         "time in which all ranks must join (default: 60 s)")
     max_restarts: int = common(0, "--max-restarts K",
-        "restart a failed job up to K times, from its newest checkpoint (default: 0)")
+        "restart a failed job up to K times, from its checkpoint")
     min_hosts: int | None = common(None, "--min-hosts H",
-        "leave out hosts that fail the preflight, as long as H hosts remain")
+        "leave out hosts that fail, as long as H hosts remain")
     spares: int = option(0, "--spares K",
         "keep the last K hosts in reserve; each takes the place of a host that fails the preflight")
     grow_s: float | None = option(None, "--grow TIME",
@@ -176,16 +176,15 @@ class LaunchOptions:
     stdin: str = option("rank0", "--stdin {rank0,none}",
         "who reads this program's stdin; none leaves it to the shell, as in while read (default: rank0)")
     log_dir: str | None = common(None, "--log-dir DIR",
-        "write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its host")
+        "write all output of each rank to files in DIR on its host")
     report: str | None = option(None, "--report FILE",
         "write how the job ended to FILE, as JSON")
     on_end: tuple[str, ...] | None = option(None, "--on-end COMMAND",
         "run this command when the job has ended, with the path of its report")
     detach: bool = common(False, "--detach",
-        "return at once with the job's name, for mpiddp logs, wait, top and stop; the job goes on after "
-        "a logout")
+        "go on without this terminal; mpiddp ps, logs and wait follow")
     dry_run: bool = common(False, "--dry-run",
-        "print the command with a reason for each flag; start nothing")
+        "start nothing; print the command and its reasons")
     quiet: bool = option(False, "-q --quiet",
         "print only errors from mpiddp: no hints, no status")
     verbose: bool = option(False, "-v --verbose",
@@ -270,15 +269,10 @@ _ELSEWHERE = {
 
 
 _EXAMPLES = """\
-Start a script, or any command, on every slot of a hostfile, with one mpirun.
-
-  mpiddp launch -n 2 train.py --lr 0.1                two ranks on this machine
-  mpiddp launch -H node1:8,node2:8 train.py           16 ranks on two hosts, over ssh
-  mpiddp launch --hostfile hosts.txt -m my.training   a module; hosts.txt has lines such as "node1 slots=8"
-  mpiddp launch --dry-run --hostfile hosts.txt -- ./program   any command; prints what would run
-
-Options of mpiddp launch come before the script. What follows the script is the script's.
-"""
+  mpiddp launch -n 2 train.py --lr 0.1               two ranks on this machine
+  mpiddp launch -H node1:8,node2:8 train.py          16 ranks, over ssh
+  mpiddp launch --hostfile hosts.txt -m my.training  a module
+  mpiddp launch --dry-run -H node1:8 -- ./program    what a command would run"""
 
 
 def option_parser() -> argparse.ArgumentParser:
@@ -313,9 +307,10 @@ class _Help(argparse._HelpAction):
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         rare = [each.name for each in fields(LaunchOptions) if not each.metadata.get("is_common")]
-        for action in parser._actions:
-            if action.dest in rare:
-                action.help = _HIDDEN
+        left_out = (*rare, "help", "help_all")
+        actions = [action for action in parser._actions if action.dest not in left_out]
+        parser._action_groups = []
+        parser.add_argument_group("options (--help-all shows every one)")._group_actions = actions
         super().__call__(parser, *rest)
 
 

@@ -79,13 +79,15 @@ def test_variables_are_other_defaults(monkeypatch):
     assert parsed("--timeout 90") == replace(found, timeout_s=90.0)
 
 
-def test_the_help_begins_with_examples_and_has_the_common_options(capsys):
+def test_the_help_begins_with_examples_and_has_the_common_options(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     printed = {}
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit):
             parse_options([flag])
         printed[flag] = capsys.readouterr().out
     short, whole = printed.values()
+    assert sum(len(line) // 80 + 1 for line in short.splitlines()) <= 24  # one screen
     assert short.index("mpiddp launch -n 2 train.py") < short.index("--hostfile FILE")
     assert "--max-restarts" in short
     assert "--mpi-args" not in short
