@@ -62,6 +62,8 @@ STREAMS = {1: "stdout", 2: "stderr"}
 OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
+# The errors of a line that is not a message, and of an address that is none.
+NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
 UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job
 UNIX = "unix:"  # prefix of an address that is a path
 
@@ -123,14 +125,33 @@ def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
     return facts, value
 
 
-def introduction(
-    own_key: str, challenge: str, kind: str, rank: int, facts: Mapping[str, object]
-) -> tuple[bytes, str]:
-    """The line by which a member answers the server's challenge, and the proof that the server then owes."""
+def introduce(
+    connection: socket.socket, own_key: str, kind: str, rank: int, facts: Mapping[str, object]
+) -> dict[str, Any]:
+    """Answer the server's challenge by a message of this kind, and return what the server answers.
+
+    Both sides prove that they have the member's key. Raises one of NO_MESSAGE if another program answers, or
+    the server of another job, and OSError if the connection ends or does not answer within its timeout.
+    """
+    challenge = _next(connection)["challenge"]
     own_challenge = os.urandom(16).hex()
     proof = mac(own_key, f"member {challenge}")
-    line = encode(kind, b"", rank=rank, challenge=own_challenge, proof=proof, **facts)
-    return line, mac(own_key, f"server {own_challenge}")
+    connection.sendall(encode(kind, b"", rank=rank, challenge=own_challenge, proof=proof, **facts))
+    answer = _next(connection)
+    # A rank that has a script already gets "taken", without a proof.
+    has_proof = answer.get("proof") == mac(own_key, f"server {own_challenge}")
+    if answer["type"] != "taken" and not (answer["type"] == "received" and has_proof):
+        raise ValueError("no proof")
+    return answer
+
+
+def _next(connection: socket.socket) -> dict[str, Any]:
+    """The next message. What follows it is left to the connection's owner."""
+    with connection.makefile("rb", buffering=0) as lines:
+        line = lines.readline(UNPROVED_LINE_LIMIT)
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the connection has ended")
+    return decode(line[:-1])[0]
 
 
 def member_key(key: str, role: str, rank: int) -> str:
