@@ -81,22 +81,26 @@ class Forecast:
     pass_s: Mapping[int, float]  # of a step's passes, by the size of the images, from `time_passes`
     evaluation_s: float
 
-    def left_s(self, step: int, evaluated: int, step_s: float | None = None) -> float:
+    def left_s(
+        self, step: int, evaluated: int, step_s: float | None = None, passes_s: float = 0.0
+    ) -> float:
         """The seconds from the end of `step` on, if the last evaluation was after the step `evaluated`.
 
-        A step like the last one takes `step_s`; None for as long as its passes. Steps on images of another
-        size differ from it by the time of their passes.
+        A step like the last one takes `step_s`, and its passes `passes_s` of these. On images of another
+        size, only the passes take another time. Without `step_s`, a step has passes and nothing else.
         """
         config, length = self.config, self.steps_per_epoch
-        last_pass_s = self.pass_s[config.image_side(max(0, step - 1) // length)]
-        besides_s = 0.0 if step_s is None else step_s - last_pass_s  # data, optimizer, other ranks
+        scale, besides_s = 1.0, 0.0  # data, optimizer, other ranks
+        if step_s is not None:
+            scale = passes_s / self.pass_s[config.image_side((step - 1) // length)]
+            besides_s = step_s - passes_s
         left = 0.0
         for epoch in range(config.epochs):
             end = (epoch + 1) * length
-            step_s_there = self.pass_s[config.image_side(epoch)] + besides_s
-            left += min(length, max(0, end - step)) * step_s_there
-            left += self.evaluation_s * (end > evaluated and is_evaluated(epoch, config))
-        return max(0.0, left)
+            passes_there_s = scale * self.pass_s[config.image_side(epoch)]
+            left += min(length, max(0, end - step)) * (passes_there_s + besides_s)
+            left += scale * self.evaluation_s * (end > evaluated and is_evaluated(epoch, config))
+        return left
 
 
 def is_evaluated(epoch: int, config: Config) -> bool:

@@ -45,6 +45,8 @@ class Records(Hook):
         self._state, self._total_steps = state, total_steps
         self._forecast: Forecast | None = None  # until `begin`
         self._step_s: float | None = None  # of the last steps
+        self._passes_s = 0.0  # of these, in their passes
+        self._all_passes_s = 0.0  # of all steps up to now
         self._evaluated = 0  # the last step after which the model was scored
         self._started_at = time.monotonic()
         self._loss_sum, self._num_images = torch.zeros((), device=data.train.device), 0
@@ -66,7 +68,8 @@ class Records(Hook):
     def _left(self, step: int) -> str:
         if self._forecast is None:
             return ""
-        return f"  {duration(self._forecast.left_s(step, self._evaluated, self._step_s))} left"
+        last = self._step_s, self._passes_s
+        return f"  {duration(self._forecast.left_s(step, self._evaluated, *last))} left"
 
     def on_step(self, step: Step, *, saves: bool) -> None:
         self._loss_sum += step.loss_sum
@@ -89,6 +92,9 @@ class Records(Hook):
         num_steps = self._num_images // config.global_batch_size
         self._loss_sum, self._num_images = torch.zeros_like(self._loss_sum), 0
         self._step_s = step_s = mean(self._timer.read()[-num_steps:])
+        all_passes_s = self._timer.spent["forward"] + self._timer.spent["backward"]
+        self._passes_s = (all_passes_s - self._all_passes_s) / num_steps
+        self._all_passes_s = all_passes_s
         speed = config.global_batch_size / step_s
         values = {"lr": step.lr, "train_loss": loss, "images_per_s": speed, "step_time_s": step_s}
         self._record(step, **values)

@@ -251,14 +251,14 @@ def test_the_first_convolution_gives_uncorrelated_values_and_is_not_trained():
 
 
 def test_the_forecast_counts_smaller_images_and_evaluations():
-    """Before the first step it knows the passes alone. Here, a step also takes 2 s for other work."""
+    """Before the first step it knows the passes alone. Then they take twice as long, and other work 2 s."""
     config = replace(configured(), epochs=4, low_res_epochs=3)
     forecast = Forecast(config, 10, {16: 1.0, 24: 2.0, 32: 4.0}, evaluation_s=7.0)
     assert forecast.left_s(0, 0) == 20 * 1 + 10 * 2 + 10 * 4 + 7
-    assert forecast.left_s(5, 0, step_s=3.0) == 15 * 3 + 10 * 4 + 10 * 6 + 7
-    assert forecast.left_s(30, 0, step_s=4.0) == 10 * 6 + 7
-    assert forecast.left_s(40, 0, step_s=6.0) == 7
-    assert forecast.left_s(40, 40, step_s=6.0) == 0
+    assert forecast.left_s(5, 0, step_s=4.0, passes_s=2.0) == 15 * 4 + 10 * 6 + 10 * 10 + 14
+    assert forecast.left_s(30, 0, step_s=6.0, passes_s=4.0) == 10 * 10 + 14
+    assert forecast.left_s(40, 0, step_s=10.0, passes_s=8.0) == 14
+    assert forecast.left_s(40, 40, step_s=10.0, passes_s=8.0) == 0
 
 
 def test_timing_the_passes_changes_nothing():
