@@ -18,17 +18,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.variables import (
-    ADDRESS,
-    ANNOUNCED,
-    CHANNEL,
-    CHANNEL_SECRET,
-    GPUS,
-    JOB,
-    PRIVATE,
-    RUN_DIR,
-    RUN_ID,
-)
+from mpiddp.protocol import variables as ours
+from mpiddp.protocol.variables import ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, RUN_DIR, RUN_ID
 from mpiddp.text import parse_whole, shown
 
 
@@ -198,8 +189,8 @@ class World:
 
 def is_rank(env: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as a rank, or a stale variable says so."""
-    ours = (ADDRESS, JOB, PRIVATE)  # of `mpiddp launch`, whatever its mpirun sets
-    return any(_present(source, env) for source in RANK_SOURCES) or any(n in env for n in ours)
+    is_ours = {ours.ADDRESS, ours.JOB, ours.PRIVATE} & env.keys()  # whatever its mpirun sets
+    return bool(is_ours) or any(_present(source, env) for source in RANK_SOURCES)
 
 
 def _listed(variables: Mapping[str, str]) -> str:

@@ -79,7 +79,6 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 # The variables that hold another default of an option.
 _DEFAULTS = {"log_ranks": names.LOG_RANKS, "timeout_s": names.TIMEOUT}
 
-
 # The groups of the help, by their first options.
 _GROUPS = {
     "hostfile": "where (default: the scheduler's allocation, or this machine)",

@@ -168,8 +168,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
         if listed_hosts < most and is_first:
             need = f"--nnodes {options.min_hosts}:{most} needs a list of {most} hosts"
             raise UserError(f"{need}; {hosts.source} has {listed_hosts}.")
-        kept = [host for host in hosts.hosts if host.slots == 0 or host in first]
-        hosts = replace(hosts, hosts=tuple(kept))
+        hosts = replace(hosts, hosts=first)
     for host in hosts.hosts:
         if host.gpus is not None and (chosen := sorted({*VISIBLE} & options.variables.keys())):
             both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
