@@ -176,6 +176,29 @@ def test_a_script_that_a_host_lacks(hosts):
     assert done.assert_ok().stdout == "1\n1\n"
 
 
+def test_a_file_that_is_gone(hosts):
+    """A push removes a module that an earlier push has sent and that is gone. Another one is named."""
+    folder, file = "/run/tmp/branch", hosts.where(2)[1]
+    push, launch = ("hosts", "push", file, folder), ("launch", "--hostfile", file, "train.py")
+    here, there = (hosts[name].path(folder) for name in ("node0", "node1"))
+    here.mkdir()
+    script = "try:\n    import local_settings\nexcept ImportError:\n    pass\n"
+    (here / "train.py").write_text(script)
+    (here / "local_settings.py").write_text("")
+    hosts.run(*push).assert_ok()
+    (here / "local_settings.py").unlink()
+    done = hosts.run(*launch, cwd=folder)
+    is_there = "local_settings.py is on node1, and not on node0. Remove it there: mpiddp hosts push"
+    assert (done.code, is_there in done.stderr) == (2, True)
+    hosts.run(*push).assert_ok()
+    hosts.run(*launch, cwd=folder).assert_ok()
+    (there / "local_settings.py").write_text("")  # no push has sent this one
+    hosts.run(*push).assert_ok()
+    done = hosts.run(*launch, cwd=folder)
+    assert (done.code, is_there in done.stderr) == (2, True)
+    assert (there / "local_settings.py").exists()
+
+
 def test_a_resume_with_push_keeps_shards(hosts):
     """A resume with --push keeps the shards that only other hosts have, on disks of their own."""
     folder = "/run/tmp/sharded"
