@@ -18,7 +18,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -27,16 +27,14 @@ from types import ModuleType
 from typing import BinaryIO
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.complaints import NO_PROGRAM, Answer, settings
+from mpiddp.hosts import jump
+from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
-# sshd drops some of more than ten logins that have not ended (MaxStartups 10:30:100). All logins through a
-# jump host meet at its sshd.
-_MOST_LOGINS, _MOST_BEHIND_JUMP = 32, 8
-
+_MOST_LOGINS = 32  # that have not begun
 _NO_SSH = "ssh is not installed here. Run: sudo apt-get install openssh-client."
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 3  # stdin's socket, stdout's pipe and stderr's file
@@ -122,31 +120,38 @@ def ask_hosts(
 ) -> dict[Host, Answer]:
     """Run `program`, the text of one, on all hosts at the same time.
 
-    So many logins as sshd accepts go on at once. This machine runs the program directly. A process that still
-    runs at its deadline is killed on this side. Raises UserError if ssh is not installed here; a scheduler's
-    own program is used only where it is.
+    This machine runs the program directly. A login that is dropped before it has begun is tried again. A
+    process that still runs at its deadline is killed on this side. Raises UserError if ssh is not installed
+    here; a scheduler's own program is used only where it is.
     """
-    if other_hosts(hosts) and not transport.is_installed:
+    if (others := other_hosts(hosts)) and not transport.is_installed:
         raise UserError(f"{_NO_SSH} {transport.hint}".rstrip())
     kept = logins if transport.is_ssh else None  # that of a scheduler may want the end of stdin
     allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-    most_pending = logins_at_once(hosts, transport)
     work_s = transport.login_s if work_s is None else work_s
     waiting, running = [*reversed(hosts)], list[Login]()
     answers, new = dict[Host, Answer](), dict[Host, Answer]()
     show_at = math.inf
     try:
-        with config_file(hosts, transport) as config, selectors.DefaultSelector() as selector:
+        with ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            direct = stack.enter_context(config_file(hosts, transport, shares_jumps=False))
+            if transport.is_ssh:
+                jump.share(others, direct, transport.login_s)
+            config = stack.enter_context(config_file(hosts, transport))
+
+            def ask(host: Host, login: Login, until: float = math.inf) -> None:
+                login.ask(host, program, work_s, is_last=kept is None)
+                login.deadline = min(login.deadline, until)
+                running.append(login)
+                selector.register(login.stdout, selectors.EVENT_READ, login)
+
             while waiting or running:
                 pending = sum(not each.has_begun for each in running)
-                while waiting and pending < most_pending:
+                for _ in range(min(len(waiting), _MOST_LOGINS - pending)):
                     host = waiting.pop()
                     each = kept.pop(host.key, None) if kept else None
-                    each = each or Login(host, python, transport, config)
-                    each.ask(host, program, work_s, is_last=kept is None)
-                    running.append(each)
-                    selector.register(each.stdout, selectors.EVENT_READ, each)
-                    pending += 1
+                    ask(host, each or Login(host, python, transport, config))
                 wait_s = min(show_at, *(each.deadline for each in running)) - time.monotonic()
                 events = selector.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))
                 ended = [key.data for key, _ in events if not key.data.read()]
@@ -154,7 +159,15 @@ def ask_hosts(
                 for each in [each for each in running if each in ended or each.deadline <= now]:
                     selector.unregister(each.stdout)
                     running.remove(each)
-                    new[each.host] = answers[each.host] = each.answer()
+                    answer = each.answer()
+                    may_wait = not each.has_begun and now + 2 * jump.PAUSE_S < each.deadline
+                    if may_wait and jump.was_dropped(answer.stderr):
+                        each.close()
+                        way = direct if jump.NOT_SHARED in answer.stderr else config
+                        again = Login(each.host, python, transport, way, pause_s=jump.PAUSE_S)
+                        ask(each.host, again, each.deadline)
+                        continue
+                    new[each.host] = answers[each.host] = answer
                     show_at = min(show_at, now + _TOGETHER_S)
                     if kept is not None and each.has_answered:
                         kept[each.host.key] = each
@@ -181,15 +194,6 @@ def other_hosts(hosts: Sequence[Host]) -> list[Host]:
     return [host for host in hosts if not is_this_host(host.name)]
 
 
-def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:
-    """How many logins may go on at once. The first and the last host tell whether a jump host is between."""
-    if len(hosts) > _MOST_BEHIND_JUMP and transport.is_ssh:
-        for host in other_hosts((hosts[0], hosts[-1])):
-            if {*settings(host, "proxy(?:jump|command)")} - {"none"}:
-                return _MOST_BEHIND_JUMP
-    return _MOST_LOGINS
-
-
 def _login_command(host: Host, transport: Transport, config: str) -> list[str]:
     """The command that runs _SHELL_LINE on a host. `config` is the path of ssh's configuration."""
     if is_this_host(host.name):
@@ -202,13 +206,15 @@ def _login_command(host: Host, transport: Transport, config: str) -> list[str]:
     return ["ssh", "-F", config, "-T", "--", host.alias, line]
 
 
-def ssh_config(hosts: Sequence[Host], transport: Transport = SSH) -> str:
+def ssh_config(
+    hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
+) -> str:
     """ssh's configuration for a job: the users and ports of the hostfile, ours, and then the user's own.
 
     A block of the user for a host applies, because ssh gets the host's own name: only an IPv6 address has
-    another one for mpirun.
+    another one for mpirun. With `shares_jumps`, logins share this process's connections to jump hosts.
     """
-    blocks = ""
+    blocks = jump.shared() if shares_jumps else ""
     for host in hosts:
         address = host.name if ":" in host.name else None
         own = {"HostName": address, "User": host.user, "Port": host.port}
@@ -219,9 +225,12 @@ def ssh_config(hosts: Sequence[Host], transport: Transport = SSH) -> str:
 
 
 @contextmanager
-def config_file(hosts: Sequence[Host], transport: Transport = SSH) -> Iterator[str]:
+def config_file(
+    hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
+) -> Iterator[str]:
     """The path of a file with `ssh_config`, which exists as long as the body lasts."""
-    with unnamed_file(ssh_config(hosts, transport).encode()) as file:
+    text = ssh_config(hosts, transport, shares_jumps=shares_jumps)
+    with unnamed_file(text.encode()) as file:
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes what it inherits
 
 
@@ -235,9 +244,11 @@ def unnamed_file(content: bytes = b"") -> BinaryIO:
 
 
 class Login:
-    """A login on one host, for one program after the other."""
+    """A login on one host, for one program after the other. It begins after `pause_s`."""
 
-    def __init__(self, host: Host, python: str, transport: Transport, config: str) -> None:
+    def __init__(
+        self, host: Host, python: str, transport: Transport, config: str, pause_s: float = 0.0
+    ) -> None:
         self._python, self._transport = python, transport
         self._to_send = f"{python}\n".encode()
         self.deadline, self._work_s = math.inf, 0.0
@@ -248,9 +259,12 @@ class Login:
         # file: a connection that ssh keeps (ControlPersist) may hold it open for long.
         self._stdin, theirs = socket.socketpair()
         self._stderr = unnamed_file()
+        command = _login_command(host, transport, config)
+        if pause_s:
+            command = ["sh", "-c", f'sleep {pause_s}; exec "$@"', "sh", *command]
         with theirs:
             self.process = subprocess.Popen(
-                _login_command(host, transport, config),
+                command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
