@@ -17,7 +17,7 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
@@ -40,7 +40,8 @@ _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 3  # stdin's socket, stdout's pipe and stderr's file
 _END_S = 4.0  # for a program on this machine to end
 OUTPUT_LIMIT = 16 << 20  # bytes of an answer, for a command that prints without end
-_TOGETHER_S = 1.0  # answers that come within this time are shown together
+_TOGETHER_S = 1.0  # lines that come within this time are shown together
+_MOST_UNSHOWN = 1 << 20  # bytes of a host, which are shown at once
 
 # The command of the shell on each host. It is the same for every host and every user: Python's name comes
 # through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's daemon starts in the
@@ -115,14 +116,16 @@ def ask_hosts(
     work_s: float | None = None,  # for each host, once its login is done; None: as a login
     transport: Transport = SSH,
     logins: Logins | None = None,  # open ones; those that answer remain open
-    # Gets those of each second, and what there is at Ctrl-C.
-    show: Callable[[Mapping[Host, Answer]], None] = lambda answers: None,
+    # Gets the whole lines that have come within a second, as answers without an exit code, and the rest of
+    # hosts that have ended, which are its second argument; at Ctrl-C all that there is.
+    show: Callable[[Mapping[Host, Answer], Collection[Host]], None] | None = None,
 ) -> dict[Host, Answer]:
     """Run `program`, the text of one, on all hosts at the same time.
 
     This machine runs the program directly. A login that is dropped before it has begun is tried again. A
-    process that still runs at its deadline is killed on this side. Raises UserError if ssh is not installed
-    here; a scheduler's own program is used only where it is.
+    process that still runs at its deadline is killed on this side, as is one that prints more than
+    OUTPUT_LIMIT. An answer lacks what `show` has got. Raises UserError if ssh is not installed here; a
+    scheduler's own program is used only where it is.
     """
     if (others := other_hosts(hosts)) and not transport.is_installed:
         raise UserError(f"{_NO_SSH} {transport.hint}".rstrip())
@@ -153,9 +156,14 @@ def ask_hosts(
                     each = kept.pop(host.key, None) if kept else None
                     ask(host, each or Login(host, python, transport, config))
                 wait_s = min(show_at, *(each.deadline for each in running)) - time.monotonic()
-                events = selector.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))
+                # Nothing tells of new lines on stderr.
+                longest_s = _LONGEST_WAIT_S if show is None else _TOGETHER_S
+                events = selector.select(min(max(0.0, wait_s), longest_s))
                 ended = [key.data for key, _ in events if not key.data.read()]
                 now = time.monotonic()
+                if show is not None and (new or any(each.unshown for each in running)):
+                    is_much = any(each.unshown > _MOST_UNSHOWN for each in running)
+                    show_at = now if is_much else min(show_at, now + _TOGETHER_S)
                 for each in [each for each in running if each in ended or each.deadline <= now]:
                     selector.unregister(each.stdout)
                     running.remove(each)
@@ -168,19 +176,20 @@ def ask_hosts(
                         ask(each.host, again, each.deadline)
                         continue
                     new[each.host] = answers[each.host] = answer
-                    show_at = min(show_at, now + _TOGETHER_S)
                     if kept is not None and each.has_answered:
                         kept[each.host.key] = each
                     else:
                         each.close()
-                if new and (time.monotonic() >= show_at or not (waiting or running)):
-                    show({host: new[host] for host in hosts if host in new})
+                if show is not None and (now >= show_at or not (waiting or running)):
+                    news = {each.host: each.lines() for each in running if each.has_begun} | new
+                    show({host: news[host] for host in hosts if host in news}, [*new])
                     new, show_at = {}, math.inf
     except KeyboardInterrupt:  # what has come may be all that the user has waited for
         for each in [each for each in running if each.has_begun]:
             each.deadline = 0.0
             new[each.host] = replace(each.answer(), exit_code=None)
-        show(new)
+        if show is not None:
+            show(new, [*new])
         raise
     finally:
         for each in running:
@@ -258,7 +267,7 @@ class Login:
         # stdin is a socket: a user with many pipes gets pipes that are smaller than a program. stderr is a
         # file: a connection that ssh keeps (ControlPersist) may hold it open for long.
         self._stdin, theirs = socket.socketpair()
-        self._stderr = unnamed_file()
+        self._stderr, self._shown_errors = unnamed_file(), 0
         command = _login_command(host, transport, config)
         if pause_s:
             command = ["sh", "-c", f'sleep {pause_s}; exec "$@"', "sh", *command]
@@ -305,17 +314,42 @@ class Login:
             return False
         return bool(chunk) and not self.has_answered
 
+    @property
+    def unshown(self) -> int:
+        """The bytes of its output that have arrived since `lines` was called."""
+        return len(self.output) + os.fstat(self._stderr.fileno()).st_size - self._shown_errors
+
+    def lines(self) -> Answer:
+        """The whole lines that have arrived since the last call, or a part of a very long one."""
+        errors = self._new_errors()
+        parts = [
+            text if len(text) > _MOST_UNSHOWN else text[: text.rfind(b"\n") + 1]
+            for text in (bytes(self.output), errors)
+        ]
+        del self.output[: len(parts[0])]
+        self._shown_errors += len(parts[1])
+        if self._shown_errors > OUTPUT_LIMIT:  # they stay in memory
+            self.deadline = 0.0
+        return self._answer(None, *parts)
+
     def answer(self) -> Answer:
+        """The rest, with the exit code of the program."""
         exit_code = 0 if self.has_answered else None
         if exit_code is None:
             with suppress(subprocess.TimeoutExpired):
                 exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        number = self._stderr.fileno()
-        errors = os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
-        printed = self.output.decode(errors="replace").removesuffix(f"{_ANSWERED}\n")
-        before = self._before.decode(errors="replace")
+        printed = bytes(self.output).removesuffix(f"{_ANSWERED}\n".encode())
+        return self._answer(exit_code, printed, self._new_errors())
+
+    def _new_errors(self) -> bytes:
+        return os.pread(self._stderr.fileno(), 2 * OUTPUT_LIMIT, self._shown_errors)
+
+    def _answer(self, exit_code: int | None, *printed: bytes) -> Answer:
+        output, errors, before = (
+            text.decode(errors="replace") for text in (*printed, bytes(self._before))
+        )
         asked = (self.host, self._python, self._transport)
-        return Answer(*asked, exit_code, printed, errors, self.has_begun, before)
+        return Answer(*asked, exit_code, output, errors, self.has_begun, before)
 
     def close(self) -> None:
         self._stdin.close()

@@ -153,9 +153,25 @@ def test_run_names_the_hosts_that_fail(hosts, file):
         done = hosts.run("hosts", "run", file, "--", "echo", "here")
     assert (done.code, done.stdout) == (1, "node[0-1]: here\n")
     assert "node2: ssh node2: connection refused" in done.stderr
-    endless = f"test $(uname -n) != node1 || yes {'y' * 9999}"
-    done = hosts.run("hosts", "run", file, "--", "sh", "-c", endless)
-    assert (done.code, done.stderr) == (1, "node1: more than 16.8 MB of output; stopped\n")
+    done = hosts.run("hosts", "run", file, "--", "uname -n | tail -1")
+    missing = "node[0-2]: uname -n | tail -1: No such file or directory"
+    assert done.stderr.startswith(
+        f"{missing}. For what a shell reads: sh -c 'uname -n | tail -1'\n"
+    )
+
+
+def test_run_shows_lines_as_they_come(hosts, file):
+    """`mpiddp hosts run` shows each line as it comes, however many there are, in little memory."""
+    code = "echo begun; echo why >&2; test $(uname -n) = node1 && exec yes {}; sleep 600"
+    job = hosts.start("hosts", "run", file, "--", "sh", "-c", code.format("y" * 9999))
+    job.until(": begun\n").until(": why\n")
+    eventually(lambda: job.out.stat().st_size > 20_000_000)
+    (used,) = re.findall(
+        r"VmHWM:\s+(\d+) kB", Path("/proc", str(job.pid), "status").read_text("utf-8")
+    )
+    job.signal(signal.SIGINT)
+    assert job.wait().code == 130
+    assert int(used) < 64_000
     eventually(lambda: not hosts.processes("yyyy"))
 
 
