@@ -59,9 +59,12 @@ def was_dropped(errors: str) -> bool:
 def share(hosts: Sequence[Host], config: str, login_s: float) -> None:
     """Connect to the last jump host on the way to each of these hosts, if it accepts that.
 
-    `config` is the path of ssh's configuration.
+    If there is none on the way to the first and the last host, none is looked for. `config` is the path of
+    ssh's configuration.
     """
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
+    if not any(_jump_of(host) for host in (*hosts[:1], *hosts[-1:])):
+        return
+    with ThreadPoolExecutor(_AT_ONCE) as threads:  # ssh -G takes some milliseconds
         jumps = {*threads.map(_jump_of, hosts)} - {""}
     with _lock:
         for jump in jumps - {jump for jump, each in _connections.items() if each.is_open}:
@@ -76,7 +79,8 @@ def shared() -> str:
 
 @cache
 def _jump_of(host: Host) -> str:
-    return [*settings(host, "proxyjump"), ""][0]
+    """What ssh's own configuration says of jump hosts on the way to this host, "" for none."""
+    return [*settings(host, "proxyjump(?! none)"), ""][0]
 
 
 def _connect(jump: str, config: str, login_s: float) -> _Connection | None:
