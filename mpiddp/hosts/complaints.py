@@ -45,8 +45,8 @@ _COMPLAINTS = {
     "Add it to DNS or /etc/hosts.",
     "IDENTIFICATION HAS CHANGED": "ssh {name}: its host key has changed. Check that it is the same host, "
     "then run: ssh-keygen -R {known}",
-    "^Host key verification failed": "ssh {name}: its host key is unknown. Check it, then: "
-    "ssh-keyscan {port}{name} >> ~/.ssh/known_hosts",
+    "^Host key verification failed": "ssh {name}: its host key is unknown. To compare and accept it: "
+    "mpiddp hosts keys",
     r"^Permissions \d+ for '(.+)' are too open": "ssh {name}: ssh does not use the key {0}, because others "
     "can read it. Run: chmod 600 {0}",
     "^Received disconnect .*: (Too many authentication failures)": "ssh {name}: {0}: ssh offers other "
@@ -62,7 +62,14 @@ _COMPLAINTS = {
     "none ends, the network may lose large packets (MTU)",
     r"^(ssh: connect to host .*: |)(Connection|Operation) timed out": "ssh {name}: no "
     f"answer in {{connect}} s {_WAY}. {_GONE}",
+    "^kex_exchange_identification: ": "ssh {name}: its sshd closes each login before it begins. See "
+    "MaxStartups in its sshd_config, and whether it blocks this address (fail2ban). Try: {ssh} true",
 }
+# ssh has found no way to the host. Any other login that fails proves that the host is up.
+_LOST = (
+    r"(?m)^(ssh: connect to host \S+ port \d+|channel \d+: open failed): |"
+    r"^Connection to \S+ port \d+ timed out|^Timeout, server "
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,12 @@ class Answer:
     def has_failed_there(self) -> bool:
         """Whether the login succeeded and the program did not: it is missing, too old, or does not start."""
         return self.has_begun and self.exit_code not in (None, 255)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing of the host answers: no route leads to it, no sshd listens, or it is silent."""
+        is_silent = self.exit_code is None or not self.transport.is_ssh
+        return not self.has_begun and (is_silent or bool(re.search(_LOST, self.stderr)))
 
     @property
     def value(self) -> Any:
