@@ -63,23 +63,6 @@ def files_of(
     """
     from hashlib import sha256  # takes 5 ms of each rank, which needs it on several hosts only
 
-    own, sources = _sources(kind, name, folder, others)
-    found = []
-    for path, text in sources.items():
-        is_below = own in path.parents
-        digest = "" if text is None else sha256(text).hexdigest()
-        found.append((str(path.relative_to(own) if is_below else path), digest))
-    return found
-
-
-def texts_of(kind: str, name: str, folder: str, others: Sequence[str] = ()) -> list[bytes]:
-    """The contents of the same files, the program's own first."""
-    return [each for each in _sources(kind, name, folder, others)[1].values() if each is not None]
-
-
-def _sources(
-    kind: str, name: str, folder: str, others: Sequence[str]
-) -> tuple[Path, dict[Path, bytes | None]]:
     own = Path(folder)
     start: list[Path] = []
     if kind == "script":
@@ -88,7 +71,12 @@ def _sources(
     folders = [own, *map(Path, others)]
     if kind == "module":
         start = modules_at(name, folders)
-    return own, sources_of(start, folders)
+    found = []
+    for path, text in sources_of(start, folders).items():
+        is_below = own in path.parents
+        digest = "" if text is None else sha256(text).hexdigest()
+        found.append((str(path.relative_to(own) if is_below else path), digest))
+    return found
 
 
 def sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, bytes | None]:

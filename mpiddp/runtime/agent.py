@@ -3,9 +3,9 @@
     mpirun … python -m mpiddp run train.py --lr 0.1
     mpirun … python -m mpiddp run -- ./any_command
 
-The agent is the standard library, never torch. It starts the script's Python at once, which imports torch
-while the agent meets the others: over the launcher's channel, under a raw mpirun over MPI. A command starts
-once the ranks have met. Then the agent waits in one loop for the output, the launcher, signals and the end of
+The agent is the standard library, never torch. It starts the script's Python at once, which waits while the
+agent meets the others: over the launcher's channel, under a raw mpirun over MPI. A command starts once the
+ranks have met. Then the agent waits in one loop for the output, the launcher, signals and the end of
 the child, which it sees by wait(). It alone says how the child ended.
 """
 
@@ -59,7 +59,7 @@ def run(rank: Rank) -> int:
             code = attempt.run()
             if attempt.again is None:
                 return code
-            attempt = Attempt(attempt.rank.next(attempt.again), attempt.spare)
+            attempt = Attempt(attempt.rank.next(attempt.again), attempt.spare, attempt.ahead)
     finally:
         if attempt.spare is not None:
             attempt.spare.discard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -30,6 +31,7 @@ from mpiddp.runtime.rank import Rank
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
 _GPUS_S = 5.0  # for a look at the GPUs before the next attempt
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
+_WAIT_FOR_TORCH_MS = 200  # another process takes longer to import torch
 _REQUESTS = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 )
@@ -49,17 +51,22 @@ class Cut(Exception):
 class Attempt:
     """One attempt of a rank, from the start of its program to its end.
 
-    `spare` is the child that an earlier attempt has made for this one.
+    `spare` is the child that an earlier attempt has started for this one, and `ahead` what that has imported.
     """
 
-    def __init__(self, rank: Rank, spare: Child | None = None) -> None:
+    def __init__(
+        self, rank: Rank, spare: Child | None = None, ahead: Mapping[str, Any] | None = None
+    ) -> None:
         self.rank, self.world = rank, rank.world
         self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
-        self.spare: Child | None = None  # that has imported torch, for the next attempt
+        self.spare: Child | None = None  # that imports torch for the next attempt
+        self.ahead = ahead  # what it imports, once the script has told it
+        if spare is not None and not spare.answers():
+            spare.discard()
+            spare = None
         self.child = spare or Child(rank)
-        if spare is not None and not (spare.can_begin and rank.program.imports_torch):
-            spare.discard()  # the script has changed meanwhile
-            self.child = Child(rank)
+        self._store: socket.socket | None = None  # where torch's store listens, or another process
+        self._listens = False  # it does so, and the script has not imported torch
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
@@ -154,17 +161,42 @@ class Attempt:
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
         self._join(joining_timeout_s())
-        has_torch = "ready" in child.said and child.said["ready"]["has_torch"]
-        if store is not None and not has_torch:
-            reserve(store)  # a process of the program may listen there
-            store = None
+        self._store, self._listens = store, store is not None
         if child.is_command:
+            self._leave_port()
             with ranks.all_or_none():
                 child.start(os.environ)
             return
-        if rank.holds and has_torch:
-            self.spare = Child(self.rank)  # of which the script makes a copy of itself
-        child.go(rank, env, store, self.spare)
+        child.go(rank, env, store)
+
+    def _leave_port(self) -> None:
+        """A process of the program may listen where torch's store is to be. Nobody else."""
+        if self._store is not None and self._listens:
+            reserve(self._store)
+            self._listens = False
+
+    def _see_torch(self) -> None:
+        """Once the script has imported torch, start the Python that imports it for the next attempt.
+
+        Until then, a process that the script starts may be the one that needs torch's store.
+        """
+        child, spare = self.child, self.spare
+        if "torch" in child.said:
+            self._store, self._listens = None, False
+            told = child.said.pop("torch")
+            self.ahead = told.get("ahead", self.ahead)
+            if self.rank.holds and self.ahead is not None and spare is None:
+                self.spare = Child(self.rank)
+                self.spare.import_ahead(os.environ, self.ahead)
+                child.others.add(self.spare.pid)
+        elif self._listens and child.has_children:
+            self._leave_port()
+        if child.said.pop("mpi", None):  # no later process of this rank can start it
+            self.rank = self.rank._replace(holds=False)
+        if spare is not None:
+            spare.hear()
+            if spare.status is not None and child.status is None:
+                child.forget_kills()
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, and the streams that it shows."""
@@ -244,7 +276,8 @@ class Attempt:
         for file in (child.control, self._signals, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS))
+        wait_ms = _WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS
+        ready = dict(poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self._listens else wait_ms))
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
@@ -254,9 +287,7 @@ class Attempt:
             self._log_to(Path(log["folder"]))
         if stopping := child.said.pop("stopping", None):
             self._note_request(stopping["signal"])
-        if self.spare is not None:
-            self.spare.hear()
-            child.others.add(self.spare.pid)
+        self._see_torch()
         if connection is not None and connection.fileno() in ready:
             channel.receive()
         self._see_others()

@@ -12,22 +12,12 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mpiddp.errors import UserError, check_program, named_by
-from mpiddp.hosts.files import files_of, import_folders, imported_by, texts_of
+from mpiddp.hosts.files import files_of, import_folders
 from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.world import RANK_SOURCES
 
 SCRIPT, MODULE, COMMAND = "script", "module", "command"
-# Python's own packages that run other code, which may use torch.
-_RUNS_OTHERS = {"concurrent", "importlib", "multiprocessing", "runpy"}
-_WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - _RUNS_OTHERS
-# Lines that set or unset a variable; environ["X"], environ.get("X") and "X" in environ only read one.
-_SETS_VARIABLES = re.compile(
-    rb"\bdel +(?:os\.)?environ\b|\b(?:putenv|unsetenv|dotenv|load_dotenv)\b|"
-    rb"\benviron *\[[^\n]*\] *\|?=(?!=)|"
-    rb"(?<!in os\.)(?<!in )\benviron\b(?! *\[|\.(?:get|keys|values|items|copy)\()"
-)
 _SHELL = re.compile(rb"#!.*\b(?:sh|bash|dash|zsh|ksh|fish|csh|tcsh)\s*$")
-_STARTS_MPI = (b"mpi4py", b"petsc4py", b"horovod", b"'mpi'", b'"mpi"')
 # The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
@@ -65,36 +55,6 @@ class Program(NamedTuple):
                     raise UserError(f"{name} is {folder if path.is_dir() else 'no regular file.'}")
                 with path.open("rb") as file:
                     _refuse_shell_script(name, file.readline(1000), file)
-
-    @property
-    def imports_torch(self) -> bool:
-        """Whether torch may be imported ahead: it may be used, and nothing sets a variable that it reads.
-
-        A script begins at once if it imports only the standard library and mpiddp, or if one of its files
-        sets a variable. A module of an installed package, such as `-m coverage`, begins at once as well.
-        """
-        if self._is_ours:
-            return True
-        texts = self._texts
-        texts_of_env = (text for text in texts if b"env" in text)  # 10 times as fast
-        if not texts or any(map(_SETS_VARIABLES.search, texts_of_env)):
-            return False
-        packages = {each.partition(".")[0] for each in imported_by(texts[0])}
-        return any(b"torch" in text for text in texts) or bool(packages - _WITHOUT_TORCH)
-
-    @property
-    def starts_mpi(self) -> bool:
-        """Whether it may start MPI, as one rank of its mpirun. No later process of this rank can do so."""
-        texts = [] if self._is_ours else self._texts
-        return any(word in text for text in texts for word in _STARTS_MPI)
-
-    @property
-    def _is_ours(self) -> bool:
-        return self.kind == MODULE and self.name.partition(".")[0] == "mpiddp"
-
-    @property
-    def _texts(self) -> list[bytes]:
-        return texts_of(self.kind, self.name, str(Path.cwd()), import_folders())
 
     @property
     def files(self) -> list[tuple[str, str]]:

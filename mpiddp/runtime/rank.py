@@ -61,7 +61,7 @@ class Rank(NamedTuple):
             launcher,
             selection if launcher else "",
             terminal,
-            holds=bool(holds and launcher) and not program.starts_mpi,
+            holds=bool(holds and launcher),
             kept=kept,
             daemon=os.getppid() if has_daemon else None,
             others=frozenset(descendants(os.getpid())),

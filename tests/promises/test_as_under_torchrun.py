@@ -143,6 +143,46 @@ def test_variables_before_torch(here, folders, sets):
     assert same(here, folders, f"{sets}\n{READS}") == [{"level": "DebugLevel.DETAIL"}]
 
 
+FIRST = """
+import sys
+from saying import says
+says(torch="torch" in sys.modules, numpy="numpy" in sys.modules)
+import torch
+"""
+
+
+def test_what_must_come_before_torch(here, folders):
+    """A package that has to be imported before torch can be: nothing is imported ahead of a script."""
+    assert same(here, folders, FIRST) == [{"torch": False, "numpy": False}]
+
+
+LEFT_OPEN = """
+import os
+rank = os.environ.get("RANK", "0")
+early = open("early" + rank, "w")
+early.write("early")
+def used(): return early, late, ends
+import torch
+late = open("late" + rank, "w")
+late.write("late")
+class Ends:
+    def __del__(self):
+        with open("ended" + rank, "w") as file:
+            file.write(str(os.getpid() > 0))
+ends = Ends()
+"""
+
+
+def test_what_a_script_leaves_open(here, folders):
+    """The files that it has opened keep their last lines, and its objects end as they do under python."""
+    for way, folder in folders.items():
+        (folder / "train.py").write_text(LEFT_OPEN)
+        here.run(*WAYS[way], "train.py", cwd=folder).assert_ok()
+        for rank in ranks_of(way):
+            texts = [(folder / f"{name}{rank}").read_text() for name in ("early", "late", "ended")]
+            assert texts == ["early", "late", "True"], way
+
+
 NAMES = ("inspect", "tokenize", "signal", "types", "copy", "json", "socket", "selectors", "queue")
 IN_A_FOLDER = """
 import inspect, os, sys, types
@@ -335,9 +375,9 @@ def test_no_patches(here):
     """MPIDDP_NO_PATCHES leaves out all that mpiddp changes in the process of a script, or what it names."""
     text = """
     import faulthandler, gc, signal, sys
+    import torch
     print(gc.get_freeze_count() > 0, faulthandler.is_enabled(), sys.stdout.line_buffering,
           callable(signal.getsignal(signal.SIGUSR1)))
-    import torch
     """
     script = here.script(textwrap.dedent(text))
 
