@@ -67,6 +67,7 @@ def files_of(
     start: list[Path] = []
     if kind == "script":
         start = [Path(os.path.realpath(own / name))]  # its folder is where a link leads
+        start = [start[0] / "__main__.py"] if os.path.isdir(start[0]) else start
         own = start[0].parent
     folders = [own, *map(Path, others)]
     if kind == "module":

@@ -86,6 +86,14 @@ def usage_of(pid: int) -> dict[str, float | str]:
     return {"cpu_s": ticks / os.sysconf("SC_CLK_TCK"), "state": states[pid]}
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    with suppress(OSError, ValueError, IndexError):  # it has ended
+        status = Path(f"/proc/{pid}/status").read_text("latin-1")
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+    return False
+
+
 @contextmanager
 def opened(pid: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that sends a signal to the process that has this pid now.

@@ -114,6 +114,7 @@ class LaunchOptions:
     grow_s: float | None = None
     stop_after_s: float | None = None
     grace_s: float = 30.0
+    failed_grace_s: float = names.FAILED_GRACE_S
     hang_timeout_s: float | None = None
     log_ranks: str = DEFAULT_RANKS
     timestamps: bool = False
@@ -182,6 +183,8 @@ when to stop
 save, and the exit code is 75
   grace_s --grace TIME  time that the ranks have to stop before they are killed; one that is saving has up \
 to 10 minutes (default: 30 s)
+  failed_grace_s --failed-grace TIME  time that a rank has after SIGTERM when another one has failed; one \
+that is saving has up to 10 minutes (default: 3 s)
   hang_timeout_s --hang-timeout TIME  end the job if no rank makes a step for this long (default: never)
 output
   log_ranks --log-ranks RANKS  the ranks whose output is shown: all, none, or numbers such as 0,5 (default: \

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `mac`
 from collections import Counter
@@ -46,6 +47,7 @@ RANK, SCRIPT, HOST = "rank", "script", "host"
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
 CHUNK = 1 << 16  # bytes that are read at once
 _TAB, _LINE_END = b"\t", b"\n"
+_CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
 _PARSER = json.JSONDecoder()
 
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
@@ -220,6 +222,11 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection == DEFAULT_RANKS:
         return rank == 0 or stream == 2
     return selection == "all" or str(rank) in selection.split(",")
+
+
+def is_consequence(error: str) -> bool:
+    """Whether a rank reports such an error when another rank has ended."""
+    return bool(_CONSEQUENCE.search(error))
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:

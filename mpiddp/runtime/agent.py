@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from pathlib import Path
 
 from mpiddp.hosts.processes import signal_at_parents_end
@@ -23,7 +22,7 @@ from mpiddp.protocol.channel import OUTPUT_PROCESS
 from mpiddp.protocol.terminal import give_size
 from mpiddp.runtime.attempt import Attempt
 from mpiddp.runtime.program import MODULE, SCRIPT, parse
-from mpiddp.runtime.rank import Rank
+from mpiddp.runtime.rank import Rank, python_by_hand
 from mpiddp.world import is_joined
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
@@ -33,7 +32,7 @@ def main(argv: list[str]) -> int:
     """Run `mpiddp run ARGV`: be a rank of a job, and return the exit code of its program."""
     program = parse(argv)
     if is_joined(os.environ):  # a rank's command, or a process that it has started
-        python = {SCRIPT: [sys.executable], MODULE: [sys.executable, "-m"]}
+        python = {SCRIPT: python_by_hand(), MODULE: [*python_by_hand(), "-m"]}
         argv = [*python.get(program.kind, []), program.name, *program.args]
         program.check()
         os.execvp(argv[0], argv)

@@ -8,18 +8,28 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import Enum, auto
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, UserError, named_by, print_error
+from mpiddp.errors import (
+    DONE,
+    FAILED,
+    STOPPED,
+    JobFailed,
+    NoAnswer,
+    UserError,
+    named_by,
+    print_error,
+)
 from mpiddp.hosts.processes import adopt_orphans, usage_of
 from mpiddp.hosts.sockets import reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
+from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime.child import PASSED, Child, reap
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
@@ -84,6 +94,7 @@ class Attempt:
             self._begin()
             stops = self._serve()
         except Cut:
+            self._end_script()
             self._clear(_END_S if self.child.is_command else 0.0)
         except BaseException as error:
             ending = ending_of(error)
@@ -97,12 +108,43 @@ class Attempt:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
+            self._close_store()
         if self._why is Why.HELD:
             self._wait_for_launcher()
         elif self._why is not Why.OTHERS and (stops or self._code == DONE):
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=stops)
+        else:
+            self._await_others()
         return self._code
+
+    def _end_script(self) -> None:
+        """Let the script end for what has happened elsewhere: after a save, by SIGTERM, in its grace."""
+        child = self.child
+        if child.is_command or not child.has_begun:
+            return
+        self._ends_at = time.monotonic()
+        while child.saves and child.runs and time.monotonic() < self._ends_at + SAVE_GRACE_S:
+            self._wait()
+        # should_stop() takes SIGTERM for a request, on which the ranks cannot agree any more.
+        if "supports_stop" in child.said:
+            return
+        child.pass_on(signal.SIGTERM)
+        child.pass_on(signal.SIGCONT)
+        deadline = time.monotonic() + self.rank.failed_grace_s
+        while child.runs and time.monotonic() < deadline:
+            self._wait()
+
+    def _await_others(self) -> None:
+        """Wait until no rank runs a script: the first that exits makes the MPI end the others at once."""
+        ranks = self.coordinator
+        limit_s = None if ranks.has_launcher else GRACE_S + self.rank.failed_grace_s + _END_S
+        ranks.give("ended", None, timeout_s=limit_s)
+        with suppress(NoAnswer):
+            while ranks.connection and not (ranks.is_lost or ranks.given("ended")):
+                if self.rank.daemon not in (None, os.getppid()):
+                    break
+                self._wait()
 
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
@@ -155,6 +197,7 @@ class Attempt:
         if ranks.connection is not None:
             key = ranks.server.member_key(world.rank, CHANNEL_SCRIPT)
             env |= {variables.CHANNEL: ranks.server.address, variables.CHANNEL_SECRET: key}
+        env[variables.LAUNCHER] = world.launcher.name
         if world.launcher.name != "torchrun":
             env[variables.ERROR_FILE] = str(self._error_file)
         if threads := limit_threads(ranks.world):  # only now known
@@ -175,6 +218,11 @@ class Attempt:
             reserve(self._store)
             self._listens = False
 
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store, self._listens = None, False
+
     def _see_torch(self) -> None:
         """Once the script has imported torch, start the Python that imports it for the next attempt.
 
@@ -182,7 +230,7 @@ class Attempt:
         """
         child, spare = self.child, self.spare
         if "torch" in child.said:
-            self._store, self._listens = None, False
+            self._close_store()
             told = child.said.pop("torch")
             self.ahead = told.get("ahead", self.ahead)
             if self.rank.holds and self.ahead is not None and spare is None:
@@ -285,6 +333,8 @@ class Attempt:
         child.hear()
         if log := child.said.pop("log_to", None):
             self._log_to(Path(log["folder"]))
+        if (hidden := child.said.pop("hidden", None)) and child.outputs:
+            child.outputs[-1].keep(hidden["text"])
         if stopping := child.said.pop("stopping", None):
             self._note_request(stopping["signal"])
         self._see_torch()

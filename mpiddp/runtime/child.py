@@ -20,12 +20,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import DONE, cause_of
 from mpiddp.hosts.processes import (
     OomKills,
+    catches,
     command_of,
     descendants,
     end_all,
@@ -38,7 +40,12 @@ from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.output import Input, Stream
-from mpiddp.runtime.program import COMMAND, command_environment
+from mpiddp.runtime.program import (
+    COMMAND,
+    command_environment,
+    mpi_environment,
+    script_environment,
+)
 from mpiddp.runtime.rank import Rank
 from mpiddp.text import escaped
 
@@ -48,7 +55,7 @@ _START = (
     "from mpiddp.runtime.script import main; main()"
 )
 _OWN = f"{sys.executable} -c {_START}"
-# The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
+# The signals that a rank passes on to its script or its command.
 PASSED = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
     *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
@@ -57,6 +64,7 @@ _STACK_S, _WRITTEN_S = 0.8, 0.05  # for a script to write its stack: the first l
 _ANSWER_S = 1.0  # for a process that waits
 _LOW, _USUAL = 5, 0  # nice values
 _HELPERS_S = 0.5  # for the processes of multiprocessing to notice that their parent has ended
+_CLEAN_UP = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 
@@ -113,13 +121,18 @@ class Child:
         program, files = self._rank.program, self._files
         self._kills_before = kills_in(group_of())
         ours, theirs = socket.socketpair()
-        argv, env, passed = [program.name, *program.args], dict(variables), [theirs.fileno()]
+        argv, passed = [program.name, *program.args], list[int]()
+        launcher = self._rank.world.launcher.name
         if self.is_command:
-            env, passed = command_environment(env), []
+            env = command_environment(variables, launcher)
         else:
-            argv = [sys.executable, "-c", _START, str(theirs.fileno()), program.kind, *argv]
+            env = script_environment(variables, launcher)
+            argv = [*self._rank.python, "-c", _START, str(theirs.fileno()), program.kind, *argv]
             # Hydra's, for an MPI of the script's own.
-            passed += [int(env["PMI_FD"])] if "PMI_FD" in env else []
+            passed = [
+                theirs.fileno(),
+                *([int(variables["PMI_FD"])] if "PMI_FD" in variables else []),
+            ]
         try:
             self.process = subprocess.Popen(
                 argv,
@@ -180,7 +193,12 @@ class Child:
         self._kills_before = kills_in(group_of())
         self.has_begun = True
         args = rank.program.args[len(self._rank.program.args) :]
-        facts = {"type": "go", "variables": {**rank.own, **variables}, "args": args}
+        facts = {
+            "type": "go",
+            "variables": {**rank.own, **variables},
+            "args": args,
+            "mpi": mpi_environment(rank.variables),
+        }
         self._tell(facts, [store.fileno()] if store else [])
 
     def hear(self) -> None:
@@ -233,6 +251,10 @@ class Child:
         self.passed.add(number)
         if number == signal.SIGINT and not (self.has_begun or self.is_command):
             number = signal.SIGTERM
+        if number == signal.SIGTSTP and not catches(self.pid, number):
+            number = (
+                signal.SIGSTOP
+            )  # the kernel ignores the other one in a session without a terminal
         with contextlib.suppress(ProcessLookupError):
             if self.runs:
                 (os.killpg if self.is_command else os.kill)(self.pid, number)
@@ -275,6 +297,11 @@ class Child:
             each.close()
 
     @property
+    def saves(self) -> bool:
+        """Whether the script says that it saves."""
+        return bool(self.said.get("saving", {}).get("active"))
+
+    @property
     def has_children(self) -> bool:
         """Whether the process has started another one that runs, as far as the kernel tells."""
         threads = Path(f"/proc/{self.pid}/task").glob("*/children")
@@ -292,11 +319,30 @@ class Child:
         self._kills_before = kills_in(group_of())
 
     def end(self, grace_s: float) -> None:
-        """End all that is left, see `end_all`. Nobody waits for the output of what cannot be killed."""
-        if end_all(lambda: descendants(os.getpid(), but=self.others), grace_s=grace_s):
+        """End all that is left, see `end_all`. Nobody waits for the output of what cannot be killed.
+
+        The processes that clean up after others come last: they remove shared memory, and end by themselves.
+        """
+
+        def everything() -> dict[int, str]:
+            return descendants(os.getpid(), but=self.others)
+
+        left = end_all(lambda: [*filterfalse(_cleans_up, everything())], grace_s=grace_s)
+        deadline = time.monotonic() + _HELPERS_S
+        while everything() and not left and time.monotonic() < deadline:
+            time.sleep(_WRITTEN_S)
+        if left or end_all(everything, grace_s=0.0):
             for stream in self.outputs:
                 stream.source.close()
         reap()
+
+
+def _cleans_up(pid: int) -> bool:
+    """Whether this is a process of multiprocessing, or torch, that cleans up after those it serves."""
+    with contextlib.suppress(OSError):  # it has ended
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return any(name in command for name in _CLEAN_UP)
+    return False
 
 
 _running: dict[int, Child] = {}  # by pid

@@ -57,7 +57,8 @@ def main() -> None:
     session.control = out_of_the_way(socket.socket(fileno=number))
     if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
         # What python puts there.
-        sys.path.insert(0, str(Path(name).resolve().parent if kind == "script" else Path.cwd()))
+        folder = Path(name).resolve().parent if kind == "script" else Path.cwd()
+        sys.path.insert(0, str(Path(name).absolute() if _is_folder(kind, name) else folder))
     script = patches.Script(session, session.control)
     atexit.register(lambda: current().tell_over_at_exit())  # the first handler is called last
     patches.apply(patches.BEFORE_RANKS_MEET, script)
@@ -70,11 +71,11 @@ def main() -> None:
         _run(kind, name)
     except BaseException as caught:
         session.error = caught
-    error = session.error
+    error, is_shown = session.error, True
     with _handlers_wait() if error else nullcontext():
         ending = ending_of(error, has_stopped=session.stop.has_stopped)
         if error and ending.is_failure:
-            session.fail(error)
+            is_shown = session.fail(error)
     if error is None or not ending.is_failure:
         session.tell_agent("left")
         if not session.is_member:  # else a handler of atexit leaves
@@ -82,7 +83,8 @@ def main() -> None:
     elif ending.traceback:  # else it is a sentence
         frames = script_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
-        _show(error.with_traceback(frames))
+        if is_shown:
+            _show(error.with_traceback(frames))
     code: int | str | None = ending.code
     if isinstance(error, SystemExit):
         code, error.__traceback__ = error.code, None
@@ -156,7 +158,8 @@ def _begin(script: patches.Script) -> None:
     before = Before(dict(os.environ), {*sys.modules})
     script_session()  # which connects it
     if session.coordinator.has_launcher:
-        sys.meta_path.insert(0, AtImport(_USES_MPI, partial(_starting_mpi, session)))
+        starting_mpi = partial(_starting_mpi, session, facts["mpi"])
+        sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
 
     def serve() -> None:
         for listener in listeners:
@@ -222,10 +225,14 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 @contextmanager
-def _starting_mpi(session: Session) -> Iterator[None]:
-    """The script starts MPI, as a rank of its mpirun. No later process of this rank can do so."""
+def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[None]:
+    """The script starts MPI, as the rank of its mpirun. No other process of this rank may do so."""
     session.tell_agent("mpi")
+    os.environ.update(variables)
     yield
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        _set(dict.fromkeys(variables))
 
 
 def _told_by_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
@@ -241,17 +248,19 @@ def _told_by_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.
 def _run(kind: str, name: str) -> None:
     """Run a script, or a module, as `__main__`."""
     # A program that restarts itself runs this.
-    sys.orig_argv = [sys.executable, *["-m"] * (kind == "module"), *sys.argv]
+    flags = sys.orig_argv[1 : sys.orig_argv.index("-c")]
+    sys.orig_argv = [sys.executable, *flags, *["-m"] * (kind == "module"), *sys.argv]
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__annotations__={}, __builtins__=builtins)
     # multiprocessing, which may be there already, finds objects of the script by the second name.
     for each in {"__main__", "__mp_main__"} & sys.modules.keys():
         sys.modules[each] = main_module
-    if kind == "module":
+    if kind == "module" or _is_folder(kind, name):
         import runpy
 
-        # What python -m calls.
-        runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+        # What python calls.
+        module, alters_argv = (name, True) if kind == "module" else ("__main__", False)
+        runpy._run_module_as_main(module, alters_argv)  # type: ignore[attr-defined]
         return
     file = os.path.abspath(name)  # noqa: PTH100 - as python does: a link stays a link
     loader = SourceFileLoader("__main__", file)
@@ -264,6 +273,11 @@ def _run(kind: str, name: str) -> None:
         return
     # Keep the `from __future__` imports of this file out of the script.
     exec(compile(content, file, "exec", dont_inherit=True), vars(main_module))
+
+
+def _is_folder(kind: str, name: str) -> bool:
+    """Whether the script is a folder, with a `__main__.py`."""
+    return kind == "script" and Path(name).is_dir()
 
 
 def keep_freed_memory(env: Mapping[str, str]) -> None:

@@ -205,6 +205,18 @@ def test_names(here, folders):
     assert (script["paths"], shadowed) == (["src"], {"shadowed": []})
 
 
+def test_a_folder(here, folders):
+    """A folder with a `__main__.py` is a script."""
+    for folder in folders.values():
+        (folder / "app").mkdir()
+        (folder / "saying.py").rename(folder / "app/saying.py")
+    text = "import os, sys; from saying import says; says(argv=sys.argv, first=sys.path[0][-3:])"
+    for way, folder in folders.items():
+        (folder / "app/__main__.py").write_text(text)
+        here.run(*WAYS[way], "app", "a", cwd=folder).assert_ok()
+        assert said(folder, way) == [[{"argv": ["app", "a"], "first": "app"}]] * len(ranks_of(way))
+
+
 # --- streams ---
 
 
@@ -339,6 +351,24 @@ def test_workers(here, folders):
         assert (facts["codes"], facts["blocked"]) == ([-signal.SIGTERM] * 4, [0] * 4)
 
 
+TRAPS = """
+import signal, subprocess
+from saying import says
+
+program = "trap 'echo trapped; exit 7' USR1; echo ready; while :; do sleep 0.05; done"
+for options in ({}, {"preexec_fn": lambda: None}):
+    shell = subprocess.Popen(["bash", "-c", program], stdout=subprocess.PIPE, text=True, **options)
+    assert shell.stdout.readline() == "ready\\n"
+    shell.send_signal(signal.SIGUSR1)
+    says(line=shell.stdout.readline(), code=shell.wait())
+"""
+
+
+def test_signals_of_children(here, folders):
+    """What a script starts, or becomes, ignores no signal."""
+    assert same(here, folders, TRAPS) == [{"line": "trapped\n", "code": 7}] * 2
+
+
 LEADS = "import os; from saying import says; says(leads=os.getsid(0) == os.getpid())"
 
 
@@ -403,6 +433,26 @@ def test_a_script_that_uses_mpi(place, mpi):
     """`from mpi4py import MPI` has the job's ranks under every MPI, in the order of torch's."""
     done = place.run("launch", *place.where(2), place.script(OF_MPI), mpi=mpi).assert_ok()
     assert done.lines == ["2 True"] * 2
+
+
+STARTS_MPI = """
+import os, subprocess, sys
+if "imports" in sys.argv:
+    from mpi4py import MPI
+    assert MPI.COMM_WORLD.size == 2
+code = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+size = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
+seen = [name for name in os.environ if name.startswith(("OMPI_", "OPAL_", "PMIX_", "PRTE_", "PMI_"))]
+print(size.strip(), seen, os.environ["LD_LIBRARY_PATH"])
+"""
+
+
+@pytest.mark.parametrize("imports", ["", "imports"])
+def test_an_mpi_program_of_a_script(here, imports):
+    """A script's children see nothing of the job's MPI, even if the script uses it: theirs has one rank."""
+    script, env = here.script(STARTS_MPI), {"LD_LIBRARY_PATH": "/mine"}
+    done = here.run(*WAYS["mpiddp"], "--log-ranks", "all", script, imports, env=env).assert_ok()
+    assert done.lines == ["1 [] /mine"] * 2
 
 
 def test_a_second_start_of_mpi(here):

@@ -13,10 +13,11 @@ from socket import gethostname
 import pytest
 
 from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
+from mpiddp.hosts.processes import usage_of
 from mpiddp.runtime.child import Child, reap
 from mpiddp.runtime.program import COMMAND, Program
 from mpiddp.runtime.rank import Rank
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import LAUNCH, clean_env, run_command, script
 
 LOOK = """
@@ -114,6 +115,45 @@ def test_a_signal_that_comes_before_a_command_reaches_it(monkeypatch):
     while child.status is None:
         reap()
     assert child.status == -signal.SIGTERM
+
+
+def test_a_command_stops_and_goes_on(monkeypatch):
+    """The kernel ignores SIGTSTP in a session without a terminal, so SIGSTOP takes its place."""
+    child = Child(Rank.from_env(Program(COMMAND, "sleep", ("600",))))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a rank that has joined")
+    child.start(os.environ)
+    for number, state in ((signal.SIGTSTP, "T"), (signal.SIGCONT, "S"), (signal.SIGKILL, "")):
+        child.pass_on(number)
+        eventually(lambda state=state: usage_of(child.pid)["state"] in (state, "Z"))
+    while child.status is None:
+        reap()
+
+
+FLAGS = "import sys; print(sys.flags.optimize, sys.flags.dev_mode, sys.warnoptions, sys.orig_argv[1:-1])"
+
+
+def test_flags_of_python_by_hand(tmp_path):
+    """A script sees the flags of the Python that has started its rank."""
+    python = [sys.executable, "-O", "-X", "dev", "-W", "error"]
+    name = script(tmp_path, FLAGS)
+    done = run_command([*python, "-m", "mpiddp", "run", name])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 True ['default', 'error'] ['-")
+
+
+CRASHES = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+ctypes.string_at(0)
+"""
+
+
+@pytest.mark.parametrize(("value", "shows_all"), [("", False), ("1", True)])
+def test_a_crash_shows_the_threads_that_the_user_asks_for(tmp_path, value, shows_all):
+    command = [sys.executable, "-m", "mpiddp", "run", script(tmp_path, CRASHES)]
+    done = run_command(command, PYTHONFAULTHANDLER=value)
+    assert "in string_at" in done.stderr
+    assert ("Thread 0x" in done.stderr) is shows_all
 
 
 LOGS_MESSAGES = """

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.variables import RUN_ID
+from mpiddp.protocol.variables import LAUNCHER, RUN_ID
 from mpiddp.runtime.program import command_environment
 from mpiddp.runtime.reports import announce
 from mpiddp.text import shown
@@ -200,6 +200,8 @@ def test_no_variable_of_an_mpi_reaches_the_command(launcher):
     assert found == {**kept, RUN_ID: "a"}
     world = World.from_env(found)
     assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (1, 1, True)
+    named = World.from_env(found | {LAUNCHER: launcher.name}).launcher
+    assert named.name == launcher.name
 
 
 @pytest.mark.parametrize("arguments", [["x" * 100_000] * 6, "--resume last", ["a\0"]])
