@@ -177,7 +177,9 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     facts, failures = first.facts, [each for _, each in sorted(record.failures.items())]
     # Code 2 without a word, in the middle of the job, is no refusal, as argparse's: steps were made, or it
     # leaves ranks behind. Their handlers of atexit may take longer than they have.
-    claims = record.latest["claim"].keys() - record.failures.keys()
+    claims = record.latest["claim"].keys() - {
+        each.rank for each in failures if each.kind == "failed"
+    }
     is_amid = bool(record.paces or claims) or any(map(_may_follow, failures))
     is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
     if facts.get("code") == STOPPED or is_refusal:
