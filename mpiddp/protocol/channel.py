@@ -61,7 +61,8 @@ VIEWS = (VIEW_JOB, VIEW_STACKS) = ("view_job", "view_stacks")  # what viewers as
 VIEWED_AT = "job"  # the socket for viewers, in a folder of its own
 NAMED_AT = "name"  # the job's name, in a file beside it
 STREAMS = {1: "stdout", 2: "stderr"}
-OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
+# The names of a rank's agent, and of a Python that waits for the next attempt: at most 15 characters.
+AGENT_NAME, SPARE_NAME = "mpiddp-agent", "mpiddp-spare"
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job

@@ -11,14 +11,12 @@ the child, which it sees by wait(). It alone says how the child ended.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from pathlib import Path
 
-from mpiddp.hosts.processes import signal_at_parents_end
+from mpiddp.hosts.processes import name_process, signal_at_parents_end
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.protocol.channel import OUTPUT_PROCESS
+from mpiddp.protocol.channel import AGENT_NAME
 from mpiddp.protocol.terminal import give_size
 from mpiddp.runtime.attempt import Attempt
 from mpiddp.runtime.program import MODULE, SCRIPT, parse
@@ -47,8 +45,7 @@ def run(rank: Rank) -> int:
     # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A SIGKILL of the launcher leaves the last output to this process.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(OUTPUT_PROCESS, encoding="utf-8")
+    name_process(AGENT_NAME)
     allow_open(_SOCKETS_PER_RANK * rank.world.world_size + OPEN_BESIDES)
     if rank.launcher is None:
         give_size(1)

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.errors import STOPPED
 from mpiddp.hosts.sockets import out_of_the_way
+from mpiddp.protocol.channel import SPARE_NAME
 from mpiddp.protocol.variables import OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.at_import import AtImport
@@ -145,13 +146,17 @@ def _begin(script: patches.Script) -> None:
     sys.meta_path.insert(0, AtImport(["torch"], importing_torch))
     session.tell_agent("ready")
     facts, listeners = _told_by_agent(script.control)
-    while facts["type"] != "go":
-        if facts["type"] == "ahead":
-            _import_ahead(facts)
-            _import_compiler(script.control)
-        else:
-            session.tell_agent("here")
+    if facts["type"] == "ahead":
+        from mpiddp.hosts.processes import name_process  # few scripts need it
+
+        name_process(SPARE_NAME)
+        _import_ahead(facts)
+        _import_compiler(script.control)
         facts, listeners = _told_by_agent(script.control)
+        while facts["type"] == "ask":
+            session.tell_agent("here")
+            facts, listeners = _told_by_agent(script.control)
+        name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
     env = facts["variables"]
     os.environ.update(env)

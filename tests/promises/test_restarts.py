@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpiddp.protocol.channel import OUTPUT_PROCESS
+from mpiddp.protocol.channel import AGENT_NAME, SPARE_NAME
 from tests.programs import elastic
 from tests.programs.elastic import GLOBAL_BATCH, Step
 from tests.support.cluster import faults
@@ -192,6 +192,7 @@ def test_a_spare_python(here):
             return [each for each in found if each.pid != first]
 
         (spare,) = eventually(others)
+        eventually(lambda spare=spare: comm_of(spare.pid) == SPARE_NAME)
         eventually(lambda spare=spare: waits_with_torch(spare.pid))
         assert cost_of(spare.pid) < 260e6
         if attempt == 2:
@@ -276,7 +277,7 @@ def test_a_stop_between_two_attempts(here, moment):
     listed(hosts, "localhost slots=2")
     job = here.start("launch", "--hostfile", str(hosts), "--max-restarts", "9", script)
     job.until("failed first: ZeroDivisionError", times=4)  # the pause is 4 s now
-    agents = [each for each in here.processes(script) if comm_of(each.pid) == OUTPUT_PROCESS]
+    agents = [each for each in here.processes(script) if comm_of(each.pid) == AGENT_NAME]
     frozen = agents[0]
     if moment == "ended":
         listed(hosts, "localhost slots=1")
