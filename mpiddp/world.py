@@ -19,7 +19,15 @@ from typing import NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.protocol import variables as ours
-from mpiddp.protocol.variables import ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, RUN_DIR, RUN_ID
+from mpiddp.protocol.variables import (
+    ANNOUNCED,
+    CHANNEL,
+    CHANNEL_SECRET,
+    GPUS,
+    LAUNCHER,
+    RUN_DIR,
+    RUN_ID,
+)
 from mpiddp.text import parse_whole, shown
 
 
@@ -184,6 +192,9 @@ class World:
             raise UserError(
                 f"{_listed(found)}: these variables do not come from one launcher. Unset the stale ones."
             )
+        if source.name == "env://" and is_joined(env):  # its agent has left out the other variables
+            named = (each for each in RANK_SOURCES if each.name == env.get(LAUNCHER))
+            source = next(named, source)
         return cls(rank, world_size, local_rank, local_size, source)
 
 
@@ -226,7 +237,7 @@ def is_joined(env: Mapping[str, str]) -> bool:
 
 def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     """Remove what new ranks would inherit of another job. Returns whether this process is its rank."""
-    for name in (ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, RUN_DIR):
+    for name in (ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, LAUNCHER, RUN_DIR):
         env.pop(name, None)
     was_joined = is_joined(env)
     if was_joined:

@@ -17,7 +17,7 @@ from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, Holder, Xid, read_gpus, tool_outpu
 MORE_S = 3.0  # for who uses the GPUs, and for each log of the kernel
 SINCE_S = 3600  # of these logs
 _LONGEST_COMMAND = 40  # characters
-_AGENT = b"mpiddp-output"  # the name of an agent's process, see OUTPUT_PROCESS
+_AGENT = b"mpiddp-agent"  # the name of an agent's process, see AGENT_NAME
 _MARK = b"MPIDDP_JOB="
 _USERS = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
 _LOGS = (

@@ -172,6 +172,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         names.RUN_ID: launcher.run_id,
         names.MAX_RESTARTS: str(options.max_restarts),
         names.HOLDS: "1" if turn.holds else "",
+        names.FAILED_GRACE: str(options.failed_grace_s),
         **turn.variables(),
     }
     with ExitStack() as stack:

@@ -18,7 +18,7 @@ from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
 from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.outcome import MpirunEnd
-from mpiddp.protocol.channel import OUTPUT_PROCESS
+from mpiddp.protocol.channel import AGENT_NAME
 
 
 class MpirunProcess:
@@ -96,4 +96,4 @@ class MpirunProcess:
     def left(self, *, agents: bool = False) -> list[int]:
         """The job's processes here without the ranks' agents; or these, which may still send output."""
         found = descendants(os.getpid(), but=self._strangers)
-        return [pid for pid, name in found.items() if (name == OUTPUT_PROCESS) is agents]
+        return [pid for pid, name in found.items() if (name == AGENT_NAME) is agents]

@@ -166,6 +166,9 @@ class LaunchOptions:
     grace_s: float = option(30.0, "--grace TIME",
         "time that the ranks have to stop before they are killed; one that is saving has up to 10 "
         "minutes (default: 30 s)")
+    failed_grace_s: float = option(names.FAILED_GRACE_S, "--failed-grace TIME",
+        "time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 "
+        "minutes (default: 3 s)")
     hang_timeout_s: float | None = option(None, "--hang-timeout TIME",
         "end the job if no rank makes a step for this long (default: never)")
     log_ranks: str = option(DEFAULT_RANKS, "--log-ranks RANKS",

@@ -99,7 +99,8 @@ def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
         )
     if ":" in job:
         raise UserError('an argument of the job is ":", where an mpirun begins another program.')
-    if not (program in ("-m", "--") or os.path.isfile(program)):  # noqa: PTH113 - no error
+    files = (program, os.path.join(program, "__main__.py"))  # noqa: PTH118
+    if not (program in ("-m", "--") or any(map(os.path.isfile, files))):
         if os.path.exists(program):  # noqa: PTH110 - no error
             raise UserError(f"{program} is not a regular file. Expected a Python script.")
         hint = (

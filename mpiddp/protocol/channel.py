@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `mac`
 from collections import Counter
@@ -46,6 +47,7 @@ RANK, SCRIPT, HOST = "rank", "script", "host"
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
 CHUNK = 1 << 16  # bytes that are read at once
 _TAB, _LINE_END = b"\t", b"\n"
+_CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
 _PARSER = json.JSONDecoder()
 
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
@@ -59,7 +61,8 @@ VIEWS = (VIEW_JOB, VIEW_STACKS) = ("view_job", "view_stacks")  # what viewers as
 VIEWED_AT = "job"  # the socket for viewers, in a folder of its own
 NAMED_AT = "name"  # the job's name, in a file beside it
 STREAMS = {1: "stdout", 2: "stderr"}
-OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
+# The names of a rank's agent, and of a Python that waits for the next attempt: at most 15 characters.
+AGENT_NAME, SPARE_NAME = "mpiddp-agent", "mpiddp-spare"
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 # The errors of a line that is not a message, and of an address that is none.
@@ -240,6 +243,11 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection == DEFAULT_RANKS:
         return rank == 0 or stream == 2
     return selection == "all" or str(rank) in selection.split(",")
+
+
+def is_consequence(error: str) -> bool:
+    """Whether a rank reports such an error when another rank has ended."""
+    return bool(_CONSEQUENCE.search(error))
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:

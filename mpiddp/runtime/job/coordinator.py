@@ -282,10 +282,15 @@ class Coordinator:
                 on_news(facts)
 
             def receive_all() -> None:
-                look()
-                while not self.is_lost:
-                    self.receive()
+                try:
                     look()
+                    while not self.is_lost:
+                        self.receive()
+                        look()
+                finally:  # whoever waits for an answer would wait for ever
+                    with self._changed:
+                        self.is_lost = True
+                        self._changed.notify_all()
 
             threading.Thread(target=receive_all, name="mpiddp", daemon=True).start()
 

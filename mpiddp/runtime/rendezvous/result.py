@@ -145,7 +145,7 @@ def variables_of(world: World, own: RankInfo, interface: str, run_id: str) -> di
             "ROLE_RANK": str(world.rank),
             "ROLE_WORLD_SIZE": str(world.world_size),
         }
-    if interface:
+    if interface and world.num_nodes != 1:  # groups of the script's own may reach other hosts
         # NCCL uses the first interface that it finds suitable. With "=", it matches the whole name, not a
         # prefix. gloo uses the address of the host's own name, which Debian maps to 127.0.1.1.
         family = "AF_INET6" if ":" in str(world.master_addr) else "AF_INET"

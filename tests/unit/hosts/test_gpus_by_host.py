@@ -20,7 +20,7 @@ from mpiddp.hosts.gpu_faults import faults, notes
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import Gpu, chosen_gpus, read_gpus
 from mpiddp.hosts.processes import marked
-from mpiddp.protocol.channel import OUTPUT_PROCESS
+from mpiddp.protocol.channel import AGENT_NAME
 from mpiddp.runtime import gpu_readings
 from mpiddp.runtime.gpu_readings import GpuReadings
 from tests.support.machine import GPU_ROW, SECOND_GPU, TWO_GPUS, nvidia_smi, tool
@@ -294,7 +294,7 @@ def test_a_process_of_a_job_that_runs_is_not_what_an_earlier_one_has_left(host):
     """It has an agent above it. tests/promises/test_gpus.py has one without."""
     agent = f"""
 import subprocess
-open("/proc/self/comm", "w").write("{OUTPUT_PROCESS}")
+open("/proc/self/comm", "w").write("{AGENT_NAME}")
 with subprocess.Popen(["sleep", "6000"]) as process:
     print(process.pid, flush=True)
     input()
