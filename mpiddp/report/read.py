@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.checkpoints.folder import list_steps, step_of
-from mpiddp.checkpoints.run import RunDir, is_locked
+from mpiddp.checkpoints.records import RunDir
+from mpiddp.checkpoints.run import is_locked
 from mpiddp.errors import UserError
 from mpiddp.explain.explain import explain
 from mpiddp.explain.failures import Weight
