@@ -141,7 +141,9 @@ def open_checkpoints(folder: Path, config: Config, data: str) -> mpiddp.Checkpoi
     """Those of the run in `folder`. They refuse a resume with other FIXED options or other data."""
     fixed = {f"--{name.replace('_', '-')}": getattr(config, name) for name in FIXED}
     settings = {"program": "mpiddp train", "data": data, **fixed}
-    return mpiddp.Checkpoints(folder, keep=config.keep, every=config.save_every, config=settings)
+    keep, every = config.keep, config.save_every
+    losses = ("train_loss",)
+    return mpiddp.Checkpoints(folder, keep=keep, every=every, config=settings, not_finite=losses)
 
 
 def data_of_run(out: Path, config: Config, data: Data) -> str:
