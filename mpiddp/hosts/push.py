@@ -18,10 +18,14 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, JobFailed, UserError, named_by, print_error
@@ -31,7 +35,6 @@ from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import (
     LOGIN,
-    Logins,
     ask_hosts,
     config_file,
     other_hosts,
@@ -161,35 +164,27 @@ def push(
             if not any(Path(folder).iterdir()):
                 raise UserError(f"{folder} has nothing to push.")
     others = other_hosts(hosts)
-    paths = {folder: pushed.packed(_paths(folder, left_out)) for folder in folders if others}
-    logins = Logins()
-
-    def ask(hosts: Sequence[Host], call: str) -> dict[Host, Answer]:
-        program = program_that_prints((pushed,), f"{call}({paths!a})")
-        return ask_hosts(hosts, program, transport=transport, logins=logins)
+    prepare = program_that_prints((pushed,), f"prepare({folders!a})")
+    answers = ask_hosts(others, prepare, transport=transport)
+    failures = refusals(answers)
+    if len(hosts) - len(failures) < least:
+        raise UserError("\n".join(failures.values()))
+    paths = [{*_paths(folder, left_out)} for folder in folders] if others else []
 
     def send(host: Host) -> int | str:
+        parts = zip(folders, paths, answers[host].value, strict=True)
         try:
-            gone = zip(folders, answers[host].value, strict=True)
-            return sum(_send(host, *each, left_out, transport) for each in gone)
+            return sum(_send(host, *each, left_out, transport) for each in parts)
         except JobFailed as failed:
             return str(failed)
 
-    try:
-        failures = refusals(answers := ask(others, "prepare"))
-        if len(hosts) - len(failures) < least:
-            raise UserError("\n".join(failures.values()))
-        ready = [host for host in others if host not in failures]
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            results = dict(zip(ready, threads.map(send, ready), strict=True))
-        failures |= {host: each for host, each in results.items() if isinstance(each, str)}
-        sent = {host: each for host, each in results.items() if isinstance(each, int)}
-        failures |= refusals(ask([*sent], "remember"))
-    finally:
-        logins.close()
+    ready = [host for host in others if host not in failures]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        results = dict(zip(ready, threads.map(send, ready), strict=True))
+    failures |= {host: each for host, each in results.items() if isinstance(each, str)}
     if len(hosts) - len(failures) < least:
         raise JobFailed("\n".join(failures.values()))
-    return {host: count for host, count in sent.items() if host not in failures}, failures
+    return {host: each for host, each in results.items() if isinstance(each, int)}, failures
 
 
 def refuse_home(folder: Path, expected: str) -> None:
@@ -204,7 +199,7 @@ def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
     said = {
         host: f"{host.name}: {each.value}"
         for host, each in answers.items()
-        if each.value and isinstance(each.value, str)
+        if isinstance(each.value, str)
     }
     return said | {host: each.why for host, each in answers.items() if each.why}
 
@@ -221,13 +216,20 @@ def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
 
 
 def _send(
-    host: Host, folder: str, gone: Sequence[str], left_out: Sequence[str], transport: Transport
+    host: Host,
+    folder: str,
+    paths: set[str],
+    packed: str,
+    left_out: Sequence[str],
+    transport: Transport,
 ) -> int:
-    """Send a folder, and remove the paths that are `gone` here.
+    """Send a folder with these paths, and remove those that were sent before (`packed`) and are gone here.
 
     Returns the bytes of the files that the host lacked, 1 for none, or 0 if nothing has changed. Raises
     JobFailed.
     """
+    before = _unpacked(packed)
+    gone = before - paths
     environment = _environment()
     within = [os.path.relpath(each, folder) for each in environment]
     removed = {path: None for name in gone for path in accumulate(name.split("/"), "{}/{}".format)}
@@ -249,7 +251,23 @@ def _send(
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
         stdin=os.fsencode(rules),
     )
+    sent = paths | {path for path in gone if path.partition("/")[0] in left_out}
+    if sent != before:
+        with TemporaryDirectory() as new:
+            Path(new, pushed.SENT).write_text(_packed(sent), encoding="ascii")
+            rsync(host, transport, "--", f"{new}/{pushed.SENT}", f"{host.alias}:{folder}/")
     return max(1, sum(sizes(lines))) if lines else 0
+
+
+def _packed(paths: set[str]) -> str:
+    """These paths as a text, which is small because a folder may have a million files."""
+    return b64encode(zlib.compress(os.fsencode("\0".join(sorted(paths))))).decode()
+
+
+def _unpacked(text: str) -> set[str]:
+    with suppress(ValueError, zlib.error):  # another program has written it
+        return {*os.fsdecode(zlib.decompress(b64decode(text))).split("\0")} - {""}
+    return set()
 
 
 def _pattern(path: str) -> str:

@@ -1,19 +1,16 @@
-"""What the pushes of a folder have sent to a host, as the host remembers it in `.mpiddp-sent` of the folder.
+"""What a host does for a push or a pull, beside rsync.
 
-So a push removes a file that an earlier push has sent and that is gone since, and nothing else. This module
-travels to the hosts as source. It needs Python 3.8 and the standard library.
+This module travels to the hosts as source. It needs Python 3.8 and the standard library.
 """
 
 from __future__ import annotations
 
-import base64
-import os
 import shutil
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-SENT = ".mpiddp-sent"
+SENT = ".mpiddp-sent"  # of a folder: the packed paths that pushes have sent to this host
 NO_RSYNC = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
 
 
@@ -22,53 +19,20 @@ def has(folder: str) -> str | bool:
     return _why_not() or Path(folder).is_dir()
 
 
-def packed(paths: Iterable[str]) -> str:
-    """These paths as one argument of `prepare` and `remember`: a folder may have a million files."""
-    return base64.b64encode(zlib.compress(os.fsencode("\0".join(paths)))).decode()
-
-
-def prepare(folders: Mapping[str, str]) -> str | list[list[str]]:
-    """On a host: make these folders, and find what an earlier push has sent that the packed paths lack.
-
-    Returns these paths of each folder, or a sentence if this host cannot take the push.
-    """
+def prepare(folders: Sequence[str]) -> str | list[str]:
+    """Make these folders. Returns what pushes have sent to each, or a sentence if this host takes no push."""
+    sent = [""] * len(folders)
     if why_not := _why_not():
         return why_not
-    gone = []
-    for folder, paths in folders.items():
+    for number, folder in enumerate(map(Path, folders)):
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             return f"{folder}: {error.strerror}."
-        gone.append([os.fsdecode(path) for path in _sent(folder) - _unpacked(paths)])
-    return gone
-
-
-def remember(folders: Mapping[str, str]) -> str:
-    """On a host: these folders have got what the packed paths name. Returns a sentence if that fails."""
-    for folder, paths in folders.items():
-        sent, top = _unpacked(paths), os.fsencode(folder)
-        # A push that leaves an entry out does not forget that an earlier one has sent it.
-        sent |= {path for path in _sent(folder) - sent if os.path.lexists(top + b"/" + path)}
-        part = Path(folder, f"{SENT}.part")
-        try:
-            part.write_bytes(b"\0".join(sorted(sent)))
-            part.replace(Path(folder, SENT))
-        except OSError as error:
-            return f"{part}: {error.strerror}."
-    return ""
+        with suppress(OSError, ValueError):  # nothing has been sent yet
+            sent[number] = (folder / SENT).read_text("ascii")
+    return sent
 
 
 def _why_not() -> str:
     return "" if shutil.which("rsync") else NO_RSYNC.format("there", " there")
-
-
-def _sent(folder: str) -> set[bytes]:
-    try:
-        return {*Path(folder, SENT).read_bytes().split(b"\0")} - {b""}
-    except OSError:  # nothing has been sent yet
-        return set()
-
-
-def _unpacked(paths: str) -> set[bytes]:
-    return {*zlib.decompress(base64.b64decode(paths)).split(b"\0")} - {b""}

@@ -161,18 +161,11 @@ def ask_hosts(
                 events = selector.select(min(max(0.0, wait_s), longest_s))
                 ended = [key.data for key, _ in events if not key.data.read()]
                 now = time.monotonic()
-                if show is not None and (new or any(each.unshown for each in running)):
-                    is_much = any(each.unshown > _MOST_UNSHOWN for each in running)
-                    show_at = now if is_much else min(show_at, now + _TOGETHER_S)
                 for each in [each for each in running if each in ended or each.deadline <= now]:
                     selector.unregister(each.stdout)
                     running.remove(each)
                     answer = each.answer()
-                    may_wait = not each.has_begun and now + 2 * jump.PAUSE_S < each.deadline
-                    if may_wait and jump.was_dropped(answer.stderr):
-                        each.close()
-                        way = direct if jump.NOT_SHARED in answer.stderr else config
-                        again = Login(each.host, python, transport, way, pause_s=jump.PAUSE_S)
+                    if (again := each.again(answer.stderr, config, direct)) is not None:
                         ask(each.host, again, each.deadline)
                         continue
                     new[each.host] = answers[each.host] = answer
@@ -180,6 +173,9 @@ def ask_hosts(
                         kept[each.host.key] = each
                     else:
                         each.close()
+                if show is not None and (new or any(each.unshown for each in running)):
+                    is_much = any(each.unshown > _MOST_UNSHOWN for each in running)
+                    show_at = now if is_much else min(show_at, now + _TOGETHER_S)
                 if show is not None and (now >= show_at or not (waiting or running)):
                     news = {each.host: each.lines() for each in running if each.has_begun} | new
                     show({host: news[host] for host in hosts if host in news}, [*new])
@@ -350,6 +346,18 @@ class Login:
         )
         asked = (self.host, self._python, self._transport)
         return Answer(*asked, exit_code, output, errors, self.has_begun, before)
+
+    def again(self, errors: str, config: str, direct: str) -> Login | None:
+        """Another login, if this one was dropped before it began, and there is time for another.
+
+        `direct` is a configuration in which it shares no connection: then ssh says why a jump host refuses.
+        """
+        has_time = time.monotonic() + 2 * jump.PAUSE_S < self.deadline
+        if self.has_begun or not has_time or not jump.was_dropped(errors):
+            return None
+        self.close()
+        way = direct if jump.NOT_SHARED in errors else config
+        return Login(self.host, self._python, self._transport, way, pause_s=jump.PAUSE_S)
 
     def close(self) -> None:
         self._stdin.close()
