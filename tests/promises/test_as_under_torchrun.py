@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.installs import library_of, mpirun_of
-from tests.support.place import Here, every_mpi_on_hosts
+from tests.support.place import Here, every_mpi_on_hosts, program
+from tests.support.ranks import ROOT
 from tests.support.terminal import in_a_terminal
 
 # Each starts a script on this machine. The module of torchrun would put the working folder first for itself.
@@ -113,6 +115,23 @@ def test_signals(here, folders, number, options, lines):
 
 
 # --- what Python has before the first line ---
+
+
+def test_what_differs(here, folders):
+    """What a script finds at its first line differs from torchrun only where docs/differences.md says so."""
+    found = {}
+    for way, folder in folders.items():
+        here.run(*WAYS[way], program("finds.py"), "found", "an argument", cwd=folder).assert_ok()
+        texts = [(folder / f"found{rank}.json").read_text() for rank in ranks_of(way)]
+        found[way] = json.loads(texts[-1])
+    page = (ROOT / "docs/differences.md").read_text(encoding="utf-8")
+    named = {*re.findall(r"^\| `([^`]+)` ", page, re.M)}
+    ours, theirs = found["mpiddp"], found["torchrun"]
+    assert {field for field in ours if ours[field] != theirs[field]} == named
+    alone = {field for field in ours if ours[field] != found["python"][field]}
+    assert alone <= named
+    variables = {*ours["variables"]} ^ {*theirs["variables"]}
+    assert {name for name in variables if f"`{name}`" not in page} == set()
 
 
 SETS = 'import os\nos.putenv("A", "1")\nos.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"\n'
