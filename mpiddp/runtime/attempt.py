@@ -63,17 +63,14 @@ class EndedFromOutside(Exception):
 class Attempt:
     """One attempt of a rank, from the start of its program to its end.
 
-    `spare` is the child that an earlier attempt has started for this one, and `ahead` what that has imported.
+    `spare` is the child that an earlier attempt has started for this one.
     docs/architecture.md has its states, and what each event does in each.
     """
 
-    def __init__(
-        self, rank: Rank, spare: Child | None = None, ahead: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, rank: Rank, spare: Child | None = None) -> None:
         self.rank, self.world = rank, rank.world
         self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
         self.spare: Child | None = None  # that imports torch for the next attempt
-        self.ahead = ahead  # what it imports, once the script has told it
         if spare is not None and not spare.answers():
             spare.discard()
             spare = None
@@ -234,10 +231,9 @@ class Attempt:
         if "torch" in child.said:
             self._close_store()
             told = child.said.pop("torch")
-            self.ahead = told.get("ahead", self.ahead)
-            if self.rank.holds and self.ahead is not None and spare is None:
+            if self.rank.holds and spare is None:
                 self.spare = Child(self.rank)
-                self.spare.import_ahead(os.environ, self.ahead)
+                self.spare.import_ahead(os.environ, told["ahead"])
                 child.others.add(self.spare.pid)
         elif self._listens and child.has_children:
             self._leave_port()
