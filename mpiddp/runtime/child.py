@@ -99,6 +99,9 @@ class Child:
         self._frames: list[str] = []
         self._kills_before: OomKills | None = None  # before it, in this control group
         self.has_begun = False  # to run the script
+        self._is_ahead = (
+            False  # it has imported torch for the attempt after that in which it started
+        )
 
     @property
     def runs(self) -> bool:
@@ -163,6 +166,7 @@ class Child:
     def import_ahead(self, variables: Mapping[str, str], ahead: Mapping[str, Any]) -> None:
         """Start it for the next attempt: it imports what the script of this one has imported until torch."""
         self.start(variables)
+        self._is_ahead = True
         self._tell({"type": "ahead", **ahead})
         self._set_priority(_LOW)
 
@@ -189,8 +193,9 @@ class Child:
 
         If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
-        self._set_priority(_USUAL)
-        self._kills_before = kills_in(group_of())
+        if self._is_ahead:
+            self._set_priority(_USUAL)
+        self.forget_kills()
         self.has_begun = True
         args = rank.program.args[len(self._rank.program.args) :]
         facts = {
