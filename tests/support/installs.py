@@ -30,6 +30,8 @@ FRAMEWORKS = {
     "ipykernel": "7.4.0",
     "jupyter_client": "8.10.0",
     "tensorboard": "2.21.0",
+    "moto": "5.2.5",
+    "s3fs": "2026.9.0",
 }
 TORCH = "2.9.1+cpu"
 _FOLDER = ROOT / ".frameworks"
@@ -86,6 +88,7 @@ def _install_mpis() -> None:
 def _install_frameworks() -> None:
     if not all(map(_has, FRAMEWORKS)):
         packages = [f"{package}=={version}" for package, version in FRAMEWORKS.items()]
+        packages.append("moto[server]")  # an S3 server
         options = ("--constraint", str(ROOT / "constraints.txt"), "--prefix", str(_FOLDER))
         subprocess.run([*_PIP, *options, *packages], check=True)
     if not has_other_torch():
