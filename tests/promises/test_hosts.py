@@ -79,9 +79,11 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
     folder = run / f"checkpoints/step_{step:08d}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with directory.appearing(folder) as new:
-        write(new, files)
-        directory.seal(new, {})
+    new = directory.NewFolder(folder)
+    new.path.mkdir()
+    write(new.path, files)
+    new.seal({})
+    new.publish()
     return folder
 
 
