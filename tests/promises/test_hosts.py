@@ -443,10 +443,10 @@ def test_pull_joins_shards(hosts, file):
         own = {"shards.json": index, "state.json": "{}", name: name}
         checkpoint(run if number == 0 else hosts[f"node{number}"].path(run), 2, own)
     folder = run / "checkpoints/step_00000002"
-    assert directory.listing(folder).lacking == names[1:]
+    assert directory.list_files(folder).lacking == names[1:]
     hosts.run("hosts", "pull", file, run).assert_ok()
     directory.verify(folder)
-    assert directory.listing(folder).lacking == []
+    assert directory.list_files(folder).lacking == []
 
 
 def test_check(hosts, file):
