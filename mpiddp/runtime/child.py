@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any
@@ -377,3 +377,17 @@ def _begin(agent: int) -> None:
             return
     # Linux shares its cores among sessions first. Those of one mpirun would get the share of one process.
     os.setsid()
+
+
+@cache
+def caught_signals() -> int:
+    """A file that is readable when a signal has arrived, and contains its number: from the first call on.
+
+    Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
+    """
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (*PASSED, signal.SIGCHLD):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
+    return reader
