@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
-from mpiddp.runtime.job.ending import Ending, Refused, ending_of
+from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank
 from mpiddp.runtime.store_port import StorePort
 
@@ -43,19 +42,6 @@ _WAIT_FOR_TORCH_MS = 200  # another process takes longer to import torch
 _REQUESTS = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 )
-
-
-class EndedBy(Enum):
-    """What ends the program of a rank, or has ended it."""
-
-    SCRIPT = auto()  # itself
-    STOP_REQUEST = auto()  # so far, the launcher has requested a stop of its program
-    HOLD = auto()  # some rank has failed, and the launcher may begin the next attempt
-    OTHERS = auto()  # another rank, the launcher or the daemon of the MPI has ended
-
-
-class EndedFromOutside(Exception):
-    """A hold, or the end of others, ends this program. Its end is not reported."""
 
 
 class Attempt:
@@ -146,6 +132,8 @@ class Attempt:
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.child.close()
+        if self.spare is not None:
+            self.spare.hurry()
         self._ends_at = None
         wrong = []
         if (self.coordinator.world.local_rank or 0) == 0:  # one rank of each host looks

@@ -166,9 +166,12 @@ class Child:
     def import_ahead(self, variables: Mapping[str, str], ahead: Mapping[str, Any]) -> None:
         """Start it for the next attempt: it imports what the script of this one has imported until torch."""
         self.start(variables)
-        self._is_ahead = True
         self._tell({"type": "ahead", **ahead})
         self._set_priority(_LOW)
+
+    def hurry(self) -> None:
+        """The script before it has ended: it waits for nothing but this process."""
+        self._set_priority(_USUAL)
 
     def _set_priority(self, nice: int) -> None:
         """Set that of its session, by which Linux shares the cores first. A higher one needs no right."""
@@ -193,8 +196,6 @@ class Child:
 
         If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
-        if self._is_ahead:
-            self._set_priority(_USUAL)
         self.forget_kills()
         self.has_begun = True
         args = rank.program.args[len(self._rank.program.args) :]
