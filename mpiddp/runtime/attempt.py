@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from enum import Enum, auto
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +22,19 @@ from mpiddp.errors import (
     print_error,
 )
 from mpiddp.hosts.processes import adopt_orphans
-from mpiddp.hosts.sockets import reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
 from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
-from mpiddp.runtime.child import PASSED, Child, reap
+from mpiddp.runtime.child import Child, caught_signals, reap
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
-from mpiddp.runtime.job.ending import Ending, Refused, ending_of
+from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank
+from mpiddp.runtime.store_port import StorePort
 
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
 _GPUS_S = 5.0  # for a look at the GPUs before the next attempt
@@ -46,19 +43,6 @@ _WAIT_FOR_TORCH_MS = 200  # another process takes longer to import torch
 _REQUESTS = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 )
-
-
-class EndedBy(Enum):
-    """What ends the program of a rank, or has ended it."""
-
-    SCRIPT = auto()  # itself
-    STOP_REQUEST = auto()  # so far, the launcher has requested a stop of its program
-    HOLD = auto()  # some rank has failed, and the launcher may begin the next attempt
-    OTHERS = auto()  # another rank, the launcher or the daemon of the MPI has ended
-
-
-class EndedFromOutside(Exception):
-    """A hold, or the end of others, ends this program. Its end is not reported."""
 
 
 class Attempt:
@@ -76,8 +60,7 @@ class Attempt:
             spare.discard()
             spare = None
         self.child = spare or Child(rank)
-        self._store: socket.socket | None = None  # where torch's store listens, or another process
-        self._listens = False  # it does so, and the script has not imported torch
+        self._store = StorePort()
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
@@ -109,7 +92,7 @@ class Attempt:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
-            self._close_store()
+            self._store.close()
         if self._ended_by is EndedBy.HOLD:
             self._wait_for_launcher()
         elif self._ended_by is not EndedBy.OTHERS and (stops or self._code == DONE):
@@ -150,6 +133,8 @@ class Attempt:
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.child.close()
+        if self.spare is not None:
+            self.spare.hurry()
         self._ends_at = None
         wrong = []
         if (self.coordinator.world.local_rank or 0) == 0:  # one rank of each host looks
@@ -206,24 +191,13 @@ class Attempt:
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
         self._join(joining_timeout_s())
-        self._store, self._listens = store, store is not None
+        self._store.take(store)
         if child.is_command:
-            self._leave_port()
+            self._store.leave()
             with ranks.all_or_none():
                 child.start(os.environ)
             return
         child.go(rank, env, store)
-
-    def _leave_port(self) -> None:
-        """A process of the program may listen where torch's store is to be. Nobody else."""
-        if self._store is not None and self._listens:
-            reserve(self._store)
-            self._listens = False
-
-    def _close_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-        self._store, self._listens = None, False
 
     def _see_torch(self) -> None:
         """Once the script has imported torch, start the Python that imports it for the next attempt.
@@ -232,14 +206,14 @@ class Attempt:
         """
         child, spare = self.child, self.spare
         if "torch" in child.said:
-            self._close_store()
+            self._store.close()
             told = child.said.pop("torch")
             if self.rank.holds and spare is None:
                 self.spare = Child(self.rank)
                 self.spare.import_ahead(os.environ, told["ahead"])
                 child.others.add(self.spare.pid)
-        elif self._listens and child.has_children:
-            self._leave_port()
+        elif self._store.listens and child.has_children:
+            self._store.leave()
         if child.said.pop("mpi", None):  # no later process of this rank can start it
             self.rank = self.rank._replace(holds=False)
         if spare is not None:
@@ -325,7 +299,9 @@ class Attempt:
             if file is not None:
                 poll.register(file, select.POLLIN)
         wait_ms = _WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS
-        ready = dict(poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self._listens else wait_ms))
+        ready = dict(
+            poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self._store.listens else wait_ms)
+        )
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
@@ -443,17 +419,3 @@ class Attempt:
         else:
             self.coordinator.send("fail", code=ending.code)
         return False
-
-
-@cache
-def caught_signals() -> int:
-    """A file that is readable when a signal has arrived, and contains its number: from the first call on.
-
-    Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
-    """
-    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (*PASSED, signal.SIGCHLD):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: None)
-    return reader

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any
@@ -166,9 +166,12 @@ class Child:
     def import_ahead(self, variables: Mapping[str, str], ahead: Mapping[str, Any]) -> None:
         """Start it for the next attempt: it imports what the script of this one has imported until torch."""
         self.start(variables)
-        self._is_ahead = True
         self._tell({"type": "ahead", **ahead})
         self._set_priority(_LOW)
+
+    def hurry(self) -> None:
+        """The script before it has ended: it waits for nothing but this process."""
+        self._set_priority(_USUAL)
 
     def _set_priority(self, nice: int) -> None:
         """Set that of its session, by which Linux shares the cores first. A higher one needs no right."""
@@ -193,8 +196,6 @@ class Child:
 
         If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
-        if self._is_ahead:
-            self._set_priority(_USUAL)
         self.forget_kills()
         self.has_begun = True
         args = rank.program.args[len(self._rank.program.args) :]
@@ -377,3 +378,17 @@ def _begin(agent: int) -> None:
             return
     # Linux shares its cores among sessions first. Those of one mpirun would get the share of one process.
     os.setsid()
+
+
+@cache
+def caught_signals() -> int:
+    """A file that is readable when a signal has arrived, and contains its number: from the first call on.
+
+    Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
+    """
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (*PASSED, signal.SIGCHLD):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
+    return reader
