@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mpiddp.runtime.torch.divergence import check_divergence as check_divergence
     from mpiddp.runtime.torch.process_group import init as init
     from mpiddp.runtime.torch.process_group import process_group as process_group
+    from mpiddp.runtime.torch.sampler import Sampler as Sampler
     from mpiddp.spawning.spawn import spawn as spawn
     from mpiddp.world import World as World
 
@@ -49,6 +50,7 @@ _NAMES = {
     "runtime.torch.device_mesh": "mesh",
     "runtime.torch.divergence": "check_divergence",
     "runtime.torch.process_group": "init process_group",
+    "runtime.torch.sampler": "Sampler",
     "spawning.spawn": "spawn",
     "world": "World",
 }

@@ -30,6 +30,7 @@ FRAMEWORKS = {
     "ipykernel": "7.4.0",
     "jupyter_client": "8.10.0",
     "tensorboard": "2.21.0",
+    "torchdata": "0.11.0",
 }
 TORCH = "2.9.1+cpu"
 _FOLDER = ROOT / ".frameworks"
