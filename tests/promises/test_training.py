@@ -522,7 +522,7 @@ def test_gpt_example(here):
     done = here.run("launch", *here.where(2), *job, "--save-every=100", "--out=run").assert_ok()
     run = here.folder / "run"
     found = [each["validation_loss"] for each in records(run) if "validation_loss" in each]
-    assert found[0] > 2.5  # guessing one of 18 characters: 2.9
+    assert records(run)[0]["loss"] > 2.5  # guessing one of 18 characters: 2.9
     assert found[-1] < 0.7  # a digit (2.3) and one of two words (0.7) in 11 characters: 0.3
     assert set(done.stdout.partition("\n\n")[2]) <= set((here.folder / "text").read_text())
     resumed = here.folder / "resumed"
@@ -533,33 +533,28 @@ def test_gpt_example(here):
 
 
 def test_gpt_is_divided(here):
-    """examples/gpt trains alike with tensor, sharded and pipeline parallelism, and without."""
-    tiny = ("--layers=3", "--width=16", "--heads=4", "--context=12", "--batch-size=16", "--steps=3")
-    layouts = ("--tp=2", "--tp=2 --fsdp", "--pp=2 --microbatches=2", "--tp=2 --pp=2", "--tp=4")
-    wrong = "without_sum_gradients --tp=2"
-    split = json.dumps([[*tiny, *layout.split()] for layout in (*layouts, wrong)])
-    done = here.fork(program("gpt_layouts.py"), split, ranks=4).assert_ok()
-    *found, different = json.loads(done.lines[-1])
-    for layout, differences in zip(layouts, found, strict=True):
-        assert differences.keys() == {"loss", "gradients", "weights"}
-        assert max(differences.values()) < 1e-5, layout
-    assert different["gradients"] > 1e-3  # the test can fail
+    """examples/gpt trains alike with tensor, sharded and pipeline parallelism, and resumes in other forms."""
+    tiny = ("--layers=3", "--width=16", "--heads=4", "--context=12", "--batch-size=16")
+    layouts = ("--pp=2 --microbatches=2", "--tp=2 --pp=2", "", "--tp=2", "--tp=2 --fsdp", "--fsdp")
+    runs = {here.folder / str(number): layout.split() for number, layout in enumerate(layouts)}
+    runs[here.folder / "wrong"] = ["without_sum_gradients", "--tp=2"]
+    arguments = [[f"--out={run}", *tiny, *layout] for run, layout in runs.items()]
+    here.fork(program("gpt_layouts.py"), json.dumps(arguments), ranks=4).assert_ok()
+    first, *others, _ = runs
+    whole = whole_model(first)
+    for run in (*others, *(run / "again" for run in (first, *others[:-1]))):
+        torch.testing.assert_close(whole_model(run), whole, rtol=1e-4, atol=1e-6, msg=str(run))
 
 
-def test_copied_example(here):
-    """A file of the trainer works in another project. examples/copied trains alike on any number of ranks."""
-    for name in ("order.py", "train.py"):
-        shutil.copy(ROOT / "examples/copied" / name, here.folder)
-    assert (here.folder / "order.py").read_bytes() == (ROOT / "mpiddp/train/order.py").read_bytes()
-    found = []
-    for ranks in (2, 1):
-        run = here.folder / f"runs/{ranks}"
-        job = (here.folder / "train.py", run)
-        start = here.fork(*job, ranks=1) if ranks == 1 else here.run(*mpirun_command(2, *job))
-        done = start.assert_ok()
-        assert "epoch 2: step 30, loss " in done.stdout
-        found.append(mpiddp.load(run).state["model"])
-    torch.testing.assert_close(found[0], found[1])
+def whole_model(run: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a run's newest checkpoint, undivided."""
+    saved = mpiddp.load(run)
+    assert saved.step == 4
+    model = saved.state["model"].items()
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in model
+    }
 
 
 EACH = """

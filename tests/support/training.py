@@ -9,12 +9,10 @@ import torch
 
 from mpiddp.checkpoints.files import read_tensors
 from mpiddp.train.config import Config, parse, resolve
-from tests.support.commands import note
 
 
 def configured(*options: str, ranks: int = 1) -> Config:
     """The configuration of `mpiddp train OPTIONS…` on the CPUs of so many ranks."""
-    note(["mpiddp", "train", *options])
     return resolve(parse(list(options)), ranks, torch.device("cpu"))
 
 

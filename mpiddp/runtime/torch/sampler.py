@@ -25,7 +25,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     """The batches of this rank: the `batch_sampler` of a DataLoader.
 
         sampler = mpiddp.Sampler(len(dataset), global_batch_size=512)
-        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4, generator=torch.Generator())
         if saved := checkpoints.resume():
             saved.load_into(model=model, optimizer=optimizer, sampler=sampler)
         while sampler.epoch < EPOCHS:
@@ -38,6 +38,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     `batches` counts what the loop has received. The workers of a DataLoader run ahead, so the sampler cannot
     know otherwise. With torchdata's StatefulDataLoader, save the loader in place of the sampler; it counts
     itself.
+
+    Pass `generator=torch.Generator()` to a DataLoader whose run has to resume with the same bits. Otherwise
+    it draws from torch's generator whenever a loop begins, and a resume begins one more.
 
     An `IterableDataset` iterates over the sampler itself, and its DataLoader has `batch_size=None`. In the
     workers of a DataLoader, each worker then yields its part of the batches, and the DataLoader restores
