@@ -16,7 +16,6 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from math import inf, nan
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import mpiddp
@@ -27,17 +26,16 @@ if TYPE_CHECKING:
 
 ARCHS = (
     *("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
-    *("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "wide_resnet14_2"),
+    *("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "whitened_resnet8"),
 )
 IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
 _LARGE_IMAGE = 64  # pixels: those below are what CIFAR's stems are for
-# Small and quick on CPUs: a few epochs learn more from images that change little. On GPUs, only the CIFAR
-# stem leaves enough of 32×32 images: torchvision's halves them twice before the first block.
+# The defaults by the device. A CPU without instructions for bf16 trains for fewer epochs, so both kinds take
+# less than four minutes: docs/evidence/accuracy.md.
 # fmt: off
-_ON_CPU = {"arch": "wide_resnet14_2", "stem": "half", "batch_size": 64,
-           "epochs": 7, "low_res": 0.5, "max_shift": 2}
-_ON_GPU = {"arch": "resnet18", "stem": "cifar", "batch_size": 256,
-           "epochs": 30, "low_res": 0.0, "max_shift": 4}
+_ON_CPU = {"batch_size": 128, "epochs": 5, "low_res": 0.75, "max_shift": 2}
+_ON_CPU_WITH_BF16 = {**_ON_CPU, "epochs": 12}
+_ON_GPU = {"batch_size": 256, "epochs": 30, "low_res": 0.0, "max_shift": 4}
 # fmt: on
 
 # A resume may not change these: they decide what the steps of the checkpoint have done.
@@ -127,7 +125,7 @@ class Config:
 
     arch: str = option(f"{', '.join(ARCHS)} (default: by the device)", choices=ARCHS, metavar="ARCH")
     stem: str = option("first layers (default: auto)",
-                       choices=("auto", "imagenet", "cifar", "half"), default="auto")
+                       choices=("auto", "imagenet", "cifar"), default="auto")
 
     dataset: str = option("(default: cifar10)", choices=("cifar10", "image-folder"), default="cifar10")
     data_dir: str | None = option("(default: $MPIDDP_DATA, else ~/.cache/mpiddp)", type=path, metavar="DIR")
@@ -135,22 +133,23 @@ class Config:
     image_size: int = option("pixels of an image folder's images (default: 224)", **count(1))
     num_workers: int = option("processes that decode, per rank (default: a rank's cores)", **count(0))
     skip_bad_images: bool = option("go on without images that cannot be read", action=_SWITCH)
-    batch_size: int = option("images per rank and pass (default: 64 on CPUs, 256 on GPUs)", **count(1))
+    batch_size: int = option("images per rank and pass (default: 128 on CPUs, 256 on GPUs)", **count(1))
     global_batch_size: int = option("images per step over all ranks; or --batch-size", **count(1))
     grad_accum_steps: int = option("backward passes per step (default: 1)", **count(1), default=1)
 
-    epochs: int = option("(default: 7 on CPUs, 30 on GPUs)", **count(1))
+    epochs: int = option("(default: 5 on CPUs, 12 on those with bf16, 30 on GPUs)", **count(1))
     steps_per_epoch: int | None = option("end every epoch after this many steps", **count(1))
-    low_res_epochs: int = option("first epochs, on images of 3/4 of the size (default: half of them on CPUs)",
+    low_res_epochs: int = option("first epochs, on smaller images (default: 3/4 of them on CPUs)",
                                 **count(0))
     lr: float = option("peak for 256 images; scales with the batch (default: 0.4)",
                        type=_POSITIVE, default=0.4)
     schedule: str = option("learning rate (default: one-cycle)",
                            choices=("one-cycle", "cosine", "step", "constant"), default="one-cycle")
-    optimizer: str = option("(default: muon for wide_resnet14_2 on CPUs, else sgd)", choices=("sgd", "muon"))
+    optimizer: str = option("(default: muon for whitened_resnet8 on CPUs, else sgd)", choices=("sgd", "muon"))
     momentum: float = option("Nesterov's (default: 0.9)", type=_FRACTION, default=0.9)
     weight_decay: float = option("(default: 5e-4 for cifar10, 1e-4 for image folders)", type=_FRACTION)
-    label_smoothing: float = option("of the training loss (default: 0)", type=_FRACTION, default=0.0)
+    label_smoothing: float = option("of the training loss (default: 0.1 for whitened_resnet8, else 0)",
+                                    type=_FRACTION)
     zero_init: bool = option("each block of the model begins as its shortcut", action=_SWITCH)
     clip_grad_norm: float | None = option("limit of the gradients' norm", type=_POSITIVE, metavar="NORM")
     ema_decay: float | None = option("average the weights, and evaluate the average", type=_FRACTION)
@@ -180,6 +179,16 @@ class Config:
                                            nargs="?", const=10, **count(1))
     check_divergence: int | None = option("how often to compare the ranks", **count(1, "STEPS"))
 # fmt: on
+
+    def image_side(self, epoch: int) -> int:
+        """The height and width of an epoch's images, in pixels.
+
+        The first two thirds of the low-resolution epochs have 1/2 of the size, the others 3/4.
+        """
+        if epoch >= self.low_res_epochs:
+            return self.image_size
+        quarters = 2 if epoch < self.low_res_epochs * 2 / 3 else 3
+        return max(1, self.image_size * quarters // 4)
 
 
 # --- from the command line ---
@@ -248,17 +257,32 @@ def _refuse_contradictions(options: Namespace) -> None:
 
 def resolve(options: Namespace, world_size: int, device: torch.device) -> Config:
     """The configuration that these options of `parse` have here. Raises UserError if they cannot be met."""
+    import torch
+
+    from mpiddp.train.muon import fast_dtype
     from mpiddp.train.resnet import ARCHITECTURES
 
     given = {name: value for name, value in vars(options).items() if value not in (None, "auto")}
-    usual: dict[str, Any] = _ON_CPU if device.type == "cpu" else _ON_GPU
-    is_folder, is_ddp = options.dataset == "image-folder", options.parallel == "ddp"
+    on_cpu, is_ddp = device.type == "cpu", options.parallel == "ddp"
+    is_folder = options.dataset == "image-folder"
     image_size = (options.image_size or 224) if is_folder else 32
     is_large = image_size >= _LARGE_IMAGE
-    is_usual = device.type == "cpu" and is_ddp and options.amp != "fp16"
-    arch = options.arch or usual["arch"]
-    # A model that the user names is torchvision's, or of its paper.
-    stem = ARCHITECTURES[arch].stem if options.arch else usual["stem"]
+    amp = given.get("amp") or ("bf16" if fast_dtype(device) is torch.bfloat16 else "off")
+    usual: dict[str, Any] = _ON_GPU
+    if on_cpu:
+        usual = _ON_CPU_WITH_BF16 if amp == "bf16" else _ON_CPU
+    arch = options.arch or ("whitened_resnet8" if on_cpu and not is_folder else "resnet18")
+    is_whitened = arch == "whitened_resnet8"
+    if is_whitened and (is_folder or options.stem != "auto"):
+        raise UserError(
+            f"{arch} is for CIFAR-10, and has a stem of its own. Name another --arch, for example resnet18."
+        )
+    if is_whitened:
+        stem = "whitened"
+    elif options.arch:  # as in torchvision, or in its paper
+        stem = ARCHITECTURES[arch].stem
+    else:  # torchvision's stem halves 32×32 images twice before the first block
+        stem = "cifar"
     epochs = options.epochs or usual["epochs"]
     ranks_on_host = mpiddp.World.from_env().local_world_size or 1
     by_default = {
@@ -268,11 +292,12 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Config
         "image_size": image_size,
         "num_workers": max(1, len(os.sched_getaffinity(0)) // ranks_on_host),
         "epochs": epochs,
-        "low_res_epochs": round(usual["low_res"] * epochs),
-        "optimizer": ARCHITECTURES[arch].optimizer if is_usual else "sgd",
+        "low_res_epochs": min(epochs - 1, round(usual["low_res"] * epochs)),  # the last one is whole
+        "optimizer": "muon" if is_whitened and on_cpu and is_ddp and amp != "fp16" else "sgd",
+        "label_smoothing": 0.1 if is_whitened else 0.0,
         # torchvision's for ImageNet, and the usual one for CIFAR-10
         "weight_decay": 1e-4 if is_folder else 5e-4,
-        "amp": "bf16" if "amp" not in given and _computes_in_bf16(device) else "off",
+        "amp": amp,
         # worth its minute for large images on a GPU
         "compile": "on" if device.type == "cuda" and is_large and is_ddp else "off",
     }
@@ -282,14 +307,13 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Config
         raise UserError(
             f"--low-res-epochs {config.low_res_epochs} is more than --epochs {epochs}. Use {epochs} or less."
         )
-    # A stem halves the sides of the images 0, 1 or 2 times, and each group of blocks but the first once.
-    of_stem = ("cifar", "half", "imagenet").index(config.stem)
-    halvings = of_stem + len(ARCHITECTURES[arch].depths) - 1
-    side = config.image_size * 3 // 4 if config.low_res_epochs else config.image_size
+    # A stem halves the sides of the images up to two times, and each group of blocks but the first once.
+    halvings = 4 if is_whitened else 2 * (config.stem == "imagenet") + len(ARCHITECTURES[arch].depths) - 1
+    side = config.image_side(epoch=0)
     per_pass = config.batch_size * (world_size if config.sync_bn else 1)
     if per_pass == 1 and side <= 1 << halvings:
         raise UserError(
-            f"--batch-size 1 leaves BatchNorm one value: {arch} with --stem {config.stem} reduces such "
+            f"--batch-size 1 leaves BatchNorm one value: {arch} with the {config.stem} stem reduces such "
             "images to one pixel. Use 2 or more."
         )
     return config
@@ -323,17 +347,3 @@ def split_batch(
         "grad_accum_steps": passes,
         "batch_size": -(-images // parts),
     }
-
-
-def _computes_in_bf16(device: torch.device) -> bool:
-    """Whether bf16 is faster than fp32 on the device, not only possible."""
-    if device.type == "cuda":
-        import torch
-
-        with torch.cuda.device(device):  # it asks about the current device
-            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # On x86, oneDNN emulates bf16 on every CPU with AVX-512, so read the CPU's flags instead.
-    # On Arm the line is "Features", the flag "bf16".
-    with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return not {"avx512_bf16", "bf16"}.isdisjoint(flags.split())

@@ -114,15 +114,15 @@ def batches(
 ) -> Iterator[Batch]:
     """The images of these steps of an epoch, on the device: a batch for each backward pass.
 
-    The first epochs of --low-res-epochs have 3/4 of the height and width: a model learns the same shapes in
-    less time. Howard trained so for DAWNBench (fast.ai, 2018), Tan and Le for EfficientNetV2 (2021).
+    The epochs of --low-res-epochs have smaller images: a model learns the same shapes in less time. Howard
+    trained so for DAWNBench (fast.ai, 2018), Tan and Le for EfficientNetV2 (2021).
     """
     indices = [numbers for micro_batches in steps for numbers in micro_batches]
     found = prefetched(dataset.batches(indices, epoch=epoch), dataset.device)
-    if epoch >= config.low_res_epochs:
+    side = config.image_side(epoch)
+    if side == config.image_size:
         return found
-    size = max(1, config.image_size * 3 // 4)
-    return ((F.adaptive_avg_pool2d(images, size), labels) for images, labels in found)
+    return ((F.adaptive_avg_pool2d(images, side), labels) for images, labels in found)
 
 
 class DeviceImages:

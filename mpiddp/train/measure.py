@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import mean
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from mpiddp.train.config import Config
 
 PHASES = ("data", "forward", "backward", "waiting", "optimizer")  # of a step
 SPENT = (*PHASES, "evaluation", "save")  # with the pauses between steps
@@ -45,6 +48,10 @@ class StepTimer:
             end = time.perf_counter()
         self._marks.append((phase, end))
 
+    def forget(self) -> None:
+        """Leave out everything since the last `resume` or `read`."""
+        self._marks.clear()
+
     def tick(self) -> None:
         """The step ends."""
         self.phase_ends("optimizer")
@@ -63,6 +70,45 @@ class StepTimer:
                 self._step_s = 0.0
         del self._marks[:-1]
         return self._seconds
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """How long the rest of a training takes."""
+
+    config: Config
+    steps_per_epoch: int
+    pass_s: Mapping[int, float]  # of a step's passes, by the size of the images, from `time_passes`
+    evaluation_s: float
+
+    def left_s(self, step: int, evaluated: int, step_s: float | None = None) -> float:
+        """The seconds from the end of `step` on, if the last evaluation was after the step `evaluated`.
+
+        A step like the last one takes `step_s`; None for as long as its passes. Steps on images of another
+        size differ from it by the time of their passes.
+        """
+        config, length = self.config, self.steps_per_epoch
+        last_pass_s = self.pass_s[config.image_side(max(0, step - 1) // length)]
+        besides_s = 0.0 if step_s is None else step_s - last_pass_s  # data, optimizer, other ranks
+        left = 0.0
+        for epoch in range(config.epochs):
+            end = (epoch + 1) * length
+            step_s_there = self.pass_s[config.image_side(epoch)] + besides_s
+            left += min(length, max(0, end - step)) * step_s_there
+            left += self.evaluation_s * (end > evaluated and is_evaluated(epoch, config))
+        return max(0.0, left)
+
+
+def is_evaluated(epoch: int, config: Config) -> bool:
+    """Whether the model is scored after this epoch. It is not while it has trained on smaller images only."""
+    return epoch >= config.low_res_epochs or epoch == config.epochs - 1
+
+
+def duration(seconds: float) -> str:
+    """ "40 s", "12 min" or "3.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def gathered(value: Any) -> list[Any]:

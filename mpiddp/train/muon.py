@@ -8,7 +8,9 @@ them, so a ResNet learns in fewer epochs: docs/evidence/accuracy.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,12 +120,12 @@ def orthogonal(weights: Tensor) -> Tensor:
     """Nearly the closest matrices with orthogonal rows, or columns, whichever are fewer.
 
     Newton and Schulz's iteration brings the singular values of [C_out, C_in · height · width] to between 0.7
-    and 1.2, in bfloat16, which is exact enough for the update. Each round multiplies the matrix by a
-    polynomial of its product with its transpose. That product is smaller, so the rounds work on it, and the
-    matrix is multiplied once. The weights and the result are [matrices, C_out, C_in, height, width],
-    of one type.
+    and 1.2. It computes in the device's fast type, because bfloat16 is exact enough for the update. Each
+    round multiplies the matrix by a polynomial of its product with its transpose. That product is smaller,
+    so the rounds work on it, and the matrix is multiplied once. The weights and the result are
+    [matrices, C_out, C_in, height, width], of one type.
     """
-    matrix = weights.flatten(2).bfloat16()
+    matrix = weights.flatten(2).to(fast_dtype(weights.device))
     is_tall = matrix.shape[1] > matrix.shape[2]
     matrix = matrix.mT if is_tall else matrix
     matrix = matrix / (matrix.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -143,3 +145,25 @@ def _polynomial(product: Tensor) -> Tensor:
     """The factor of a round, from the products [matrices, n, n] of the matrix with its transpose."""
     unit = torch.eye(product.shape[-1], dtype=product.dtype, device=product.device)
     return _FIRST * unit + _THIRD * product + _FIFTH * product @ product
+
+
+@cache
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """The type in which the device computes fast: bfloat16 if it has instructions for it, else float32.
+
+    A processor without these instructions emulates bfloat16, which takes up to 16 times as long as float32.
+    Whoever limits torch and oneDNN to AVX2 (ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2) gets the type
+    of a processor that has no more than AVX2.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):  # it asks about the current device
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:  # "Features" on Arm
+            line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        is_limited = torch.backends.cpu.get_cpu_capability() in ("AVX2", "NO AVX", "DEFAULT")
+        instructions = {"bf16"} if is_limited else {"avx512_bf16", "bf16"}  # of Arm, and of x86
+        has_bf16 = not instructions.isdisjoint(line.split())
+        # Unless it is limited, oneDNN says yes to every processor with AVX-512, and emulates bfloat16 there.
+        has_bf16 = has_bf16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bf16 else torch.float32

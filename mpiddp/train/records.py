@@ -25,9 +25,9 @@ import mpiddp
 from mpiddp.errors import UserError
 from mpiddp.train.config import Config
 from mpiddp.train.data import Data
-from mpiddp.train.measure import gathered, measured
+from mpiddp.train.measure import Forecast, duration, gathered, measured
 from mpiddp.train.state import State
-from mpiddp.train.train import Hook, Score, Step
+from mpiddp.train.train import Hook, Score, Step, time_passes
 
 log = logging.getLogger("mpiddp")  # rank 0 prints it
 
@@ -49,10 +49,31 @@ class Records(Hook):
     ) -> None:
         self._config, self._world, self._data, self._timer = config, world, data, state.timer
         self._num_parameters = sum(each.numel() for each in state.model.parameters())
-        self._total_steps, self._sinks = total_steps, sinks
+        self._state, self._total_steps, self._sinks = state, total_steps, sinks
+        self._forecast: Forecast | None = None  # until `begin`
+        self._step_s: float | None = None  # of the last steps
+        self._evaluated = 0  # the last step after which the model was scored
         self._started_at = time.monotonic()
         self._loss_sum, self._num_images = torch.zeros((), device=data.train.device), 0
         self._train_loss: float | None = None
+
+    def begin(self, step: int) -> None:
+        """Say how long the training will take from this step on. A collective: every rank must call it."""
+        config, test = self._config, self._data.test
+        pass_s = time_passes(self._state, config)
+        num_batches = test.num_images / config.global_batch_size if test else 0.0
+        # An evaluation has no backward pass, which takes about two thirds of the time.
+        evaluation_s = pass_s.get(config.image_size, 0.0) * num_batches / 3
+        length = self._total_steps // config.epochs
+        self._forecast = Forecast(config, length, pass_s, evaluation_s)
+        self._evaluated = step
+        epochs = f"{config.epochs - step / length:.3g} of {counted(config.epochs, 'epoch')}"
+        log.info(f"{epochs} to come, in about {duration(self._forecast.left_s(step, step))}")
+
+    def _left(self, step: int) -> str:
+        if self._forecast is None:
+            return ""
+        return f"  {duration(self._forecast.left_s(step, self._evaluated, self._step_s))} left"
 
     def on_step(self, step: Step, *, saves: bool) -> None:
         self._loss_sum += step.loss_sum
@@ -73,13 +94,13 @@ class Records(Hook):
                 "lower --lr or --clip-grad-norm: it resumes from its newest finite checkpoint."
             )
         self._loss_sum, self._num_images = torch.zeros_like(self._loss_sum), 0
-        step_s = mean(self._timer.read()[-config.log_every :])
+        self._step_s = step_s = mean(self._timer.read()[-config.log_every :])
         speed = config.global_batch_size / step_s
         values = {"lr": step.lr, "train_loss": loss, "images_per_s": speed, "step_time_s": step_s}
         self._record(step, **values)
         log.info(
             f"epoch {step.epoch + 1}/{config.epochs}  step {step.number}/{self._total_steps}  "
-            f"loss {loss:.4f}  lr {step.lr:.4f}  {speed:,.0f} images/s"
+            f"loss {loss:.4f}  lr {step.lr:.4f}  {speed:,.0f} images/s{self._left(step.number)}"
         )
 
     def on_epoch(self, step: Step, score: Score | None) -> None:
@@ -87,7 +108,9 @@ class Records(Hook):
             values = {"test_accuracy": score.accuracy, "test_loss": score.loss}
             self._record(step, **values)
             accuracy = f"test accuracy {score.accuracy:.2%}"
-            log.info(f"epoch {step.epoch + 1}/{self._config.epochs}  {accuracy}")
+            self._evaluated = step.number
+            epoch = f"epoch {step.epoch + 1}/{self._config.epochs}"
+            log.info(f"{epoch}  {accuracy}{self._left(step.number)}")
 
     def _record(self, step: Step, **values: float) -> None:
         for sink in self._sinks:

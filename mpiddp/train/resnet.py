@@ -7,15 +7,21 @@ torchvision's checkpoints therefore load. The stride of a bottleneck is on the 3
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["ARCHS", "ResNet"]
+__all__ = ["ARCHS", "ResNet", "WhitenedResNet"]
 
-STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "half": (3, 2)}  # size and stride of the convolution
+STEMS = {"imagenet": (7, 2), "cifar": (3, 1)}  # size and stride of the convolution
+
+
+_LEAST_VARIANCE = 5e-4  # of a component, as in airbench: the smallest ones are noise
 
 
 def _conv(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Conv2d:
@@ -89,7 +95,6 @@ class Architecture:
     depths: tuple[int, ...]  # blocks in each stage
     widths: tuple[int, ...]  # channels of each stage before the block's expansion
     stem: str
-    optimizer: str = "sgd"  # the default of --optimizer
 
 
 def _imagenet(block: type[BasicBlock] | type[Bottleneck], *depths: int) -> Architecture:
@@ -102,9 +107,6 @@ def _cifar(depth: int) -> Architecture:
 
 # resnet18 to resnet152 are table 1 of He et al., "Deep Residual Learning for Image Recognition" (2015);
 # resnet20 to resnet110 are section 4.2's family for 32×32 images, whose shortcuts have no parameters.
-# wide_resnet14_2 is of this family too, with fewer blocks, twice the channels (Zagoruyko and Komodakis, "Wide
-# Residual Networks", 2016), and half the height and width from the first convolution on. A CPU computes many
-# channels of small images faster than few of large ones: docs/evidence/accuracy.md has the figures.
 ARCHITECTURES = {
     "resnet18": _imagenet(BasicBlock, 2, 2, 2, 2),
     "resnet34": _imagenet(BasicBlock, 3, 4, 6, 3),
@@ -112,7 +114,6 @@ ARCHITECTURES = {
     "resnet101": _imagenet(Bottleneck, 3, 4, 23, 3),
     "resnet152": _imagenet(Bottleneck, 3, 8, 36, 3),
     **{f"resnet{6 * depth + 2}": _cifar(depth) for depth in (3, 5, 7, 9, 18)},
-    "wide_resnet14_2": Architecture(BasicBlock, (2, 2, 2), (32, 64, 128), "half", "muon"),
 }
 
 
@@ -130,8 +131,8 @@ class ResNet(nn.Module):
             architecture: its blocks, a row of `ARCHITECTURES`. The functions of `ARCHS` have it already.
             num_classes: number of logits; None for those of the data set that it was made for.
             stem: "imagenet" for images of about 224×224 pixels: a 7×7 convolution of stride 2 and a pool.
-                "cifar" for about 32×32: a 3×3 convolution that keeps the size. "half": one of stride 2. None
-                for that of its own data set.
+                "cifar" for about 32×32: a 3×3 convolution that keeps the size. None for that of its own data
+                set.
 
         Raises:
             ValueError: another stem.
@@ -176,13 +177,86 @@ class ResNet(nn.Module):
         return logits
 
 
+class PooledBlock(nn.Module):
+    """A 3×3 convolution and a max-pool, then a residual 3×3 convolution.
+
+    From images [N, C_in, H, W] to [N, channels, H / 2, W / 2].
+    """
+
+    def __init__(self, in_channels: int, channels: int):
+        super().__init__()
+        self.conv1 = _conv(in_channels, channels, 3)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = _conv(channels, channels, 3)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(F.max_pool2d(self.conv1(x), 2)), inplace=True)
+        return F.relu(self.bn2(self.conv2(x)) + x, inplace=True)
+
+
+class WhitenedResNet(nn.Module):
+    """A small ResNet for CIFAR-10, which learns in few epochs.
+
+    From images, float [N, 3, H, W], to logits [N, num_classes].
+    It has the shape of Page's ResNet for DAWNBench ("How to Train Your ResNet", 2018) and of Jordan's
+    airbench (2024). The first convolution is never trained: `whiten` computes it from the images. So its
+    outputs are uncorrelated from the first step on, and learning does not begin with that.
+    """
+
+    def __init__(
+        self, widths: tuple[int, ...], num_classes: int | None = None, stem: str | None = None
+    ):
+        """
+        Args:
+            widths: channels of each block.
+            num_classes: number of logits; None for CIFAR-10's 10.
+            stem: None, because it has its own.
+
+        Raises:
+            ValueError: a stem.
+        """
+        super().__init__()
+        if stem not in (None, "whitened"):
+            raise ValueError(f'stem="{stem}": this model has its own')
+        patch = 3 * 2 * 2  # values in a patch of 2×2 pixels
+        self.conv1 = nn.Conv2d(3, 2 * patch, 2, bias=False).requires_grad_(False)
+        channels = (2 * patch, *widths)
+        self.blocks = nn.Sequential(*map(PooledBlock, channels, widths))
+        self.fc = nn.Linear(widths[-1], num_classes or 10)
+        for block in self.blocks.modules():
+            if isinstance(block, nn.Conv2d):
+                nn.init.kaiming_normal_(block.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits, float [N, num_classes]."""
+        x = self.blocks(F.relu(self.conv1(x), inplace=True))
+        logits: Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+    @torch.no_grad()
+    def whiten(self, images: Tensor) -> None:
+        """Set the first convolution to the principal components of the images' patches, float [N, 3, H, W].
+
+        Each component has about the same variance. The second half of the filters is the negative of the
+        first, because the ReLU that follows would lose half of each component.
+        """
+        patches = F.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)  # [patches, 12]
+        variances, components = torch.linalg.eigh(patches.T @ patches / len(patches))
+        filters = (components / (variances + _LEAST_VARIANCE).sqrt()).T.view(-1, 3, 2, 2)
+        self.conv1.weight.copy_(torch.cat([filters, -filters]))
+
+
 def zero_init(model: nn.Module) -> None:
     """Let each block begin as its shortcut: its last BatchNorm scales by 0 (Goyal et al. 2017)."""
     for module in model.modules():
-        if isinstance(module, (BasicBlock, Bottleneck)):
+        if isinstance(module, (BasicBlock, Bottleneck, PooledBlock)):
             last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
             nn.init.zeros_(last.weight)
 
 
 # By the names of --arch: functions that build a ResNet, images [N, 3, H, W] to logits [N, num_classes].
-ARCHS = {name: partial(ResNet, each) for name, each in ARCHITECTURES.items()}
+ARCHS: dict[str, Callable[..., Any]] = {
+    **{name: partial(ResNet, each) for name, each in ARCHITECTURES.items()},
+    "whitened_resnet8": partial(WhitenedResNet, (32, 96, 128)),
+}

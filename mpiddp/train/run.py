@@ -102,10 +102,12 @@ def run(options: Namespace) -> int:
                 sinks = [mpiddp.log_metrics]
                 if config.log_to and world.rank == 0:
                     sinks.append(tensorboard(out, config, step))
-                hooks: list[Hook] = [Records(config, world, data, state, total, sinks)]
+                records = Records(config, world, data, state, total, sinks)
+                hooks: list[Hook] = [records]
                 if config.check_divergence:
                     hooks.append(Divergence(config.check_divergence, state))
                 try:
+                    records.begin(step)
                     step = fit(config, data, order, state, checkpoints, step, hooks)
                 except torch.OutOfMemoryError as error:
                     raise mpiddp.JobFailed(out_of_memory(error, options, config)) from error

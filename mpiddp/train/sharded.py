@@ -32,6 +32,8 @@ def shard(model: nn.Module, config: Config, num_hosts: int) -> nn.Module:
     parameters and the activations are of its dtype, and gradients are averaged in fp32. BatchNorm computes in
     fp32, as under autocast.
     """
+    for parameter in model.parameters():  # as DDP does, because processors may round differently
+        dist.broadcast(parameter.detach(), src=0)
     # Few trainings need torch's DTensor, which takes a while to import.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.modules.batchnorm import _BatchNorm

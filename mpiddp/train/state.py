@@ -22,9 +22,11 @@ from mpiddp.train.data import Data
 from mpiddp.train.ema import Ema
 from mpiddp.train.measure import StepTimer
 from mpiddp.train.muon import Muon
-from mpiddp.train.resnet import ARCHS, zero_init
+from mpiddp.train.resnet import ARCHS, WhitenedResNet, zero_init
 from mpiddp.train.sharded import is_sharded, shard
 from mpiddp.train.sync_bn import synchronized
+
+WHITENING_IMAGES = 1000  # whose patches stand for those of the data set
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
     """
     torch.manual_seed(config.seed)
     model: nn.Module = ARCHS[config.arch](num_classes=data.num_classes, stem=config.stem)
+    if isinstance(model, WhitenedResNet):
+        numbers = torch.arange(min(WHITENING_IMAGES, data.train.num_images))
+        ((images, _),) = data.train.batches([numbers], epoch=0)
+        model.whiten(images.cpu())
     if config.zero_init:
         zero_init(model)
     if config.sync_bn:
@@ -92,7 +98,7 @@ def build_state(model: nn.Module, config: Config, num_hosts: int = 1) -> State:
         ddp = torch.compile(ddp)  # type: ignore[assignment]
         scored = torch.compile(model)  # type: ignore[assignment]
     torch.manual_seed(config.seed + 1 + dist.get_rank())
-    first = next(model.parameters())
+    first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     timer = StepTimer(first.device)
     if uses_ddp:
         # A backward pass ends with the gradient of the first parameter. Then DDP waits for the other ranks.
@@ -133,13 +139,14 @@ def freeze_buckets(ddp: DistributedDataParallel, config: Config) -> None:
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """That of --optimizer. Weight decay is on convolutions and the last layer's matrix only."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]  # BatchNorm and biases
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim > 1]
+    vectors = [p for p in trained if p.ndim <= 1]  # BatchNorm and biases
     undecayed = {"params": vectors, "weight_decay": 0.0}
     if config.optimizer == "muon":
-        # The first convolution, whose filters are few and small, and the last layer are left to SGD.
-        hidden = [p for p in matrices[1:] if p.ndim == 4]
-        ends = [matrices[0], *(p for p in matrices[1:] if p.ndim != 4)]
+        # A convolution of the images, whose filters are few and small, and the last layer are left to SGD.
+        hidden = [p for p in matrices if p.ndim == 4 and p.shape[1] > 3]
+        ends = [p for p in matrices if p.ndim != 4 or p.shape[1] <= 3]
         others = ({"params": ends, "weight_decay": config.weight_decay}, undecayed)
         return Muon(hidden, others, lr=config.lr, momentum=config.momentum)
     optimizer = torch.optim.SGD(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ import mpiddp
 from mpiddp.train.config import Config
 from mpiddp.train.data import Batch, Data, Dataset, batches
 from mpiddp.train.folder import IGNORED
+from mpiddp.train.measure import is_evaluated
 from mpiddp.train.order import Order
 from mpiddp.train.sharded import DTYPES, is_sharded
 from mpiddp.train.state import State
@@ -94,8 +96,7 @@ def fit(
             save(checkpoints, state, step, config)
             timer.resume("save")
         if made.ends_epoch:
-            # After an epoch on smaller images, the accuracy on whole ones tells little.
-            if data.test is not None and (made.epoch >= config.low_res_epochs or made.is_last):
+            if data.test is not None and is_evaluated(made.epoch, config):
                 timer.resume()
                 score = evaluate(state, data.test, config)
                 timer.resume("evaluation")
@@ -217,6 +218,29 @@ def backward(state: State, images_of_epoch: Iterator[Batch], config: Config) -> 
             state.timer.phase_ends("waiting" if waits_last and left == 0 else "backward")
         loss_sum += loss.detach()
     return loss_sum
+
+
+def time_passes(state: State, config: Config) -> dict[int, float]:
+    """The seconds of a step's passes, for each size of images of the training. A collective.
+
+    The model, its statistics and the timer stay as they are.
+    """
+    device, seconds = next(state.model.parameters()).device, dict[int, float]()
+    buffers = [buffer.clone() for buffer in state.model.buffers()]
+    for side in sorted({config.image_side(epoch) for epoch in range(config.epochs)}):
+        images = torch.zeros(config.batch_size, 3, side, side, device=device)
+        images = images.contiguous(memory_format=torch.channels_last)
+        for _ in range(2):  # the first one allocates memory and selects kernels
+            started = time.perf_counter()
+            with autocast(config, device):
+                loss = state.ddp(images).sum()
+            loss.backward()
+            loss.item()  # waits for the device
+            seconds[side] = config.grad_accum_steps * (time.perf_counter() - started)
+    torch._foreach_copy_(list(state.model.buffers()), buffers)
+    state.optimizer.zero_grad()
+    state.timer.forget()
+    return seconds
 
 
 def _reducing(model: nn.Module, reduces: bool) -> Any:

@@ -25,14 +25,24 @@ def test_the_lists_of_options_name_options():
     assert {*FIXED, *OF_RUN} <= vars(parse([])).keys()
 
 
-def test_the_defaults_follow_from_the_device():
+@pytest.mark.parametrize(("amp", "epochs"), [("off", 5), ("bf16", 12)])
+def test_the_defaults_follow_from_the_device(amp, epochs, monkeypatch):
+    """A CPU without instructions for bf16 trains for fewer epochs."""
+    dtype = {"off": torch.float32, "bf16": torch.bfloat16}[amp]
+    monkeypatch.setattr("mpiddp.train.muon.fast_dtype", lambda device: dtype)
     on_cpu = configured(ranks=2)
-    assert (on_cpu.arch, on_cpu.stem, on_cpu.optimizer) == ("wide_resnet14_2", "half", "muon")
-    assert (on_cpu.global_batch_size, on_cpu.epochs, on_cpu.low_res_epochs) == (128, 7, 4)
+    assert (on_cpu.arch, on_cpu.stem, on_cpu.optimizer) == ("whitened_resnet8", "whitened", "muon")
+    assert (on_cpu.amp, on_cpu.epochs, on_cpu.global_batch_size) == (amp, epochs, 256)
+    sides = [on_cpu.image_side(epoch) for epoch in range(epochs)]
+    assert sides == sorted(sides)
+    assert {*sides} == {16, 24, 32}
     sharded = configured("--parallel=fsdp")
     assert sharded.optimizer == "sgd"
-    folder = configured("--dataset=image-folder", "--arch=resnet50")
-    assert (folder.image_size, folder.stem) == (224, "imagenet")
+    folder = configured("--dataset=image-folder")
+    assert (folder.arch, folder.image_size, folder.stem) == ("resnet18", 224, "imagenet")
+    for options in (("--arch=whitened_resnet8", "--dataset=image-folder"), ("--stem=cifar",)):
+        with pytest.raises(UserError, match="whitened_resnet8 is for CIFAR-10"):
+            configured(*options)
 
 
 def test_a_model_that_the_user_names_has_its_own_stem():
@@ -74,7 +84,8 @@ def test_the_global_batch_is_split_over_the_ranks_also_unevenly():
     assert configured("--batch-size=8", ranks=3).global_batch_size == 24
     assert configured("--global-batch-size=24", "--grad-accum-steps=2", ranks=3).batch_size == 4
     assert configured("--global-batch-size=25", ranks=3).batch_size == 9
-    assert configured("--global-batch-size=3", ranks=3).batch_size == 1  # the user's wish
+    wish = configured("--global-batch-size=3", "--low-res-epochs=0", ranks=3)
+    assert wish.batch_size == 1
     with pytest.raises(UserError, match=r"--global-batch-size 5 .* of 3 ranks .* Use 6 or more"):
         configured("--global-batch-size=5", ranks=3)
 

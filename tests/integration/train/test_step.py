@@ -4,11 +4,13 @@ Tests mpiddp/train/train.py, state.py, muon.py and data.py.
 """
 
 import copy
+import io
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,12 +22,12 @@ from torch import Tensor, nn
 
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.train.data import Data, DeviceImages
-from mpiddp.train.measure import StepTimer
-from mpiddp.train.muon import orthogonal
+from mpiddp.train.measure import Forecast, StepTimer
+from mpiddp.train.muon import fast_dtype, orthogonal
 from mpiddp.train.order import Order
 from mpiddp.train.resnet import ARCHS, zero_init
 from mpiddp.train.state import State, build_model, build_optimizer, build_state, stride_as_gradients
-from mpiddp.train.train import evaluate, fit, load, train_step
+from mpiddp.train.train import evaluate, fit, load, time_passes, train_step
 from tests.support.training import configured
 
 
@@ -130,7 +132,7 @@ def test_images_are_channels_last_whatever_the_weights_are():
 def test_an_epoch_is_saved_before_it_is_scored(monkeypatch):
     """As for any model: one without BatchNorm has no statistics to average over two ranks."""
     calls, images = Mock(), source(4)
-    config = configured("--optimizer=sgd", "--batch-size=2", "--epochs=1")
+    config = configured("--optimizer=sgd", "--batch-size=2", "--epochs=1", "--low-res-epochs=0")
     state = build_state(nn.Sequential(nn.Conv2d(3, 10, 32), nn.Flatten()), config)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr("mpiddp.should_stop", lambda: False)
@@ -208,18 +210,17 @@ def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int) -> l
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return [weights.detach().clone() for weights in model.parameters() if weights.requires_grad]
 
 
 def test_filters_keep_their_norm_and_other_parameters_are_those_of_sgd():
-    model = ARCHS["wide_resnet14_2"]().to(memory_format=torch.channels_last)
+    model = ARCHS["whitened_resnet8"]().to(memory_format=torch.channels_last)
     other = copy.deepcopy(model)
-    names = [name for name, _ in model.named_parameters()]
     by_muon = stepped(build_optimizer(model, configured("--lr=0.1")), model, 3)
     sgd = build_optimizer(other, configured("--lr=0.1", "--optimizer=sgd"))
     by_sgd = stepped(sgd, other, 3)
-    for name, muon, plain in zip(names, by_muon, by_sgd, strict=True):
-        if muon.ndim == 4 and name != "conv1.weight":
+    for muon, plain in zip(by_muon, by_sgd, strict=True):
+        if muon.ndim == 4:
             assert muon.norm() == pytest.approx(len(muon) ** 0.5, rel=0.1)
         else:
             torch.testing.assert_close(muon, plain)
@@ -230,3 +231,65 @@ def source(num_images: int) -> DeviceImages:
     images = draw.integers(0, 256, (num_images, 32, 32, 3), dtype=np.uint8)
     labels = draw.integers(0, 10, num_images)
     return DeviceImages(images, labels, configured(), torch.device("cpu"), augment=False)
+
+
+def test_the_first_convolution_gives_uncorrelated_values_and_is_not_trained():
+    images = source(200)
+    config = configured()
+    model = build_model(config, Data("", 10, images, None), torch.device("cpu"))
+    ((batch, _),) = images.batches([torch.arange(200)], epoch=0)
+    values = model.get_submodule("conv1")(batch).transpose(0, 1).flatten(1)[:12]
+    products = (values @ values.T / values.shape[1]).detach()
+    assert products.diagonal().min() > 0.5
+    assert (products - products.diagonal().diag()).abs().max() < 0.01
+    before = model.get_parameter("conv1.weight").clone()
+    stepped(build_optimizer(model, config), model, 1)
+    assert torch.equal(model.get_parameter("conv1.weight"), before)
+
+
+def test_the_forecast_counts_smaller_images_and_evaluations():
+    """Before the first step it knows the passes alone. Here, a step also takes 2 s for other work."""
+    config = replace(configured(), epochs=4, low_res_epochs=3)
+    forecast = Forecast(config, 10, {16: 1.0, 24: 2.0, 32: 4.0}, evaluation_s=7.0)
+    assert forecast.left_s(0, 0) == 20 * 1 + 10 * 2 + 10 * 4 + 7
+    assert forecast.left_s(5, 0, step_s=3.0) == 15 * 3 + 10 * 4 + 10 * 6 + 7
+    assert forecast.left_s(30, 0, step_s=4.0) == 10 * 6 + 7
+    assert forecast.left_s(40, 0, step_s=6.0) == 7
+    assert forecast.left_s(40, 40, step_s=6.0) == 0
+
+
+def test_timing_the_passes_changes_nothing():
+    config = configured("--batch-size=2", "--amp=off")
+    images = source(4)
+    state = build_state(
+        build_model(config, Data("", 10, images, None), torch.device("cpu")), config
+    )
+    before = {name: value.clone() for name, value in state.model.state_dict().items()}
+    assert list(time_passes(state, config)) == [16, 24, 32]
+    assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
+    assert all(weights.grad is None for weights in state.model.parameters())
+    state.timer.resume()
+    assert state.timer.read() == []
+    assert sum(state.timer.spent.values()) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "limits", "dtype"),
+    [
+        ("avx2 avx512f avx512_bf16", ("AVX512", True), torch.bfloat16),
+        ("avx2 avx512f", ("AVX512", True), torch.float32),  # oneDNN emulates bf16
+        ("avx2 avx512f avx512_bf16", ("AVX2", True), torch.float32),
+        ("avx2 avx512f avx512_bf16", ("AVX512", False), torch.float32),
+        ("avx2", ("AVX2", False), torch.float32),
+        ("asimd bf16", ("DEFAULT", True), torch.bfloat16),  # Arm
+    ],
+)
+def test_the_type_in_which_a_processor_computes_fast(flags, limits, dtype, monkeypatch):
+    text = f"processor\t: 0\nflags\t\t: {flags}\n"
+    supported = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: limits[1])
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.open", lambda *_args, **_kwargs: io.StringIO(text))
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: limits[0])
+        patch.setattr(torch.ops, "mkldnn", supported)
+        found = fast_dtype.__wrapped__(torch.device("cpu"))
+    assert found is dtype
