@@ -141,14 +141,14 @@ class Config:
     steps_per_epoch: int | None = option("end every epoch after this many steps", **count(1))
     low_res_epochs: int = option("first epochs, on smaller images (default: 3/4 of them on CPUs)",
                                 **count(0))
-    lr: float = option("peak for 256 images; scales with the batch (default: 0.4)",
-                       type=_POSITIVE, default=0.4)
+    lr: float = option("peak for 256 images; scales with the batch (default: 0.4, of whitened_resnet8 0.25)",
+                       type=_POSITIVE)
     schedule: str = option("learning rate (default: one-cycle)",
                            choices=("one-cycle", "cosine", "step", "constant"), default="one-cycle")
     optimizer: str = option("(default: muon for whitened_resnet8 on CPUs, else sgd)", choices=("sgd", "muon"))
     momentum: float = option("Nesterov's (default: 0.9)", type=_FRACTION, default=0.9)
     weight_decay: float = option("(default: 5e-4 for cifar10, 1e-4 for image folders)", type=_FRACTION)
-    label_smoothing: float = option("of the training loss (default: 0.1 for whitened_resnet8, else 0)",
+    label_smoothing: float = option("of the training loss (default: 0, of whitened_resnet8 0.1)",
                                     type=_FRACTION)
     zero_init: bool = option("each block of the model begins as its shortcut", action=_SWITCH)
     clip_grad_norm: float | None = option("limit of the gradients' norm", type=_POSITIVE, metavar="NORM")
@@ -294,6 +294,7 @@ def resolve(options: Namespace, world_size: int, device: torch.device) -> Config
         "epochs": epochs,
         "low_res_epochs": min(epochs - 1, round(usual["low_res"] * epochs)),  # the last one is whole
         "optimizer": "muon" if is_whitened and on_cpu and is_ddp and amp != "fp16" else "sgd",
+        "lr": 0.25 if is_whitened else 0.4,
         "label_smoothing": 0.1 if is_whitened else 0.0,
         # torchvision's for ImageNet, and the usual one for CIFAR-10
         "weight_decay": 1e-4 if is_folder else 5e-4,
