@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
@@ -315,9 +314,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     job = script.read_job(given.pop("module"), given.pop("script"))
     script.refuse_misplaced(job, verb)
     if job[:3] == ("-m", "mpiddp", "train"):
-        # The ranks would refuse a wrong option only after they have joined.
-        module = import_module("mpiddp.train.config")
-        given["backend"] = module.parse(list(job[3:])).backend or "auto"
+        given["backend"] = script.value_of(job[3:], "--backend") or "auto"
     prefix = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
