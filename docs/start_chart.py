@@ -1,6 +1,6 @@
-"""Draw the chart of README.md from the JSON of `mpiddp bench start`.
+"""Draw the chart of README.md from the JSON of `python -m benchmarks.start`.
 
-mpiddp bench start --ranks 2,4,8,16 --out start
+python -m benchmarks.start --ranks 2,4,8,16 --out start
 python -m docs.start_chart start/start.json > docs/pictures/start.svg
 """
 
@@ -12,9 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mpiddp.report.html import COLOURS
-
-LAUNCHERS = {"mpiddp": COLOURS[0], "torchrun": COLOURS[4]}
+# Of Okabe and Ito's colours, which colour-blind readers can distinguish as well.
+LAUNCHERS = {"mpiddp": "#0072B2", "torchrun": "#E69F00"}
 WIDTH, LEFT, RIGHT, BAR, GAP = 640, 70, 150, 16, 14
 
 

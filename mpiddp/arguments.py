@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from mpiddp.errors import UserError
 from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 
+OUT = "{out}"  # in an argument of a script that runs several times: a new folder for each run
+
 # A verb's help opens with its examples; those of launch and train have their own.
 _EXAMPLES = """\
   mpirun -np 2 python -m mpiddp run train.py --lr 0.1
@@ -29,22 +31,18 @@ _EXAMPLES = """\
   mpiddp wait train-1 && mpiddp launch --detach next.py
   mpiddp hosts push hosts.txt
   mpiddp hosts run hosts.txt -- nvidia-smi -L
-  mpiddp doctor --hostfile hosts.txt
+  mpiddp doctor hosts.txt
   mpiddp doctor -H node1,node2 --script train.py
   mpiddp explain train.log
   mpiddp explain nccl-timeout
   mpiddp runs
   mpiddp runs /shared/runs
-  mpiddp report runs/a
-  mpiddp report runs/a runs/b -o compared.html
   mpiddp checkpoints list runs/a
   mpiddp checkpoints export runs/a whole
   mpiddp drill -n 2 train.py --epochs 2 --out {out}
   mpiddp drill --only kill,sigterm -n 2 train.py --out {out}
-  mpiddp mesh --hosts 64 --gpus 8 dp=32 tp=8 pp=2
-  mpiddp mesh -H node1:4,node2:4 tp=4 --params 7B --layers 32 --hidden 4096 --seq 4096
-  mpiddp bench allreduce --hostfile hosts.txt
-  mpiddp bench scaling -H node1:8,node2:8 --arch resnet50"""
+  mpiddp bench allreduce hosts.txt
+  mpiddp bench scaling -H node1:8,node2:8 train.py --out {out}"""
 
 
 def examples(prog: str) -> str:

@@ -9,15 +9,14 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from mpiddp import errors
+from mpiddp import errors, world
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import did_you_mean
-from mpiddp.world import likely_ranks
 
 # verb: (module of mpiddp with main(argv) -> int, or its function, its line in `mpiddp --help`)
 VERBS = {
     "launch": ("launch.main", "start a script, or any command, on every slot of a hostfile"),
-    "run": ("runtime.agent", "run a script or command as one rank, under mpirun, srun or torchrun"),
+    "run": ("runtime.agent", "the same; under mpirun, srun or torchrun, be one of their ranks"),
     "train": ("train.train", "train a ResNet, as one rank of a job or alone"),
     "ps": ("watch.table:ps", "list your jobs on this machine"),
     "top": ("watch.table:top", "watch the ranks of a job"),
@@ -27,13 +26,11 @@ VERBS = {
     "stop": ("watch.stop_and_stacks:stop", "stop a job, as Ctrl-C does"),
     "hosts": ("hosts.main", "check hostfiles; log in, push a folder, run a command, pull a run"),
     "doctor": ("doctor.main", "check the hosts before a job"),
-    "explain": ("explain.explain", "say why a job failed, from its log"),
-    "runs": ("report.main:list_runs", "list runs with state, accuracy, rate and duration"),
-    "report": ("report.main", "write a page about runs: curves, settings, failures"),
+    "explain": ("explain.main", "say why a job failed, from its log"),
+    "runs": ("watch.runs", "list runs with state, accuracy, rate and duration"),
     "checkpoints": ("checkpoints.main", "list, verify, prune and export checkpoints"),
     "drill": ("drill.main", "rehearse a script with faults, and compare its resumed runs"),
-    "mesh": ("meshes.main", "print the groups of tp, dp and pp, and what their links carry"),
-    "bench": ("bench.main", "measure scaling, all-reduce, start-up, steps, data"),
+    "bench": ("bench.main", "measure how a script scales, and the all-reduce"),
 }
 
 # The groups of `mpiddp --help`, by their first verbs.
@@ -56,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch.distributed.launch puts it before the user's arguments; the environment has it too.
         del args[0]
     verb, *rest = args or ["--help"]
+    if verb == "run" and not _is_rank():
+        verb = "launch"
     is_rank = verb in RANK_VERBS
     if verb != "run" and hasattr(sys.stdout, "reconfigure"):  # that of `run` is the script's
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be any bytes
@@ -67,24 +66,34 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()  # here, where its error can still be handled
     except (UserError, JobFailed) as error:
         # One rank of a job prints it; other verbs ignore a launcher's variables.
-        rank, local_rank = likely_ranks(os.environ) if is_rank else (0, 0)
+        rank, local_rank = world.likely_ranks(os.environ) if is_rank else (0, 0)
         errors.print_from_one_rank(str(error), rank, local_rank)
         return errors.BAD_INPUT if isinstance(error, UserError) else errors.FAILED
     except (OSError, KeyboardInterrupt) as error:
         if is_rank:  # a script ends as it would under python
             raise
         if isinstance(error, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr)
+            errors.print_error("interrupted")
             return errors.INTERRUPTED
         if error.filename is None and error.errno == errno.ENOENT:  # of os.getcwd() alone
-            print("mpiddp: this folder has been removed. Change to another.", file=sys.stderr)
+            errors.print_error("this folder has been removed. Change to another.")
             return errors.BAD_INPUT
         if error.filename is not None or error.errno not in _OF_STDOUT:
             raise
         if error.errno != errno.EPIPE:
-            print(f"mpiddp: stdout: {error.strerror}.", file=sys.stderr)
+            errors.print_error(f"stdout: {error.strerror}.")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own flush at exit succeeds
         return errors.FAILED
+
+
+def _is_rank() -> bool:
+    """Whether a launcher has started this process as a rank, and not as the shell of `srun --pty`."""
+    if "SLURM_PTY_PORT" in os.environ and os.environ.get("SLURM_TASK_PID") != str(os.getpid()):
+        from mpiddp.hosts.allocations import in_slurm_terminal  # takes 10 ms of each rank
+
+        if in_slurm_terminal(os.environ):
+            return False
+    return world.is_rank(os.environ)
 
 
 def _call(verb: str, args: list[str]) -> int:

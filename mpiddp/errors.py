@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import sys
 import time
@@ -31,11 +32,13 @@ _WRONG = {
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM),
 }
 
+# What argparse, for example, writes before its sentences. The launcher's own need no verb.
+_PREFIX = re.compile("^mpiddp(: | launch: | (?=[a-z][a-z -]*: ))")
+
 # package that an import may miss: the extra of this distribution that installs it
 EXTRA_OF = {
     **dict.fromkeys(("torch", "numpy", "mpi4py", "PIL"), "train"),
     "cloudpickle": "spawn",
-    "bokeh": "report",
 }
 
 
@@ -141,8 +144,23 @@ def print_from_one_rank(sentence: str, rank: int, local_rank: int | None) -> Non
 
 
 def print_error(error: str | Exception) -> None:
-    """Print the sentence of an error. Text in it may come from outside, so it has no effect on a terminal."""
-    print_line(escaped(str(error), keep="\n"), sys.stderr)
+    """Print a message on stderr. Each line of it begins with "mpiddp: "."""
+    print_line(message(str(error)), sys.stderr)
+
+
+def message(sentence: str) -> str:
+    """The lines of a message. Those after the first are indented: a rank may have written them.
+
+    "mpiddp hosts: no such file" becomes "mpiddp: hosts: no such file". Text may come from outside, so it has
+    no effect on a terminal.
+    """
+    text = escaped(without_prefix(sentence), keep="\n").replace("\n", "\nmpiddp:   ")
+    return f"mpiddp: {text}"
+
+
+def without_prefix(sentence: str) -> str:
+    """The sentence without "mpiddp: ", or without the "mpiddp" before the name of a verb."""
+    return _PREFIX.sub("", sentence)
 
 
 def print_line(line: str, stream: TextIO) -> None:

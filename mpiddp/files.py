@@ -7,7 +7,10 @@ import errno
 import fcntl
 import os
 import stat
+import struct
 from pathlib import Path
+
+_FLOCK = "hhqqi0q"  # the kernel's struct flock: type, whence, start, length, pid
 
 
 def read_limited(path: Path, limit: int) -> bytes:
@@ -76,3 +79,14 @@ def locked_folder(folder: Path, lock: str) -> int:
     fcntl.flock(owner, fcntl.LOCK_EX)
     unnamed.rename(folder / lock)
     return owner
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of this file, as an owner.json of a run. Takes none itself."""
+    try:
+        with path.open("rb") as file:
+            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
+    except OSError:
+        return False
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

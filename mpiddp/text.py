@@ -40,6 +40,20 @@ def names_by_value(values: Mapping[str, _V]) -> dict[_V, list[str]]:
     return found
 
 
+def differences(what: str, values: Mapping[str, object]) -> str:
+    """ "torch is 2.12.1 on node2, 2.13.0 on the other 15 hosts"; "" if all are equal."""
+    groups = names_by_value({name: str(value) for name, value in values.items()})
+    most = max(map(len, groups.values()), default=0)
+    if len(groups) < 2:
+        return ""
+    if 2 * most <= len(values):  # no majority
+        every = [f"{value} on {all_of(names)}" for value, names in groups.items()]
+        return f"{what} differs: {', '.join(every)}"
+    odd = [f"{value} on {all_of(names)}" for value, names in groups.items() if len(names) < most]
+    (usual,) = [value for value, names in groups.items() if len(names) == most]
+    return f"{what} is {', '.join(odd)}, {usual} on the other {counted(most, 'host')}"
+
+
 def signal_name(number: int) -> str:
     """ "SIGKILL". Most real-time signals have no name."""
     try:
@@ -121,6 +135,13 @@ def size_text(size: float) -> str:
             return f"{size:.{0 if unit == 'B' else 1}f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def as_json(kind: str, facts: Mapping[str, object]) -> str:
+    """The document of every --json and --report FILE: its kind and the version of its keys come first."""
+    import json  # only this needs it
+
+    return json.dumps({"kind": kind, "version": 1, **facts}, indent=2)
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:

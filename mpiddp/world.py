@@ -18,7 +18,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.variables import ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, RUN_DIR, RUN_ID
+from mpiddp.protocol.variables import (
+    ADDRESS,
+    ANNOUNCED,
+    CHANNEL,
+    CHANNEL_SECRET,
+    GPUS,
+    JOB,
+    PRIVATE,
+    RUN_DIR,
+    RUN_ID,
+)
 from mpiddp.text import parse_whole, shown
 
 
@@ -184,6 +194,12 @@ class World:
                 f"{_listed(found)}: these variables do not come from one launcher. Unset the stale ones."
             )
         return cls(rank, world_size, local_rank, local_size, source)
+
+
+def is_rank(env: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process as a rank, or a stale variable says so."""
+    ours = (ADDRESS, JOB, PRIVATE)  # of `mpiddp launch`, whatever its mpirun sets
+    return any(_present(source, env) for source in RANK_SOURCES) or any(n in env for n in ours)
 
 
 def _listed(variables: Mapping[str, str]) -> str:

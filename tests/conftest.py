@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-# No test remembers the hosts of another (mpiddp/hosts/history.py).
+# No test sees the detached jobs of another.
 os.environ["XDG_STATE_HOME"] = "/dev/null"
 # Several test processes share the cores. Threads of torch that wait for each other after every operation
 # would make it take 40 times as long.

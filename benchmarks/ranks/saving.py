@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
+from benchmarks.training import build, synthetic_job
 from mpiddp.bench.figures import emit, turns
-from mpiddp.bench.training import build, synthetic_job
 from mpiddp.runtime.job.session import current
 from mpiddp.train.data import batches
 from mpiddp.train.measure import StepTimer, gathered

@@ -8,13 +8,20 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import sys
+import time
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from mpiddp.arguments import duration, whole
-from mpiddp.bench.figures import Result, aligned, option, shown
+from mpiddp.bench.figures import Result, aligned, emit, option, shown
+from mpiddp.bench.jobs import Jobs, note
+from mpiddp.bench.machine import machine
+from mpiddp.text import counted
 from mpiddp.text import shown as shown_input
 
 if TYPE_CHECKING:
@@ -72,12 +79,18 @@ def table(results: Results) -> str:
     return f"All-reduce over {ranks} ranks, fp32, time of the slowest rank\n\n{aligned(head, rows)}"
 
 
+def measure(options: Options, jobs: Jobs) -> Any:
+    note(f"allreduce: {counted(jobs.slots, 'rank')}")
+    return jobs.run_job("-m", "mpiddp.bench.allreduce", options=options, ranks=jobs.slots)
+
+
 # --- a rank ---
 
 
-def rank(options: Options, training: list[str]) -> Result:
-    """All-reduces of growing size, each timed separately, on this rank."""
+def rank(options: Options) -> None:
+    """All-reduces of growing size, each timed separately. Rank 0 sends the results."""
     import torch
+    import torch.distributed as dist
 
     import mpiddp
     from mpiddp.runtime.torch.process_group import choose_backend
@@ -92,7 +105,11 @@ def rank(options: Options, training: list[str]) -> Result:
                 seconds = _time(size, device, options.seconds, options.repeats)
                 points.append({"backend": backend, "bytes": size, "seconds": seconds})
                 size *= STEP
-    return {"ranks": world.world_size, "points": points}
+            machines: list[Any] = [None] * world.world_size
+            dist.all_gather_object(machines, machine() if world.local_rank == 0 else None)
+    if world.rank == 0:
+        hosts = [host for host in machines if host]
+        emit({"ranks": world.world_size, "points": points, "hosts": hosts})
 
 
 def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[float]:
@@ -108,13 +125,30 @@ def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[
 
 
 def _series(numbers: torch.Tensor, count: int, device: torch.device) -> list[float]:
+    import torch
     import torch.distributed as dist
 
-    from mpiddp.train.measure import StepTimer, slowest
+    on_gpu = device.type != "cpu"
 
-    timer = StepTimer(device)
-    timer.resume()
+    def clock() -> Any:
+        """The time; on a GPU an event on its stream, so that nothing waits for the device."""
+        if not on_gpu:
+            return time.perf_counter()
+        event = torch.Event(device, enable_timing=True)
+        event.record()
+        return event
+
+    ends = [clock()]
     for _ in range(count):
         dist.all_reduce(numbers)
-        timer.tick()
-    return slowest(timer.read(), device)
+        ends.append(clock())
+    if on_gpu:
+        ends[-1].synchronize()
+    own = [a.elapsed_time(b) / 1000 if on_gpu else b - a for a, b in pairwise(ends)]
+    slowest = torch.tensor(own, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return list(slowest.tolist())
+
+
+if __name__ == "__main__":
+    rank(Options(**json.loads(sys.argv[1])))

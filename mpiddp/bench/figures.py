@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field
 from statistics import median
 from typing import Any, TypeVar
 
 from mpiddp.arguments import whole
 from mpiddp.text import align_columns
-from mpiddp.train.config import option as option
 
 T = TypeVar("T")
 Result = dict[str, Any]  # JSON
@@ -22,9 +22,14 @@ Result = dict[str, Any]  # JSON
 _MARK = "mpiddp-bench: "
 
 
+def option(help: str, **keywords: Any) -> Any:
+    """A field that is an option. `keywords` are argparse's."""
+    return field(metadata={"help": help, **keywords})
+
+
 def wholes(low: int) -> Callable[[str], tuple[int, ...]]:
     """A parser for ascending lists of whole numbers such as 1,2,4."""
-    return lambda text: tuple(sorted({whole(low)(each) for each in text.split(",")}))
+    return lambda text: tuple(sorted({whole(low)(part) for part in text.split(",")}))
 
 
 def emit(result: Mapping[str, Any]) -> None:
@@ -52,12 +57,6 @@ def turns(names: Sequence[T], rounds: int, warmup: int = 0) -> Iterator[tuple[in
             yield index + 1 - warmup, name
 
 
-def title(settings: Result) -> str:
-    """What the training of a benchmark was."""
-    dataset, amp, backend = (settings[each] for each in ("dataset", "amp", "backend"))
-    return f"{settings['arch']} on synthetic {dataset}, amp {amp}, {backend}"
-
-
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """The ratio in each round, whose two figures were measured shortly after each other."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
@@ -66,7 +65,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 def shown(values: Sequence[float], form: str, factor: float = 1.0) -> str:
     """The median, the lowest and the highest of several measurements: "1.05 (0.98 to 1.11)"."""
     figures = (median(values), min(values), max(values))
-    middle, low, high = (format(each * factor, form) for each in figures)
+    middle, low, high = (format(figure * factor, form) for figure in figures)
     return f"{middle} ({low} to {high})"
 
 

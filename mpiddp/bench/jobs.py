@@ -1,22 +1,22 @@
-"""The jobs of a benchmark: each is one command, timed from outside, with the results of its ranks.
-
-`mpiddp launch` starts them, so the figures are those of a user's jobs.
-"""
+"""The jobs of a benchmark, which `mpiddp launch` starts: so the figures are those of a user's jobs."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import resource
+import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 from mpiddp.bench.figures import read_results
+from mpiddp.errors import DONE
 from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.text import counted
 
@@ -33,22 +33,13 @@ class BenchJobFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A command that has ended: its start (seconds since 1970) and its lines of stdout.
-
-    `cpu_s` counts user and system time of all its processes on this host.
-    """
-
-    started_at: float
-    cpu_s: float
-    lines: list[str]
-
-
-@dataclass(frozen=True)
 class Jobs:
-    """The hosts of a benchmark's jobs: options of `mpiddp launch`, and the number of slots.
+    """The jobs of a benchmark.
 
-    `per_host` is the number of ranks on the fullest host. `training` are options of `mpiddp train`.
+    where: the options of `mpiddp launch` that choose the hosts. slots: the ranks that these can hold.
+    per_host: the ranks of the fullest host. starter: the MPI. timeout_s: the limit of one job.
+    out: the folder of the results. arguments: the script and its arguments, or what the ranks of a benchmark
+    take besides its options.
     """
 
     where: tuple[str, ...]
@@ -56,26 +47,27 @@ class Jobs:
     per_host: int
     starter: str
     timeout_s: float
-    training: tuple[str, ...] = ()
+    out: Path
+    arguments: tuple[str, ...] = ()
 
-    def run(self, name: str, options: DataclassInstance, *, ranks: int) -> Any:
-        """Run the benchmark as every rank of a job, and return what rank 0 sent.
-
-        A rank has at most as many threads as in a job on all slots. Otherwise a single rank would be
-        faster because it uses the whole host.
+    def run_job(self, *job: str, options: DataclassInstance, ranks: int) -> Any:
+        """Run a job that takes `options` as JSON, and return what its rank 0 has sent.
 
         Raises:
             BenchJobFailed: it did not succeed within `timeout_s`.
         """
-        job = ("-m", "mpiddp.bench.rank", str(self.per_host), name)
-        return self.run_job(*job, options=options, ranks=ranks)
+        command = [*self.command(ranks), *job, json.dumps(asdict(options)), *self.arguments]
+        [result] = read_results(output_of(command, timeout_s=self.timeout_s))
+        return result
 
-    def run_job(self, *job: str, options: DataclassInstance, ranks: int) -> Any:
-        """The same for any job, which takes `options` as JSON, and those of the training."""
-        command = [*launch_command(*self.where), "-n", str(ranks), *job]
-        command += [json.dumps(asdict(options)), *self.training]
-        [found] = read_results(time_command(command, timeout_s=self.timeout_s).lines)
-        return found
+    def command(self, ranks: int) -> list[str]:
+        """The beginning of the command of a job on so many ranks."""
+        # With the threads of a job on all slots. A single rank would otherwise be faster, because it has the
+        # whole host.
+        share = max(1, (os.cpu_count() or 1) // self.per_host)
+        threads = os.environ.get("OMP_NUM_THREADS") or share
+        command = launch_command("-x", f"OMP_NUM_THREADS={threads}", *self.where)
+        return [*command, "-n", str(ranks)]
 
 
 def launch_command(*options: str) -> list[str]:
@@ -84,38 +76,47 @@ def launch_command(*options: str) -> list[str]:
     return [sys.executable, "-m", "mpiddp", "launch", *fixed, *options]
 
 
-def time_command(argv: Sequence[str], *, timeout_s: float) -> Finished:
-    """Run a command to its end. It does not outlive this function.
+def output_of(argv: Sequence[str], *, timeout_s: float) -> list[str]:
+    """Run a command to its end, and return the lines of its stdout. It does not outlive this function.
 
     Raises:
         BenchJobFailed: its exit code is not 0, or it did not end within `timeout_s`.
     """
-    before, started_at = _cpu_s(), time.time()
-    with subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
-        # A Ctrl-C may come before `child` is known here.
-        preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),
-    ) as child:
+    with started(argv, subprocess.PIPE) as (child, said):
         try:
-            printed, said = child.communicate(timeout=timeout_s)
+            printed, _ = child.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise BenchJobFailed(1, f"it did not end within {timeout_s:g} s.") from None
+            raise BenchJobFailed(1, f"mpiddp: a job did not end within {timeout_s:g} s.") from None
+        if child.returncode != DONE:
+            raise BenchJobFailed(child.returncode, text_of(said))
+    return str(printed).splitlines()
+
+
+@contextlib.contextmanager
+def started(argv: Sequence[str], stdout: int) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """Start a command, and stop it at the end, also on Ctrl-C. Yield it, and the file of its stderr."""
+    with (
+        TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
+        subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=said,
+            encoding="utf-8",
+            errors="replace",
+            # A Ctrl-C may come before `child` is known here.
+            preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),
+        ) as child,
+    ):
+        try:
+            yield child, said
         finally:
-            child.terminate()  # if it has not ended: after this time, or on Ctrl-C
-    if child.returncode != 0:
-        raise BenchJobFailed(child.returncode, said.strip())
-    return Finished(started_at, _cpu_s() - before, printed.splitlines())
+            child.terminate()
 
 
-def _cpu_s() -> float:
-    """The CPU seconds of all ended children and their descendants."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def text_of(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read().strip()
 
 
 def note(sentence: str) -> None:

@@ -1,25 +1,22 @@
 """`mpiddp bench NAME`: measure one thing, print a table, and write its numbers as JSON.
 
-    mpiddp bench scaling --hostfile hostfiles/two_nodes --arch resnet50
+    mpiddp bench allreduce --hostfile hostfiles/two_nodes
 
-Each benchmark is a module of this package. Its `Options` and `table(results)` run in the launching process,
-without torch, and its `rank(options, training)` in every rank. Its jobs are those of its `measure(options,
-jobs)`, else one job on all slots.
+Each benchmark is a module with `Options`, `measure(options, jobs)` and `table(results)`. They run in the
+launching process, without torch, and start jobs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,38 +25,32 @@ from mpiddp.arguments import OneSentenceParser, as_arguments, duration, examples
 from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
+from mpiddp.hosts.where import add_file, settle
+from mpiddp.launch.options import add_help, parse_options
 from mpiddp.launch.options import add_options as add_launch_options
-from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 from mpiddp.launch.variables import without_values
-from mpiddp.text import counted
-from mpiddp.train.config import OF_RUN
-from mpiddp.train.config import parse as parse_training
+from mpiddp.text import as_json, counted
 
 
 class Row(NamedTuple):
-    """A benchmark. With `takes_training` it accepts the options of `mpiddp train` too."""
+    """A benchmark.
+
+    takes_hosts: the options of `mpiddp launch` that choose hosts; otherwise its jobs run on this machine.
+    takes_script: it measures a script, which ends the command line. check: further arguments are for its
+    ranks, and this raises UserError for wrong ones.
+    """
 
     purpose: str
-    takes_hosts: bool = True  # otherwise its jobs run on this machine
-    takes_training: bool = False
+    takes_hosts: bool = True
+    takes_script: bool = False
     least_ranks: int = 1
+    check: Callable[[str, list[str]], None] | None = None
 
 
-_NOT_APPLICABLE = {
-    f"--{name}".replace("_", "-") for name in (*OF_RUN, "out", "log_every", "parallel")
-}
 BENCHMARKS = {
-    "scaling": Row("images/s and efficiency by number of ranks", takes_training=True),
+    "scaling": Row("the steps/s of a script by its number of ranks", takes_script=True),
     "allreduce": Row("the bandwidth of gloo's and NCCL's all-reduce by size", least_ranks=2),
-    "start": Row("the time from the command to the first all-reduce, beside torchrun", False),
-    "restart": Row(
-        "the time from the kill of a rank to the first all-reduce after it", least_ranks=2
-    ),
-    "step": Row(
-        "the loop of mpiddp train beside a bare loop, and the phases of a step", takes_training=True
-    ),
-    "loader": Row("the images/s of a data source, beside those of the model", takes_training=True),
 }
 
 
@@ -86,7 +77,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     """Measure, print and write; return 0, or the exit code of a failed job: 1 or 2.
 
     Args:
-        module: has `Options` and `table`, and `measure` or `rank`.
+        module: has `Options`, `measure` and `table`.
 
     Raises:
         UserError: bad input, found before the first measurement.
@@ -94,27 +85,29 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     """
     started = time.localtime()
     parser, where = _parser(prog, name, row, module)
-    values, training = parser.parse_known_args(argv)
-    if row.takes_training:
-        _check_training(prog, training)  # before the ranks start
-    elif training:
-        parser.error(f"unrecognized arguments: {' '.join(training)}")
-    own = {each.name: getattr(values, each.name) for each in fields(module.Options)}
-    options = module.Options(**own)
+    values, more = parser.parse_known_args(argv)
+    if row.check:
+        row.check(prog, more)  # before the ranks start
+    elif more:
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if row.takes_script:
+        more = [*(["-m", *values.module] if values.module else ()), *values.script]
+    elif row.takes_hosts:
+        settle(values)
+    names = [field.name for field in fields(module.Options)]
+    options = module.Options(**{name: getattr(values, name) for name in names})
     out = Path(values.out or f"bench/{time.strftime('%Y%m%d-%H%M%S', started)}-{name}")
-    jobs = _jobs(values, where, training)
+    jobs = _jobs(prog, row, values, where, more, out)
     if jobs.slots < row.least_ranks:
         least = counted(row.least_ranks, "rank")
         raise UserError(f"{prog} needs at least {least}. Example: -H localhost:{row.least_ranks}")
-    measure = getattr(module, "measure", partial(_on_all_slots, name))
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
     file = out / f"{name}.json"
     with named_by("--out"):  # now: a measurement may take hours
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     try:
-        results = measure(options, jobs)
+        results = module.measure(options, jobs)
     except BenchJobFailed as failure:
         print(failure, file=sys.stderr)
         note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
@@ -126,69 +119,67 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         "command": shlex.join([*prog.split(), *without_values(argv, exports)]),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", started),
         "environment": {"mpi": jobs.starter, **machine()},
-        "options": {**asdict(options), "training": training},
+        "options": {**asdict(options), "arguments": more},
         "results": results,
     }
     with named_by("--out"):
-        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        file.write_text(as_json("bench", record) + "\n", encoding="utf-8")
     print(f"\n{file}")
     return DONE
-
-
-def _on_all_slots(name: str, options: Any, jobs: Jobs) -> Any:
-    note(f"{name}: {counted(jobs.slots, 'rank')}")
-    return jobs.run(name, options, ranks=jobs.slots)
-
-
-def _check_training(prog: str, training: list[str]) -> None:
-    """Raise UserError for options of the training that are wrong, or mean nothing to a benchmark."""
-    parse_training(training)
-    for argument in training:
-        if argument.partition("=")[0].replace("_", "-") in _NOT_APPLICABLE:
-            raise UserError(
-                f"{argument} does not apply to {prog}, which runs a fixed number of steps of "
-                "DistributedDataParallel and keeps no checkpoint. Leave it out."
-            )
 
 
 def _parser(
     prog: str, name: str, row: Row, module: Any
 ) -> tuple[OneSentenceParser, Sequence[argparse.Action]]:
     """The parser, and its options that are `mpiddp launch`'s."""
-    training = " Takes the options of mpiddp train too." if row.takes_training else ""
     parser = OneSentenceParser(
         prog=prog,
-        description=f"Measure {row.purpose}; print a table and write {name}.json.{training}",
+        usage=f"%(prog)s [options] {'(SCRIPT | -m MODULE) [ARGS ...]' if row.takes_script else '[FILE]'}",
+        description=f"Measure {row.purpose}; print a table and write {name}.json.",
         allow_abbrev=False,
         conflict_handler="resolve",  # --timeout is the job's here
+        add_help=False,
     )
+    add_help(parser)
     where = add_launch_options(parser, "where", "how") if row.takes_hosts else []
+    if row.takes_hosts and not row.takes_script:
+        add_file(parser)
     group = parser.add_argument_group("the benchmark")
-    for each in fields(module.Options):
-        keywords = dict(each.metadata)
+    for field in fields(module.Options):
+        keywords = dict(field.metadata)
         if "default" in keywords:
             keywords["help"] += f" (default: {keywords['default']})"
-        group.add_argument(f"--{each.name.replace('_', '-')}", **keywords)
+        group.add_argument(f"--{field.name.replace('_', '-')}", **keywords)
     limit = "time limit of one job (default: 600)"
     group.add_argument("--timeout", type=duration, default=600.0, metavar="S", help=limit)
     out = "folder of the results (default: bench/<time>-<name>)"
     group.add_argument("--out", metavar="DIR", help=out)
-    return parser, [each for each in where if each.option_strings]  # without a --timeout
+    if row.takes_script:
+        parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+        parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser, [action for action in where if action.option_strings]  # without a --timeout
 
 
 def _jobs(
-    values: argparse.Namespace, where: Sequence[argparse.Action], training: list[str]
+    prog: str,
+    row: Row,
+    values: argparse.Namespace,
+    where: Sequence[argparse.Action],
+    arguments: list[str],
+    out: Path,
 ) -> Jobs:
     """Check the hosts once, as a launch does, so that their faults end the benchmark at once."""
     options = as_arguments(where, values) if where else ["-H", "localhost:1"]
-    plan = make_plan(parse_options([*options, "-m", "mpiddp.bench.rank"]), os.environ)
+    job = arguments if row.takes_script else ["-m", "mpiddp.bench.allreduce"]
+    plan = make_plan(parse_options([*options, *job], prog), os.environ)
     hosts = plan.request.hosts
     return Jobs(
         # Without -n: each job has its own.
-        tuple(as_arguments([each for each in where if each.dest != "n"], values)),
+        tuple(as_arguments([action for action in where if action.dest != "n"], values)),
         hosts.world_size,
         max(host.ranks for host in hosts.hosts),
         plan.starter.name,
         values.timeout,
-        tuple(training),
+        out,
+        tuple(arguments),
     )

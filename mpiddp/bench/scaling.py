@@ -1,20 +1,31 @@
-"""`mpiddp bench scaling`: images/s and efficiency by number of ranks.
+"""`mpiddp bench scaling`: the steps/s of a script by its number of ranks.
 
-Weak scaling keeps the batch of each rank, so twice the ranks ideally process twice the images. With
-`--global-batch-size` the global batch stays (strong scaling). Each number of ranks is a separate job; the
-jobs alternate in every round.
+    mpiddp bench scaling -H node1:8,node2:8 train.py --out {out}
+
+Each number of ranks is a launch of its own, and the launches alternate in every round. The launcher counts
+the steps of any script, for `mpiddp top`; a launch is stopped after some seconds of steps. If the script has
+the same batch on each rank, twice the ranks ideally make as many steps/s.
 """
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import time
 from dataclasses import dataclass
-from statistics import median
-from typing import TypedDict
+from typing import Any, NamedTuple, TypedDict
 
-from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, aligned, option, ratios, shown, title, turns, wholes
-from mpiddp.bench.jobs import Jobs, progress
-from mpiddp.errors import UserError
+from mpiddp.arguments import OUT, duration, whole
+from mpiddp.bench.figures import aligned, option, ratios, shown, turns, wholes
+from mpiddp.bench.jobs import BenchJobFailed, Jobs, progress, started, text_of
+from mpiddp.errors import DONE, UserError
+from mpiddp.protocol.channel import VIEW_JOB
+from mpiddp.text import counted
+from mpiddp.watch.jobs import Job, running_jobs
+
+# The first steps allocate memory and select kernels, so they do not count.
+WARMUP_STEPS = 3
+_POLL_S = 0.5  # a rank reports its step as often
 
 
 @dataclass(frozen=True)
@@ -23,19 +34,16 @@ class Options:
         "numbers of ranks (default: 1, 2, 4, … and all slots)", type=wholes(1)
     )
     rounds: int = option("rounds of all numbers of ranks", type=whole(1), default=3)
-    steps: int = option("steps to time in each job", type=whole(4), default=20)
+    seconds: float = option("time of the steps to measure in each job", type=duration, default=20.0)
 
 
 class Run(TypedDict):
-    """One job, with the figures of a training: times are those of the slowest rank."""
+    """One launch: the steps of its slowest rank in so many seconds."""
 
     ranks: int
-    num_hosts: int | None
-    images_per_s: float
-    step_time_p50_s: float
-    step_time_p95_s: float
-    settings: Result
-    hosts: list[Result]
+    hosts: int
+    steps: int
+    seconds: float
 
 
 class Results(TypedDict):
@@ -50,44 +58,96 @@ def measure(options: Options, jobs: Jobs) -> Results:
         raise UserError(f"--ranks {sizes[-1]} is more than the {slots} available slots.")
     runs = list[Run]()
     for number, ranks in turns(sizes, options.rounds):
-        runs.append(jobs.run("scaling", options, ranks=ranks))
-        speed = f"{runs[-1]['images_per_s']:,.0f} images/s"
+        folder = jobs.out.absolute() / f"{ranks}_ranks_{number}"
+        script = [argument.replace(OUT, str(folder)) for argument in jobs.arguments]
+        run = count_steps([*jobs.command(ranks), *script], ranks, options.seconds, jobs.timeout_s)
+        speed = f"{run['steps'] / run['seconds']:.3g} steps/s"
         progress("scaling", ranks, number, options.rounds, speed)
+        runs.append(run)
     return {"runs": runs}
 
 
-def table(results: Results) -> str:
-    runs, rows = results["runs"], []
-    sizes = sorted({run["ranks"] for run in runs})
-    # The speed per rank, relative to that of the smallest job in the same round.
-    ideal = [run["images_per_s"] / sizes[0] for run in runs if run["ranks"] == sizes[0]]
-    for ranks in sizes:
-        own = [run for run in runs if run["ranks"] == ranks]
-        speeds = [run["images_per_s"] for run in own]
-        rows.append(
-            [
-                str(ranks),
-                str(own[0]["num_hosts"]),
-                str(own[0]["settings"]["global_batch_size"]),
-                shown(speeds, ",.0f"),
-                shown(ratios([each / ranks for each in speeds], ideal), ".3f"),
-                f"{1000 * median(run['step_time_p50_s'] for run in own):.1f}",
-                f"{1000 * median(run['step_time_p95_s'] for run in own):.1f}",
-            ]
+class Reported(NamedTuple):
+    """The newest step that a rank has reported, and when: by time.monotonic()."""
+
+    step: int
+    at: float
+
+
+def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float) -> Run:
+    """Start a script on so many ranks, count its steps for so many seconds, and stop it.
+
+    A script that ends earlier is measured until its end.
+
+    Raises:
+        BenchJobFailed: it failed, or made too few steps within `timeout_s`.
+    """
+    first: dict[int, Reported] = {}
+    last: dict[int, Reported] = {}
+    hosts = set[str]()
+    job: Job | None = None
+    until = time.monotonic() + timeout_s
+    with started(command, subprocess.DEVNULL) as (launcher, said):
+        while launcher.poll() is None and time.monotonic() < until:
+            job = job or next((job for job in running_jobs() if job.pid == launcher.pid), None)
+            facts = _facts_of(job)
+            now = time.monotonic()
+            reports = {
+                rank["rank"]: Reported(rank["step"], now - rank["ago_s"])
+                for rank in facts.get("ranks", ())
+                if "step" in rank
+            }
+            if len(reports) == ranks:
+                last, hosts = reports, {rank["host"] for rank in facts["ranks"]}
+            if not first and last and min(report.step for report in last.values()) >= WARMUP_STEPS:
+                first = last
+            if first and min(last[rank].at - first[rank].at for rank in first) >= seconds:
+                break
+            time.sleep(_POLL_S)
+        if launcher.poll() not in (None, DONE):
+            raise BenchJobFailed(launcher.returncode, text_of(said))
+    steps = {rank: last[rank].step - first[rank].step for rank in first}
+    if not steps or min(steps.values()) < 1:
+        newest = max((report.step for report in last.values()), default=0)
+        raise BenchJobFailed(
+            1,
+            f"mpiddp: the launcher has counted {counted(newest, 'step')}, which is too few to measure. It "
+            "counts the steps of torch's optimizers, or those of mpiddp.progress.",
         )
-    head = ("ranks", "hosts", "global batch", "images/s", "efficiency", "step p50 ms", "p95 ms")
-    return f"Scaling of {title(runs[-1]['settings'])}\n\n{aligned(head, rows)}"
+    span_s = {rank: last[rank].at - first[rank].at for rank in first}
+    slowest = min(first, key=lambda rank: steps[rank] / span_s[rank])
+    return {
+        "ranks": ranks,
+        "hosts": len(hosts),
+        "steps": steps[slowest],
+        "seconds": span_s[slowest],
+    }
 
 
-# --- a rank ---
+def _facts_of(job: Job | None) -> dict[str, Any]:
+    """What the launcher says of its job; {} while it starts, or if it has just ended."""
+    with contextlib.suppress(UserError):
+        return job.ask(VIEW_JOB) if job else {}
+    return {}
 
 
-def rank(options: Options, training: list[str]) -> Result:
-    """The figures of the training on so many ranks: a `Run`."""
-    from mpiddp.bench.training import synthetic_job, time_runner
-    from mpiddp.train.measure import STARTUP_STEPS
-
-    with synthetic_job(training, STARTUP_STEPS + options.steps) as job:
-        figures = time_runner(job)
-    size = {"ranks": job.world.world_size, "num_hosts": job.world.num_nodes}
-    return {**size, **figures, "settings": job.settings}
+def table(results: Results) -> str:
+    speeds: dict[int, list[float]] = {}
+    hosts: dict[int, int] = {}
+    for run in results["runs"]:
+        speeds.setdefault(run["ranks"], []).append(run["steps"] / run["seconds"])
+        hosts[run["ranks"]] = run["hosts"]
+    smallest = min(speeds)
+    rows = [
+        [
+            str(ranks),
+            str(hosts[ranks]),
+            shown(speeds[ranks], ".3g"),
+            shown(ratios(speeds[ranks], speeds[smallest]), ".3f"),
+        ]
+        for ranks in sorted(speeds)
+    ]
+    title = (
+        "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
+    )
+    return f"{title}\n\n{aligned(('ranks', 'hosts', 'steps/s', 'efficiency'), rows)}"

@@ -116,7 +116,7 @@ class Checkpoints:
         self._left: Mapping[str, set[str]] = {}  # what this rank has left to others at the resume
         self._thread: int | None = None  # of the first save
         self._resumed = -1  # the step from which the run resumes
-        self._records = RunRecords(self._dir, best[0] if best else "")
+        self._records = RunRecords(self._dir, best[0] if best else "", self._config)
         self._has_ended, self._pid = False, os.getpid()
         self._made: int | None = None  # the last step of which `due` was asked
         session = current()

@@ -23,7 +23,7 @@ from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.checkpoints.retention import PINNED, Retention, hold, prune
-from mpiddp.errors import UserError, named_by
+from mpiddp.errors import UserError, named_by, print_error
 from mpiddp.text import listed, size_text
 
 
@@ -73,7 +73,7 @@ def _verify(folder: Path) -> int:
     try:
         missing = folders.verify(folder).lacking
     except BrokenCheckpoint as error:
-        print(f"{error}.", file=sys.stderr)
+        print_error(f"{error}.")
         return 1
     without = f", without {listed(missing)}: other hosts must have them" if missing else ""
     print(f"checkpoint {folder.name}: verified{without}")

@@ -10,6 +10,8 @@ import errno
 import json
 import math
 import os
+import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +20,14 @@ from typing import Any
 from mpiddp.checkpoints.run import RunDir
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
-from mpiddp.runtime.job.session import current
+from mpiddp.protocol.variables import RUN_ID
+from mpiddp.runtime.job.session import current, script_session
 from mpiddp.runtime.log import log
+from mpiddp.runtime.sinks import SinkRun, number_of, open_sinks
+from mpiddp.world import World
 
 _SCALARS = (int, float, str, bool, type(None))
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # what W&B allows in no id
 
 
 class RunRecords:
@@ -30,9 +36,11 @@ class RunRecords:
     The training matters more than its records: one that cannot be written only causes a warning.
     """
 
-    def __init__(self, run: RunDir, metric: str = "") -> None:
+    def __init__(
+        self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None
+    ) -> None:
         """`metric`: the name of the value by which the best checkpoint is kept."""
-        self.dir, self._metric = run, metric
+        self.dir, self._metric, self.config = run, metric, config or {}
         self._latest: dict[str, float] = {}  # finite value of the metric
         # By name, the losses whose latest value is not finite.
         self._not_finite: dict[str, str] = {}
@@ -65,7 +73,7 @@ class RunRecords:
             )
         if not self._is_writer:
             return
-        numbers = {name: _number(value) for name, value in values.items()}
+        numbers = {name: number_of(value) for name, value in values.items()}
         for name, value in numbers.items():
             self._not_finite.pop(name, None)
             if "loss" in name and isinstance(value, float) and not math.isfinite(value):
@@ -83,6 +91,14 @@ class RunRecords:
         """Append a line about this start of the run to attempts.jsonl."""
         with contextlib.suppress(OSError):
             _append(self.dir.attempts, {"at": time.time(), **facts})
+
+    def began_at(self) -> float:
+        """When the run began, in seconds since 1970: the time of the first line of attempts.jsonl."""
+        try:
+            with self.dir.attempts.open("rb") as file:
+                return float(json.loads(file.readline())["at"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return time.time()
 
     def _warn(self, error: OSError) -> None:
         if not self._is_warned:
@@ -115,15 +131,24 @@ def run_dir() -> Path:
     Raises:
         UserError: there is none yet.
     """
-    return _current_run().dir.path
+    run: RunRecords | None = current().run
+    if run is None:
+        raise UserError(
+            "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"
+        )
+    return run.dir.path
 
 
 def log_metrics(step: int, **values: Any) -> None:
-    """Append a record to metrics.jsonl in the run's folder: `{"step": 7, "loss": 0.5}`.
+    """Record values of a step in the folder of the run, and in the libraries of `--log-to`.
+
+    With `mpiddp.Checkpoints`, this appends a line to metrics.jsonl in its folder: `{"step": 7, "loss": 0.5}`.
+    A run that resumes drops the lines of the steps that it repeats. With `mpiddp launch --log-to tensorboard`
+    or MPIDDP_LOG_TO=tensorboard in the environment, rank 0 writes the numbers to TensorBoard too; wandb,
+    mlflow and trackio are the other libraries. The status of `mpiddp launch` always shows the numbers.
 
     Call it on all ranks, or on rank 0. One rank of each file system writes, rank 0 among them; calls of
-    other ranks do nothing. A run that resumes drops the records of the steps that it repeats. A record
-    that cannot be written causes a warning.
+    other ranks do nothing. A record that cannot be written causes a warning.
 
     Args:
         step: the step of the run to which the values belong, as `Checkpoints.save` counts them.
@@ -134,29 +159,37 @@ def log_metrics(step: int, **values: Any) -> None:
 
     Raises:
         TypeError: a step or a value of another type.
-        UserError: there is no `mpiddp.Checkpoints`, or its `resume` has not been called.
+        UserError: the `resume` of `mpiddp.Checkpoints` has not been called; a library of `--log-to` is not
+            installed. Ranks that mpiddp has started, or joined, end with this error before their first step.
     """
     if isinstance(step, bool) or not isinstance(step, int):
         raise TypeError(f"mpiddp.log_metrics: step: expected a whole number, not {step!r}")
-    _current_run().record(step, values)
-    current().progress.show(values)
+    session = script_session()
+    if session.run is not None:
+        session.run.record(step, values)
+    session.progress.show(values)
+    if session.sinks is None:
+        is_writer = World.from_env().rank == 0
+        session.sinks = open_sinks(_run_of_sinks(session.run, step)) if is_writer else ()
+    for sink in session.sinks:
+        sink.write(step, values)
 
 
-def _current_run() -> RunRecords:
-    run: RunRecords | None = current().run
-    if run is None:
-        raise UserError(
-            "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"
-        )
-    return run
+def _run_of_sinks(records: RunRecords | None, step: int) -> SinkRun:
+    """The run of this process for `--log-to`. `step` is the first one that it records."""
+    if records is not None:
+        name, began = records.dir.path.name, _when(records.began_at())
+        key = _NO_NAME.sub("-", f"{name}-{began}")
+        return SinkRun(key, records.dir.path, records.config, step)
+    # The restarts of a job have one id.
+    script, began = Path(sys.argv[0]).stem, os.environ.get(RUN_ID) or _when(time.time())
+    key = _NO_NAME.sub("-", f"{script}-{began}")
+    return SinkRun(key, Path("runs", key), {}, step)
 
 
-def _number(value: Any) -> Any:
-    """The element of a tensor or an array of one."""
-    if hasattr(value, "item") and getattr(value, "size", None) != 0:
-        with contextlib.suppress(RuntimeError, ValueError):  # it has several elements
-            return value.item()
-    return value
+def _when(seconds: float) -> str:
+    """The same on all hosts, in whatever time zone a run resumes."""
+    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import secrets
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from socket import gethostname
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 # What a folder cannot do at the start, it cannot do after a restart either.
 _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
-_FLOCK = "hhqqi0q"  # the kernel's struct flock: type, whence, start, length, pid
 _held: set[Path] = set()  # the kernel grants a process its own lock again
 
 
@@ -105,17 +103,6 @@ def _holder(file: BinaryIO) -> str:
         return escaped(f"the process {owner['pid']} on {owner['host']}")
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "another run"
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of this owner.json. Takes none itself."""
-    try:
-        with path.open("rb") as file:
-            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
-    except OSError:
-        return False
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
 class Run:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpiddp.hosts.gpus import Gpu
 from mpiddp.hosts.network import blocked
-from mpiddp.text import all_of, counted, names_by_value, size_text
+from mpiddp.text import all_of, differences, names_by_value, size_text
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
 Found = tuple[str, str, str]  # one of the four words, the fact, and what fixes it ("" for nothing)
@@ -37,20 +37,6 @@ class Line:
 def results(check: str, found: Iterable[Found], ok_text: str) -> list[Line]:
     """The lines of a check; `ok_text` is the fact where it has found nothing."""
     return [Line(check, *each) for each in found] or [Line(check, OK, ok_text)]
-
-
-def differences(what: str, values: Mapping[str, Any]) -> str:
-    """ "torch is 2.12.1 on node2, 2.13.0 on the other 15 hosts"; "" if all are equal."""
-    groups = names_by_value({name: str(value) for name, value in values.items()})
-    most = max(map(len, groups.values()), default=0)
-    if len(groups) < 2:
-        return ""
-    if 2 * most <= len(values):  # no majority
-        every = [f"{value} on {all_of(names)}" for value, names in groups.items()]
-        return f"{what} differs: {', '.join(every)}"
-    odd = [f"{value} on {all_of(names)}" for value, names in groups.items() if len(names) < most]
-    (usual,) = [value for value, names in groups.items() if len(names) == most]
-    return f"{what} is {', '.join(odd)}, {usual} on the other {counted(most, 'host')}"
 
 
 def names(facts: Facts) -> Iterator[Found]:

@@ -1,10 +1,11 @@
 """`mpiddp doctor`: what will break on these hosts, before a job does.
 
-    mpiddp doctor --hostfile hostfiles/two_nodes
+    mpiddp doctor hostfiles/two_nodes
     mpiddp doctor -H node1,node2 --script train.py --data /data/imagenet
-    mpiddp doctor --hostfile hostfiles/two_nodes --quick --json
+    mpiddp doctor hostfiles/two_nodes --quick --json
 
-preflight → facts of each host → all pairs over TCP → a small real job → lines, over one login a host.
+preflight → facts of each host → all pairs over TCP → a small real job, over one login a host. Each part
+shows its lines when it ends.
 `--quick` is the preflight of `mpiddp launch` alone.
 """
 
@@ -35,17 +36,19 @@ from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
+from mpiddp.hosts.where import add_file, settle
 from mpiddp.launch import plan, preflight
 from mpiddp.launch.network import find_network
 from mpiddp.launch.options import add_options, parse_options
 from mpiddp.launch.starters import find_starter
-from mpiddp.text import all_of, counted, escaped
+from mpiddp.text import all_of, as_json, counted, escaped
 from mpiddp.world import leave_enclosing_job
 
 _FACTS_S = 110.0  # of a host whose name server and disks are slow
 _PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel's own choice is among them
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
 _ORDER = (FAIL, WARN, UNKNOWN, OK)
+_WIDTH = len("preflight")  # the longest name of a check
 _NEEDED = ("preflight", "ssh", "versions", "network")  # by the job
 _COMPARED = ("torch", "mpi4py")  # by the preflight
 
@@ -59,18 +62,26 @@ def main(argv: list[str]) -> int:
     options, where = _parse(argv)
     job = [*where, "--npernode", "1", "--hang-timeout", str(_HANG_S), "-m", small_job.__name__]
     launch = parse_options(job)
+    folders = _folders(options)
     hosts = plan.read_hosts(launch, os.environ)
     starter = find_starter(hosts.starter, launch.mpirun, plan.PYTHON, os.environ)
     resolve_all([host.name for host in hosts.usable])
+    lines = list[Line]()
+
+    def add(found: Sequence[Line]) -> None:
+        """Show the lines of checks that have ended. A program reads them at the end."""
+        lines.extend(found)
+        if found and not options.json:
+            print(text(found), flush=True)
+
     with closing(Logins()) as logins:
         checked = plan.run_preflight(launch, hosts, starter, os.environ, logins)
-        lines = _of_preflight(checked, starter.name)
+        add(_of_preflight(checked, starter.name))
         if not options.quick:
             ask = partial(
                 ask_hosts, python=str(plan.PYTHON), transport=hosts.transport, logins=logins
             )
             asked = [host for host in hosts.usable if host not in checked.silent]
-            folders = _folders(options)
             library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
             library = library or str(starter.libmpi or "")
             program = _facts_program(options, hosts, folders, library)
@@ -78,16 +89,21 @@ def main(argv: list[str]) -> int:
             for host, answer in answers.items():
                 if answer.why and host not in checked.complaints:
                     check = "versions" if answer.has_failed_there else "ssh"
-                    lines.append(Line(check, FAIL, *_split(answer.why)))
+                    add([Line(check, FAIL, *_split(answer.why))])
             if answered := [host for host, answer in answers.items() if not answer.why]:
                 found = {host.name: answers[host].value for host in answered}
                 every = "every host" + ("" if len(found) == len(hosts.usable) else " that answers")
-                lines += _of_facts(found, folders, _COMPARED if checked.infos else (), every)
-                lines += _pairs(ask, answered, _addresses(hosts, checked, launch.interface))
-            lines.append(_run_job(lines, job))
+                add(_of_facts(found, folders, _COMPARED if checked.infos else (), every))
+                add(_pairs(ask, answered, _addresses(hosts, checked, launch.interface)))
+            add([_run_job(lines, job)])
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
-    print(as_json(lines, names, seconds) if options.json else text(lines, len(names), seconds))
+    if options.json:
+        worst = min((line.status for line in lines), key=_ORDER.index, default=OK)
+        found = {"hosts": names, "seconds": round(seconds, 2), "status": worst}
+        print(as_json("doctor", {**found, "lines": [asdict(line) for line in lines]}))
+    else:
+        print(summary(lines, len(names), seconds))
     return FAILED if any(line.status == FAIL for line in lines) else DONE
 
 
@@ -101,12 +117,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     where = add_options(parser, "hostfile", "host_list", "mpirun", "interface", "login_s")
+    add_file(parser)
     add = parser.add_argument
     add("--script", metavar="FILE", help="compare this script on all hosts")
     add("--data", metavar="DIR", help="check this folder of data on all hosts")
     add("--quick", action="store_true", help="the preflight of a launch alone")
     add("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+    settle(options := parser.parse_args(argv))
     return options, as_arguments(where, options)
 
 
@@ -127,8 +144,10 @@ def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
 
 
 def _folders(options: argparse.Namespace) -> list[str]:
-    """The folders that every host needs: the working folder, and that of the data."""
-    folder = plan.working_folder(os.environ)
+    """The folders that every host needs: the working folder, which has the script, and that of the data."""
+    folder, script = plan.working_folder(os.environ), options.script or ""
+    if script and not os.path.isfile(Path(folder, script)):  # noqa: PTH113 - it raises nothing
+        raise UserError(f"--script {script} not found (looked in {folder}).")
     return [folder, *([] if options.data is None else [str(Path(folder, options.data))])]
 
 
@@ -137,8 +156,6 @@ def _facts_program(
 ) -> str:
     """It prints what a host says of itself. `library` is that of MPI, "" for the one that mpi4py finds."""
     script, folder = options.script or "", folders[0]
-    if script and not os.path.isfile(Path(folder, script)):  # noqa: PTH113 - it raises nothing
-        raise UserError(f"--script {script} not found (looked in {folder}).")
     wanted = {
         "names": [host.name for host in hosts.usable],
         "folders": folders,
@@ -221,25 +238,21 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
     return Line("job", OK, fact)
 
 
-def text(lines: Sequence[Line], hosts: int, seconds: float) -> str:
-    """The summary, then what is not ok, then the rest."""
-    counts = {status: sum(line.status == status for line in lines) for status in _ORDER}
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    rows = [f"{counted(hosts, 'host')}, {said}, in {seconds:.1f} s"]
-    width = max((len(line.check) for line in lines), default=0)
+def text(lines: Sequence[Line]) -> str:
+    """The lines of checks, what is not ok before the rest."""
+    rows = []
     for line in sorted(lines, key=lambda line: _ORDER.index(line.status)):
-        rows.append(f"{line.status:<7}  {line.check:<{width}}  {escaped(line.fact)}")
+        rows.append(f"{line.status:<7}  {line.check:<{_WIDTH}}  {escaped(line.fact)}")
         if line.fix:
-            rows.append(f"{'':<7}  {'':<{width}}  → {escaped(line.fix)}")
+            rows.append(f"{'':<7}  {'':<{_WIDTH}}  → {escaped(line.fix)}")
     return "\n".join(rows)
 
 
-def as_json(lines: Sequence[Line], hosts: Sequence[str], seconds: float) -> str:
-    """The same for programs: hosts, seconds, status (the worst), lines."""
-    worst = min((line.status for line in lines), key=_ORDER.index, default=OK)
-    rows = [asdict(line) for line in lines]
-    content = {"hosts": hosts, "seconds": round(seconds, 2), "status": worst, "lines": rows}
-    return json.dumps(content, indent=1)
+def summary(lines: Sequence[Line], hosts: int, seconds: float) -> str:
+    """ "4 hosts, 2 fail, 11 ok, in 9.2 s"."""
+    counts = {status: sum(line.status == status for line in lines) for status in _ORDER}
+    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return f"{counted(hosts, 'host')}, {said}, in {seconds:.1f} s"
 
 
 def _split(sentence: str) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.files import files_of
-from mpiddp.hosts.interfaces import interfaces, own_addresses
+from mpiddp.hosts.interfaces import interfaces, own_addresses, resolved
 
 _RESOLVERS = 64
 
@@ -29,12 +29,12 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
 
     names = {*wanted["names"], socket.gethostname()}
     with ThreadPoolExecutor(_RESOLVERS) as threads:
-        resolved = dict(zip(names, threads.map(_resolve, names)))
+        addresses = dict(zip(names, threads.map(_addresses, names)))
     shared = os.statvfs("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     return {
         "hostname": socket.gethostname(),
         "addresses": [*own_addresses(), *(each.address for each in interfaces())],
-        "names": resolved,
+        "names": addresses,
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # -1: no limit
         "locked memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
         "shm": shared.f_bavail * shared.f_frsize if shared else 0,
@@ -45,12 +45,12 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _resolve(name: str) -> list[str]:
+def _addresses(name: str) -> list[str]:
+    """The addresses of a host, [] if its name does not resolve."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+        return sorted({str(address[0]) for _, address in resolved(name)})
+    except OSError:
         return []
-    return sorted({str(each[4][0]) for each in found})
 
 
 def _error_of(folder: str) -> str:

@@ -1,24 +1,19 @@
-"""The command that a drill runs, `mpiddp launch …`: its folder, its ranks, and how it resumes."""
+"""The command that a drill runs, `mpiddp launch …`: its folder and its ranks."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpiddp.arguments import as_arguments
+from mpiddp.arguments import OUT, as_arguments
 from mpiddp.errors import UserError
-from mpiddp.launch.command import LEFT_OUT
 from mpiddp.launch.options import parse_options
 from mpiddp.launch.plan import make_plan
 
-OUT = "{out}"  # in an argument of the script: the folder of the run
-_RESUME = re.compile(r"mpiddp: to resume: \S+ (.*)")
 _FILES = ("hostfile", "env_files", "mpirun")  # options of `mpiddp launch`
 
 
@@ -35,21 +30,11 @@ class Command:
     def names_folder(self) -> bool:
         return any(OUT in argument for argument in self.job)
 
-    def arguments(self, out: Path, *, fewer: int = 0, hang_s: int = 0) -> list[str]:
-        """The arguments of `mpiddp` for a run in `out`. The user's own --hang-timeout wins over `hang_s`."""
-        own = ["--hang-timeout", str(hang_s)] if hang_s else []
+    def arguments(self, out: Path, *, fewer: int = 0) -> list[str]:
+        """The arguments of `mpiddp` for a run in `out`, with so many ranks less."""
         size = ["-n", str(self.ranks - fewer)] if fewer else []
         job = [argument.replace(OUT, str(out)) for argument in self.job]
-        return ["launch", *own, *self.options, *size, *job]
-
-    def resume(self, printed: str, otherwise: list[str]) -> list[str]:
-        """The command that the launcher has printed, or the same one again."""
-        found = _RESUME.findall(printed)
-        if not found:
-            return otherwise
-        # The launcher does not print the values of -x.
-        given = {f"{each.partition('=')[0]}={LEFT_OUT}": each for each in self.options}
-        return [given.get(word, word) for word in shlex.split(found[-1])]
+        return ["launch", *self.options, *size, *job]
 
     def folder(self, out: Path) -> Path:
         """The working folder of a run. Without {out}, relative paths must not reach the user's files."""

@@ -7,7 +7,6 @@ mpiddp drill --only kill,sigterm -n 2 -m mpiddp train --use-syn --out {out}
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import signal
@@ -17,18 +16,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mpiddp.arguments import whole
-from mpiddp.drill.command import OUT, Command, read_command
+from mpiddp.arguments import OUT, whole
+from mpiddp.drill.command import Command, read_command
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
-from mpiddp.drill.rehearse import Drill, Rehearsal
+from mpiddp.drill.rehearse import Drill
 from mpiddp.drill.verdict import Result, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, named_by, print_error
 from mpiddp.launch.options import LaunchOptions, option_parser
-from mpiddp.text import align_columns, counted
+from mpiddp.text import align_columns, as_json, counted
 
-_HEAD = ("fault", "result", "steps lost", "checkpoint lost", "weights equal", "leftover processes")
+_HEAD = ("fault", "result", "steps lost", "weights at the end")
 _VERDICTS = {None: "-", True: "pass", False: "FAIL"}
-_YES_OR_NO = {None: "-", True: "yes", False: "no"}
+_ENDS = {None: "not compared", True: "equal", False: "differ"}
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +50,8 @@ def main(argv: list[str]) -> int:
     except BaseException:  # Ctrl-C
         _say(f"what the runs printed and wrote: {work}")
         raise
-    print(json.dumps([*map(asdict, results)], indent=2) if options.json else table(results))
+    found = {"results": [*map(asdict, results)]}
+    print(as_json("drill", found) if options.json else table(results))
     failed = any(result.passed is False for result in results)
     if failed or options.work:
         _say(f"what the runs printed and wrote: {work} (--seed {seed})")
@@ -65,7 +65,7 @@ def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
         _say(f"no argument has {OUT}: each run begins in an empty folder, without your files")
     undisturbed = drill.undisturbed()
     yield judge_undisturbed(undisturbed)
-    steps, saves = undisturbed.recording.length, undisturbed.recording.saved_steps
+    steps, saves = undisturbed.recording.length, undisturbed.recording.saved_steps()
     counts = f"{counted(steps, 'step')}, {counted(len(saves), 'save')}"
     _say(f"undisturbed: {counts}, {undisturbed.seconds:.0f} s")
     if undisturbed.codes != (DONE,) or not steps:
@@ -73,40 +73,24 @@ def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
     if steps < drill.last:
         _say(f"the script ends after {steps} steps, before --steps {drill.last}")
     for fault in faults:
-        if why := _why_not(fault, drill.command, undisturbed):
-            yield Result(fault.name, None, f"left out: {why}")
+        if fault.fewer and drill.command.ranks < 2:
+            yield Result(fault.name, None, "left out: it needs two ranks")
         else:
             yield judge(undisturbed, fault, drill.run(fault, undisturbed))
-
-
-def _why_not(fault: Fault, command: Command, undisturbed: Rehearsal) -> str:
-    """Why this fault cannot be injected here; empty if it can."""
-    if fault.changes_ranks and command.ranks < 2:
-        return "it needs two ranks"
-    if fault.is_of_save and not undisturbed.recording.saves:
-        return "the undisturbed run has not called torch.save"
-    return ""
 
 
 def table(results: Sequence[Result]) -> str:
     sentences = [f"{each.fault}: {each.cause}." for each in results if each.cause]
     if differing := [each.differs_from for each in results if each.differs_from is not None]:
         sentences.append(
-            "Weights, samples and random numbers are not compared: two runs differ from step "
-            f"{differing[0]}."
+            f"Nothing is compared: two runs without a fault differ from step {differing[0]}."
         )
     return "\n".join([align_columns([_HEAD, *map(_row, results)]), *sentences])
 
 
 def _row(result: Result) -> tuple[str, ...]:
-    return (
-        result.fault,
-        _VERDICTS[result.passed],
-        "-" if result.steps_lost is None else str(result.steps_lost),
-        _YES_OR_NO[result.checkpoint_lost],
-        _YES_OR_NO[result.weights_equal],
-        str(result.leftover_processes),
-    )
+    lost = "-" if result.steps_lost is None else str(result.steps_lost)
+    return result.fault, _VERDICTS[result.passed], lost, _ENDS[result.weights_equal]
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:

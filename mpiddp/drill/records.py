@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 State = dict[str, Any]  # see `mpiddp.drill.observer._Observer._state`
+RATE = (
+    "the learning rate"  # an entry of the state after a step; before the first one, none is known
+)
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Attempt:
 
     first: State | None
     steps: list[State]
-    saves: list[State]  # of each file
+    saves: list[dict[str, Any]]  # of each file: its path, and the step
 
 
 @dataclass
@@ -34,14 +38,9 @@ class History:
                 continue
             if self.steps:
                 self.has_resumed = True
-                self.last_resume = self.find(attempt.first["weights"])
+                self.last_resume = find(self.steps, attempt.first)
             kept = self.steps[: (self.last_resume or 0) + 1] or [attempt.first]
             self.steps = [*kept, *attempt.steps]
-
-    def find(self, weights: str) -> int | None:
-        """The newest step after which the weights had these bits; None if there is none."""
-        found = (number for number, step in enumerate(self.steps) if step["weights"] == weights)
-        return max(found, default=None)
 
 
 @dataclass(frozen=True)
@@ -56,29 +55,20 @@ class Recording:
         return len(self.ranks[0].steps) - 1 if self.ranks and self.ranks[0].steps else 0
 
     @property
-    def saves(self) -> list[State]:
-        return [save for rank in self.ranks for each in rank.attempts for save in each.saves]
-
-    @property
-    def saves_files(self) -> bool:
-        """Whether the script saves into files, and not into memory alone."""
-        return any(save["path"] for save in self.saves)
-
-    @property
-    def saved_steps(self) -> list[int]:
-        return sorted({save["step"] for save in self.saves})
-
-    @property
-    def saved_before_fault(self) -> list[int]:
-        """The steps of the saves of the first attempts."""
-        saves = [save for rank in self.ranks for save in rank.attempts[0].saves]
-        written = [each["step"] for each in saves if each["path"] or not self.saves_files]
-        return sorted({step for step in written if step < self.reached})
-
-    @property
     def reached(self) -> int:
         """The steps of rank 0's first attempt."""
         return len(self.ranks[0].attempts[0].steps)
+
+    def saved_steps(self, attempts: slice = slice(None)) -> list[int]:
+        """The steps at which any rank has called torch.save, in these attempts."""
+        of_ranks = (attempt for rank in self.ranks for attempt in rank.attempts[attempts])
+        return sorted({save["step"] for attempt in of_ranks for save in attempt.saves})
+
+
+def find(steps: Iterable[State], state: State) -> int | None:
+    """The newest step after which the weights had these bits; None if there is none."""
+    numbers = (number for number, step in enumerate(steps) if step["weights"] == state["weights"])
+    return max(numbers, default=None)
 
 
 def file_of(folder: Path, rank: int, started_ns: int) -> Path:
@@ -88,21 +78,16 @@ def file_of(folder: Path, rank: int, started_ns: int) -> Path:
 def read(folder: Path) -> Recording:
     """The recording in this folder."""
     ranks = {int(file.stem.split("_")[1]) for file in folder.glob("rank_*.jsonl")}
-    return Recording([History(_read_attempts(folder, rank)) for rank in sorted(ranks)])
+    return Recording([History(read_attempts(folder, rank)) for rank in sorted(ranks)])
 
 
-def position(folder: Path, rank: int, weights: str) -> int:
-    """The step that earlier attempts of this rank had reached with these weights; 0 if none."""
-    return History(_read_attempts(folder, rank)[:-1]).find(weights) or 0
-
-
-def _read_attempts(folder: Path, rank: int) -> list[Attempt]:
+def read_attempts(folder: Path, rank: int) -> list[Attempt]:
     """In the order of their starts. What a killed process has half written is left out."""
-    found = []
+    attempts = []
     for file in sorted(folder.glob(f"rank_{rank}_*.jsonl")):  # the times have as many digits
         lines = file.read_text("utf-8").rpartition("\n")[0].splitlines()
         events = [json.loads(line) for line in lines]
         kinds = ("first", "step", "save")
-        firsts, steps, saves = ([each for each in events if each["kind"] == k] for k in kinds)
-        found.append(Attempt(firsts[0] if firsts else None, steps, saves))
-    return found
+        firsts, steps, saves = ([event for event in events if event["kind"] == k] for k in kinds)
+        attempts.append(Attempt(firsts[0] if firsts else None, steps, saves))
+    return attempts

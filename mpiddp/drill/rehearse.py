@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.drill.command import Command
-from mpiddp.drill.faults import FIRED, UNDISTURBED, Fault, Plan, damage_newest_save
+from mpiddp.drill.faults import FIRED, Fault, Plan, flip_newest_save
 from mpiddp.drill.records import Recording, read
 from mpiddp.errors import DONE
-from mpiddp.hosts.processes import kill_marked, marked
+from mpiddp.hosts.processes import descendants, kill_marked, marked, signal_all
 from mpiddp.protocol.variables import DRILL, OBSERVER
 
 UNDISTURBED_S = 3600.0  # for the undisturbed run
@@ -27,14 +27,10 @@ _POLL_S = 0.02
 
 
 class Ended(NamedTuple):
-    """A command that has ended: its code, its stderr, and the number of its processes that still ran.
-
-    The code is None for one that took too long.
-    """
+    """A command that has ended: its code, None if it took too long, and its stderr."""
 
     code: int | None
     said: str
-    leftover: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,11 +46,6 @@ class Rehearsal:
     def codes(self) -> tuple[int | None, ...]:
         return tuple(each.code for each in self.ended)
 
-    @property
-    def leftover(self) -> int:
-        """The processes of this host that still ran after a command had ended."""
-        return sum(each.leftover for each in self.ended)
-
 
 @dataclass(frozen=True)
 class Drill:
@@ -69,50 +60,37 @@ class Drill:
     seed: int
 
     def undisturbed(self) -> Rehearsal:
-        return self._rehearse(UNDISTURBED, Plan(last=self.last), UNDISTURBED_S)
+        return self._rehearse(None, Plan(last=self.last), UNDISTURBED_S)
 
     def run(self, fault: Fault, undisturbed: Rehearsal) -> Rehearsal:
-        limit_s = max(_LEAST_S, 4 * undisturbed.seconds)
-        hang_s = 5 + round(undisturbed.seconds) if fault.act == "hang" else 0
-        plan = self._plan(fault, undisturbed.recording)
-        return self._rehearse(fault, plan, limit_s, hang_s)
-
-    def _plan(self, fault: Fault, undisturbed: Recording) -> Plan:
-        """When the fault hits: after the first save, if the undisturbed run has saved, and before its end."""
-        saved, length = undisturbed.saved_steps, undisturbed.length
-        second = saved[min(1, len(saved) - 1)] if saved else 0
-        if fault.is_of_save:
-            return Plan(fault.name, 0, second, self.last, undisturbed.saves_files)
-        rng = self._random(fault)
-        rank = rng.randrange(self.command.ranks - fault.fewer_ranks_first)
-        # After the second save there is an older one too, to which a damaged newest one can give way. In the
-        # later half a run has finished epochs.
-        early = max(length // 2, second + 1)
-        step = rng.randint(min(early, length - 1), max(1, length - 1))
-        return Plan(fault.name, rank, max(1, step), self.last)
+        """The fault hits after the second save, if there is one, and before the end of the script."""
+        rng, recording = self._random(fault), undisturbed.recording
+        saved, length = recording.saved_steps(), recording.length
+        # A damaged newest checkpoint can give way to an older one. In the later half, a run has ended epochs.
+        early = max(length // 2, saved[min(1, len(saved) - 1)] + 1 if saved else 0)
+        step = max(1, rng.randint(min(early, length - 1), length - 1))
+        plan = Plan(fault.name, rng.randrange(self.command.ranks), step, self.last)
+        return self._rehearse(fault, plan, max(_LEAST_S, 4 * undisturbed.seconds))
 
     def _random(self, fault: Fault) -> random.Random:
         return random.Random(f"{self.seed} {fault.name}")
 
-    def _rehearse(self, fault: Fault, plan: Plan, limit_s: float, hang_s: int = 0) -> Rehearsal:
+    def _rehearse(self, fault: Fault | None, plan: Plan, limit_s: float) -> Rehearsal:
         """The run, and its resume if it has not come to its end. Each has `limit_s`."""
-        command, folder, fewer = self.command, self.work / fault.name, fault.fewer_ranks_first
+        folder = self.work / plan.fault
         records, out = folder / "records", folder / "out"
         records.mkdir(parents=True)
         out.mkdir()
         plan.write(records)
         since = time.monotonic()
-        first = command.arguments(out, fewer=fewer, hang_s=hang_s)
-        run = partial(_run, folder, command.folder(out), limit_s)
-        ended = [run("first", first, command.ranks - fewer, fault.send)]
+        run = partial(_run, folder, self.command.folder(out), limit_s)
+        sends = fault is not None and fault.number != signal.SIGKILL
+        ended = [run("first", self.command.arguments(out), sends=sends)]
         injected = (records / FIRED).exists()
-        if injected and fault.damage:
-            damage_newest_save(out, fault.damage, self._random(fault))
-        if injected and ended[0].code != DONE:
-            again = command.arguments(out, fewer=fault.fewer_ranks_at_resume)
-            if not fault.changes_ranks:
-                again = command.resume(ended[0].said, again)
-            ended.append(run("resume", again))
+        if fault is not None and injected and ended[0].code != DONE:
+            if fault.flips:
+                flip_newest_save(out, self._random(fault))
+            ended.append(run("resume", self.command.arguments(out, fewer=fault.fewer)))
         return Rehearsal(injected, ended, time.monotonic() - since, read(records))
 
 
@@ -122,12 +100,12 @@ def _run(
     limit_s: float,
     label: str,
     arguments: list[str],
-    ranks: int = 0,
-    send: Callable[[int], None] | None = None,
+    *,
+    sends: bool = False,
 ) -> Ended:
     """Run `mpiddp ARGUMENTS` in the folder `working`, for `limit_s` at most; keep what it prints in `folder`.
 
-    When so many ranks hold, `send` gets the pid of the launcher.
+    `sends`: when the fault has hit, send SIGTERM to all processes of the job on this host.
     """
     records = folder / "records"
     path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
@@ -144,30 +122,30 @@ def _run(
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,  # a Ctrl-C of the drill's own terminal is the drill's
-        ) as process,
+        ) as launcher,
     ):
         deadline = time.monotonic() + limit_s
         try:
-            while process.poll() is None and time.monotonic() < deadline:
-                if send is not None and len([*records.glob("held_*")]) == ranks:
-                    send(process.pid)
-                    time.sleep(0.2)  # its effects are seen before the ranks go on
-                    (records / FIRED).touch()
-                    send = None
+            while launcher.poll() is None and time.monotonic() < deadline:
+                if sends and (records / FIRED).exists():
+                    sends = False
+                    signal_all(
+                        lambda: {launcher.pid: "", **descendants(launcher.pid)}, signal.SIGTERM
+                    )
                 time.sleep(_POLL_S)
         finally:
-            code = process.poll()
+            code = launcher.poll()
             if code is None:
                 _end_leftover(records, wait_s=0.0)
-                process.kill()
-    text = said.read_text("utf-8", errors="replace")
-    return Ended(code, text, _end_leftover(records, _END_S))
+                launcher.kill()
+            _end_leftover(records, _END_S)
+    return Ended(code, said.read_text("utf-8", errors="replace"))
 
 
-def _end_leftover(records: Path, wait_s: float) -> int:
-    """Give the processes of the run this time to end. Kill those that remain, and return their number."""
+def _end_leftover(records: Path, wait_s: float) -> None:
+    """Give the processes of the run this time to end. Kill those that remain."""
     mark = f"{DRILL}={records}".encode()
     deadline = time.monotonic() + wait_s
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return len(kill_marked(mark))
+    kill_marked(mark)

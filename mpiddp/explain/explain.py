@@ -1,9 +1,4 @@
-"""Say why a job failed, from its log: `mpiddp explain LOGFILE`.
-
-    mpiddp explain train.log
-    mpiddp explain ssh-key-refused                        # a known failure, by its id
-    squeue --me; mpiddp explain slurm-4711.out
-    mpirun -n 4 python train.py 2>&1 | tee train.log | mpiddp explain -
+"""Why a job failed, from its log.
 
 The launcher's own sentence decides, else the last traceback of a rank, else a known text. What the job has
 survived is at most "also seen", before a restart forgotten. One regular expression finds what matters.
@@ -13,16 +8,12 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, FAILED, named_by
 from mpiddp.explain.failures import FAILURES, Failure, Weight
 from mpiddp.text import escaped
 
@@ -51,7 +42,9 @@ _RERUNS = ("_fixup_main_from_path", "_fixup_main_from_name")  # in a child of sp
 # The first function in the traceback of an uncaught exception, or one of these two.
 _ENTRIES = ("<module>", "_run_module_as_main", "_bootstrap", "_bootstrap_inner", *_RERUNS)
 _RAISED = re.compile(r"([A-Za-z_]\w*\.)*[A-Za-z_]\w*(: .*|:?)")
-_OURS = "mpiddp: "
+OURS = "mpiddp: "
+_STOPPED = (f"{OURS}stopped on request", f"{OURS}interrupted")
+_RESUME = f"{OURS}to resume: "
 VERDICT = re.compile(
     r"mpiddp: (?:.* Then )?(?:(?:rank (?P<rank>\d+) on \S+ )?"
     r"(?:failed first: (?P<error>.*?)|ended first, (?:with exit code \d+(?:: (?P<words>.*?))?|without.*)"
@@ -66,12 +59,40 @@ _WELL = re.compile(
 )
 
 _BY_ID = {row.id: row for row in FAILURES}
-_EXCEPTION, _EXIT = _BY_ID["python-exception"], _BY_ID["python-exit"]
+# These two lead to the root cause, and explain nothing: a script's own error, and a launcher's line about a
+# rank that has ended.
+_OWN_ERROR = Failure(
+    id="own-error",
+    says=("Error: ", "Exception:"),
+    cause="",
+    fix="",
+    pattern=r"^([a-zA-Z_]\w*\.)*[A-Z]\w*(Error|Exception): ",
+    weight=Weight.EXCEPTION,
+)
+_RANK_ENDED = Failure(
+    id="rank-ended",
+    says=(
+        "one or more processes exited with non-zero status",
+        "BAD TERMINATION OF ONE OF YOUR APPLICATION",
+        "multiprocessing.errors.ChildFailedError",
+        "MPI_ABORT was invoked on rank",
+        "called MPI_Abort",
+        "Exited with exit code",
+        "CANCELLED AT",
+        "The other ranks were stopped",
+    ),
+    cause="",
+    fix="",
+    pattern=r"exited with non|BAD TERM|ChildF|MPI_A|srun: error: .*Exited|"
+    r"\*\*\* (JOB|STEP).*CANCEL|^mpiddp: ",
+    weight=Weight.CONSEQUENCE,
+)
+_ROWS = (*FAILURES, _OWN_ERROR, _RANK_ENDED)
 _RERUN, _HANG = _BY_ID["python-start-method"], _BY_ID["python-hang"]
 # Texts with the same first character share a branch: faster than one alternative a text.
-_SAYS = [text for row in FAILURES for text in row.says]
+_SAYS = [text for row in _ROWS for text in row.says]
 _BRANCHES = groupby(
-    sorted([*_SAYS, *_CHAINED, *_RERUNS, _TRACEBACK, _OURS]), key=lambda text: text[0]
+    sorted([*_SAYS, *_CHAINED, *_RERUNS, _TRACEBACK, OURS]), key=lambda text: text[0]
 )
 _TEXTS = re.compile(
     "|".join(
@@ -141,6 +162,10 @@ class Log:
         self._end = deque[bytes](maxlen=_END_LINES)
 
     def _begin_attempt(self) -> None:
+        self.stop: tuple[int, str] | None = (
+            None  # the line that says that the job was stopped on request
+        )
+        self.resume = ""  # the command that resumes it
         self._rows: dict[str, Explanation] = {}  # the first line of each row outside of tracebacks
         self._open: dict[str, str] = {}  # by rank: its traceback's first function, "" before that
         self._chained: set[str] = set()  # ranks whose next traceback follows from the one before
@@ -165,12 +190,16 @@ class Log:
     def _look_at(self, number: int, line: bytes) -> bool:
         """Keep what matters of a line. Returns whether it shows that something failed."""
         rank, text = _split(line)
-        if text.startswith(_OURS):
+        if text.startswith(OURS):
             self.last_sentence = text
-            if text.startswith(f"{_OURS}restarting on "):  # the job has survived all before it
+            if text.startswith(f"{OURS}restarting on "):  # the job has survived all before it
                 self._begin_attempt()
+            elif text.startswith(_STOPPED) and self._verdict is None:  # else it hung before
+                self.stop = number, escaped(text)
+            elif text.startswith(_RESUME):
+                self.resume = text.removeprefix(_RESUME)
             elif verdict := VERDICT.fullmatch(text):
-                self._verdict, self._verdict_at = verdict, number
+                self._verdict, self._verdict_at, self.stop = verdict, number, None
             elif self._verdict is not None:
                 if _HANG in _shown_by(text):  # it names the rank, and its line
                     self._rows.setdefault(_HANG.id, _explained(_HANG, number, text))
@@ -198,7 +227,7 @@ class Log:
         if not entry or not _RAISED.fullmatch(text):
             return text[:1].isspace()
         del self._open[rank]
-        found = _explained([*_shown_by(text, Weight.EXCEPTION), _EXCEPTION][0], number, text)
+        found = _explained([*_shown_by(text, Weight.EXCEPTION), _OWN_ERROR][0], number, text)
         is_known = _RERUN.id in self._rows  # as by the text that follows in another child
         if entry in _RERUNS and (is_known or not re.fullmatch(r"[\w.]+:", text)):
             found = self._rows.setdefault(_RERUN.id, _explained(_RERUN, number, text))
@@ -208,7 +237,7 @@ class Log:
             self._last.remove(led)
             entry = led.entry if led.entry in _ENTRIES else entry
             is_weaker = found.failure.weight > led.found.failure.weight
-            if led.found.failure is not _EXCEPTION and (is_weaker or found.failure is _EXCEPTION):
+            if led.found.failure is not _OWN_ERROR and (is_weaker or found.failure is _OWN_ERROR):
                 found = led.found  # the table knows what has led to it
         self._chained.discard(rank)
         if self._has_stepped:
@@ -259,7 +288,7 @@ class Log:
         said = verdict["error"] or verdict["words"]
         rows = _shown_by(said or verdict[0], Weight.EXCEPTION)
         if said and not rows:
-            rows = [_EXCEPTION if verdict["error"] else _EXIT]
+            rows = [_OWN_ERROR]
         for row in rows:
             if row.weight != Weight.CONSEQUENCE:
                 return self._rows.get(row.id) or _explained(row, self._verdict_at, verdict[0])
@@ -282,7 +311,7 @@ class Log:
 
     def _with_message(self, found: Explanation) -> Explanation:
         """The row that a later line of an exception's message shows, where its first line shows none."""
-        for row in self._rows.values() if found.failure is _EXCEPTION else ():
+        for row in self._rows.values() if found.failure is _OWN_ERROR else ():
             is_near = 0 < row.number - found.number <= _LONGEST_MESSAGE
             if is_near and row.failure.weight in (Weight.CAUSE, Weight.CONSEQUENCE):
                 return row
@@ -297,7 +326,7 @@ def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
     said = _QUOTED.sub(lambda found: found[0][0] + found[0][-1], line)
     shown = [
         row
-        for row in FAILURES
+        for row in _ROWS
         if row.weight != but
         and any(text in (line if _QUOTE.search(text) else said) for text in row.says)
         and re.search(row.pattern, line)
@@ -322,48 +351,3 @@ def _explained(row: Failure, number: int, line: str) -> Explanation:
     part = line[start : start + _SHOWN].strip()
     shown = escaped("…" * (start > 0) + part + "…" * (start + _SHOWN < len(line)))
     return Explanation(row, number, shown)
-
-
-def main(argv: list[str]) -> int:
-    """Run `mpiddp explain ARGV`. Returns 0 if a failure is explained, 1 if not. Raises UserError."""
-    parser = OneSentenceParser(
-        prog="mpiddp explain",
-        description="Say why a job failed, from its log: the root cause, what fixes it, and what else is in "
-        "it. For logs of mpiddp, mpirun, torchrun and Slurm. The id of a known failure is explained too.",
-        epilog="Exit codes: 0 explained, 1 nothing failed or nothing known in it, 2 no such log.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("log", metavar="LOGFILE", help="a file, - for stdin, or an id")
-    name: str = parser.parse_args(argv).log
-    row = _BY_ID.get(name)
-    if row is not None and not Path(name).exists():
-        print(f"{row.id}: {row.cause}\nFix:  {row.fix}")
-        return DONE
-    # A Path would change //server/log
-    with named_by(""), sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
-        is_empty = not file.peek(1)  # type: ignore[union-attr]
-        log = explain_file(file)
-    found = log.found
-    if found and not log.survived:
-        first, *others = found
-        print(f"{escaped(name)}:{first.number}: {first.line}")
-        print(f"{first.failure.id}: {first.failure.cause}\nFix:  {first.failure.fix}")
-        print("\nAlso seen:\n" if others else "", end="")
-        for each in others:
-            print(f"  line {each.number}: {each.failure.id} ({each.line[:60]})")
-        return DONE
-    if is_empty:
-        print(f"{'stdin' if name == '-' else escaped(name)} is empty.")
-    elif found:
-        print(
-            f'{escaped(name)}: nothing failed for good. Line {found[0].number} says "{found[0].line}", but '
-            f"{log.survived}. More: mpiddp explain {found[0].failure.id}"
-        )
-    else:
-        last = escaped(log.last_sentence.removeprefix(_OURS))
-        said = f"mpiddp's last sentence is: {last} " if last else ""
-        print(
-            f"{escaped(name)}: no known failure in it. {said}To ask somebody, send the command and the first "
-            "error with 20 lines around it. NCCL_DEBUG=WARN and TORCH_DISTRIBUTED_DEBUG=DETAIL add facts."
-        )
-    return FAILED

@@ -89,6 +89,10 @@ class Hosts:
     def world_size(self) -> int:
         return sum(host.ranks for host in self.hosts)
 
+    def over(self, login_s: float) -> Hosts:
+        """These hosts, with `login_s` seconds for each login."""
+        return replace(self, transport=self.transport._replace(login_s=login_s))
+
     def where(self, host: Host) -> str:
         """The host's position in the input, for an error: `hosts.txt:3`, or `-H`."""
         return self.source if host.line is None else f"{self.source}:{host.line}"
@@ -268,57 +272,3 @@ def _checked(hosts: Hosts) -> Hosts:
     if (total := sum(host.slots or 0 for host in hosts.hosts)) > MAX_SLOTS:
         raise UserError(f"{hosts.source}: {total} slots in all; expected at most {MAX_SLOTS}.")
     return hosts
-
-
-def render(hosts: Hosts, form: str) -> str:
-    """The hosts as a hostfile for one MPI. Raises UserError for a key that this MPI cannot express.
-
-    - `openmpi`: `user@node1 slots=2 max_slots=4 port=2222`.
-    - `mpich` (and Intel MPI): `node1:2 user=joe`. max_slots and hosts with 0 slots are left out:
-      Hydra has no such limit; a count of 0 crashes MPICH's Hydra, and Intel's ignores it.
-    - `slurm`: one line per rank with its node's name, for SLURM_HOSTFILE and
-      `srun --distribution=arbitrary`. Users and ports are left out because Slurm does not use ssh.
-      Each host's slot count must be known.
-
-    No MPI has a key for `gpus`: they stand in a comment, on a line of its own because MPICH reads no other.
-    """
-    lines = []
-    for host in hosts.hosts:
-        if form == "slurm":
-            lines += [host.name] * slots_of(hosts, host)
-        elif form == "openmpi" or host.slots != 0:
-            if host.gpus is not None:
-                gpus = ",".join(map(str, host.gpus))
-                lines.append(f"# for mpiddp launch: {host.name} gpus={gpus}")
-            lines.append(
-                _in_openmpi(host) if form == "openmpi" else _in_mpich(host, hosts.where(host))
-            )
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _in_openmpi(host: Host) -> str:
-    keys = {"slots": host.slots, "max_slots": host.max_slots, "port": host.port}
-    written = [f"{key}={value}" for key, value in keys.items() if value is not None]
-    return " ".join([host.ssh_target, *written])
-
-
-def _in_mpich(host: Host, where: str) -> str:
-    cannot = f"{where}: MPICH's hostfile format cannot express"
-    if host.port is not None:
-        raise UserError(
-            f'{cannot} port={host.port}. Put "Port {host.port}" under "Host {host.name}" in ~/.ssh/config.'
-        )
-    if ":" in host.name:
-        raise UserError(
-            f"{cannot} the IPv6 address {host.name}. Give it a name in /etc/hosts, or use IPv4."
-        )
-    count = "" if host.slots is None else f":{host.slots}"
-    return f"{host.name}{count} user={host.user}" if host.user else f"{host.name}{count}"
-
-
-def diff(a: Hosts, b: Hosts) -> list[str]:
-    """The lines that differ, as diff -u has them; empty if both place ranks identically."""
-    from difflib import unified_diff  # 5 ms
-
-    old, new = (render(hosts, "openmpi").splitlines() for hosts in (a, b))
-    return [*unified_diff(old, new, a.source, b.source, n=0, lineterm="")]

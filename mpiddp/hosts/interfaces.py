@@ -12,7 +12,7 @@ import socket
 import struct
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # linux/sockios.h and linux/if.h
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
@@ -20,6 +20,19 @@ _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 
 # Bridges of containers and virtual machines. They have the same address on every host and reach none.
 _VIRTUAL = ("docker", "virbr", "br-", "cni", "flannel", "lxcbr", "lxdbr", "podman")
+
+
+def resolved(name: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """The families and addresses of a host by its name or its address, IPv4 first, with port 0.
+
+    Raises OSError if no name server answers, or none knows the name.
+    """
+    try:
+        answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except UnicodeError:  # an invalid name, such as "a..b"
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
+    found = dict.fromkeys((family, address) for family, _, _, _, address in answers)
+    return sorted(found, key=lambda each: each[0])
 
 
 class Interface(NamedTuple):

@@ -14,13 +14,19 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import ask_hosts, other_hosts
 from mpiddp.hosts.transport import Transport
+from mpiddp.hosts.where import add_file
 
 _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")  # ssh offers these by itself
+
+
+def add_arguments(parser: OneSentenceParser) -> None:
+    add_file(parser)
 
 
 def main(_: argparse.Namespace, hosts: Hosts) -> int:

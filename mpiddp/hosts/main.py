@@ -1,22 +1,19 @@
-"""`mpiddp hosts`: check a hostfile, convert it for another MPI, compare two; work on its hosts.
+"""`mpiddp hosts`: check a hostfile or an allocation, and work on its hosts.
 
     mpiddp hosts check hostfiles/two_nodes
-    mpiddp hosts convert hostfiles/mixed --to mpich > hosts.mpich
-    mpiddp hosts diff old_hosts new_hosts
 
-The modules of keys, push, pull, run and history have their own examples.
+The modules of keys, push, pull and run have their own examples.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import os
 
-from mpiddp.arguments import OneSentenceParser, duration
-from mpiddp.errors import DONE, FAILED
-from mpiddp.hosts import history, keys, pull, push, run
-from mpiddp.hosts.hostfile import Hosts, diff, read_hostfile, render
-from mpiddp.hosts.transport import SSH
+from mpiddp.arguments import OneSentenceParser
+from mpiddp.errors import DONE, UserError
+from mpiddp.hosts import keys, pull, push, run, where
+from mpiddp.hosts.hostfile import Hosts
 from mpiddp.text import align_columns, counted
 
 # verb: (module with add_arguments(parser) and main(options, hosts) -> int, its line in `mpiddp hosts --help`)
@@ -29,70 +26,62 @@ OVER_SSH = {
 
 
 def main(argv: list[str]) -> int:
-    """Run `mpiddp hosts ARGV`. Returns 1 if `diff` found a difference or a host failed, else 0."""
+    """Run `mpiddp hosts ARGV`. Returns 1 if a host failed, else 0."""
     options = _parse(argv)
-    if options.verb in OVER_SSH:
-        hosts = read_hostfile(options.file)
-        transport = hosts.transport._replace(login_s=options.login_s)
-        return int(OVER_SSH[options.verb][0].main(options, replace(hosts, transport=transport)))
-    if options.verb in history.VERBS:
-        return history.main(options)
-    if options.verb == "diff":
-        differences = diff(read_hostfile(options.a), read_hostfile(options.b))
-        print("".join(f"{line}\n" for line in differences), end="")
-        return FAILED if differences else DONE
-    hosts = read_hostfile(options.file)
-    print(f"{table(hosts)}\n" if options.verb == "check" else render(hosts, options.to), end="")
-    return DONE
+    hosts = where.named_hosts(options.hostfile, options.host_list, os.environ, options.login_s)
+    if hosts is None:
+        raise UserError(
+            f"mpiddp hosts {options.verb}: on which hosts? Name them: FILE, --hostfile FILE or -H node1,node2"
+        )
+    if options.verb == "check":
+        print(table(hosts))
+        return DONE
+    if options.verb != "run" and not hosts.transport.is_ssh:
+        name = hosts.transport.name
+        raise UserError(f"mpiddp hosts {options.verb} needs ssh, and {name} reaches these hosts.")
+    return int(OVER_SSH[options.verb][0].main(options, hosts))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = OneSentenceParser(
         prog="mpiddp hosts",
         allow_abbrev=False,
-        description="Check, convert and compare hostfiles, and work on their hosts over ssh.",
+        description="Check hostfiles, and work on their hosts over ssh.",
     )
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
 
-    def verb(name: str, purpose: str, *files: str) -> OneSentenceParser:
+    def verb(name: str, purpose: str) -> OneSentenceParser:
         parser = verbs.add_parser(name, help=purpose, description=f"{purpose}.", allow_abbrev=False)
-        for file in files or ("file",):
-            parser.add_argument(file, help="a hostfile, in Open MPI's or MPICH's syntax")
+        where.add_options(parser)
         return parser
 
-    verb("check", "Print a table of the hosts and their slots, or the first error in the file")
-    verb("convert", "Print the hostfile in the syntax of another MPI or of Slurm").add_argument(
-        "--to",
-        choices=["mpich", "openmpi", "slurm"],
-        required=True,
-        help="the syntax to print: mpich is also Intel MPI's, and slurm a file for SLURM_HOSTFILE",
-    )
-    verb(
-        "diff", "Print the lines in which two hostfiles differ (exit code 1, 0 for none)", "a", "b"
-    )
+    where.add_file(verb("check", "Print a table of the hosts and their slots, or the first error"))
     for name, (module, purpose) in OVER_SSH.items():
-        with_file = verb(name, purpose)
-        with_file.add_argument(
-            "--login-timeout",
-            dest="login_s",
-            type=duration,
-            default=SSH.login_s,
-            metavar="TIME",
-            help=f"time that a login over ssh may take (default: {SSH.login_s:g} s)",
-        )
-        if module is not keys:  # it has no option
-            module.add_arguments(with_file)
-    for name, purpose in history.VERBS.items():
-        verb(name, purpose).add_argument(
-            "host", nargs="?", help="one host, by its name in the hostfile"
-        )
-    own, command = argv, []
+        module.add_arguments(verb(name, purpose))
+    before, command = argv, []
     if argv[:1] == ["run"] and "--" in argv:  # all that follows is the command's
-        own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    if own[:1] and own[0] in OVER_SSH:  # options may stand between the hostfile and the folders
-        known = argparse.Namespace(verb=own[0], command=command)
-        return verbs.choices[own[0]].parse_intermixed_args(own[1:], known)
-    return parser.parse_args(argv)
+        before, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    if before[:1] and before[0] in OVER_SSH:  # options may stand between FILE and the folders
+        values = argparse.Namespace(verb=before[0], command=command, file=None)
+        options = verbs.choices[before[0]].parse_intermixed_args(before[1:], values)
+    else:
+        options = parser.parse_args(argv)
+    if hasattr(options, "folders"):
+        _take_file(options)
+    where.settle(options)
+    return options
+
+
+def _take_file(options: argparse.Namespace) -> None:
+    """Take FILE from the front of the folders of push and pull.
+
+    The first word is FILE, unless the hosts are named, the word is a folder, or pull has no other word.
+    """
+    folders = options.folders
+    are_named = (options.hostfile, options.host_list) != (None, None)
+    is_only = options.verb == "pull" and len(folders) < 2
+    if folders and not (are_named or is_only or os.path.isdir(folders[0])):  # noqa: PTH112
+        options.file = folders.pop(0)
 
 
 def table(hosts: Hosts) -> str:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import islice, product
 from typing import Any
 
+from mpiddp.hosts.interfaces import resolved
 from mpiddp.text import shown
 
 MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
@@ -38,10 +39,9 @@ def is_this_host(name: str) -> bool:
 def addresses_of(name: str) -> tuple[tuple[socket.AddressFamily, tuple[Any, ...]], ...]:
     """The families and addresses of a host, with port 0. Empty if the name does not resolve."""
     try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # UnicodeError for an invalid name
+        return tuple(resolved(name))
+    except OSError:
         return ()
-    return tuple((family, address) for family, _, _, _, address in found)
 
 
 def forget_addresses() -> None:

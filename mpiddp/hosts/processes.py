@@ -74,16 +74,11 @@ def command_of(pid: int) -> str:
     return ""
 
 
-def usage_of(pid: int) -> dict[str, float | str]:
-    """The processor time of a process with its descendants, in seconds, and its main thread's state."""
-    ticks, states = 0, {pid: ""}  # "D" while it waits for a disk; "" if it has ended
-    with suppress(OSError):  # it has ended, or this process has no file left
-        for each in (pid, *descendants(pid)):
-            # The state, utime and stime, the 3rd, 14th and 15th field: proc(5)
-            fields = Path(f"/proc/{each}/stat").read_text("latin-1").rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-            states[each] = fields[0]
-    return {"cpu_s": ticks / os.sysconf("SC_CLK_TCK"), "state": states[pid]}
+def state_of(pid: int) -> str:
+    """The state of a process as in proc(5), "T" if it is stopped; "" if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()[0]
+    return ""
 
 
 @contextmanager

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by
+from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts import push
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import ask_hosts, other_hosts
@@ -27,12 +26,15 @@ _WHERE = "the folder of the run, at the same path on every host"
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
-    parser.add_argument("folder", type=push.parse_folder, help=_WHERE)
+    parser.usage = "mpiddp hosts pull [options] [FILE] FOLDER"
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help=_WHERE)
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Bring everything, and print what came from where. Returns 1 if something could not be brought."""
-    push.refuse_home(folder := Path(options.folder), "a run")
+    if len(options.folders) != 1:
+        raise UserError(f"mpiddp hosts pull: expected one folder, not {len(options.folders)}.")
+    push.refuse_home(folder := Path(push.parse_folder(options.folders[0])), "a run")
     others = other_hosts(hosts.hosts)
     program = f"{push.FIND_RSYNC}print(json.dumps(error or os.path.isdir({str(folder)!a})))"
     answers = ask_hosts(others, program, transport=hosts.transport)
@@ -46,7 +48,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
             print(f"{host.name}: {came}")
         except JobFailed as failed:
             failures[host] = str(failed)
-    print("".join(f"{each}\n" for each in failures.values()), end="", file=sys.stderr)
+    for sentence in failures.values():
+        print_error(sentence)
     return FAILED if failures else DONE
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
-from mpiddp.errors import DONE, JobFailed, UserError, named_by
+from mpiddp.errors import DONE, JobFailed, UserError, named_by, print_error
 from mpiddp.hosts.complaints import Answer, ssh_complaint
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
@@ -61,11 +61,11 @@ _SHELL = (
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
+    parser.usage = "mpiddp hosts push [options] [FILE] [FOLDER ...]"
     parser.add_argument(
         "folders",
         nargs="*",
         default=[],  # else Python before 3.12 demands one
-        type=parse_folder,
         metavar="FOLDER",
         help="the folders to push (default: this one, and the environment that runs this command)",
     )
@@ -84,7 +84,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 def parse_folder(text: str) -> str:
     """The path of a folder. "", as of a variable that is not set, is none: it would be this folder."""
     if not text:
-        raise argparse.ArgumentTypeError("expected a folder, not ''")
+        raise UserError("expected a folder, not ''.")
     return os.path.abspath(text)  # noqa: PTH100 - a link stays one
 
 
@@ -98,11 +98,11 @@ def _entry(text: str) -> str:
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Push, and print the result. Raises what `push` does."""
-    folders = options.folders
+    folders = [*map(parse_folder, options.folders)]
     for data in (f"{each}/data" for each in folders if "data" not in options.leave_out):
         if os.path.lexists(data):  # the folder may be a data set
             to_push = f"To push it: mpiddp hosts push FILE {shlex.quote(data)}"
-            print(f"{data} is left out. {to_push}", file=sys.stderr)
+            print_error(f"{data} is left out. {to_push}")
     began = time.monotonic()
     sent, failures = push(
         hosts.hosts,
@@ -111,8 +111,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         min_hosts=options.min_hosts,
         transport=hosts.transport,
     )
-    if failures:
-        print(*failures.values(), sep="\n", file=sys.stderr)
+    for sentence in failures.values():
+        print_error(sentence)
     said = summary(sent, time.monotonic() - began)
     print(said if sent or failures else "there is no other host")
     return DONE
@@ -216,7 +216,7 @@ def _send(host: Host, folder: str, left_out: Sequence[str], transport: Transport
         *("--delete", "--delete-delay", "--omit-dir-times"),
         *(f"--exclude=/{each}" for each in (*left_out, _REPLACED)),
         # Each host has its own. A folder that is removed takes its __pycache__ along (p).
-        *("--filter=-p __pycache__", "--exclude=*.history.jsonl"),
+        "--filter=-p __pycache__",
         *([] if folder in environment else kept),
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TextIO
 
 from mpiddp.arguments import OneSentenceParser, duration
-from mpiddp.errors import DONE, FAILED, UserError
+from mpiddp.errors import DONE, FAILED, UserError, print_error
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
 from mpiddp.hosts.ssh import OUTPUT_LIMIT, ask_hosts
+from mpiddp.hosts.where import add_file
 from mpiddp.text import escaped, names_by_value, size_text
 
 _ENDED = "mpiddp-hosts-run ended: "  # the agent's last line, on stderr
@@ -67,8 +68,9 @@ sys.exit(code)
 
 
 def add_arguments(parser: OneSentenceParser) -> None:
-    parser.usage = "mpiddp hosts run [options] FILE -- COMMAND [ARGS ...]"
+    parser.usage = "mpiddp hosts run [options] [FILE] -- COMMAND [ARGS ...]"
     parser.elsewhere = {"[^-].*": "Write -- before the command"}
+    add_file(parser)
     parser.add_argument(
         "--timeout", type=duration, metavar="30s", help="end the command after this time"
     )
@@ -90,7 +92,9 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         said = {host.name: each.stderr.partition(_ENDED)[0] for host, each in answers.items()}
         _show({host.name: each.stdout for host, each in answers.items()}, sys.stdout)
         _show(said, sys.stderr)
-        _show(failed, sys.stderr)
+        for text, names in names_by_value(failed).items():
+            if text:
+                print_error(f"{compress_names(names)}: {text}")
         failures.update(failed)
 
     work_s = options.timeout or math.inf

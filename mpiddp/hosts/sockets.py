@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from mpiddp.errors import JobFailed, UserError, cause_of
-from mpiddp.hosts.interfaces import interfaces
+from mpiddp.hosts.interfaces import interfaces, resolved
 from mpiddp.text import parse_whole, shown
 
 # The answers of a name server that knows the name to be wrong. Any other is a failure of the network.
@@ -44,16 +44,15 @@ def resolve(name: str) -> str:
     Raises UserError if there is no such name, and JobFailed if no name server answers.
     """
     try:
-        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError for an invalid name such as "a..b"
+        _, address = resolved(name)[0]
+    except OSError as error:
         sentence = f"{name}: cannot be resolved from {socket.gethostname()}"
-        if isinstance(error, OSError) and error.errno not in _WRONG_NAME:
+        if error.errno not in _WRONG_NAME:
             raise JobFailed(f"{sentence}: {error.strerror}.") from None
         raise UserError(
             f"{sentence}. Add it to DNS or /etc/hosts, "
             "or set MASTER_ADDR to an address of the host where rank 0 runs."
         ) from None
-    *_, address = min(answers, key=lambda answer: answer[0])
     return str(address[0])
 
 

@@ -1,7 +1,7 @@
 """One attempt at a job by its agents: record what happens and react, until these wait, or have ended.
 
 All that happens goes into one record (`mpiddp.launch.events`), whose phase decides about the reactions. Other
-modules judge it: `watch`, `status` and `verdict`. The loop waits for sockets, signals and timers.
+modules judge it: `hangs`, `stragglers`, `status`, `verdict`. The loop waits for sockets, signals and timers.
 """
 
 from __future__ import annotations

@@ -6,17 +6,11 @@ group, on gloo and on NCCL. Clocks of hosts differ, so a rank's times are read b
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 # Calls whose ranks give tensors of the same size. Those of other calls may differ.
 _OF_ONE_SIZE = ("all_reduce (", "broadcast (", "reduce (")
-_LEAST_CALLS = 4  # that are compared for stragglers
-_LEAST_SHARE = 0.25  # of the time in which the others wait for a straggler
-_LEAST_GAP_S = 0.001  # between two ranks, within what the clocks of hosts are read to
-_MOST_LATE = 2 / 3  # of all ranks
-_LONGEST_WINDOW_S = 60.0  # with too few of these calls
 
 
 class Call(NamedTuple):
@@ -79,9 +73,10 @@ def called_at(calls: Calls) -> dict[int, float]:
 def find_wait(
     calls: Calls, world_size: int, told: Collection[int], *, is_over: bool = False
 ) -> Wait | None:
-    """What the job waits for: the oldest wait for a rank that does not wait itself.
+    """The collective that some ranks have entered and others have not, since the longest time.
 
-    Without one, the ranks wait for each other in different groups.
+    If each missing rank waits itself, the ranks wait for each other in different groups, and all of their
+    calls are told.
 
     told: the ranks whose calls are current. is_over: a rank has failed, so its calls have ended.
     """
@@ -89,7 +84,7 @@ def find_wait(
         wait
         for (_, members), ranks in calls.items()
         if (wait := _wait_in(members or range(world_size), ranks, told, is_over=is_over))
-        is not None
+        and (wait.missing or wait.others)
     ]
     waiting = {rank for wait in found for rank in wait.waiting}
     roots = [wait for wait in found if wait.others or not waiting.issuperset(wait.missing)]
@@ -135,51 +130,3 @@ def _is_same(kind: str, other: str) -> bool:
     if not kind.startswith(_OF_ONE_SIZE):
         kind, other = kind.partition(" (")[0], other.partition(" (")[0]
     return kind == other
-
-
-def find_stragglers(
-    calls: Calls, world_size: int, since: float, now: float
-) -> dict[str, Any] | None:
-    """The ranks that the others wait for, the slowest first, and its share of the time: facts of "window".
-
-    A rank's share is the time in which the others of a group have entered a call and this rank has not yet.
-    None if the window has too few calls, and goes on. A job without collectives has no straggler.
-    """
-    gaps: dict[int, list[tuple[float, float]]] = {}
-    times: list[float] = []
-    before = 0.0  # the latest call
-    for (_, members), ranks in calls.items():
-        if len(ranks) < len(members or range(world_size)):
-            continue
-        for number in sorted(set.intersection(*map(set, ranks.values()))):
-            entered = sorted((of_rank[number].at, rank) for rank, of_rank in ranks.items())
-            if entered[0][0] < since:
-                before = max(before, entered[-1][0])
-                continue
-            times.append(entered[-1][0])
-            waits = [(one[0], other[0]) for one, other in itertools.pairwise(entered)]
-            longest = max(waits, key=lambda wait: wait[1] - wait[0], default=(0.0, 0.0))
-            late = [rank for at, rank in entered if at >= longest[1]]
-            if longest[1] - longest[0] >= _LEAST_GAP_S and len(late) <= _MOST_LATE * len(entered):
-                for rank in late:
-                    gaps.setdefault(rank, []).append(longest)
-    if len(times) < _LEAST_CALLS:
-        return {"ranks": [], "share": 0.0} if now >= since + _LONGEST_WINDOW_S else None
-    began = before or min(times)
-    length = max(times) - began
-    shares = {rank: _covered(each, began) / length for rank, each in gaps.items()}
-    largest = max(shares.values(), default=0.0)
-    late = [rank for rank, share in shares.items() if share > largest / 3]
-    if largest < _LEAST_SHARE or len(late) > _MOST_LATE * world_size:
-        return {"ranks": [], "share": 0.0}
-    late.sort(key=lambda rank: (-shares[rank], rank))
-    return {"ranks": late, "share": round(largest, 2)}
-
-
-def _covered(spans: list[tuple[float, float]], since: float) -> float:
-    """The time that these spans cover together."""
-    total, end = 0.0, since
-    for began, ended in sorted(spans):
-        total += max(0.0, ended - max(began, end))
-        end = max(end, ended)
-    return total

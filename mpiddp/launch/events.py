@@ -21,7 +21,6 @@ from mpiddp.launch import log
 from mpiddp.launch.collectives import Call, Group, calls_of
 from mpiddp.launch.gpu_use import GpuUse
 from mpiddp.launch.pace import Pace
-from mpiddp.launch.places import Place, place_of
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.text import escaped
 
@@ -44,7 +43,7 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     "limit": ("seconds",),  # from now on, for all ranks to join, or for the first one to start
     "late": (),  # that time is over
     "asked": ("ranks",),  # for their stacks
-    "looked": (),  # at the stacks, because the job is quiet
+    "looked": (),  # at the stacks of a job that may hang, and has told what they show
     "printed": (),  # the job has written something, before its first step
     "window": ("ranks", "share"),  # the stragglers, and in which share of time the others wait
     "stop": ("by", "reason", "signal"),  # is requested by somebody of `Stop`
@@ -132,9 +131,7 @@ class Record:
         # latest messages: clocks drift.
         self.calls: dict[Group, dict[int, dict[int, Call]]] = defaultdict(dict)
         self.clocks: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_CLOCKS))
-        # The latest looks at the stacks, and the latest windows for stragglers.
-        self.looks: deque[tuple[float, dict[int, Place]]] = deque(maxlen=2)
-        self.windows: deque[Event] = deque(maxlen=CHRONIC)
+        self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest ones, for stragglers
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
         self.add(Event("began", facts=facts, at=self.began_at))
@@ -176,13 +173,11 @@ class Record:
             case "calls":
                 # The message that was the fastest tells the rank's clock best.
                 self.clocks[rank].append(event.at - facts["now_us"] / 1e6)
-                for ranks in self.calls.values():
-                    ranks.pop(rank, None)
+                for name, ranks in [*self.calls.items()]:
+                    if ranks.pop(rank, None) is not None and not ranks:
+                        del self.calls[name]  # the script has destroyed this group
                 for group, calls in calls_of(facts, min(self.clocks[rank])).items():
                     self.calls[group][rank] = calls
-            case "looked":
-                places = {rank: place_of(self.stacks.get(rank)) for rank in self.left}
-                self.looks.append((event.at, places))
             case "window":
                 self.windows.append(event)
             case "announce":

@@ -14,7 +14,6 @@ from contextlib import ExitStack, closing
 from enum import Enum, auto
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
-from mpiddp.hosts import history
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
@@ -120,9 +119,6 @@ class Job:
             outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
         plan = self.plan
         at_fault = outcome.host_at_fault and plan.key_of(outcome.host_at_fault)
-        # Else its user or its input ended it.
-        if (memory := plan.past.memory) and outcome.code in (DONE, FAILED, STOPPED):
-            history.note(memory, plan.used, {at_fault: outcome.sentence} if at_fault else {})
         if at_fault and at_fault == self.at_fault:
             self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
@@ -225,8 +221,7 @@ class Job:
                 return self.plan
         self.close()  # as a whole: a signal ends their wait, too
         with self.signals.interrupting():
-            memory, max_ranks = self.plan.past.memory, self.known.max_ranks
-            past = Past(named, self.doubts, memory, self.enough, max_ranks)
+            past = Past(named, self.doubts, self.enough, self.known.max_ranks)
             plan = make_plan(self.options, os.environ, past, self.launcher.logins)
         self._heed_stop()
         return plan

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mpiddp.text import escaped
+from mpiddp.errors import message
 
 PATIENCE_S = 3.0  # with a reader that reads no more
 _stuck: set[int] = set()  # descriptors whose reader has used it up
@@ -89,9 +89,8 @@ def stamp() -> str:
 
 
 def line(sentence: str) -> bytes:
-    """The lines that `error` prints. Those after the first are indented: a rank may have written them."""
-    text = escaped(sentence, keep="\n").replace("\n", "\nmpiddp:   ")
-    return f"mpiddp: {text}\n".encode(errors="backslashreplace")
+    """The lines that `error` prints."""
+    return f"{message(sentence)}\n".encode(errors="backslashreplace")
 
 
 @dataclass(eq=False)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from mpiddp.launch.agents import Agents
-from mpiddp.launch.collectives import find_stragglers
 from mpiddp.launch.events import Phase, Record
+from mpiddp.launch.hangs import Hang, find_hang, missing_sentence, next_look_at, places_sentence
 from mpiddp.launch.pace import WINDOW_S
-from mpiddp.launch.watch import (
-    hang_sentences,
-    missing_sentence,
-    next_look_at,
-    places_sentence,
-    straggler_sentence,
-)
+from mpiddp.launch.stacks import shown_stack
+from mpiddp.launch.stragglers import find_stragglers, straggler_sentence
 from mpiddp.protocol.group import Peer
 from mpiddp.protocol.server import Event
 
@@ -47,7 +41,7 @@ class Looks:
         printed, copied_at = record.own("printed"), self._output.copied_at
         if not record.newest_step and (printed is None or printed.at != copied_at):
             record.add(Event("printed", at=copied_at))
-        if self._is_quiet:
+        if now >= next_look_at(record):
             self.ask_for_stacks()
 
     def answer(self, viewer: Peer) -> None:
@@ -81,15 +75,19 @@ class Looks:
             self.ask_for_stacks()
 
     def _interrupt(self) -> None:
-        """Let agents interrupt scripts that do not answer. A guess interrupts none: it may only be slow."""
-        if self._is_late or (self._is_quiet and self._options.hang_timeout_s):
+        """Have agents interrupt scripts that do not answer, but only if the job is to be ended.
+
+        A script that is only slow must not be interrupted.
+        """
+        hang = self._find_hang()
+        if self._is_late or (hang is not None and hang.is_over):
             self._server.ask(self._record.mute, "stacks", agents=True)
 
     def _see_stacks(self) -> None:
         """All stacks are there, or the time is over."""
         self._timers.cancel(self._interrupt, self._see_stacks)
         record = self._record
-        stacks = {rank: facts["text"] for rank, facts in record.stacks.items()}
+        stacks = {rank: shown_stack(facts["text"]) for rank, facts in record.stacks.items()}
         while self._viewers:
             viewer, sentence = self._viewers.pop(), places_sentence(record)
             self._console.answer(viewer, sentence=sentence, stacks=stacks)
@@ -98,21 +96,17 @@ class Looks:
             has_started = len(record.latest["started"]) == record.world_size
             others_wait = record.latest["joining"] or not has_started
             (self._end_job if others_wait else self._output.log)(sentence)
-        if self._is_quiet:  # no rank has moved meanwhile
+        if (hang := self._find_hang()) is not None:
             record.note("looked")
-            sentences = hang_sentences(record)
-            for about, sentence in sentences.items():
-                self._output.log(sentence, about, is_error=True)
-            if sentences and self._options.hang_timeout_s is not None:
+            self._output.log(hang.sentence, hang.about, is_error=True)
+            if hang.is_over:
                 self._end_job("the job hung and was stopped.")
+
+    def _find_hang(self) -> Hang | None:
+        is_running = self._record.phase is Phase.RUNNING and bool(self._record.left)
+        return find_hang(self._record) if is_running else None
 
     @property
     def _is_late(self) -> bool:
         """Whether ranks are to be named that have not joined in time."""
         return self._record.phase is Phase.STARTING and self._record.is_late
-
-    @property
-    def _is_quiet(self) -> bool:
-        """Whether to look at the stacks, because the job may hang."""
-        is_running = self._record.phase is Phase.RUNNING and bool(self._record.left)
-        return is_running and time.monotonic() >= next_look_at(self._record)

@@ -21,7 +21,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.errors import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    STOPPED,
+    JobFailed,
+    UserError,
+    without_prefix,
+)
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.command import LEFT_OUT
@@ -53,8 +62,8 @@ def _refused(error: BaseException) -> Outcome:
     """The outcome of a job that has not started."""
     if isinstance(error, KeyboardInterrupt):
         return Outcome(INTERRUPTED, "interrupted")
-    sentence = re.sub("^mpiddp (launch: |(?=[a-z]+: ))", "", str(error))
-    return Outcome(BAD_INPUT if isinstance(error, UserError) else FAILED, sentence)
+    code = BAD_INPUT if isinstance(error, UserError) else FAILED
+    return Outcome(code, without_prefix(str(error)))
 
 
 def _launch(argv: list[str]) -> int:

@@ -16,8 +16,9 @@ from typing import Any
 from mpiddp.arguments import OneSentenceParser, duration, whole
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import SSH
+from mpiddp.hosts.where import refuse_both
 from mpiddp.launch import log, script
-from mpiddp.launch.variables import parse_exports, read_env_file
+from mpiddp.launch.variables import parse_exports, read_env_file, without_values
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.terminal import Terminal
@@ -118,6 +119,7 @@ class LaunchOptions:
     timestamps: bool = False
     stdin: str = "rank0"
     log_dir: str | None = None
+    log_to: tuple[str, ...] = ()
     report: str | None = None
     on_end: tuple[str, ...] | None = None
     detach: bool = False
@@ -162,7 +164,7 @@ how
   master_addr --master-addr ADDR  rank 0's address, as the other ranks reach it
 * interface --interface NAME  network interface for the job: a name, an address or a network
 * exports -x VAR[=VALUE]  pass this environment variable to the ranks (repeatable)
-* env_files --env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)
+  env_files --env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)
   env_all --env-all  pass every variable of this environment, except those that may be secrets
   mpi_args --mpi-args ARGS  options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)
   check --no-check  skip the preflight checks of the hosts
@@ -190,6 +192,8 @@ stdout of rank 0, stderr of all ranks)
 (default: rank0)
 * log_dir --log-dir DIR  write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its \
 host
+  log_to --log-to NAME[:WHERE]  also write the values of mpiddp.log_metrics to tensorboard, wandb, mlflow or \
+trackio (repeatable)
   report --report FILE  write how the job ended to FILE, as JSON
   on_end --on-end COMMAND  run this command when the job has ended, with the path of its report
 * detach --detach  return at once with the job's name, for mpiddp logs, wait, top and stop; the job goes on \
@@ -281,8 +285,7 @@ def option_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.elsewhere = _ELSEWHERE
-    parser.add_argument("-h", "--help", action=_Help, help="show the most used options")
-    parser.add_argument("--help-all", action="help", help="show every option")
+    add_help(parser)
     add_options(parser)
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
@@ -294,6 +297,12 @@ def option_parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=_HIDDEN)
     parser.add_argument("script", nargs=argparse.REMAINDER, help=_HIDDEN)
     return parser
+
+
+def add_help(parser: argparse.ArgumentParser) -> None:
+    """Add --help-all, and --help, which leaves out the options of `mpiddp launch` without a star."""
+    parser.add_argument("-h", "--help", action=_Help, help="show the most used options")
+    parser.add_argument("--help-all", action="help", help="show every option")
 
 
 class _Help(argparse._HelpAction):
@@ -312,7 +321,15 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     given = vars(parser.parse_args(argv))
     _as_torchrun(parser, given)
     job = script.read_job(given.pop("module"), given.pop("script"))
-    script.refuse_misplaced(job, verb)
+    command = job[job[0] in ("-m", "--") :]
+    before = without_values(argv[: -len(command)], given["exports"])
+    before = before[: -1 if before[-1:] == ["-m"] else None]
+    script.refuse_misplaced(
+        job,
+        {name: action for name, action in parser._option_string_actions.items() if name != "-m"},
+        before,
+        verb,
+    )
     if job[:3] == ("-m", "mpiddp", "train"):
         given["backend"] = script.value_of(job[3:], "--backend") or "auto"
     prefix = os.environ.get(names.PREFIX) or "auto"
@@ -320,8 +337,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
     if given["log_dir"] == "":
         raise UserError('--log-dir "": expected a folder.')
-    if None not in (given["hostfile"], given["host_list"]):
-        raise UserError("--hostfile and -H both name the hosts. Give one.")
+    refuse_both(given["hostfile"], given["host_list"])
     given["mpi_args"] = [word for text in given["mpi_args"] for word in _words(text)]
     variables: dict[str, str] = {}
     for path in given["env_files"]:

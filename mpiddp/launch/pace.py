@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
-_STEPS = 50  # whose median counts
 
 
 class Pace:
@@ -23,15 +22,12 @@ class Pace:
         self.memory = 0  # of the process, in bytes
         # The time of a step, its number, and the totals of the rank's thread and of its process.
         self._samples: deque[tuple[float, int, float, float]] = deque()
-        self._step_s: deque[float] = deque(maxlen=_STEPS)
 
     def add(self, at: float, facts: Mapping[str, Any]) -> None:
         """The rank has reported a step, a message "progress"."""
         self.memory = facts["memory"]
         samples, step, own_s = self._samples, facts["step"], facts["own_s"]
         if step != self.step:  # it may begin anew
-            if 0 < self.step < step:
-                self._step_s.append((at - self.since) / (step - self.step))
             self.step, self.since = step, at
         if samples and (step <= samples[-1][1] or own_s < samples[-1][2]):
             samples.clear()  # the script has begun anew, or another thread makes the steps now
@@ -51,8 +47,3 @@ class Pace:
             return None
         steps, own_s, cpu_s = (last - first for first, last in zip(began, now, strict=True))
         return (at - began_at) / steps, own_s / steps, cpu_s / steps
-
-    @property
-    def median_s(self) -> float:
-        """The usual time of a step; 0 before there are two."""
-        return sorted(self._step_s)[len(self._step_s) // 2] if self._step_s else 0.0

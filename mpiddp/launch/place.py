@@ -1,8 +1,7 @@
 """Which of the named hosts a job takes, and the slots and ranks of each.
 
 The hosts are those that passed the preflight, without spares. Slots are a host's line, else its GPUs; ranks
-fill them within -n and --npernode. What earlier jobs and attempts have shown of the hosts counts as well
-(mpiddp/hosts/history.py keeps it).
+fill them within -n and --npernode. What earlier attempts have shown of the hosts counts as well.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
@@ -27,13 +25,10 @@ from mpiddp.text import counted, listed, shown
 
 
 class Past(NamedTuple):
-    """The hosts to choose from, and what earlier jobs, or the earlier attempts of this job, have shown."""
+    """The hosts to choose from, and what the earlier attempts of this job have shown."""
 
     named: Hosts  # as their list was last read without an error
-    # Why the job would do better without a host, by its key. Those of earlier jobs are only said. Where it
-    # can, a job does without hosts that its own attempts have shown.
-    doubts: Mapping[str, str]
-    memory: Path | None = None  # the file of their history; None without one
+    doubts: Mapping[str, str]  # why the job would do better without a host, by its key
     enough: int | None = None  # the number of hosts of the first attempt; None before it
     max_ranks: int | None = None  # the most that the job has announced
 
@@ -62,7 +57,7 @@ def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) 
     left = [host for host in named.usable if host not in reasons]
     if reasons and len(left) < least:
         raise UserError("\n".join(dict.fromkeys(reasons.values())))
-    for host in left[:] if past.enough else ():
+    for host in left[:]:
         if host.key in past.doubts and len(left) > least:
             left.remove(host)
             reasons[host] = f"{past.doubts[host.key]}."

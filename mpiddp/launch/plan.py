@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError, cause_of
-from mpiddp.hosts import history
-from mpiddp.hosts.allocations import find_allocation
 from mpiddp.hosts.files import python_path
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
-from mpiddp.hosts.hostfile import Host, Hosts, hosts_between_commas, parse_host_list, read_hostfile
+from mpiddp.hosts.hostfile import Host, Hosts, hosts_between_commas
 from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
 from mpiddp.hosts.ssh import Logins
+from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log, place
 from mpiddp.launch.command import Request, Starter
 from mpiddp.launch.network import find_network, requested_network
@@ -42,8 +41,6 @@ AGENT: tuple[str, ...] = ("-P", "-m", "mpiddp")
 if sys.version_info < (3, 11):
     AGENT = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
 THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
-
-_read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
 
 
 class Plan(NamedTuple):
@@ -80,7 +77,7 @@ def make_plan(
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
-    past: None for the first attempt, which reads the hosts, knows of earlier jobs, and pushes. logins: gets
+    past: None for the first attempt, which reads the hosts and pushes. logins: gets
     those of the preflight. Raises UserError for bad input and JobFailed if a machine failed.
     """
     is_first = past is None
@@ -95,16 +92,12 @@ def make_plan(
         )
     resolve_all([host.name for host in named.hosts])
     if past is None:
-        # A history of this machine alone would only tell a script's errors, and that of a drill its faults.
-        has_none = _is_local(named) or names.DRILL in env
-        memory = None if has_none else history.file_of(options.hostfile)
-        past = Past(named, history.doubts(memory, named.usable), memory)
+        past = Past(named, {})
     _, least = place.wanted_hosts(options, past)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
     waits = options.wait_s or 0.0, len(named.usable) if is_first else least
     checked = run_preflight(options, named, starter, env, logins, waits)
-    _note(past, checked.silent)
     return _plan(options, env, starter, past, checked)
 
 
@@ -115,15 +108,8 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     """
     by_key = {plan.key_of(name): why for name, why in failures.items()}
     new = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
-    _note(plan.past, new)
     checked = plan.checked._replace(complaints={**plan.checked.complaints, **new}, notes={})
     return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
-
-
-def _note(past: Past, silent: Mapping[Host, str]) -> None:
-    """Remember these hosts, unless they are all: then it is this machine, or its network."""
-    if len(silent) < sum(not is_this_host(host.name) for host in past.named.usable):
-        history.note(past.memory, (), {host.key: why for host, why in silent.items()})
 
 
 def _plan(
@@ -173,15 +159,8 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
     Once the job has begun (not `is_first`), a host of --exclude may be gone from an edited hostfile.
     """
-    if options.hostfile is not None:
-        # Names that differ only after their first dot are two hosts. Every MPI has an option for that.
-        is_file = os.path.isfile(options.hostfile)  # noqa: PTH113 - False for any error
-        hosts = (read_hostfile if is_file else _read_once)(options.hostfile)
-    elif options.host_list is not None:
-        hosts = parse_host_list(options.host_list)
-    else:
-        hosts = find_allocation(env) or THIS_MACHINE
-    hosts = replace(hosts, transport=hosts.transport._replace(login_s=options.login_s))
+    named = named_hosts(options.hostfile, options.host_list, env, options.login_s)
+    hosts = named or THIS_MACHINE
     if options.exclude is not None:
         hosts = _without(options.exclude, hosts, is_first=is_first)
     for host in hosts.hosts:
@@ -295,6 +274,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         names.INTERFACE: networks if options.interface else "",
         names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         names.LOG_DIR: options.log_dir,
+        names.LOG_TO: shlex.join(options.log_to),
         "MASTER_ADDR": options.master_addr,
     }
     given = {name: value for name, value in own.items() if value}

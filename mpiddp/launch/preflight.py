@@ -29,7 +29,7 @@ from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.launch import log
 from mpiddp.launch.variables import of_host
-from mpiddp.text import all_of, duration, listed
+from mpiddp.text import all_of, differences, duration, listed
 
 PAUSE_S = 1.0  # between two attempts to reach a host
 LEAST_START_S, LONGEST_START_S = 3.0, 60.0  # for a program to start on all hosts
@@ -194,8 +194,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
         return f'interface "{interface}" is not on {name}, which has {present}.'
     for own in ("torch", "mpi4py", "mpirun"):
         what, same = (needs.mpirun, "MPI") if own == "mpirun" else (own, "version")
-        here, there = (getattr(each, own) or "missing" for each in (first, info))
-        if here != there:
-            versions = f"{here} on {first.host.name}, {there} on {name}"
-            return f"{what} differs: {versions}. Install the same {same} on every host."
+        versions = {each.host.name: getattr(each, own) or "missing" for each in (first, info)}
+        if fact := differences(what, versions):
+            return f"{fact}. Install the same {same} on every host."
     return ""

@@ -8,14 +8,12 @@ has its keys.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserErr
 from mpiddp.files import part_of, replace_file
 from mpiddp.launch import log
 from mpiddp.launch.outcome import Outcome
-from mpiddp.text import shown
+from mpiddp.text import as_json, shown
 
 _CAUSES = {
     DONE: "done",
@@ -67,7 +65,6 @@ class Report:
         self._paths, self._on_end = list(paths), on_end
         self._attempts: list[dict[str, Any]] = []
         self._facts = {
-            "version": 1,
             "name": name,
             "command": list(command),
             "launched_on": socket.gethostname(),
@@ -87,12 +84,6 @@ class Report:
         ranks = {"hosts": self._facts["hosts"], "world_size": len(hosts)}
         self._attempts.append(span | ranks | {"gpus": outcome.gpus} | _ending(outcome))
         self._write()
-        run, gpus = outcome.announcement.run_dir, outcome.gpus
-        known = Path(run, "attempts.jsonl")  # for `mpiddp report`; it may be on another host
-        if run and gpus and known.is_file():
-            facts = {"at": time.time(), "event": "gpus", "ranks": gpus}
-            with suppress(OSError), known.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(facts) + "\n")
 
     def end(self, outcome: Outcome, resume: str | None) -> None:
         """The job has ended; `resume` is the command that resumes it. Runs the command of `on_end`."""
@@ -117,7 +108,7 @@ class Report:
                     log.error(f"--on-end: {command[0]} has ended with code {code}.")
 
     def _write(self) -> None:
-        content = json.dumps(self._facts, indent=2) + "\n"
+        content = as_json("launch", self._facts) + "\n"
         for path in self._paths:
             try:
                 replace_file(path, content.encode())

@@ -2,43 +2,80 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpiddp.errors import UserError
-from mpiddp.launch import log
+from mpiddp.hosts.files import import_folders, texts_of
+from mpiddp.text import all_of
 
-# Options that people write behind the script by mistake. With the first, they expect that nothing starts.
-_STARTS_NOTHING = ("--dry-run", "--help", "-h")
-_MISPLACED = (*_STARTS_NOTHING, "--hostfile", "-H", "-n", "--max-restarts", "--min-hosts")
-_OWN_PARSER = re.compile(
-    r"\b(argparse|\w*ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b"
-)
+_HELP = ("-h", "--help")
+_HAS_HELP = re.compile(r"\b(argparse|\w*ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
+# With these, a field, a parameter or a line of a docstring is an option.
+_TAKES_NAMES = re.compile(r"\b(HfArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
 
 
-def refuse_misplaced(job: Sequence[str], verb: str) -> None:
-    """Point out an option of the launcher that follows a script whose own parser does not name it."""
-    script, *arguments = job
-    flags = [each for each in (text.partition("=")[0] for text in arguments) if each in _MISPLACED]
-    if not flags or script in ("-m", "--"):
+def refuse_misplaced(
+    job: Sequence[str],
+    options: Mapping[str, argparse.Action],
+    before: Sequence[str],
+    verb: str,
+) -> None:
+    """Raise UserError for options of the launcher behind a script or a module that does not take them itself.
+
+    What is behind a command, behind "--", or behind a module without source files here, is left alone.
+
+    Args:
+        job: as `read_job` returns it.
+        options: of the launcher, by spelling.
+        before: what was typed before the job, without secrets, because it is printed.
+        verb: such as "mpiddp launch".
+    """
+    kind, *names = {"-m": ["module"], "--": ["command"]}.get(job[0], ["script", job[0]])
+    name, *arguments = [*names, *job[1:]]
+    if kind == "command" or name == "mpiddp":  # whose verbs refuse what they do not take
         return
-    text = Path(script).read_text(encoding="utf-8", errors="replace").replace("_", "-")
-    for flag in flags:
-        is_named = re.search(rf"[\"']-*{re.escape(flag.lstrip('-'))}[\"']", text)
-        if is_named or (flag in ("--help", "-h") and _OWN_PARSER.search(text)):
+    moved, flags, kept, rest = list[str](), list[str](), list[str](), iter(arguments)
+    for word in rest:
+        flag, equals, _ = word.partition("=")
+        if word == "--" or flag not in options or _is_named(flag, kind, name):
+            kept += [word, *rest] if word == "--" else [word]
             continue
-        sentence = (
-            f"{flag} comes after {script}, so it goes to the script, which does not mention it."
+        flags.append(flag)
+        moved.append(word)
+        if options[flag].nargs is None and not equals:
+            moved += itertools.islice(rest, 1)
+    if flags:
+        program = ["-m", name] if kind == "module" else [name]
+        right = shlex.join([*verb.split(), *before, *moved, *program, *kept])
+        python = shlex.join(["python", *program, *arguments])
+        come, they_go, them = "comes", "it goes", "it"
+        if len(flags) > 1:
+            come, they_go, them = "come", "they go", "them"
+        raise UserError(
+            f"{all_of(flags)} {come} after {name}, so {they_go} to {name}, which does not mention {them}. "
+            f"Write: {right}. If {name} takes {them} all the same: mpiddp launch … -- {python}"
         )
-        if flag in _STARTS_NOTHING:
-            raise UserError(
-                f"{sentence} Write it before the script: {verb} {flag} {script}. If the script takes it "
-                f"all the same: mpiddp launch … -- python {script} {flag}"
-            )
-        log.info(f"{sentence} Put options of {verb} before the script.")
+
+
+def _is_named(flag: str, kind: str, name: str) -> bool:
+    """Whether the text of a script or a module, or of a file that it imports, has this option."""
+    texts = texts_of(kind, name, str(Path.cwd()), import_folders())
+    if not texts:
+        return True  # nobody can tell
+    bare = re.escape(flag.lstrip("-").replace("_", "-"))
+    for text in (text.decode(errors="replace").replace("_", "-") for text in texts):
+        if re.search(rf"[\"']-*{bare}[\"'=]", text) or (flag in _HELP and _HAS_HELP.search(text)):
+            return True
+        if _TAKES_NAMES.search(text) and re.search(rf"(?<![\w-]){bare}(?![\w-])", text):
+            return True
+    return False
 
 
 def value_of(arguments: Sequence[str], option: str) -> str:

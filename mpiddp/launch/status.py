@@ -8,7 +8,7 @@ from typing import Any
 from mpiddp.hosts.gpus import CHANGING
 from mpiddp.launch.events import Phase, Record
 from mpiddp.launch.gpu_use import find_idle
-from mpiddp.launch.watch import straggler_sentence
+from mpiddp.launch.stragglers import straggler_sentence
 from mpiddp.text import counted, duration, escaped, size_text
 
 # What people look at first, as a narrow terminal cuts the rest.

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Record, Stop, is_silent
+from mpiddp.launch.hangs import sentence_at_failure
 from mpiddp.launch.outcome import MpirunEnd, Outcome
-from mpiddp.launch.watch import sentence_at_failure
 from mpiddp.protocol.server import Event
 from mpiddp.text import escaped, signal_name, size_text
 

@@ -85,8 +85,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "progress": {"step": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
     "saving": {"active": bool},  # begins, or has ended
     "saved": {"path": str},  # of a checkpoint that is complete
-    # `state` of the main thread, as in /proc.
-    "stacks": {"text": str, "cpu_s": _NUMBER, "state": str},
+    "stacks": {"text": str},
     # Of torch's collectives, by the rank's own clock: see `mpiddp.runtime.collectives`.
     "calls": {"now_us": int, "groups": list},
     # For each rank of its host whose GPU is known: the rank, and the fields CHANGING of `mpiddp.hosts.gpus`.

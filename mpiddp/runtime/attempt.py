@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, UserError, named_by, print_error
-from mpiddp.hosts.processes import adopt_orphans, usage_of
+from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.hosts.sockets import reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
+from mpiddp.runtime import sinks
 from mpiddp.runtime.child import PASSED, Child, reap
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
@@ -121,6 +122,8 @@ class Attempt:
         try:
             prepare(world)
             rank.program.check()
+            if world.rank == 0 and not child.is_command:
+                sinks.require(os.environ)
             if not (child.is_command or child.runs):
                 child.start(os.environ)
         except (UserError, JobFailed) as error:
@@ -285,8 +288,7 @@ class Attempt:
                 self._resize(columns, rows)
             case {"type": "stacks"}:
                 if (text := self.child.stack()) is not None:  # else the script answers
-                    usage = usage_of(self.child.pid or os.getpid())
-                    self.coordinator.send("stacks", text=text[-TEXT_LIMIT:], **usage)
+                    self.coordinator.send("stacks", text=text[-TEXT_LIMIT:])
 
     def _note_request(self, number: int) -> None:
         """The launcher has requested a stop by this signal."""

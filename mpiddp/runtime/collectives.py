@@ -32,7 +32,7 @@ def calls() -> dict[str, Any] | None:
     """The facts of a message "calls"; None in a process that has no process group.
 
     torch's record of calls is private. If a version has another form of it, this returns nothing, and the
-    launcher judges by the stacks.
+    launcher only tells that no rank makes a step.
     """
     torch = sys.modules.get("torch.distributed.distributed_c10d")
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, RuntimeError):

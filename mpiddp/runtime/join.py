@@ -32,7 +32,7 @@ from typing import NoReturn, TypeVar
 from mpiddp.errors import BAD_INPUT, FAILED, JobFailed, UserError, print_error, print_from_one_rank
 from mpiddp.hosts.sockets import bind
 from mpiddp.protocol.variables import AGENT_STORE, CHANNEL, CHANNEL_SECRET, RUN_ID
-from mpiddp.runtime import patches
+from mpiddp.runtime import patches, sinks
 from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import ending_of
@@ -124,9 +124,14 @@ def _by_hand(world: World, session: Session) -> None:
     """Meet the other ranks, and prepare this process for what it runs."""
     from mpiddp.runtime.rendezvous.store import serve_store
 
-    session.coordinator.world = world
+    session.coordinator.world, problem = world, ""
+    if world.rank == 0:
+        try:
+            sinks.require(os.environ)
+        except UserError as error:
+            problem = str(error)
     try:
-        env, listener = meet(session.coordinator)
+        env, listener = meet(session.coordinator, problem)
     except UserError as error:  # such as a foreign MPI: the ranks have not met
         print_from_one_rank(str(error), world.rank, world.local_rank)
         raise SystemExit(BAD_INPUT) from None

@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import UserError, cause_of
+from mpiddp.errors import UserError, cause_of, print_error
 from mpiddp.files import locked_folder
 from mpiddp.protocol.channel import state_folder
 
@@ -41,6 +40,15 @@ class DetachedJob:
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def title(self) -> str:
+        return f"{self.pid or '-'} ({self.name})"
+
+    @property
+    def pid(self) -> int | None:
+        """That of its launcher, None once it has ended: another process may have it then."""
+        return self.report().get("pid") if self.is_running else None
 
     @property
     def report_path(self) -> Path:
@@ -129,7 +137,7 @@ def _limit(job: DetachedJob) -> None:
             output = job.open_part(number)
         except OSError as error:  # a full disk may have room again
             why = f"the log of {job.name} cannot go on in another file: {error.strerror}."
-            print(f"mpiddp: {why}", file=sys.stderr, flush=True)
+            print_error(why)
             return
         for standard in (1, 2):
             os.dup2(output, standard)

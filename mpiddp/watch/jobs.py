@@ -10,18 +10,18 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import UserError
 from mpiddp.hosts.private import is_private
-from mpiddp.hosts.processes import usage_of
+from mpiddp.hosts.processes import state_of
 from mpiddp.protocol.channel import NAMED_AT, VIEW_JOB, VIEWED_AT, encode, viewed_folders
 from mpiddp.text import listed, shown
-from mpiddp.watch.detached import detached_jobs
+from mpiddp.watch.detached import DetachedJob, detached_jobs
 
 Facts = Mapping[str, Any]
 NO_ANSWER = "no answer"
@@ -68,10 +68,15 @@ class Job:
     @property
     def silence(self) -> str:
         """The phase of a job that does not answer."""
-        return "suspended" if usage_of(self.pid)["state"] == "T" else NO_ANSWER
+        return "suspended" if state_of(self.pid) == "T" else NO_ANSWER
 
 
-def job_parser(verb: str, purpose: str, default: str = "the only job") -> OneSentenceParser:
+_AnyJob = TypeVar("_AnyJob", Job, DetachedJob)
+
+
+def job_parser(
+    verb: str, purpose: str, default: str = "the only one that runs"
+) -> OneSentenceParser:
     """The parser of a verb that takes a job."""
     parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose, allow_abbrev=False)
     parser.add_argument("job", nargs="?", metavar="JOB", help=f"pid or name (default: {default})")
@@ -99,16 +104,19 @@ class HasEnded(UserError):
     """The job has ended. The sentence says how, for one that was started with --detach."""
 
 
+# Every verb has one rule for the job that JOB means: it has this pid or name. Without JOB, it is the only job
+# that runs. `logs` and `wait` know the jobs of --detach alone. If none of those runs, they mean the latest.
+
+
 def find_job(name: str | None) -> Job:
-    """The running job with this pid or name, or the only one.
+    """The running job that `name` means.
 
     Raises HasEnded for one that was detached and has ended, UserError for none or several.
     """
     jobs = running_jobs()
-    found = [job for job in jobs if name in (None, str(job.pid), job.name)]
-    if len(found) == 1:
-        return found[0]
-    for detached in detached_jobs() if name and not found else ():
+    if job := _meant(name, jobs):
+        return job
+    for detached in detached_jobs() if name else ():
         if detached.name == name:
             where = detached.report().get("launched_on")
             if detached.is_running:
@@ -120,10 +128,34 @@ def find_job(name: str | None) -> Job:
         raise UserError(
             "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
         )
-    titles = listed([job.title for job in found or jobs])
-    if found:
-        raise UserError(f"several jobs run here: {titles}. Name one by its number.")
+    titles = listed([job.title for job in jobs])
     raise UserError(f"no job of yours is called {shown(str(name))}. There are: {titles}.")
+
+
+def find_detached(name: str | None) -> DetachedJob:
+    """The job of --detach that `name` means. Raises UserError for none or several."""
+    jobs = detached_jobs()
+    if job := _meant(name, [job for job in jobs if name or job.is_running]):
+        return job
+    if name is None and jobs:
+        return jobs[0]
+    for attached in running_jobs() if name else ():
+        if name in (attached.name, str(attached.pid)):
+            raise UserError(
+                f"job {attached.title} was started without --detach: its output is where it was started."
+            )
+    called = "" if name is None else f" called {shown(name)}"
+    there = f" There are: {listed([job.name for job in jobs])}." if jobs else ""
+    raise UserError(f"no job{called} was started with mpiddp launch --detach.{there}")
+
+
+def _meant(name: str | None, jobs: Sequence[_AnyJob]) -> _AnyJob | None:
+    """The job with this name or pid. Without a name, the only job. None if there is none."""
+    found = [job for job in jobs if name in (None, job.name, str(job.pid))]
+    if len(found) > 1:
+        titles = listed([job.title for job in found])
+        raise UserError(f"several jobs run here: {titles}. Name one of them by its number.")
+    return found[0] if found else None
 
 
 def hosts_of(facts: Facts) -> list[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 from mpiddp.arguments import whole
 from mpiddp.errors import DONE, UserError
@@ -15,17 +13,10 @@ from mpiddp.protocol.channel import VIEW_STACKS
 from mpiddp.text import counted, escaped
 from mpiddp.watch.jobs import HasEnded, find_job, job_parser
 
-# The frames of what runs a script, which stand above the script's own: Python's, and this package's, whose
-# folder is the same on every host. A user's folder may be called mpiddp, too.
-_OURS = re.escape(f"{Path(__file__).parents[1]}/")
-_ABOVE_SCRIPT = re.compile(
-    rf'(?:(?<=:\n)|\A)(?:  File "(?:<frozen |<string>|[^"]*/runpy\.py|{_OURS})[^\n]*\n(?:    [^\n]*\n)*)+'
-)
-
 
 def stacks(argv: list[str]) -> int:
     """Run `mpiddp stacks ARGV`. Raises UserError for bad usage, no such job or rank, or no answer."""
-    purpose = "Print the current source line of each rank, and who waits. The job goes on."
+    purpose = "Print the current source line of each rank. The job goes on."
     parser = job_parser("stacks", purpose)
     parser.add_argument("--rank", type=whole(0), help="also print the Python stacks of this rank")
     options = parser.parse_args(argv)
@@ -39,7 +30,7 @@ def stacks(argv: list[str]) -> int:
     text = str(facts["sentence"])
     if rank is not None:
         of_rank = facts["stacks"].get(str(rank), f"rank {rank} has sent no stack.")
-        text += f"\n\n{_ABOVE_SCRIPT.sub('', of_rank)}"
+        text += f"\n\n{of_rank}"
     print(escaped(text, keep="\n").rstrip())
     return DONE
 
@@ -49,7 +40,9 @@ def stop(argv: list[str]) -> int:
     purpose = (
         "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
     )
-    name = job_parser("stop", purpose, "the only job, once you confirm").parse_args(argv).job
+    name = (
+        job_parser("stop", purpose, "the only one that runs, once you confirm").parse_args(argv).job
+    )
     try:
         job = find_job(name)
     except HasEnded as ended:

@@ -6,7 +6,6 @@ mpiddp top 4711     # redrawn every second on a terminal, or printed once
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import textwrap
@@ -15,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser
-from mpiddp.errors import DONE, UserError
+from mpiddp.errors import DONE, INTERRUPTED, UserError
 from mpiddp.protocol.channel import VIEW_JOB
-from mpiddp.text import align_columns, counted, duration, escaped, seconds, size_text
+from mpiddp.text import align_columns, as_json, counted, duration, escaped, seconds, size_text
 from mpiddp.watch.jobs import Facts, HasEnded, Job, find_job, hosts_of, job_parser, running_jobs
 
 _EVERY_S = 1.0
@@ -56,14 +55,14 @@ def ps(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print them as JSON, with their ranks")
-    as_json = parser.parse_args(argv).json
+    options = parser.parse_args(argv)
     jobs = running_jobs()
-    if as_json:
+    if options.json:
         rows = [
             {"pid": job.pid or None, "name": job.name, **(job.facts or {"phase": job.silence})}
             for job in jobs
         ]
-        print(json.dumps(rows, indent=2))
+        print(as_json("ps", {"jobs": rows}))
         return DONE
     print(job_lines(jobs) if jobs else "no job of yours runs on this machine.")
     return DONE
@@ -115,6 +114,7 @@ def top(argv: list[str]) -> int:
         print("\n".join([*head_lines(facts), *rank_lines(facts["ranks"])]))
     except KeyboardInterrupt:
         print()
+        return INTERRUPTED
     except UserError as error:
         print(f"\n{error}")
     return DONE

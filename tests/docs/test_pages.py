@@ -5,6 +5,7 @@
 
 import argparse
 import ast
+import contextlib
 import difflib
 import re
 import shlex
@@ -20,7 +21,7 @@ import pytest
 
 import mpiddp
 from docs import troubleshooting
-from mpiddp import errors
+from mpiddp import cli, errors
 from mpiddp.cli import VERBS
 from mpiddp.launch.options import option_parser
 from mpiddp.protocol.channel import DEFAULT_RANKS
@@ -267,6 +268,29 @@ def help_text(*verb: str) -> str:
     return done.stdout
 
 
+# Those of `train` and `report` are longer.
+ON_ONE_SCREEN = [
+    *(
+        [verb]
+        for verb in sorted(VERBS.keys() - {"train", "report", "bench", "hosts", "checkpoints"})
+    ),
+    *(["hosts", verb] for verb in ("--help", "check", "keys", "push", "pull", "run")),
+    *(["bench", verb] for verb in ("--help", "allreduce", "scaling")),
+    *(["checkpoints", verb] for verb in ("--help", "list", "verify", "prune", "pin", "export")),
+    [],
+]
+
+
+@pytest.mark.parametrize("verb", ON_ONE_SCREEN, ids=" ".join)
+def test_help_fits_one_screen(verb, capsys, monkeypatch):
+    for columns in ("80", "100"):
+        monkeypatch.setenv("COLUMNS", columns)
+        with contextlib.suppress(SystemExit):
+            cli.main([*verb, "--help"])
+        text, error = capsys.readouterr()
+        assert (error, 3 < len(text.splitlines()) <= 40) == ("", True), text
+
+
 def wrong_options(words: list[str]) -> list[str]:
     """Those that the verb does not have."""
     verb, *rest = words
@@ -274,9 +298,8 @@ def wrong_options(words: list[str]) -> list[str]:
         rest = rest[: rest.index("--")]  # the command is another program's
     if verb in ("hosts", "checkpoints", "bench") and rest and not rest[0].startswith("-"):
         known = help_of(verb, rest[0]) if rest[0].islower() else frozenset(rest)
-        if rest[0] in ("scaling", "step", "loader"):
-            known |= frozenset(defaults(train_parser()))
-        return unknown(rest[1:], known)
+        own = rest[1 : next((n for n, word in enumerate(rest) if word.endswith(".py")), None)]
+        return unknown(own, known)
     if verb not in ("launch", "run", "drill"):
         return unknown(rest, help_of(verb))
     of_launch = frozenset(defaults(option_parser()))

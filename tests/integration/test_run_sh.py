@@ -158,7 +158,7 @@ def failed(tree: Path) -> subprocess.CompletedProcess[str]:
     (venv / ".set-up").write_text(f"{tree}\n\n/another/mpirun\n")
     (venv / "of another MPI").touch()
     good = (tree / "constraints.txt").read_text()
-    (tree / "constraints.txt").write_text(f"{good}pytest==0.0.1\n")
+    (tree / "constraints.txt").write_text(f"{good}cloudpickle==0.0.1\n")
     done = run_sh(tree, "setup", env={"PIP_NO_INDEX": "1", **THIS_PYTHON_AND_MPIRUN})
     (tree / "constraints.txt").write_text(good)
     return done
@@ -170,6 +170,7 @@ def ready(tree: Path, failed: subprocess.CompletedProcess[str]) -> Path:
     (tree / ".venv" / "kept").touch()
     done = run_sh(tree, "setup", env=THIS_PYTHON_AND_MPIRUN)
     assert done.returncode == 0, done.stderr
+    assert "tests" not in done.stderr  # what only they need is not installed yet
     return tree
 
 
@@ -183,7 +184,7 @@ def test_a_set_up_that_fails(tree, failed):
         f"{tree} with {sys.executable} and {find_mpirun()} is requested; removing and rebuilding it"
     )
     assert not (tree / ".venv" / "of another MPI").exists()
-    step = "install torch numpy mpi4py pillow setuptools matplotlib bokeh cloudpickle"
+    step = "install torch numpy mpi4py pillow setuptools cloudpickle"
     assert last.startswith(f"run.sh: failed to {step} (full output: {tree}/.venv/setup.log).")
     assert last.endswith("run the same command again; it continues from there.")
     assert "ERROR: " in failed.stderr  # pip's error, from the end of the log
@@ -196,6 +197,17 @@ def test_a_set_up_is_continued_and_a_second_one_changes_nothing(ready, tmp_path)
     done = run_sh(ready, "setup", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()} == before
+
+
+@pytest.mark.slow
+def test_the_first_test_installs_what_tests_need(ready, tmp_path):
+    done = run_sh(ready, "test", "--version")
+    assert (done.returncode, done.stderr) == (0, "run.sh: install what the tests need …\n")
+    before = (ready / ".venv/.set-up").stat().st_mtime_ns
+    for arguments in (["test", "--version"], ["setup"], TRAINING):
+        done = run_sh(ready, *arguments, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, ""), arguments
+    assert (ready / ".venv/.set-up").stat().st_mtime_ns == before
 
 
 @pytest.mark.slow

@@ -131,10 +131,10 @@ def test_each_task_of_a_slurm_job(hosts, sbatch):
 
 
 def test_the_shell_of_srun_pty(hosts, batch):
-    """`mpiddp launch` works in the shell of `srun --pty`, but not in tasks that srun starts from there."""
-    launch = shlex.join([*LAUNCH, program("identity.py")])
+    """`mpiddp run` launches in the shell of `srun --pty`, but not in tasks that srun starts from there."""
+    run, launch = (shlex.join([*verb, program("identity.py")]) for verb in (RUN, LAUNCH))
     inner = f"srun --overlap --mpi=none -N2 -n4 {launch}; echo inner $?"
-    shell = f"[ $SLURM_PROCID = 0 ] || exit 0; {launch}; {inner}"
+    shell = f"[ $SLURM_PROCID = 0 ] || exit 0; {run}; {inner}"
     outer = ["srun", *TWO_EACH, "--mpi=none", "--pty", "sh", "-c", shell]
     terminal = "import pty, sys; pty.spawn(sys.argv[1:])"
     done = hosts.run("python", "-c", terminal, *outer, env=ENV)

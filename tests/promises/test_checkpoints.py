@@ -401,7 +401,7 @@ def test_run_in_use_is_refused(hosts):
     beside = hosts.run(*train)
     for code, stderr in ((there.returncode, there.stderr), (beside.code, beside.stderr)):
         assert (code, len(stderr.splitlines())) == (2, 1), stderr
-        assert stderr.startswith("run: "), stderr
+        assert stderr.startswith("mpiddp: run: "), stderr
     assert first.process.poll() is None
     first.signal(signal.SIGKILL)
     first.wait()

@@ -127,7 +127,7 @@ def test_the_command_of_on_end_still_runs(here, env):
     eventually(lambda: json.loads(report(here, name).read_text())["exit_code"])
     for verb in ("stop", "top", "stacks"):
         done = here.run(verb, name, env=env)
-        assert (done.code, done.stderr) == (2, f"job {name} starts or ends now.\n")
+        assert (done.code, done.stderr) == (2, f"mpiddp: job {name} starts or ends now.\n")
     go(here)
     assert here.run("wait", name, env=env).code == 130
 
@@ -138,11 +138,11 @@ def test_ctrl_c_ends_the_view_and_not_the_job(here, env):
     views = [here.start("logs", "-f", name, env=env).until("step 1 of 2")]
     views.append(here.start("wait", name, env=env))
     eventually(lambda: is_waiting_for_a_lock(views[1].pid))
-    said = f"job {name} goes on. To stop it: mpiddp stop {name}"
-    for view, code in zip(views, (0, 130), strict=True):
+    said = f"mpiddp: job {name} goes on. To stop it: mpiddp stop {name}\n"
+    for view in views:
         view.signal(signal.SIGINT)
         done = view.wait()
-        assert (done.code, done.lines[-1:], done.stderr) == (code, [said], "")
+        assert (done.code, done.stderr) == (130, said)
     assert here.run("stop", name, env=env).assert_ok()
     assert here.run("wait", name, env=env).code in (75, 130)
 
@@ -247,7 +247,8 @@ def test_a_listing_for_programs(here, env):
     """`mpiddp ps --json` has the jobs and their ranks."""
     name = detached(here, env)
     here.start("logs", "-f", name, env=env).until("step 1 of 2")
-    jobs = json.loads(here.run("ps", "--json", env=env).stdout)
+    kind, version, jobs = json.loads(here.run("ps", "--json", env=env).stdout).values()
+    assert (kind, version) == ("ps", 1)
     (job,) = [job for job in jobs if job["name"] == name]
     assert (job["name"], job["attempt"], len(job["ranks"])) == (name, 1, 2)
     assert job["phase"] == "running"

@@ -1,25 +1,21 @@
-"""Python: functions, notebooks, frameworks and meshes on the ranks; measurements and reports."""
+"""Python: functions, notebooks, frameworks and meshes on the ranks; measurements and records."""
 
 import json
+import os
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
-from tests.support import installs, tiny_data
-from tests.support.cluster import lacking
+from tests.support import installs
 from tests.support.place import Here, Hosts, Place, eventually, here_and_on_hosts, program
-from tests.support.ranks import ROOT, find_mpirun
+from tests.support.ranks import ROOT, find_mpirun, mpirun_command
 from tests.support.run_folders import write_run
-from tests.support.training import records, steps_kept
+from tests.support.training import steps_kept
 
 HYBRID = str(ROOT / "examples/hybrid.py")
 
@@ -240,29 +236,6 @@ def test_mesh_that_does_not_fit(here, ranks, sizes):
     assert "Traceback" not in done.stderr
 
 
-def test_mesh_is_planned_without_the_cluster(here):
-    """`mpiddp mesh` prints each group of ranks, and the bytes of a step on each link, without any GPU."""
-    job = ("--hosts", "64", "--gpus", "8", "dp=32", "tp=8", "pp=2")
-    model = ("--params", "7B", "--layers", "32", "--hidden", "4096", "--seq", "4096")
-    text = here.run("mesh", *job, *model, "--micro-batches", "16").assert_ok().stdout
-    assert text.startswith("512 GPUs (64 hosts × 8): pp=2 dp=32 tp=8\n")
-    for piece in (
-        "host1   8-15     0   1   0-7",
-        "tp: 64 groups of 8 ranks, each inside 1 host\n  0-7  8-15  16-23  …  504-511",
-        "dp: 16 groups of 32 ranks, each over 32 hosts\n  0-248:8  1-249:8  2-250:8  …  263-511:8",
-        "pp: 256 groups of 2 ranks, each over 2 hosts\n  0,256  1,257  2,258  …  255,511",
-    ):
-        assert piece in text, text
-    sent = text.partition("sent in one step")[2].splitlines()[1:4]
-    assert [line.split()[:5] for line in sent] == [
-        ["tp", "60.1", "GB", "0", "B"],
-        ["dp", "0", "B", "13.6", "GB"],
-        ["pp", "0", "B", "4.3", "GB"],
-    ]
-    assert len(text.splitlines()) < 26
-    assert max(map(len, text.splitlines())) <= 110
-
-
 def test_hybrid_example(here):
     """examples/hybrid.py combines data and tensor parallelism, and has the losses of one process."""
 
@@ -275,24 +248,39 @@ def test_hybrid_example(here):
     assert losses(4, "--tp", "2") == pytest.approx(one, rel=1e-4)
 
 
+STEPS = """
+import os, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    time.sleep(0.1 * dist.get_world_size())
+"""
+
+
 def bench(here: Here, name: str, *options: str) -> tuple[dict[str, Any], list[str]]:
     """The results of a benchmark, and the cells of its table's last row."""
-    done = here.run("bench", name, *options, "--out", "out").assert_ok()
+    done = here.run("bench", name, "--out", "out", *options).assert_ok()
     record = json.loads((here.folder / f"out/{name}.json").read_text())
     assert record["benchmark"] == name
     return record["results"], done.stdout.splitlines()[-3].split()
 
 
-TINY = ("--arch", "resnet20", "--batch-size", "2", "--rounds=1")
-
-
 def test_bench(here):
-    """`mpiddp bench` measures the scaling efficiency, and the bus bandwidth of all-reduces."""
-    options = ("-H", "localhost:2", *TINY, "--steps=4")
-    results, row = bench(here, "scaling", *options)
-    assert all(0 < run["step_time_p50_s"] <= run["step_time_p95_s"] for run in results["runs"])
-    speeds = {run["ranks"]: run["images_per_s"] for run in results["runs"]}
-    assert (row[0], row[7]) == ("2", f"{speeds[2] / 2 / speeds[1]:.3f}")
+    """`mpiddp bench` measures the scaling efficiency of any script, and the bus bandwidth of all-reduces."""
+    options = ("--hosts", "localhost:2", "--rounds=1", "--seconds=3")
+    results, row = bench(here, "scaling", *options, here.script(STEPS))
+    speeds = {run["ranks"]: run["steps"] / run["seconds"] for run in results["runs"]}
+    # By its sleep, a step of two ranks takes twice as long.
+    assert 0.4 < speeds[2] / speeds[1] < 0.6
+    assert 6 < speeds[1] < 11
+    assert row[:2] == ["2", "1"]
+    assert row[6] == f"{speeds[2] / speeds[1]:.3f}"
     options = ("-H", "localhost:3", "--max-size=1M", "--seconds=0.000001")
     results, row = bench(here, "allreduce", *options)
     point = results["points"][-1]
@@ -300,92 +288,30 @@ def test_bench(here):
     assert float(row[4]) == pytest.approx(2**20 / median(point["seconds"]) / 1e9 * 4 / 3, abs=1e-3)
 
 
-def test_bench_beside_what_people_compare(here):
-    """`mpiddp bench` measures starts and restarts, steps beside a bare loop, and data beside the model."""
-    # torchrun may hang until the time limit, or give up.
-    results, _ = bench(here, "restart", "-H", "localhost:2", "--rounds=1", "--timeout=60")
-    own, torchrun = results["starts"]
-    assert 0 < own["wall_s"][0] < 60
-    assert torchrun["launcher"] == "torchrun"
-    results, row = bench(here, "start", "--ranks=1", "--rounds=1")
-    starts = {start["launcher"]: start for start in results["starts"]}
-    for start in starts.values():
-        assert 0 < start["wall_s"][0] < 120
-        assert start["cpu_s"][0] > 0
-    assert row[1:3] == ["torchrun", f"{starts['torchrun']['wall_s'][0]:.2f}"]
-    results, _ = bench(here, "step", "-H", "localhost:1", *TINY, "--steps=4")
-    assert results["step_s"].keys() == {"runner", "bare loop", "bare loop again"}
-    phases = [seconds for name, (seconds,) in results["phases_s"].items() if name != "waiting"]
-    assert min(phases) > 0
-    tiny_data.image_folder(here.folder / "keep", 8, 2)  # the name of an option
-    options = ("--dataset=image-folder", "--data-dir", "keep", "--batches=2", "--workers=0,1")
-    results, row = bench(here, "loader", "-H", "localhost:1", *TINY, *options)
-    assert len(results["images_per_s"]) == 2
-    (speed,) = results["images_per_s"].popitem()[1]
-    assert row[-1] == f"{speed / results['model_images_per_s']:.1f}"
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("raise KeyError('of its own')", "KeyError: 'of its own'"),
+        ("import torch", "the launcher has counted 0 steps, which is too few to measure."),
+    ],
+    ids=["fails", "makes no step"],
+)
+def test_bench_of_a_script_that_cannot_be_measured(here, text, words):
+    """`mpiddp bench scaling` tells why it cannot measure a script: its error, or that it makes no steps."""
+    done = here.run("bench", "scaling", "-H", "localhost:1", "--out", "out", here.script(text))
+    assert done.code == 1
+    assert words in done.stderr
+    assert not (here.folder / "out/scaling.json").exists()
 
 
 def test_bench_ends_with_its_jobs(here):
     """A benchmark that is stopped leaves no process behind."""
-    options = ("-H", "localhost:2", "--steps", "1000000", "--arch", "resnet20", "--out", "out")
-    job = here.start("bench", "scaling", *options)
-    eventually(lambda: here.processes("mpiddp.bench.rank"))
+    script = here.script(STEPS)
+    job = here.start("bench", "scaling", "-H", "localhost:2", "--out", "out", script)
+    eventually(lambda: here.processes(script))
     job.signal(signal.SIGTERM)
     assert job.wait().code != 0
     eventually(lambda: not here.processes())
-
-
-@contextmanager
-def chromium() -> Iterator[Any]:
-    """A headless browser for which every address but a file is unreachable."""
-    if find_spec("selenium") is None or not Path("/usr/bin/chromedriver").exists():
-        lacking("a page needs selenium, and: apt-get install chromium chromium-driver")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    for argument in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-gpu"):
-        options.add_argument(f"--{argument}")
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService("/usr/bin/chromedriver"))
-    try:
-        yield browser
-    finally:
-        browser.quit()
-
-
-def test_report_in_a_browser(here):
-    """`mpiddp report` writes a page for a browser about a run, its restarts and its lost time."""
-    train = (program("watched_training.py"), str(here.folder), "--use-syn", "--batch-size=4")
-    train += ("--arch=resnet20", "--steps-per-epoch=20", "--epochs=1", "--save-every=10")
-    train += ("--backend=gloo", "--log-every=1", "--out=<b>run")
-    launch = ("launch", *here.where(1), "--max-restarts", "1", *train)
-    here.run(*launch, env={"KILL_AFTER_STEPS": "15"}).assert_ok()
-    here.run("report", "<b>run", "-o", "page.html").assert_ok()
-    with chromium() as browser:
-        browser.set_window_size(390, 900)
-        browser.get((here.folder / "page.html").as_uri())
-        idle = "return Bokeh.documents.length > 0 && Bokeh.documents.every(each => each.is_idle)"
-        eventually(lambda: browser.execute_script(idle))
-        text = browser.execute_script("return document.body.innerText")
-        assert [each for each in browser.get_log("browser") if each["level"] != "INFO"] == []
-    assert "<b>run" in text
-    assert "1 on 1 host" in text
-    assert "Time lost" in text
-
-
-@pytest.mark.slow
-def test_report_of_a_large_run(here):
-    """The report of a long run on a thousand ranks is smaller than 5 MB, and escapes every text."""
-    attack = "</script><script>window.attacked = 1</script><b id=attack>"
-    many = {"steps": 200_000, "saves": [100_000], "num_ranks": 1024}
-    write_run(here.folder / "run", **many, config={attack: attack}, failures={5: attack})
-    here.run("report", "run", "-o", "page.html").assert_ok()
-    assert (here.folder / "page.html").stat().st_size < 5_000_000
-    with chromium() as browser:
-        browser.get((here.folder / "page.html").as_uri())
-        assert not browser.execute_script("return window.attacked || window.attack")
-        assert attack in browser.execute_script("return document.body.textContent")
 
 
 def test_runs(here):
@@ -419,34 +345,87 @@ def test_steps_that_were_made(here):
     """`mpiddp runs` and its --json show the steps that a script has made, not those of its last record."""
     here.run("launch", *here.where(1), here.script(RECORDS_EVERY_FIFTH)).assert_ok()
     assert here.run("runs", ".").assert_ok().lines[1].split()[:3] == ["run", "done", "12"]
-    (run,) = json.loads(here.run("runs", "--json", ".").assert_ok().stdout)
+    (run,) = json.loads(here.run("runs", "--json", ".").assert_ok().stdout)["runs"]
     assert (run["path"], run["state"], run["step"], run["train_loss"]) == ("run", "done", 12, 0.1)
 
 
-# Prints the records that the viewer has got, as {name: [[step, value], …]}.
-READS = """
-import json
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-events = EventAccumulator("run/tensorboard")
-events.Reload()
-tags = events.Tags()["scalars"]
-print(json.dumps({tag: [[each.step, each.value] for each in events.Scalars(tag)] for tag in tags}))
-"""
+KEY = r"run-20\d{6}-\d{6}"  # the name of the folder, and when its first start began
 
 
 def test_log_to(here):
-    """--log-to tensorboard has each record once, even after a resume. It needs that package."""
-    data = tiny_data.image_folder(here.folder / "data", 9, 3)
-    train = ("--backend=gloo", "--arch=resnet20", "--dataset=image-folder", "--epochs=2")
-    train += (f"--data-dir={data}", "--image-size=32", "--global-batch-size=8", "--log-every=1")
-    train += ("--log-to=tensorboard", "--num-workers=0", "--out=run")
-    refused = here.train(*train)
-    assert (refused.code, "pip install tensorboard" in refused.stderr) == (2, True), refused.stderr
-    env = installs.environment("tensorboard")
-    assert here.train(*train, "--stop-at-step=2", env=env).code == 75
-    here.train(*train, env=env).assert_ok()
-    found = records(here.folder / "run")
-    got = json.loads(here.run("python", "-c", READS, env=env).assert_ok().lines[-1])
-    for name in ("train_loss", "lr", "test_accuracy"):
-        expected = [[each["step"], each[name]] for each in found if name in each]
-        assert got[name] == [[step, pytest.approx(value)] for step, value in expected]
+    """--log-to writes the numbers of any script to TensorBoard, W&B and MLflow. A resume continues the run
+    there; TensorBoard shows a step that is repeated once."""
+    env = {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    for package in ("tensorboard", "wandb", "mlflow_skinny"):
+        env |= installs.environment(package)
+    options = [f"--log-to={each}" for each in ("tensorboard", "wandb", "mlflow:file:mlruns")]
+    launch = ("launch", *here.where(2), *options, program("logs.py"))
+    here.run(*launch, "6", env=env).assert_ok()
+    here.run(*launch, "8", env=env).assert_ok()  # from the checkpoint of step 4
+    read = here.run("python", program("read_logs.py"), env=env).assert_ok()
+    for name, runs in json.loads(read.lines[-1]).items():
+        ((run, points),) = runs.items()
+        is_tensorboard = name == "tensorboard"
+        assert re.fullmatch("run/tensorboard" if is_tensorboard else KEY, run)
+        steps = range(1, 9) if is_tensorboard else sorted([*range(1, 7), *range(5, 9)])
+        assert sorted(points) == [[step, pytest.approx(1 / step)] for step in steps], name
+    viewer = str(ROOT / ".frameworks/bin/tensorboard")
+    shown = here.run(viewer, "--inspect", "--logdir", "run", env=env).assert_ok()
+    assert re.search(r"scalars\n +loss\n +resumed\n", shown.stdout), shown.stdout
+
+
+# The client of a library whose server goes away at the third step.
+GOES_AWAY = """
+import os
+def note(*what):
+    with open("calls", "a") as file:
+        print(os.environ["RANK"], *what, file=file)
+def init(**options):
+    note("init", options["project"], options["resume"])
+def log(values, step):
+    note("log", step, values)
+    if step == 3:
+        raise ConnectionError("the server is gone\\nwith a second line")
+def finish():
+    note("finish")
+"""
+
+LOGS = """
+import sys
+import torch
+import mpiddp
+for step in range(1, int(sys.argv[1]) + 1):
+    mpiddp.log_metrics(step, loss=torch.tensor(float("nan")), name="a")
+print("done")
+"""
+
+
+def test_a_library_that_fails(here):
+    """A library of --log-to that fails causes one warning, and the job goes on. Rank 0 alone writes."""
+    here.script(GOES_AWAY, "trackio.py")
+    variables = {"PYTHONPATH": os.pathsep.join([str(here.folder), str(ROOT)])}
+    env = {**variables, "MPIDDP_LOG_TO": "'trackio:a project'"}
+    done = here.fork(here.script(LOGS), "5", ranks=2, env=env).assert_ok()
+    assert done.lines == ["done"] * 2
+    gone = "warning: --log-to trackio: the server is gone. The job goes on without it."
+    assert done.stderr.splitlines() == [gone]
+    calls = (here.folder / "calls").read_text().splitlines()
+    begins = ["0 init a project allow", "0 log 1 {'loss': nan}", "0 log 2 {'loss': nan}"]
+    assert calls == [*begins, "0 log 3 {'loss': nan}"]
+    here.run("launch", *here.where(2), "--log-to=trackio:b", here.script(LOGS), "2", env=variables)
+    calls = (here.folder / "calls").read_text().splitlines()[4:]
+    assert calls == [*(each.replace("a project", "b") for each in begins), "0 finish"]
+
+
+@pytest.mark.parametrize("how", ["launch", "by hand"])
+def test_a_library_that_is_not_installed(here, how):
+    """If a library of --log-to is not installed, no rank starts its script; the error has pip's command."""
+    (here.folder / "wandb").mkdir()  # as an earlier run of W&B leaves it
+    script = here.script("import mpiddp\nwith mpiddp.process_group(): print('began')")
+    if how == "launch":
+        done = here.run("launch", *here.where(2), "--log-to", "wandb:project", script)
+    else:
+        done = here.run(*mpirun_command(2, script), env={"MPIDDP_LOG_TO": "wandb"})
+    assert (done.code, done.stdout) == (2, "")
+    (sentence,) = [line for line in done.stderr.splitlines() if "--log-to" in line]
+    assert sentence.endswith(f"Run: {sys.executable} -m pip install wandb")

@@ -360,17 +360,21 @@ def test_message_passing(launcher, way):
     assert [stdout.count(message) for message in MESSAGES] == [1] * len(MESSAGES), stdout
 
 
-@pytest.mark.parametrize("way", ["mpirun", "torchrun", "alone"])
+@pytest.mark.parametrize("way", ["mpirun", "one", "torchrun", "alone", "batch"])
 def test_by_hand(here, way):
-    """`mpiddp run script.py` works under mpirun, under torchrun, and without any launcher."""
+    """`mpiddp run script.py` is a rank under mpirun and under torchrun, and else `mpiddp launch`."""
     script = program("reduces.py")
     commands = {
         "mpirun": mpirun_command(2, *RUN, script),
         "torchrun": [*TORCHRUN, "--nproc-per-node=2", "--standalone", *RUN, script],
-        "alone": ["run", script],
+        "alone": ["run", "-n", "2", script],
+        "one": mpirun_command(1, *RUN, script),
+        "batch": ["run", "-n", "2", "-H", "localhost:2", script],
     }
-    ranks = here.run(*commands[way]).assert_ok().records
-    count = 1 if way == "alone" else 2
+    # A batch script of Slurm has variables of its job, and is no task of it.
+    env = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"} if way == "batch" else {}
+    ranks = here.run(*commands[way], env=env).assert_ok().records
+    count = 1 if way == "one" else 2
     places = [(rank["RANK"], rank["LOCAL_RANK"], rank["GROUP_RANK"]) for rank in ranks]
     assert places == [(0, 0, 0), (1, 1, 0)][:count]
     assert {rank["sum"] for rank in ranks} == {count * (count + 1) // 2}

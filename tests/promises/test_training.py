@@ -16,11 +16,11 @@ import torch
 
 import mpiddp
 from mpiddp.errors import JobFailed
-from mpiddp.report.read import read_run
 from mpiddp.train import cifar10
 from mpiddp.train.data import DeviceImages, batches, default_data_dir
 from mpiddp.train.folder import ImageFolder
 from mpiddp.train.resnet import ARCHS
+from mpiddp.watch.runs import read_run
 from tests.support import tiny_data
 from tests.support.cluster import lacking
 from tests.support.place import Done, Here, Place, program

@@ -14,11 +14,6 @@ def progress(step: int, *, own_s: float = 0.0) -> dict[str, int | float]:
     return {"step": step, "own_s": own_s, "cpu_s": own_s, "memory": 1 << 30}
 
 
-def stacks(text: str, **facts: object) -> dict[str, object]:
-    """The facts of a message "stacks"."""
-    return {"text": text, "cpu_s": 0.0, "state": "S", **facts}
-
-
 def calls(
     groups: Mapping[str, tuple[list[int] | None, Sequence[tuple[int, str, float, bool]]]],
     now: float,

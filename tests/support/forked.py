@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp import cli
-from mpiddp.protocol.variables import OBSERVER
 from tests.support.ranks import ROOT
 
 LIMIT_S = 600
@@ -131,8 +130,6 @@ def _enter(host: int) -> None:
 def _called(arguments: Sequence[str]) -> int:
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [each for each in path if each and each not in sys.path]
-    if observer := os.environ.get(OBSERVER):
-        import_module(observer).observe()
     if arguments[0].endswith(".py"):
         sys.argv = [*arguments]
         sys.path.insert(0, str(Path(arguments[0]).parent))
@@ -140,10 +137,6 @@ def _called(arguments: Sequence[str]) -> int:
         return 0
     words = [*arguments[2:]] if arguments[0] == "-m" else [*arguments]
     sys.argv = ["mpiddp", *words]
-    if words[:1] == ["drill"]:
-        from tests.support import drills  # it imports this module
-
-        drills.ranks_are_forks()
     return cli.main(words)
 
 

@@ -1,7 +1,7 @@
 """What some tests need besides the virtual environment, with whose torch and mpi4py it works.
 
-The other MPIs are in .mpi/ (400 MB). Frameworks, tools that show runs, and another torch for containers
-are in .frameworks/ (1 GB). Nothing of it needs root.
+The other MPIs are in .mpi/ (400 MB). Frameworks, libraries that show runs, and another torch for
+containers are in .frameworks/ (1.2 GB). Nothing of it needs root.
 
 python -m tests.support.installs             # lists what is installed
 python -m tests.support.installs mpis        # installs the MPIs
@@ -31,6 +31,8 @@ FRAMEWORKS = {
     "jupyter_client": "8.10.0",
     "tensorboard": "2.21.0",
     "torchdata": "0.11.0",
+    "wandb": "0.31.0",
+    "mlflow_skinny": "3.17.2",
 }
 TORCH = "2.9.1+cpu"
 _FOLDER = ROOT / ".frameworks"

@@ -45,9 +45,7 @@ store.wait(['default_pg/0//cpu//0/rank_1'], s(seconds=1))"; }
 torch-master-unresolved() { alone python -c "$IMPORTS
 dist.TCPStore('gpu01.cluster', 29500, 2, False, timeout=s(seconds=2))"; }
 torch-variable-missing() { one "dist.init_process_group('gloo')"; }
-python-exception.group-twice() { two <<< "$INIT; dist.init_process_group('gloo')"; }
 torch-no-group() { one "print(dist.get_rank())"; }
-system-rank-ended.torchrun() { two <<< "import sys; sys.exit(3)"; }
 torch-store-unreachable.torchrun() { alone bash -c 'echo pass > /dev/null; torchrun --nnodes 2 --rdzv-backend c10d \
   --rdzv-endpoint 127.0.0.2:29501 --rdzv-conf is_host=0,timeout=3 -m this'; }
 torch-signal() { (cd "$SCRATCH" && echo 'import time; time.sleep(30)' > train.py && timeout -s HUP 8 torchrun --standalone train.py); }
@@ -116,12 +114,9 @@ openmpi-slots() { PRTE_MCA_rmaps_default_mapping_policy='' mpirun -n 80 hostname
 openmpi-root() { env -u OMPI_ALLOW_RUN_AS_ROOT -u OMPI_ALLOW_RUN_AS_ROOT_CONFIRM "$ROOT/.venv/bin/mpirun" -n 1 true
   env -u OMPI_ALLOW_RUN_AS_ROOT -u OMPI_ALLOW_RUN_AS_ROOT_CONFIRM "$ROOT/.mpi/openmpi4/bin/mpirun" -n 1 true; }
 mpi-program-missing.openmpi() { openmpi5 -n 1 pyhton train.py; openmpi4 -n 1 pyhton train.py; }
-system-rank-ended.openmpi() { openmpi5 -n 2 python -c 'exit(3)'; openmpi4 -n 2 python -c 'exit(3)'; }
 system-killed.openmpi() { openmpi5 -n 1 bash -c 'kill -9 $$'; openmpi4 -n 1 bash -c 'kill -9 $$'; }
 system-crashed.openmpi() { openmpi5 -n 1 bash -c 'kill -11 $$'; openmpi4 -n 1 bash -c 'kill -11 $$'; }
 system-crashed.openmpi-bus-error() { openmpi5 -n 1 bash -c 'kill -7 $$'; openmpi4 -n 1 bash -c 'kill -7 $$'; }
-system-rank-ended.openmpi-abort() { openmpi5 -n 2 python -c 'from mpi4py import MPI; MPI.COMM_WORLD.Abort(5)'
-  MPI4PY_LIBMPI=$ROOT/.mpi/openmpi4/lib/libmpi.so.40 openmpi4 -n 2 python -c 'from mpi4py import MPI; MPI.COMM_WORLD.Abort(5)'; }
 openmpi-no-path() { openmpi5 --mca pml ob1 --mca btl self -n 2 python -c 'from mpi4py import MPI; MPI.COMM_WORLD.barrier()'; }
 openmpi-no-path.interface() { openmpi5 --mca pml ob1 --mca btl self,tcp --mca btl_tcp_if_include ib7 -n 2 python -c 'from mpi4py import MPI; MPI.COMM_WORLD.barrier()'; }
 openmpi-hostfile() { printf 'node1 slots=two\n' > "$SCRATCH/hosts"; openmpi5 --hostfile "$SCRATCH/hosts" hostname; openmpi4 --hostfile "$SCRATCH/hosts" hostname; }
@@ -137,7 +132,6 @@ openmpi-component() { openmpi5 --mca pml nonsense -n 1 python -c 'from mpi4py im
 # ---- MPICH and Intel MPI
 system-killed.mpich() { mpich -n 2 bash -c 'kill -9 $$'; }
 mpi-program-missing.mpich() { mpich -n 1 pyhton train.py; }
-system-rank-ended.mpich-abort() { MPI4PY_LIBMPI=$ROOT/.mpi/mpich/lib/libmpi.so.12 mpich -n 2 python -c 'from mpi4py import MPI; MPI.COMM_WORLD.Abort(5)'; }
 mpi-init-failed.mpich() { MPI4PY_LIBMPI=$ROOT/.mpi/mpich/lib/libmpi.so.12 UCX_TLS=nonsense mpich -n 2 python -c 'from mpi4py import MPI; MPI.COMM_WORLD.barrier()'; }
 ssh-refused.mpich() { alone "$ROOT/.mpi/mpich/bin/mpirun" -hosts 127.0.0.9 hostname; }
 system-killed.intelmpi() { intel -n 2 bash -c 'kill -9 $$'; }
@@ -151,17 +145,10 @@ python-module-missing() { one "import flash_attn"; }
 python-relative-import() { launched "from . import models"; }
 python-library-missing() { one "import ctypes; ctypes.CDLL('libcudart.so.12')"; }
 python-file-missing.script() { (cd "$SCRATCH" && python trian.py); }
-python-out-of-memory() { (ulimit -v 20000000; one "bytearray(1 << 40)"); }
-python-out-of-memory.numpy() { (one "import numpy; numpy.ones((1 << 20, 1 << 20))"); }
 python-file-missing() { one "open('data/train.bin')"; }
-python-exception() { two <<< "$INIT
-if rank == 1: raise ValueError('the images have 3 channels, the model expects 1')
-dist.barrier()"; }
 # a script of two ranks of mpiddp launch, with arguments
 launched() { printf '%s\n' "$1" > "$SCRATCH/train.py"; (cd "$SCRATCH" && python -m mpiddp launch -n 2 --hang-timeout 8 train.py "${@:2}"); }
-python-exit() { launched "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('config.yaml: no key \"lr\"'); time.sleep(9)"; }
 python-usage() { launched "import argparse; argparse.ArgumentParser().parse_args()" --foo; }
-python-syntax() { launched "def f(:"; }
 python-interrupted() { launched "import os; os.environ['RANK'] == '1' and os.kill(os.getpid(), 2); time.sleep(9)"; }
 python-hang() { launched "$INIT; dist.barrier(); rank == 1 and time.sleep(99); dist.barrier()"; }
 python-start-method() { one "
@@ -242,10 +229,8 @@ gloo-no-route() {  # rank 0 is at an address to which node1 has no route
     on node$rank "GLOO_SOCKET_IFNAME=$([[ $rank == 0 ]] && echo eth0:other || echo eth0) MASTER_ADDR=10.77.0.1 MASTER_PORT=29500 WORLD_SIZE=2 RANK=$rank \
       timeout 20 $ROOT/.venv/bin/python -c $(printf %q "$INIT")" &
   done; wait; }
-system-rank-ended.slurm() { on node0 'srun -N 2 bash -c "exit 3"'; }
 system-command-missing.slurm() { on node0 'srun -N 1 torhcrun train.py'; }
 system-killed.slurm() { on node0 'srun -N 1 bash -c "kill -9 \$\$"'; }
-system-rank-ended.slurm-cancelled() { on node0 'srun -N 1 -J stopped sleep 30 & sleep 3; scancel -n stopped; wait'; }
 slurm-ended-job() { on node0 'srun -N 1 -t 1 sleep 100'; }
 slurm-no-such-nodes() { on node0 'srun -N 9 -t 1 true; srun -N 1 --gres=gpu:8 true; srun -c 999 true'; }
 slurm-no-such-nodes.partition() { on node0 'srun -p gpu true'; }

@@ -15,14 +15,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpiddp.launch.collectives import find_stragglers
 from mpiddp.launch.events import Record
+from mpiddp.launch.hangs import find_hang, missing_sentence
+from mpiddp.launch.stragglers import find_stragglers, straggler_sentence
 from mpiddp.launch.verdict import verdict
-from mpiddp.launch.watch import (
-    hang_sentences,
-    missing_sentence,
-    straggler_sentence,
-)
 from mpiddp.protocol.server import Event
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env
@@ -55,8 +51,9 @@ def replay(path: Path) -> str:
             ranks, sentence = straggler_sentence(record)
             said.setdefault(f"stragglers {ranks}", sentence)
         if event.kind == "looked":
-            for about, sentence in hang_sentences(record).items():
-                said.setdefault(about, sentence)
+            hang = find_hang(record)
+            assert hang is not None
+            said.setdefault(hang.about, hang.sentence)
         if event.kind == "end" and record.is_late and record.latest["started"]:
             assert missing_sentence(record, record.fact("limit", "seconds")) == event.facts["why"]
     outcome = verdict(record)
@@ -150,10 +147,6 @@ JOBS: dict[str, tuple[str, str]] = {  # by name: options, and what each rank run
         "--hang-timeout 2",
         "steps(3)\nimport ctypes\nlock = ctypes.create_string_buffer(64)\n"
         "for _ in range(2 * rank):\n    ctypes.PyDLL(None).pthread_mutex_lock(lock)\nsteps(9)",
-    ),
-    "hang_by_guess": (
-        "",
-        "steps(3)\nif rank:\n    time.sleep(85)\n    raise KeyError('x')\nsteps(9)",
     ),
     "host_lost": (
         "-H node0,node1",

@@ -1,4 +1,4 @@
-"""Folders of runs as `mpiddp train` writes them, without a training: for the tests of mpiddp/report/."""
+"""Folders of runs as `mpiddp train` writes them, without a training: for the tests of `mpiddp runs`."""
 
 import json
 import math

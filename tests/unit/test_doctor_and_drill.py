@@ -5,6 +5,7 @@ tests/promises/test_doctor.py has the faults of real hosts. Tests mpiddp/doctor/
 
 import pytest
 
+from mpiddp import text
 from mpiddp.doctor import compare
 from mpiddp.doctor import main as doctor
 from mpiddp.doctor.compare import FAIL, UNKNOWN
@@ -18,55 +19,57 @@ from mpiddp.hosts.transport import Transport
 from tests.support.errors import error
 from tests.support.machine import an_mpirun
 
-KILL = FAULTS[0]
-SAVE = {"step": 2, "in_handler": False, "path": "/x/a.pt"}
+KILL, _, FLIP, _ = FAULTS
 
 
-def state(step: int, run: str, samples: list[int] | None = None) -> State:
+def state(step: int, run: str, **entries: str) -> State:
     """After a step of a run that makes other random choices than one of another name."""
-    same = {"optimizer": "", "buffers": "", "rates": [0.1], "samples": samples or [step]}
-    return {"weights": f"{step} {run}", "random": f"{step} {run}", **same}
+    weights = f"{step} {run}"
+    return {"weights": weights, "entries": {"momentum": weights, **entries, "net": weights}}
 
 
-def attempt(first: int, last: int, run: str, resumed: str = "") -> Attempt:
-    before = state(first, run) | {"is_of_model": True}
-    steps = [state(step, resumed or run) for step in range(first + 1, last + 1)]
-    return Attempt(before, steps, [SAVE])
+def rehearsal(*spans: tuple[int, int, str], code: int = 0, **entries: str) -> Rehearsal:
+    """Attempts, each with its first and last step. `entries` are of the last one."""
+    attempts = []
+    for first, last, run in spans:
+        more = entries if len(attempts) == len(spans) - 1 else {}
+        steps = [state(step, run, **more) for step in range(first + 1, last + 1)]
+        attempts.append(Attempt(state(first, run), steps, [{"step": 2, "path": "/x/a.pt"}]))
+    ended = [Ended(1, "")] * (len(spans) - 1) + [Ended(code, "")]
+    return Rehearsal(True, ended, 1.0, Recording([History(attempts)]))
 
 
-def rehearsal(*attempts: Attempt) -> Rehearsal:
-    ended = [Ended(1, "")] * (len(attempts) - 1) + [Ended(0, "")]
-    return Rehearsal(True, ended, 1.0, Recording([History([*attempts])]))
+UNDISTURBED = rehearsal((0, 4, "a"))
 
 
-UNDISTURBED = rehearsal(attempt(0, 4, "a"))
+def test_a_run_that_resumes_exactly_passes():
+    result = judge(UNDISTURBED, KILL, rehearsal((0, 3, "a"), (2, 4, "a")))
+    assert (result.passed, result.weights_equal, result.steps_lost) == (True, True, 1)
 
 
 def test_a_script_that_does_not_repeat_itself_is_not_compared():
     """It failed once the time for a second undisturbed run was short."""
-    killed = rehearsal(attempt(0, 3, "b"), attempt(2, 4, "b"))
-    result = judge(UNDISTURBED, KILL, killed)
+    result = judge(UNDISTURBED, KILL, rehearsal((0, 3, "b"), (2, 4, "b")))
     assert (result.passed, result.cause, result.weights_equal) == (True, "", None)
     assert result.differs_from == 0
-    assert (result.steps_lost, result.checkpoint_lost) == (1, False)
-    _, row, sentence = drill.table([result]).splitlines()
-    assert row.split() == ["kill", "pass", "1", "no", "-", "0"]
-    assert sentence.endswith("are not compared: two runs differ from step 0.")
+    sentence = drill.table([result]).splitlines()[-1]
+    assert sentence.endswith("two runs without a fault differ from step 0.")
 
 
-def test_a_run_that_resumes_from_an_older_save_has_lost_a_checkpoint():
-    anew = rehearsal(attempt(0, 3, "a"), attempt(0, 4, "a"))
-    result = judge(UNDISTURBED, KILL, anew)
-    assert result.checkpoint_lost
-    assert result.cause.startswith("the run begins anew, although it had saved at step 2")
+def test_the_first_entry_that_differs_is_named():
+    result = judge(UNDISTURBED, KILL, rehearsal((0, 3, "a"), (2, 4, "a"), momentum="other"))
+    assert result.cause == "differs from step 3: first in momentum"
 
 
-def test_what_a_flipped_bit_breaks_is_no_fault_of_the_classes():
-    """torch blames the pickle for the bit."""
-    flip = next(fault for fault in FAULTS if fault.name == "flip")
-    failed = rehearsal(attempt(0, 3, "a"), Attempt(None, [], []))
-    failed.ended[-1] = Ended(1, "_pickle.UnpicklingError: Weights only load failed. This file")
-    assert "keep two checkpoints" in judge(UNDISTURBED, flip, failed).cause
+def test_a_run_that_begins_anew_fails_although_it_ends_equal():
+    result = judge(UNDISTURBED, KILL, rehearsal((0, 3, "a"), (0, 4, "a")))
+    assert (result.weights_equal, result.passed) == (True, False)
+    assert result.cause == "begins anew, although it had saved at step 2"
+
+
+def test_weights_of_no_step_are_a_damaged_checkpoint():
+    result = judge(UNDISTURBED, FLIP, rehearsal((0, 3, "a"), (2, 4, "damaged")))
+    assert result.cause.startswith("the damaged checkpoint was taken: ")
 
 
 def test_the_error_of_a_run_is_none_of_the_notes_around_it():
@@ -77,7 +80,7 @@ def test_the_error_of_a_run_is_none_of_the_notes_around_it():
 
 
 def test_without_a_majority_each_value_has_its_hosts():
-    assert compare.differences("torch", {"a": 1, "b": 2}) == "torch differs: 1 on a, 2 on b"
+    assert text.differences("torch", {"a": 1, "b": 2}) == "torch differs: 1 on a, 2 on b"
 
 
 def test_what_loads_nowhere_has_one_line():

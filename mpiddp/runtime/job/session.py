@@ -43,6 +43,7 @@ class Session:
         self.coordinator = Coordinator(World(0, 1, 0, 1))
         self.is_member = False  # of the process group of its job, which this process leaves later
         self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
+        self.sinks: Any = None  # of `mpiddp.runtime.sinks`, once this process has logged
         self.torch_store: object = None  # rank 0 serves it as long as its process lives
         self.error: BaseException | None = None  # that has ended the script, or by hand its group
         self.progress = Progress(self.coordinator)
@@ -75,15 +76,14 @@ class Session:
                 self.stop.is_requested = True
             case "stacks" | "calls" as kind:
                 with contextlib.suppress(OSError):  # no file is left, not even to import
-                    from mpiddp.hosts.processes import usage_of
                     from mpiddp.runtime.collectives import calls
 
                     if (made := calls()) is not None:
                         self.coordinator.tell_launcher("calls", **made)
                     if kind == "stacks":
                         with self._reads_frames:
-                            facts = {"text": _stacks(), **usage_of(os.getpid())}
-                        self.coordinator.tell_launcher("stacks", **facts)
+                            text = _stacks()
+                        self.coordinator.tell_launcher("stacks", text=text)
 
     def log_to(self, folder: Path) -> None:
         """Let the agent write all output to files in `folder`, unless the user has named another one."""

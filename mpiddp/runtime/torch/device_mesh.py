@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mpiddp.errors import BAD_INPUT, UserError, print_error
-from mpiddp.meshes.dimensions import check_sizes, resolve
-from mpiddp.meshes.layout import Layout
 from mpiddp.runtime.rendezvous.result import machine_id
+from mpiddp.runtime.torch.mesh_sizes import check_sizes, resolve
 
 
 def mesh(
@@ -69,9 +68,7 @@ def mesh(
             )
         # Several machines, such as containers, may have one name.
         hosts = names if len(set(names)) == len(set(machines)) else machines
-        resolved = resolve(check_sizes(sizes), hosts, unit="rank", tp_across_hosts=tp_across_hosts)
-        if not tp_across_hosts:
-            Layout(resolved, hosts).require_tp_inside_hosts()
+        resolved = resolve(check_sizes(sizes), hosts, tp_across_hosts=tp_across_hosts)
         try:
             torch.device(type_)
         except RuntimeError:

@@ -276,7 +276,10 @@ def test_a_key_that_cannot_be_a_file(create, key):
 
 def test_records_need_a_run(create):
     with pytest.raises(mpiddp.UserError, match="Checkpoints"):
+        mpiddp.run_dir()
+    checkpoints = create()
+    with pytest.raises(mpiddp.UserError, match="resume"):
         mpiddp.log_metrics(1, loss=2)
-    create().resume()
+    checkpoints.resume()
     with pytest.raises(TypeError, match="loss"):
         mpiddp.log_metrics(1, loss=[2])

@@ -189,12 +189,15 @@ def test_a_first_step_that_overflows_leaves_no_momentum():
     assert all(momentum is None or not momentum.any() for momentum in momenta)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(128, 128, 3, 3), (64, 4, 3, 3), (16, 64, 1, 1)])
-def test_an_update_moves_the_weights_about_as_far_in_every_direction(shape):
+def test_an_update_moves_the_weights_about_as_far_in_every_direction(shape, dtype, monkeypatch):
+    monkeypatch.setattr("mpiddp.train.muon.fast_dtype", lambda device: dtype)
     torch.manual_seed(0)
     gradient = torch.randn(shape) * torch.logspace(-1, 1, shape[0]).view(-1, 1, 1, 1)
     update, other = orthogonal(torch.stack([gradient, 9 * gradient.flip(1)]))
     assert update.shape == shape
+    assert torch.equal(update, update.bfloat16()) == (dtype is torch.bfloat16)
     torch.testing.assert_close(other, orthogonal(gradient.flip(1)[None])[0], rtol=0, atol=0.02)
     before, after = (
         torch.linalg.svdvals(each.reshape(shape[0], -1)) for each in (gradient, update)

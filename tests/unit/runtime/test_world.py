@@ -13,7 +13,7 @@ from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.program import SCRIPT, Program, command_environment
 from mpiddp.runtime.reports import announce
 from mpiddp.text import shown
-from mpiddp.world import RANK_SOURCES, World, likely_ranks
+from mpiddp.world import RANK_SOURCES, World, is_rank, likely_ranks
 from tests.support.errors import error
 
 Env = dict[str, str]
@@ -234,3 +234,21 @@ def test_for_what_torch_is_imported_ahead(tmp_path, text, expected):
 def test_an_announcement_that_is_no_command(arguments):
     with pytest.raises(ValueError, match=r"^mpiddp.announce: "):
         announce(resume_args=arguments)
+
+
+@pytest.mark.parametrize(
+    ("env", "is_one"),
+    [
+        ({}, False),
+        # A batch script of Slurm, PBS and LSF is no rank of theirs.
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, False),
+        ({"PBS_JOBID": "7", "PBS_NODEFILE": "/f", "LSB_JOBID": "7"}, False),
+        ({"MASTER_ADDR": "node0"}, False),
+        (mpi("OMPI_COMM_WORLD", "0", "1", "0", "1"), True),  # mpirun -n 1
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}, True),
+        ({"RANK": "0"}, True),  # left over: refused as a rank, and not trained with in silence
+        ({"MPIDDP_CONTROL": "127.0.0.1:1"}, True),  # of mpiddp launch, whatever its mpirun sets
+    ],
+)
+def test_who_is_a_rank(env, is_one):
+    assert is_rank(env) is is_one

@@ -16,7 +16,7 @@ from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.protocol.channel import is_valid
 from mpiddp.protocol.server import Event
 from mpiddp.watch import jobs
-from mpiddp.watch.detached import KEPT, new_job
+from mpiddp.watch.detached import KEPT, DetachedJob, new_job
 from mpiddp.watch.jobs import Job
 from mpiddp.watch.table import head_lines, rank_lines
 from tests.support.channels import progress
@@ -69,6 +69,37 @@ def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
     found.clear()
     with pytest.raises(UserError, match=error("yours runs")):
         jobs.find_job(None)
+
+
+class Kept(DetachedJob):
+    """A job of --detach that runs, with a pid, or has ended."""
+
+    pid = property(lambda job: {"a-1": 7, "a-2": 8}.get(job.name))
+    is_running = property(lambda job: job.pid is not None)
+
+
+def test_logs_and_wait_mean_the_only_running_job_or_else_the_latest(monkeypatch):
+    found = [Kept(Path(name)) for name in ("b-2", "a-2", "b-1", "a-1")]  # the latest first
+    monkeypatch.setattr(jobs, "detached_jobs", lambda: found)
+    monkeypatch.setattr(jobs, "running_jobs", lambda: [Job(Path(), 9, "c.py", {})])
+    assert jobs.find_detached("b-1").name == "b-1"  # it has ended
+    assert jobs.find_detached("8").name == "a-2"
+    for name, sentence in {
+        None: error("several jobs", ": 8 (a-2), 7 (a-1)."),
+        "9": error("without --detach", " 9 (c.py)"),
+        "nosuch": error("no job called nosuch", ": b-2, a-2, b-1, a-1."),
+    }.items():
+        with pytest.raises(UserError, match=rf"^{sentence}$"):
+            jobs.find_detached(name)
+    del found[3]
+    assert jobs.find_detached(None).name == "a-2"
+    del found[1]
+    assert jobs.find_detached(None).name == "b-2"
+    found.clear()
+    with pytest.raises(UserError, match=error("no job called nosuch was started")):
+        jobs.find_detached("nosuch")
+    with pytest.raises(UserError, match=error("no job was started")):
+        jobs.find_detached(None)
 
 
 def test_a_name_stands_for_one_job(monkeypatch, tmp_path):

@@ -1,0 +1,49 @@
+"""The time from the kill of a rank to the first all-reduce of the restart, beside torchrun.
+
+    python -m benchmarks.restart -H localhost:2 --rounds 10 --timeout 40
+
+The last rank of a small training over gloo kills itself; rank 0 prints when. On one host torchrun restarts
+the same script, in turn within every round. A round in which a launcher gives up, or does not end in time,
+counts as failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from benchmarks.start import Results, compared, in_turn, start_command
+from mpiddp.arguments import whole
+from mpiddp.bench.figures import option
+from mpiddp.bench.jobs import Jobs
+from mpiddp.bench.main import Row, run_benchmark
+
+OPTIONS = {"mpiddp": ("--max-restarts=1",), "torchrun": ("--max-restarts=1", "--standalone")}
+JOB = ("gloo", "400")  # steps before the kill
+
+
+@dataclass(frozen=True)
+class Options:
+    rounds: int = option("rounds of both launchers", type=whole(1), default=5)
+
+
+def measure(options: Options, jobs: Jobs) -> Results:
+    where, ranks, timeout_s = jobs.where, jobs.slots, jobs.timeout_s
+    commands = {
+        launcher: start_command(launcher, where, ranks, timeout_s, own, JOB)
+        for launcher, own in OPTIONS.items()
+    }
+    if jobs.per_host < ranks:  # torchrun would start all of them on this host
+        del commands["torchrun"]
+    return {"starts": in_turn("restart", commands, ranks, options.rounds, timeout_s)}
+
+
+def table(results: Results) -> str:
+    title = "From the kill of a rank to the first all-reduce after it. CPU time is that of the whole job"
+    return f"{title}\n\n{compared(results['starts'])}"
+
+
+if __name__ == "__main__":
+    row = Row("the time from the kill of a rank to the first all-reduce after it", least_ranks=2)
+    module = sys.modules[__name__]
+    sys.exit(run_benchmark("python -m benchmarks.restart", "restart", row, module, sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""`mpiddp explain LOGFILE`: say why a job failed, from its log.
+
+mpiddp explain train.log
+mpiddp explain ssh-key-refused                        # a known failure, by its id
+squeue --me; mpiddp explain slurm-4711.out
+mpirun -n 4 python train.py 2>&1 | tee train.log | mpiddp explain -
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from mpiddp.arguments import OneSentenceParser
+from mpiddp.errors import DONE, FAILED, UserError, named_by
+from mpiddp.explain.explain import OURS, Explanation, explain_file
+from mpiddp.explain.failures import FAILURES, PROGRAMS
+from mpiddp.text import did_you_mean, escaped
+
+_BY_ID = {row.id: row for row in FAILURES}
+_TO_ASK = (
+    "To ask somebody, send the command and the first error with 20 lines around it. "
+    "NCCL_DEBUG=WARN and TORCH_DISTRIBUTED_DEBUG=DETAIL add facts."
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run `mpiddp explain ARGV`. Returns 0 if a failure is explained, 1 if not. Raises UserError."""
+    parser = OneSentenceParser(
+        prog="mpiddp explain",
+        description="Say why a job failed, from its log: the root cause, what fixes it, and what else is in "
+        "it. For logs of mpiddp, mpirun, torchrun and Slurm. The id of a known failure is explained too.",
+        epilog="Exit codes: 0 explained, 1 nothing failed or nothing known in it, 2 no such log.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("log", metavar="LOGFILE", help="a file, - for stdin, or an id")
+    name: str = parser.parse_args(argv).log
+    if name != "-" and re.fullmatch("[a-z-]+", name) and not Path(name).exists():
+        return _explain_id(name)
+    # A Path would change //server/log
+    with named_by(""), sys.stdin.buffer if name == "-" else open(name, "rb") as file:  # noqa: PTH123
+        is_empty = not file.peek(1)  # type: ignore[union-attr]
+        log = explain_file(file)
+    name = "stdin" if name == "-" and is_empty else escaped(name)
+    found = log.found
+    if log.stop is not None:
+        number, sentence = log.stop
+        resume = f"\nTo resume: {escaped(log.resume)}" if log.resume else ""
+        print(
+            f"{name}:{number}: {sentence}\nThe job did not fail: it was stopped on request.{resume}"
+        )
+        return FAILED
+    if found and not log.survived:
+        return _print_cause(name, found)
+    if is_empty:
+        print(f"{name} is empty.")
+    elif found:
+        row = found[0].failure
+        more = f" More: mpiddp explain {row.id}" if row.cause else ""
+        print(
+            f'{name}: nothing failed for good. Line {found[0].number} says "{found[0].line}", but '
+            f"{log.survived}.{more}"
+        )
+    else:
+        last = escaped(log.last_sentence.removeprefix(OURS))
+        said = f'The last sentence of mpiddp in it is: "{last}". ' if last else ""
+        print(f"{name}: no known failure in it. {said}{_TO_ASK}")
+    return FAILED
+
+
+def _print_cause(name: str, found: list[Explanation]) -> int:
+    """Print the root cause, its row if the table has one, and what else was found."""
+    first, *others = found
+    row = first.failure
+    print(f"{name}:{first.number}: {first.line}")
+    print(
+        f"{row.id}: {row.cause}\nFix:  {row.fix}" if row.cause else f"No known failure. {_TO_ASK}"
+    )
+    print("\nAlso seen:\n" if others else "", end="")
+    for each in others:
+        what = f"{each.failure.id} ({each.line[:60]})" if each.failure.cause else each.line[:60]
+        print(f"  line {each.number}: {what}")
+    return DONE if row.cause else FAILED
+
+
+def _explain_id(name: str) -> int:
+    """Print the row with this id. Raises UserError, with the ids that may be meant, if there is none."""
+    if row := _BY_ID.get(name):
+        print(f"{row.id}: {row.cause}\nFix:  {row.fix}")
+        return DONE
+    ids = [id for id in _BY_ID if id.startswith(f"{name}-")]
+    hint = did_you_mean(name, _BY_ID) or f" An id begins with one of: {', '.join(PROGRAMS)}."
+    hint = f" Its ids are: {', '.join(ids)}." if ids else hint
+    raise UserError(f"{name} is no file, and not the id of a known failure.{hint}")

@@ -1,0 +1,91 @@
+"""Which hosts a command means: --hostfile FILE, -H HOSTS, or FILE alone; else the scheduler's allocation.
+
+mpiddp doctor hosts.txt
+mpiddp hosts run -H node1,node2 -- uptime
+salloc --nodes 2 mpiddp hosts check
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from mpiddp.arguments import duration
+from mpiddp.errors import UserError
+from mpiddp.hosts.allocations import find_allocation
+from mpiddp.hosts.hostfile import Hosts, parse_host_list, read_hostfile
+from mpiddp.hosts.transport import SSH
+
+_read_once = cache(read_hostfile)  # a pipe can be read only once, but a restart needs it again
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add --hostfile, -H and --login-timeout."""
+    group = parser.add_argument_group("where (default: the scheduler's allocation)")
+    add = group.add_argument
+    add("--hostfile", metavar="FILE", help="file of hosts and slots; FILE alone means the same")
+    add("-H", dest="host_list", metavar="HOSTS", help="hosts and slots: node1:2,node2:4")
+    add(
+        "--login-timeout",
+        dest="login_s",
+        type=duration,
+        default=SSH.login_s,
+        metavar="TIME",
+        help=f"time that a login over ssh may take (default: {SSH.login_s:g} s)",
+    )
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    """Add the argument FILE, which means --hostfile FILE."""
+    parser.add_argument("file", nargs="?", metavar="FILE", help="the same as --hostfile FILE")
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Make FILE the value of --hostfile. Raises UserError if the hosts are named twice, or FILE names one."""
+    refuse_both(options.hostfile, options.host_list)
+    file: str | None = options.file
+    if file is None:
+        return
+    if (options.hostfile, options.host_list) != (None, None):
+        other = "-H" if options.hostfile is None else "--hostfile"
+        raise UserError(f"{file} and {other} both name the hosts. Give one.")
+    if file and not os.path.exists(file) and _is_host_list(file):  # noqa: PTH110 - False for any error
+        raise UserError(f"{file} not found (looked in {Path.cwd()}). If it is a host: -H {file}")
+    options.hostfile = file
+
+
+def _is_host_list(text: str) -> bool:
+    try:
+        parse_host_list(text)
+    except UserError:
+        return False
+    return True
+
+
+def refuse_both(hostfile: str | None, host_list: str | None) -> None:
+    """Raise UserError if --hostfile and -H are given."""
+    if None not in (hostfile, host_list):
+        raise UserError("--hostfile and -H both name the hosts. Give one.")
+
+
+def named_hosts(
+    hostfile: str | None, host_list: str | None, env: Mapping[str, str], login_s: float
+) -> Hosts | None:
+    """The hosts that the user names, else those of an allocation; None without one.
+
+    `login_s`: the time that a login may take, in seconds. Raises UserError for a list or an allocation that
+    cannot be read, and JobFailed if a machine failed.
+    """
+    if hostfile is not None:
+        is_file = os.path.isfile(hostfile)  # noqa: PTH113 - False for any error
+        hosts = (read_hostfile if is_file else _read_once)(hostfile)
+    elif host_list is not None:
+        hosts = parse_host_list(host_list)
+    elif (granted := find_allocation(env)) is not None:
+        hosts = granted
+    else:
+        return None
+    return hosts.over(login_s)
