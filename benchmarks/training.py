@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-
-import mpiddp
-from mpiddp.bench.figures import Result
-from mpiddp.errors import UserError
 from mpiddp.train.config import OF_RUN, Config, parse, resolve
-from mpiddp.train.data import Data, open_data
 from mpiddp.train.measure import measured
 from mpiddp.train.order import Order
 from mpiddp.train.records import Records
 from mpiddp.train.run import plan_order
 from mpiddp.train.state import State, build_model, build_state, choose_kernels
+
+import mpiddp
+from mpiddp.bench.figures import Result
+from mpiddp.errors import UserError
+from mpiddp.train.data import Data, open_data
 from mpiddp.train.train import train
 
 _NOT_APPLICABLE = {

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from mpiddp.train.measure import StepTimer, gathered
+from mpiddp.train.run import open_checkpoints
 
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
 from benchmarks.training import build, synthetic_job
 from mpiddp.bench.figures import emit, turns
 from mpiddp.runtime.job.session import current
 from mpiddp.train.data import batches
-from mpiddp.train.measure import StepTimer, gathered
-from mpiddp.train.run import open_checkpoints
 from mpiddp.train.train import average_statistics, backward, save
 
 

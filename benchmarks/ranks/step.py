@@ -6,12 +6,12 @@ import json
 import sys
 
 import torch.nn.functional as F
+from mpiddp.train.measure import PHASES, STARTUP_STEPS, StepTimer, measured
 
 from benchmarks.step import BARE, BARE_AGAIN, RUNNER, Options
 from benchmarks.training import Job, build, synthetic_job, time_runner
 from mpiddp.bench.figures import Result, emit, turns
 from mpiddp.train.data import Batch, batches
-from mpiddp.train.measure import PHASES, STARTUP_STEPS, StepTimer, measured
 from mpiddp.train.train import autocast, learning_rate
 
 

@@ -1070,7 +1070,7 @@ class Records:
         self._made = 0  # steps in this process
         self._added = self._timed = 0  # of them since the last record, and those that count for the speed
         self._evaluated = step
-        self._pass_s = time_passes(state)
+        self._pass_s = time_passes(state) if step < self._total else {}
         num_hosts = counted(world.num_nodes or 1, "host")
         epochs = f"{config.epochs - step / self._length:.3g} of {counted(config.epochs, 'epoch')}"
         log.info(
@@ -1080,7 +1080,8 @@ class Records:
         )
         if config.compile == "on":
             log.info("compiling the model takes up to a minute; --compile off trains without a delay")
-        log.info(f"{epochs} to come, in about {duration(self._left_s(step, None))}")
+        if step < self._total:
+            log.info(f"{epochs} to come, in about {duration(self._left_s(step, None))}")
         self._began = time.perf_counter()
 
     def add(self, step: Step) -> None:
@@ -1214,9 +1215,11 @@ def time_passes(state: State) -> dict[int, float]:
 
 
 def duration(seconds: float) -> str:
-    """ "40 s", "12 min" or "3.5 h"."""
+    """ "40 s", "3 min 20 s", "45 min" or "3.5 h"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
+    if seconds < 1200:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 

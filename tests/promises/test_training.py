@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mpiddp.train.folder import ImageFolder
 
 import mpiddp
 from mpiddp.errors import JobFailed
 from mpiddp.train import cifar10
 from mpiddp.train.data import DeviceImages, batches, default_data_dir
-from mpiddp.train.folder import ImageFolder
 from mpiddp.train.resnet import ARCHS
 from mpiddp.watch.runs import read_run
 from tests.support import tiny_data

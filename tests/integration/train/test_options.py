@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-
-from mpiddp import Announced
-from mpiddp.errors import UserError
 from mpiddp.train.config import FIXED, OF_RUN, parse, resolve, split_batch
 from mpiddp.train.order import Order
 from mpiddp.train.run import out_of_memory, resume_args
+
+from mpiddp import Announced
+from mpiddp.errors import UserError
 from tests.support.ranks import ROOT
 from tests.support.training import configured
 

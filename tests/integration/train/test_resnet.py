@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from mpiddp.train.config import ARCHS as NAMES
 from torch import nn
 
-from mpiddp.train.config import ARCHS as NAMES
 from mpiddp.train.resnet import ARCHS, ResNet
 
 # Number of parameters with 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests are

@@ -18,15 +18,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mpiddp.train.measure import Forecast, StepTimer
+from mpiddp.train.order import Order
+from mpiddp.train.state import State, build_model, build_optimizer, build_state, stride_as_gradients
 from torch import Tensor, nn
 
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.train.data import Data, DeviceImages
-from mpiddp.train.measure import Forecast, StepTimer
 from mpiddp.train.muon import fast_dtype, orthogonal
-from mpiddp.train.order import Order
 from mpiddp.train.resnet import ARCHS, zero_init
-from mpiddp.train.state import State, build_model, build_optimizer, build_state, stride_as_gradients
 from mpiddp.train.train import evaluate, fit, load, time_passes, train_step
 from tests.support.training import configured
 
