@@ -137,7 +137,7 @@ def cifar10(folder: Path, device: torch.device, *, seed: int, max_shift: int) ->
 
 
 class DeviceImages:
-    """Images uint8 [N, H, W, 3] and labels [N] on `device`; shifted and mirrored if there is a `max_shift`."""
+    """Images uint8 [N, H, W, 3] and labels [N] on the device; with `max_shift`, shifted and mirrored."""
 
     def __init__(
         self,

@@ -763,42 +763,47 @@ def load(state: State, saved: mpiddp.Resumed) -> None:
 
     An average that the saved run has not had begins as a copy of the model.
     """
-    optimizer = state.optimizer
+    model, optimizer = state.model, state.optimizer
     settings = [{**group} for group in optimizer.param_groups]
-    saved.load_into(model=state.model, optimizer=optimizer)
+    if state.average:  # through the model, which knows its shards
+        saved.load_into(**{"ema" if "ema" in saved.state else "model": model})
+        update_average(state, weight=1.0)
+    saved.load_into(model=model, optimizer=optimizer)
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
-    averages = saved.state.get("ema", state.model.state_dict())
-    for name, average in state.average.items():
-        average.copy_(averages[name])
     if saved.world_size == dist.get_world_size():
         for name, value in saved.per_rank.get("model", {}).items():
-            state.model.get_buffer(name).copy_(value)
+            model.get_buffer(name).copy_(value)
         for name, value in saved.per_rank.get("ema", {}).items() if state.average else ():
             state.average[name].copy_(value)
-    # The fused kernels read a parameter and its momentum element by element in memory order, and the
-    # saved run may have had another layout.
-    for parameter, held in optimizer.state.items():
-        if held.get("momentum_buffer") is not None:
-            held["momentum_buffer"] = torch.empty_like(parameter).copy_(held["momentum_buffer"])
+    # The fused kernels read a parameter and its moments element by element in memory order, and the saved
+    # run may have had another layout.
+    for parameter, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if isinstance(moment, Tensor) and moment.shape == parameter.shape:
+                moments[name] = torch.empty_like(parameter).copy_(moment)
     if saved.state["scaler"]:  # empty unless the saved run had --amp fp16
         state.scaler.load_state_dict(saved.state["scaler"])
 
 
 def load_weights(state: State) -> None:
     """Begin with the model of --weights, but for a last layer of another number of classes."""
-    saved = mpiddp.load(str(state.config.weights)).state["model"]
-    own = state.model.state_dict()
-    fitting = {name: value for name, value in saved.items() if own.get(name, value).shape == value.shape}
-    new = sorted(own.keys() - fitting.keys())
-    if any(not name.startswith("fc.") for name in new) or fitting.keys() - own.keys():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    config, model = state.config, state.model
+    saved = mpiddp.load(str(config.weights)).state["model"]
+    whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in saved.items()}
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    fitting = {name: value for name, value in whole.items() if shapes.get(name) == value.shape}
+    new = sorted(shapes.keys() - fitting.keys())
+    if whole.keys() - shapes.keys() or any(not name.startswith("fc.") for name in new):
         raise mpiddp.UserError(
-            f"--weights {state.config.weights}: it is of another model than --arch {state.config.arch}."
+            f"--weights {config.weights}: it is of another model than --arch {config.arch}."
         )
-    state.model.load_state_dict(fitting, strict=False)
-    for name, average in state.average.items():
-        average.copy_(state.model.state_dict()[name])
-    log.info(f"--weights {state.config.weights}{f', with a new {new[0]}' if new else ''}")
+    set_model_state_dict(model, fitting, options=StateDictOptions(full_state_dict=True, strict=False))
+    if state.average:
+        update_average(state, weight=1.0)
+    log.info(f"--weights {config.weights}{f', with a new {new[0]}' if new else ''}")
 
 
 def resume_args(config: Config, out: Path) -> list[str]:
@@ -1059,29 +1064,21 @@ class Records:
 
     def __init__(self, state: State, world: mpiddp.World, step: int) -> None:
         config = state.config
-        self._config, self._world, self._data = config, world, state.data
-        self._length = state.sampler.steps_per_epoch
-        self._total = self._length * config.epochs
-        self._num_parameters = sum(parameter.numel() for parameter in state.model.parameters())
+        self._state, self._world, self._scored_at = state, world, step
+        self._total = state.sampler.steps_per_epoch * config.epochs
         self._started_at = time.monotonic()
         self._loss_sum = torch.zeros((), device=state.data.train.device)
         self._train_loss: float | None = None
         self._spans: list[tuple[int, float]] = []  # steps, and the seconds of each
         self._made = 0  # steps in this process
         self._added = self._timed = 0  # of them since the last record, and those that count for the speed
-        self._evaluated = step
-        self._pass_s = time_passes(state) if step < self._total else {}
-        num_hosts = counted(world.num_nodes or 1, "host")
-        epochs = f"{config.epochs - step / self._length:.3g} of {counted(config.epochs, 'epoch')}"
         log.info(
-            f"{counted(world.world_size, 'rank')} on {num_hosts} over {world.backend}, {config.parallel}, "
-            f"{config.arch} ({config.stem} stem) on {state.data.name}, amp {config.amp}, global batch "
-            f"{config.global_batch_size}, --lr {config.lr:g}"
+            f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} over "
+            f"{world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) on {state.data.name}, "
+            f"amp {config.amp}, global batch {config.global_batch_size}, --lr {config.lr:g}"
         )
         if config.compile == "on":
             log.info("compiling the model takes up to a minute; --compile off trains without a delay")
-        if step < self._total:
-            log.info(f"{epochs} to come, in about {duration(self._left_s(step, None))}")
         self._began = time.perf_counter()
 
     def add(self, step: Step) -> None:
@@ -1089,10 +1086,16 @@ class Records:
         self._made, self._added, self._timed = self._made + 1, self._added + 1, self._timed + 1
         self._loss_sum += step.loss_sum
         mpiddp.progress(step.number, self._total)
-        if step.number % self._config.log_every == 0 or step.ends_epoch:
+        is_early = self._made in (STARTUP_STEPS, 2 * STARTUP_STEPS)
+        if is_early:
+            self._loss_sum.item()  # waits for the device
+        if self._made == 2 * STARTUP_STEPS:
+            step_s = (time.perf_counter() - self._began) / self._timed
+            left = self._left(step.number, step_s)
+            log.info(f"{self._total - step.number:,} steps to come, in about {left}")
+        if step.number % self._state.config.log_every == 0 or step.ends_epoch:
             self._record(step)
         elif self._made == STARTUP_STEPS:  # do not count them, because the first steps are slow
-            self._loss_sum.item()  # waits for the device
             self._timed, self._began = 0, time.perf_counter()
 
     @contextlib.contextmanager
@@ -1103,7 +1106,7 @@ class Records:
         self._began += time.perf_counter() - began
 
     def _record(self, step: Step) -> None:
-        config = self._config
+        config = self._state.config
         dist.all_reduce(self._loss_sum)
         loss = self._loss_sum.item() / (self._added * config.global_batch_size)
         step_s = (time.perf_counter() - self._began) / self._timed
@@ -1121,38 +1124,21 @@ class Records:
         mpiddp.log_metrics(step.number, epoch=step.epoch, **values)
         log.info(
             f"epoch {step.epoch + 1}/{config.epochs}  step {step.number}/{self._total}  loss {loss:.4f}  "
-            f"lr {step.lr:.4f}  {speed:,.0f} images/s  {duration(self._left_s(step.number, step_s))} left"
+            f"lr {step.lr:.4f}  {speed:,.0f} images/s  {self._left(step.number, step_s)} left"
         )
         self._began = time.perf_counter()
 
     def add_score(self, step: Step, score: Score) -> None:
-        self._evaluated = step.number
+        self._scored_at = step.number
         values = {"test_accuracy": score.accuracy, "test_loss": score.loss}
         mpiddp.log_metrics(step.number, epoch=step.epoch, **values)
-        left_s = self._left_s(step.number, self._spans[-1][1] if self._spans else None)
         log.info(
-            f"epoch {step.epoch + 1}/{self._config.epochs}  test accuracy {score.accuracy:.2%}  "
-            f"{duration(left_s)} left"
+            f"epoch {step.epoch + 1}/{self._state.config.epochs}  test accuracy {score.accuracy:.2%}  "
+            f"{self._left(step.number, self._spans[-1][1])} left"
         )
 
-    def _left_s(self, step: int, step_s: float | None) -> float:
-        """The seconds from the end of `step` on, if a step like the last one takes `step_s`.
-
-        Steps on images of another size differ from it by the time of their passes. An evaluation has no
-        backward pass, which takes about two thirds of the time.
-        """
-        config, length, test = self._config, self._length, self._data.test
-        last_pass_s = self._pass_s[config.image_side(max(0, step - 1) // length)]
-        besides_s = 0.0 if step_s is None else step_s - last_pass_s  # data, optimizer, other ranks
-        num_batches = test.num_images / config.global_batch_size if test else 0.0
-        evaluation_s = self._pass_s[config.image_side(config.epochs - 1)] * num_batches / 3
-        left_s = 0.0
-        for epoch in range(config.epochs):
-            end = (epoch + 1) * length
-            step_s_there = self._pass_s[config.image_side(epoch)] + besides_s
-            left_s += min(length, max(0, end - step)) * step_s_there
-            left_s += evaluation_s * (end > self._evaluated and is_evaluated(epoch, config))
-        return max(0.0, left_s)
+    def _left(self, step: int, step_s: float) -> str:
+        return duration(seconds_left(self._state, step, step_s, self._scored_at))
 
     def end(self, step: int, score: Score | None) -> None:
         """Write summary.json, and print it as a table. A collective."""
@@ -1167,14 +1153,14 @@ class Records:
             log.info(f"\n{table(summary, mpiddp.run_dir())}")
 
     def _summary(self, step: int, score: Score | None) -> dict[str, Any]:
-        config, world, test = self._config, self._world, self._data.test
+        config, world, data = self._state.config, self._world, self._state.data
         # Without a step, the run has resumed after its last one.
         times = np.repeat([step_s for _, step_s in self._spans], [count for count, _ in self._spans])
         middle, high = np.percentile(times, (50, 95)).tolist() if len(times) else (None, None)
         return {
-            "dataset": self._data.name,
+            "dataset": data.name,
             "arch": config.arch,
-            "num_parameters": self._num_parameters,
+            "num_parameters": sum(each.numel() for each in self._state.model.parameters()),
             "world_size": world.world_size,
             "num_nodes": world.num_nodes,
             "hosts": dict(Counter(gathered(world.hostname))),
@@ -1183,7 +1169,7 @@ class Records:
             "steps": step,
             "train_loss": self._train_loss,
             "test_accuracy": None if score is None else score.accuracy,
-            "test_images": None if test is None else test.num_images,
+            "test_images": None if data.test is None else data.test.num_images,
             "parallel": config.parallel,
             "images_per_s": config.global_batch_size / float(times.mean()) if len(times) else None,
             "step_time_p50_s": middle,
@@ -1192,26 +1178,21 @@ class Records:
         }
 
 
-def time_passes(state: State) -> dict[int, float]:
-    """The seconds of a step's passes, for each size of images of the training. A collective.
+def seconds_left(state: State, step: int, step_s: float, scored_at: int) -> float:
+    """About how long the rest takes, if `step` took `step_s` and the last evaluation was after `scored_at`.
 
-    The model and its statistics stay as they are.
+    The time is in proportion to the pixels. An evaluation has no backward pass, and takes about a third.
     """
-    config, device, seconds = state.config, state.data.train.device, dict[int, float]()
-    buffers = [buffer.clone() for buffer in state.model.buffers()]
-    for side in sorted({config.image_side(epoch) for epoch in range(config.epochs)}):
-        images = torch.zeros(config.batch_size, 3, side, side, device=device)
-        images = images.contiguous(memory_format=torch.channels_last)
-        for _ in range(2):  # the first one allocates memory and selects kernels
-            started = time.perf_counter()
-            with autocast(config, device):
-                loss = state.ddp(images).sum()
-            loss.backward()
-            loss.item()  # waits for the device
-            seconds[side] = config.grad_accum_steps * (time.perf_counter() - started)
-    torch._foreach_copy_(list(state.model.buffers()), buffers)
-    state.optimizer.zero_grad()
-    return seconds
+    config, length, test = state.config, state.sampler.steps_per_epoch, state.data.test
+    pixel_s = step_s / config.image_side(max(0, step - 1) // length) ** 2
+    tested = test.num_images / config.global_batch_size / 3 if test else 0.0
+    left_s = 0.0
+    for epoch in range(config.epochs):
+        end = (epoch + 1) * length
+        left_s += min(length, max(0, end - step)) * pixel_s * config.image_side(epoch) ** 2
+        if end > scored_at and is_evaluated(epoch, config):
+            left_s += tested * pixel_s * config.image_size**2
+    return left_s
 
 
 def duration(seconds: float) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mpiddp.train.config import ARCHS as NAMES
 from torch import nn
 
 from mpiddp.train.resnet import ARCHS, ResNet
@@ -81,7 +80,3 @@ def test_stems(stem, image_size, last_map):
     logits = model(torch.empty(2, 3, image_size, image_size, device="meta"))
     assert shapes == [(2, 512, last_map, last_map)]
     assert logits.shape == (2, 7)
-
-
-def test_the_options_know_every_architecture():
-    assert list(ARCHS) == list(NAMES)
