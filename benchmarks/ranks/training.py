@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from mpiddp.train.measure import STARTUP_STEPS
-
 from benchmarks.training import synthetic_job, time_runner
 from mpiddp.bench.figures import emit
+from mpiddp.train.train import STARTUP_STEPS
 
 
 def main() -> None:

@@ -700,7 +700,13 @@ def open_checkpoints(
         contents = data_of_run(out, config, data) if world.rank == 0 else ""
     fixed = {f"--{name.replace('_', '-')}": getattr(config, name) for name in FIXED}
     settings = {"program": "mpiddp train", "data": gathered(contents)[0], **fixed}
-    return mpiddp.Checkpoints(out, keep=config.keep, every=config.save_every, config=settings)
+    return mpiddp.Checkpoints(
+        out,
+        keep=config.keep,
+        every=config.save_every,
+        config=settings,
+        not_finite=("train_loss",),
+    )
 
 
 def data_of_run(out: Path, config: Config, data: Data) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from mpiddp.train.config import option_parser as train_parser
 
 import mpiddp
 from docs import troubleshooting
@@ -26,6 +25,7 @@ from mpiddp import cli, errors
 from mpiddp.cli import VERBS
 from mpiddp.launch.options import option_parser
 from mpiddp.protocol.channel import DEFAULT_RANKS
+from mpiddp.train.train import option_parser as train_parser
 from tests.support.own_script import EXAMPLE, PLAIN
 from tests.support.ranks import ROOT, clean_env
 
