@@ -35,7 +35,7 @@ from mpiddp.checkpoints import folder as folders
 from mpiddp.errors import DONE, STOPPED
 from mpiddp.explain.explain import explain
 from mpiddp.explain.failures import Weight
-from mpiddp.protocol.channel import OUTPUT_PROCESS
+from mpiddp.protocol.channel import AGENT_NAME, SPARE_NAME
 from tests.support import cluster
 from tests.support.cluster import Cluster, Host, Program
 from tests.support.cluster.faults import unreachable
@@ -53,12 +53,11 @@ END_S = 90.0  # a job that takes longer after its faults hangs
 LATER_S = 10.0  # after the end, when nothing of the job may be left
 MOST_RESUMES = 3
 BRIEFLY = "STOP+CONT"
-GROUP, OUTPUT, CHILD = "process group", "output process", "rank's child"
+GROUP, AGENT, CHILD = "process group", "agent", "rank's child"
 SIGNALS = ("TERM", "INT", "HUP", "KILL", BRIEFLY, "QUIT", "USR1", "USR2", "ABRT")
-TARGETS = ("launcher", "mpirun", "daemon", "rank", CHILD, OUTPUT, GROUP)
+TARGETS = ("launcher", "mpirun", "daemon", "rank", CHILD, AGENT, GROUP)
 _RANK = r"\S*python\S*( -P)? -m mpiddp (run|train)\b"  # or the agent that starts it
 _SCRIPT = r"\S*python\S* -c .*from mpiddp\.runtime\.script "  # what an agent starts
-SPARE = "mpiddp-spare"  # the name of the Python that waits for the next start
 _PREFIX = re.compile(r"^\[[^]]*\]:? ", re.MULTILINE)  # of a rank
 _COMMANDS = {
     "launcher": r"\S*python\S* -m mpiddp launch\b",
@@ -219,8 +218,8 @@ def of_kind(host: Host, kind: str) -> list[Process]:
 
 
 def _kind(process: Process, table: dict[int, Process]) -> str:
-    if process.name in (OUTPUT_PROCESS, SPARE):
-        return OUTPUT if process.name == OUTPUT_PROCESS else SPARE
+    if process.name in (AGENT_NAME, SPARE_NAME):
+        return AGENT if process.name == AGENT_NAME else SPARE_NAME
     parent = table.get(process.parent)
     if re.match(_SCRIPT, process.command) and not (parent and re.match(_SCRIPT, parent.command)):
         return "rank"

@@ -55,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, *rest = args or ["--help"]
     if verb == "run" and not _is_rank():
         verb = "launch"
+    if verb == "train" and not _is_rank() and {"-h", "--help"}.isdisjoint(rest):
+        from mpiddp.launch.options import launch_of_train
+
+        if (launch := launch_of_train(rest)) is not None:
+            verb, rest = "launch", launch
     is_rank = verb in RANK_VERBS
     if verb != "run" and hasattr(sys.stdout, "reconfigure"):  # that of `run` is the script's
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be any bytes

@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 
 _FLOCK = "hhqqi0q"  # the kernel's struct flock: type, whence, start, length, pid
+WRITE_LOCK = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # of a whole file
 
 
 def read_limited(path: Path, limit: int) -> bytes:
@@ -85,8 +86,7 @@ def is_locked(path: Path) -> bool:
     """Whether a process holds the lock of this file, as an owner.json of a run. Takes none itself."""
     try:
         with path.open("rb") as file:
-            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
+            answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, WRITE_LOCK)
     except OSError:
         return False
     return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

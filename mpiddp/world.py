@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
+from mpiddp.protocol import variables as ours
 from mpiddp.protocol.variables import (
-    ADDRESS,
     ANNOUNCED,
     CHANNEL,
     CHANNEL_SECRET,
     GPUS,
-    JOB,
-    PRIVATE,
+    LAUNCHER,
     RUN_DIR,
     RUN_ID,
 )
@@ -193,13 +192,16 @@ class World:
             raise UserError(
                 f"{_listed(found)}: these variables do not come from one launcher. Unset the stale ones."
             )
+        if source.name == "env://" and is_joined(env):  # its agent has left out the other variables
+            named = (each for each in RANK_SOURCES if each.name == env.get(LAUNCHER))
+            source = next(named, source)
         return cls(rank, world_size, local_rank, local_size, source)
 
 
 def is_rank(env: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as a rank, or a stale variable says so."""
-    ours = (ADDRESS, JOB, PRIVATE)  # of `mpiddp launch`, whatever its mpirun sets
-    return any(_present(source, env) for source in RANK_SOURCES) or any(n in env for n in ours)
+    is_ours = {ours.ADDRESS, ours.JOB, ours.PRIVATE} & env.keys()  # whatever its mpirun sets
+    return bool(is_ours) or any(_present(source, env) for source in RANK_SOURCES)
 
 
 def _listed(variables: Mapping[str, str]) -> str:
@@ -235,7 +237,7 @@ def is_joined(env: Mapping[str, str]) -> bool:
 
 def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     """Remove what new ranks would inherit of another job. Returns whether this process is its rank."""
-    for name in (ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, RUN_DIR):
+    for name in (ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, LAUNCHER, RUN_DIR):
         env.pop(name, None)
     was_joined = is_joined(env)
     if was_joined:

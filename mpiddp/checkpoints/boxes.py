@@ -1,23 +1,22 @@
-"""Everything is boxes: a state is a tree, and files with boxes of its tensors, which any ranks read.
+"""A tensor is stored as rectangular parts, its boxes. Each has its offsets, so any ranks can read it.
 
-The tree has a type in the place of each tensor. A tensor that all ranks have is a single box. A tensor that
-only some have, such as that of a pipeline's stage, is one as well: the lowest of these ranks saves it. The
-placements of a DTensor say which box of it a rank has, so the ranks need no plan that they would have to
-agree on. Beside its tensors, a file tells in JSON what the header of safetensors cannot:
+A tensor that all ranks have is a single box. One that only some have, as that of a pipeline's stage, is a box
+as well: the lowest of these ranks saves it. The placements of a DTensor say which box of it a rank has, so
+the ranks need no plan that they would have to agree on. Next to its tensors, a file tells in JSON what the
+header of safetensors cannot:
 
-    "boxes": {"model/fc.weight": [[10, 64], [5, 0], [5, 64]]}     shape, offsets and the box's own shape
-    "tied": {"lm_head.weight": "embedding.weight"}                written once
-    "layouts": {"conv1.weight": "channels_last"}                  of memory; a file has all row by row
+    "boxes": {"fc.weight": [[10, 64], [5, 0], [5, 64], [0]]}    shape, offsets, own shape, placements
+    "tied": {"lm_head.weight": "embedding.weight"}              written once
+    "layouts": {"conv1.weight": [0, 2, 3, 1]}                   the order of its dimensions in memory
 
-A step copies the boxes into the memory of the host, and the thread that saves reads them there. contents.py
-reads the files.
+A file has all tensors row by row. A step copies the boxes into the memory of the host, and the thread that
+saves reads them there. contents.py reads the files.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,12 +28,12 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its buckets
 
-from mpiddp.checkpoints.files import CODES, Turns, header_of, row_of, write_tensors
+from mpiddp.checkpoints.compare import Union
+from mpiddp.checkpoints.files import CODES, header_of, row_of, write_tensors
 from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
 from mpiddp.checkpoints.state import (
+    FlatState,
     Keys,
-    Outline,
-    Union,
     is_sharded,
     key_of,
     mesh_of,
@@ -47,6 +46,8 @@ _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 _JOINED = {getattr(torch, name) for name in _NAMES.split()}  # types of which torch joins tensors
 _PART = 1 << 15  # elements that torch examines in one thread, beside those of the training
 
+Place = tuple[Sequence[int], Sequence[int], Sequence[int | str | None]]
+
 
 class Box(NamedTuple):
     """What a rank saves of a tensor of the state.
@@ -54,15 +55,15 @@ class Box(NamedTuple):
     Attributes:
         path, file: of the tensor in the state, and the name of the file for it.
         shape: of the box.
-        place: of a box of a DTensor: the shape of the whole tensor, and the offsets there.
-        layout: of a whole tensor that lies in memory otherwise than row by row.
+        place: of a box of a DTensor: the shape of the whole tensor, the offsets there, and its placements.
+        layout: the order of the dimensions in memory, if it is not row by row.
     """
 
     path: Keys
     file: str
     shape: Sequence[int]
-    place: tuple[Sequence[int], Sequence[int]] | None = None
-    layout: str = ""
+    place: Place | None = None
+    layout: Sequence[int] = ()
 
 
 class Block(NamedTuple):
@@ -105,101 +106,83 @@ class Copies:
             is_joined = is_small and value.is_contiguous()
             groups[box.file, value.device, value.dtype, -1 if is_joined else number].append(number)
         with torch.inference_mode(False), torch.no_grad():
-            for numbers in sorted(groups.values(), key=lambda each: _order(tensors[each[0]])):
+            # The widest elements come first in a file, so that all are aligned.
+            for numbers in sorted(groups.values(), key=lambda row: -tensors[row[0]].element_size()):
                 group = [tensors[number] for number in numbers]
                 is_alone = len(group) == 1
                 block = _unexpanded(group[0].detach()) if is_alone else flattened(group)
                 values = block.to("cpu", non_blocking=True, copy=is_alone)
-                own = [boxes[number] for number in numbers]
-                copies.blocks[own[0].file].append(Block(values, own))
-        for device in {each.device for each in tensors if each.device.type != "cpu"}:
+                members = [boxes[number] for number in numbers]
+                copies.blocks[members[0].file].append(Block(values, members))
+        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
             copies._events.append(torch.Event(device))
             copies._events[-1].record(torch.accelerator.current_stream(device))
         return copies
 
-    def wait(self) -> None:
-        """Wait until the copies are done."""
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write the files into the folder. Returns the SHA-256 of each by name. Raises OSError."""
+        headers = {file: self._header_of(file) for file in self.blocks}
         for event in self._events:
             event.synchronize()
+        return {
+            file: write_tensors(folder / file, headers[file], [block.values for block in blocks])
+            for file, blocks in self.blocks.items()
+        }
 
-    def alike(self, box: Box) -> list[Box]:
-        """The box of a block, and those that have its values too."""
-        return [box, *self.tied.get(box.path, ())]
+    def not_finite(self, guarded: set[Keys]) -> tuple[Keys, float] | None:
+        """The first guarded box that has a NaN or an infinity, and which; None if there is none.
 
-    def not_finite(self) -> dict[Keys, float]:
-        """The boxes that have a NaN, or else an infinity, and which."""
-        bad: dict[Keys, float] = {}
-        for block in [each for blocks in self.blocks.values() for each in blocks]:
+        Infinities among nothing but zeros are on purpose: that is a mask.
+        """
+        for block in [block for blocks in self.blocks.values() for block in blocks]:
             if math.isfinite(_worst(block.values)):
                 continue
             start = 0
             for box in block.boxes:
                 end = start + math.prod(box.shape)
-                value = _worst(block.values.reshape(-1)[start:end])
-                start = end
-                if not math.isfinite(value):
-                    bad |= {each.path: value for each in self.alike(box)}
-        return bad
+                part = block.values.reshape(-1)[start:end]
+                start, value = end, _worst(part)
+                names = {tied.path for tied in self.tied_to(box)} & guarded
+                is_mask = math.isinf(value) and not (part.isfinite() & (part != 0)).any()
+                if names and not math.isfinite(value) and not is_mask:
+                    return min(names, key=str), value
+        return None
+
+    def tied_to(self, box: Box) -> list[Box]:
+        """The box of a block, and those that have its values too."""
+        return [box, *self.tied.get(box.path, ())]
+
+    def _header_of(self, file: str) -> bytes:
+        rows, end = list[str](), 0
+        notes: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}, "layouts": {}}
+        for values, boxes in self.blocks[file]:
+            code, most, width = CODES.get(values.dtype), values.numel(), values.element_size()
+            for box in boxes:
+                start, size = end, math.prod(box.shape)
+                end = start + min(size, most) * width
+                part = box.shape if size <= most else values.shape  # of an expanded one
+                name = _name_of(box)
+                rows.append(row_of(name, code or "U8", part if code else [end - start], start, end))
+                for tied in self.tied_to(box):
+                    own = _name_of(tied)
+                    if tied is not box:
+                        notes["tied"][own] = name
+                    if tied.place or code is None or part is not box.shape:
+                        shape, offsets, placements = tied.place or (tied.shape, None, ())
+                        notes["boxes"][own] = [
+                            list(shape),
+                            offsets,
+                            list(part),
+                            list(placements),
+                        ]
+                    if tied.layout:
+                        notes["layouts"][own] = list(tied.layout)
+        return header_of(rows, notes)
 
 
-def boxes_of(
-    outline: Outline, union: Union, rank: int, *, is_writer: bool
-) -> tuple[list[Box], list[Tensor]]:
-    """What this rank saves: the boxes, and their tensors. Not a collective."""
-    boxes, tensors = list[Box](), list[Tensor]()
-    for path, tensor in zip(outline.paths, outline.tensors, strict=True):
-        savers, place = union.savers.get(path), None
-        if is_sharded(tensor):
-            if savers not in (None, mesh_of(tensor)) or not _saves(path, tensor):
-                continue
-            part, offsets = own_part(tensor)
-            place = tensor.shape, offsets
-            tensor, file = part.contiguous(), shard_of(rank)
-        elif savers is not None:
-            if savers != (rank,):
-                continue
-            file = shard_of(rank)
-        elif is_writer:
-            file = f"{stem_of(path[0])}{SUFFIX}"
-        else:
-            continue
-        boxes.append(Box(path, file, tensor.shape, place, _layout_of(tensor)))
-        tensors.append(tensor)
-    return boxes, tensors
-
-
-def _layout_of(tensor: Tensor) -> str:
-    """The name of its memory format, "" for row by row. A fused optimizer needs that of its parameters."""
-    name = {4: "channels_last", 5: "channels_last_3d"}.get(tensor.dim(), "")
-    if not name or tensor.is_contiguous():
-        return ""
-    return name if tensor.is_contiguous(memory_format=getattr(torch, name)) else ""
-
-
-def _saves(path: Keys, tensor: Any) -> bool:
-    """Whether this rank saves its box of a DTensor.
-
-    Of a box that several ranks have, under HSDP for example, one copy is saved. Its path decides which, so
-    their ranks save about as much as each other.
-    """
-    place = tensor.device_mesh.get_coordinate()
-    if place is None:  # this rank has no part of the tensor
-        return False
-    copy, num_copies = 0, 1
-    for index, size, placement in zip(
-        place, tensor.device_mesh.shape, tensor.placements, strict=True
-    ):
-        if placement.is_replicate():
-            copy, num_copies = copy * size + index, num_copies * size
-    box, offsets = own_part(tensor)
-    # Some ranks have no part of a tensor that is shorter than their number.
-    is_empty = not box.numel() and any(offsets)
-    return not is_empty and copy == crc32(json.dumps(path).encode()) % num_copies
-
-
-def _order(tensor: Tensor) -> int:
-    """Of a tensor in its file: the widest elements come first, so that all are aligned."""
-    return -tensor.element_size()
+def _name_of(box: Box) -> str:
+    """The name of a box in its file."""
+    return key_of(box.path) if box.file.startswith(SHARDS) else name_of(box.path[1:] or box.path)
 
 
 def _kind_of(value: Tensor) -> tuple[Any, ...]:
@@ -220,67 +203,100 @@ def _worst(value: Tensor) -> float:
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())
     if not value.is_floating_point() or value.element_size() == 1:
-        return worst  # fp8 and fp4 have scales beside them
+        return worst  # fp8 and fp4 have scales of their own
     for part in value.reshape(-1).split(_PART):
-        for found in torch.aminmax(part) if part.numel() else ():
-            number = found.item()
+        for extreme in torch.aminmax(part) if part.numel() else ():
+            number = extreme.item()
             if math.isnan(number):
                 return number
             worst = worst if math.isfinite(number) else number
     return worst
 
 
-# Written
+# What a rank saves
 
 
-def headers_of(copies: Copies, turns: Turns) -> dict[str, bytes]:
-    """The header of each file, by its name. The values of the copies may still be under way."""
-    return {file: _header_of(file, copies, turns) for file in copies.blocks}
+def boxes_of(
+    flat: FlatState, union: Union, rank: int, *, is_writer: bool
+) -> tuple[list[Box], list[Tensor]]:
+    """What this rank saves: the boxes, and their tensors. Not a collective."""
+    boxes, tensors = list[Box](), list[Tensor]()
+    for path, tensor in zip(flat.paths, flat.tensors, strict=True):
+        savers, place = union.savers.get(path), None
+        if is_sharded(tensor):
+            if savers not in (None, mesh_of(tensor)) or not _saves(path, tensor):
+                continue
+            part, offsets = own_part(tensor)
+            dims = [_dim_of(placement) for placement in tensor.placements]  # type: ignore[attr-defined]
+            place = tensor.shape, offsets, dims
+            tensor, file = part.contiguous(), shard_of(rank)
+        elif savers is not None:
+            if savers != (rank,):
+                continue
+            file = shard_of(rank)
+        elif is_writer:
+            file = f"{stem_of(path[0])}{SUFFIX}"
+        else:
+            continue
+        boxes.append(Box(path, file, tensor.shape, place, layout_of(tensor)))
+        tensors.append(tensor)
+    return boxes, tensors
 
 
-def _header_of(file: str, copies: Copies, turns: Turns) -> bytes:
-    rows, end = list[str](), 0
-    beside: dict[str, dict[str, Any]] = {"boxes": {}, "tied": {}, "layouts": {}}
-    for values, boxes in copies.blocks[file]:
-        code, most, width = CODES.get(values.dtype), values.numel(), values.element_size()
-        for box in boxes:
-            turns.rest()
-            start, size = end, math.prod(box.shape)
-            end = start + min(size, most) * width
-            part = box.shape if size <= most else values.shape  # of an expanded one
-            name = _name_of(box)
-            rows.append(row_of(name, code or "U8", part if code else [end - start], start, end))
-            for each in copies.alike(box):
-                own = _name_of(each)
-                if each is not box:
-                    beside["tied"][own] = name
-                if each.place or code is None or part is not box.shape:
-                    whole, offsets = each.place or (each.shape, None)
-                    beside["boxes"][own] = [list(whole), offsets, list(part)]
-                if each.layout:
-                    beside["layouts"][own] = each.layout
-    return header_of(rows, beside)
+def _dim_of(placement: Any) -> int | str | None:
+    """The dimension that a placement shards; None if its ranks have the same; else its name."""
+    if placement.is_replicate():
+        return None
+    return placement.dim if type(placement).__name__ == "Shard" else type(placement).__name__
 
 
-def _name_of(box: Box) -> str:
-    """The name of a box in its file."""
-    return key_of(box.path) if box.file.startswith(SHARDS) else name_of(box.path[1:] or box.path)
+def layout_of(tensor: Tensor) -> Sequence[int]:
+    """The order of a tensor's dimensions in memory; () for row by row, and for a tensor with gaps.
+
+    The fused kernels of optimizers pair a parameter with its state in the order of memory.
+    """
+    if tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    return order if tensor.permute(order).is_contiguous() else ()
 
 
-def write_boxes(copies: Copies, headers: Mapping[str, bytes], folder: Path) -> dict[str, str]:
-    """Write the files into the folder, and return the SHA-256 of each by name. Raises OSError."""
-    return {
-        file: write_tensors(folder / file, headers[file], [each.values for each in blocks])
-        for file, blocks in copies.blocks.items()
-    }
+def with_layout(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """A copy of a tensor whose dimensions lie in this order in memory."""
+    inverse = [list(order).index(dim) for dim in range(tensor.ndim)]
+    return tensor.permute(*order).contiguous().permute(*inverse)
+
+
+def _saves(path: Keys, tensor: Any) -> bool:
+    """Whether this rank saves its box of a DTensor.
+
+    Of a box that several ranks have, under HSDP for example, one copy is saved. Its path decides which, so
+    their ranks save about as much as each other.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank has no part of the tensor
+        return False
+    copy, num_copies = 0, 1
+    for index, size, placement in zip(
+        coordinate, tensor.device_mesh.shape, tensor.placements, strict=True
+    ):
+        if placement.is_replicate():
+            copy, num_copies = copy * size + index, num_copies * size
+    box, offsets = own_part(tensor)
+    # Some ranks have no part of a tensor that is shorter than their number.
+    is_empty = not box.numel() and any(offsets)
+    return not is_empty and copy == crc32(json.dumps(path).encode()) % num_copies
 
 
 def write_whole(state: Mapping[str, Any], folder: Path) -> Any:
     """Write the files of a state whose tensors are whole, on the CPU. Returns its tree. Raises OSError."""
-    outline = Outline("state", state)
-    boxes, tensors = boxes_of(outline, Union(outline.tree), 0, is_writer=True)
-    copies = Copies()  # none of these
-    for tensor, box in sorted(zip(tensors, boxes, strict=True), key=lambda each: _order(each[0])):
+    flat = FlatState("state", state)
+    boxes, tensors = boxes_of(flat, Union(flat.tree), 0, is_writer=True)
+    copies = Copies()  # none: these tensors do not change
+    for box, tensor in sorted(
+        zip(boxes, tensors, strict=True), key=lambda pair: -pair[1].element_size()
+    ):
         copies.blocks[box.file].append(Block(tensor, [box]))
-    write_boxes(copies, headers_of(copies, Turns(threading.Event())), folder)
-    return outline.tree
+    copies.write(folder)
+    return flat.tree

@@ -5,37 +5,35 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import operator
 import os
 import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folder import list_steps, name_of_step
+from mpiddp.checkpoints.folder import COMPLETE, is_set_aside, list_steps, name_of_step
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Candidate, bring, find
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.retention import Retention, set_aside
-from mpiddp.checkpoints.run import Run, RunDir
-from mpiddp.checkpoints.save import Saver, SaveSchedule
-from mpiddp.checkpoints.state import Outline
+from mpiddp.checkpoints.retention import Retention, hold, set_aside
+from mpiddp.checkpoints.run import Options, Run, RunDir
+from mpiddp.checkpoints.save import agree, start
+from mpiddp.checkpoints.schedule import SaveSchedule
+from mpiddp.checkpoints.script import script_coordinator
+from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError, named_by
-from mpiddp.protocol.variables import AGENT_STORE
-from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import current, script_session
-from mpiddp.runtime.join import at_exit, enter_until_exit, join
-from mpiddp.runtime.log import log, log_to_console
+from mpiddp.runtime.job.session import current
+from mpiddp.runtime.log import log
 from mpiddp.text import from_here, parse_interval
-from mpiddp.world import World
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
 
@@ -51,12 +49,9 @@ class Checkpoints:
             if checkpoints.due(step) or step == 1000:
                 checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
-    Every rank creates one, at the same point of the script, and every rank makes the same calls of its
-    methods: a script without a launcher as well as one under mpiddp launch, mpirun, srun or torchrun.
-    The errors below are raised on all ranks.
-
-    A context manager closes itself at the end of the body, and at a sys.exit() that is no failure. After
-    an error it only gives the folder up.
+    Every rank creates one, at the same point of the script, and makes the same calls, under any launcher.
+    The errors below are raised on all ranks. A context manager closes itself at the end of the body, and at a
+    sys.exit() that is no failure. After an error it only gives the folder up.
     """
 
     def __init__(
@@ -70,21 +65,23 @@ class Checkpoints:
         timeout_s: float = PATIENCE_S,
         keep_every: int | None = None,
         best: tuple[str, Literal["min", "max"]] | None = None,
+        not_finite: Literal["keep"] | Sequence[str] = (),
     ) -> None:
         """
         Args:
             folder: path of the run: it gets checkpoints/, metrics.jsonl, owner.json while the run writes,
                 and logs/ under mpiddp launch.
-            keep: number of verified checkpoints to keep. The newest finite one and those pinned by
-                `mpiddp checkpoints pin` stay as well.
+            keep: number of verified checkpoints to keep, besides the newest finite one and pinned ones.
             every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
                 only before a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
             timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
             keep_every: a number of steps. Also keep the first checkpoint at or after each multiple of it.
-            best: ("val_loss", "min") or ("accuracy", "max"): also keep the finite checkpoint with the best
-                value of this metric, by the last `mpiddp.log_metrics` before the save.
+            best: ("val_loss", "min") or ("accuracy", "max"): also keep the finite checkpoint whose step has
+                the best value in `mpiddp.log_metrics`.
+            not_finite: metrics, such as ("train_loss",), that must be finite, as the tensors of modules and
+                optimizers must. "keep" treats all checkpoints as finite.
 
         Raises:
             TypeError, ValueError: an argument is wrong.
@@ -99,29 +96,35 @@ class Checkpoints:
             raise ValueError(f"keep_every: expected 1 or more, not {keep_every}")
         if best is not None and best[1] not in ("min", "max"):
             raise ValueError(f'best: expected ("val_loss", "min") or (…, "max"), not {best!r}')
-        self._keep = Retention(keep, keep_every, best)
-        self._must_succeed = on_save_error == "stop"
+        if isinstance(not_finite, str) and not_finite != "keep":
+            raise ValueError(
+                f'not_finite: expected "keep" or ({not_finite!r},), not {not_finite!r}'
+            )
         try:
             self._interval = None if every is None else parse_interval(str(every))
         except ValueError as error:
             raise ValueError(f"every: {error}") from None
         self._config: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
-        self._timeout_s = timeout_s
+        self._options = Options(
+            keep=Retention(keep, keep_every, best),
+            must_succeed=on_save_error == "stop",
+            is_guarded=not_finite != "keep",
+            timeout_s=timeout_s,
+        )
         self._dir = RunDir(Path(folder).absolute())  # the script may change the working folder
+        losses = () if not_finite == "keep" else not_finite
+        self._records = RunRecords(self._dir, best[0] if best else "", losses, self._config)
         self._coordinator = script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
-        self._saver: Saver | None = None
-        self._infinite: Sequence[str] | None = None  # tensors with infinities on purpose
-        self._left: Mapping[str, set[str]] = {}  # what this rank has left to others at the resume
         self._thread: int | None = None  # of the first save
-        self._resumed = -1  # the step from which the run resumes
-        self._records = RunRecords(self._dir, best[0] if best else "", self._config)
         self._has_ended, self._pid = False, os.getpid()
         self._made: int | None = None  # the last step of which `due` was asked
         session = current()
-        if session.run is None or session.run.is_closed:
+        if session.run is None or not session.run.open():
             session.run = self._records
+        else:
+            session.run.also.append(self._records)
         session.savers.append(self._wait_for_own_save)
 
     def __enter__(self) -> Checkpoints:
@@ -138,20 +141,22 @@ class Checkpoints:
         """Whether this rank writes into the folder, once it is open: one rank of each file system does."""
         return self._run is not None and self._run.is_writer
 
-    def resume(self, path: str | os.PathLike[str] | None = None) -> Resumed | None:
+    def resume(
+        self, path: str | os.PathLike[str] | None = None, *, step: int | None = None
+    ) -> Resumed | None:
         """The newest verified checkpoint of any host, on all ranks; None if there is none yet.
 
-        A checkpoint whose loss or tensors are not finite counts only if there is no other.
-
-        Opens the folder. Restores the states of Python's, numpy's and torch's random number generators on
-        every rank that existed when it was saved, so call it after the model is built. Hosts that lack the
-        checkpoint receive its files. Later checkpoints of this run are renamed, and records of later steps
-        dropped. Call it once, before the first `save`.
+        One that is not finite counts only if there is no other. The call restores the random number
+        generators of Python, numpy and torch on every rank that existed at the save, so build the model
+        before. Later checkpoints of this run are set aside, and records of later steps dropped. Call it once,
+        before the first `save`.
 
         Args:
-            path: a checkpoint, or a folder of a run, to start from instead. Of another run: only until
-                this run has a checkpoint of its own. Of this run: to go back to it. A restart ignores the
-                path once this run has a checkpoint.
+            path: a checkpoint, or a folder of a run, to start from instead. One of another run is used until
+                this run has a checkpoint of its own. To one of this run, it goes back once, also if the same
+                command runs again.
+            step: with a checkpoint of another run: the step that it counts as here, such as 0 for a
+                fine-tuning. Its `config` may differ then.
 
         Returns:
             The step, and the states that were saved after it; None if the run has no checkpoint.
@@ -159,7 +164,8 @@ class Checkpoints:
         Raises:
             RuntimeError: it has been called before, or after the first `save`.
             UserError: no verified checkpoint there, or one of another script, program or config; another
-                run writes into the folder.
+                run writes into the folder; the finite checkpoint is more than one interval older than the
+                newest one, and `path` does not name it.
             JobFailed: a disk has failed.
         """
         if self._run is not None:
@@ -169,26 +175,36 @@ class Checkpoints:
             if not copies:
                 return None
             files = bring(run, copies)
+            first = copies[0]
             with run.together():
+                folders = {file.parent for file in files.values()}
+                run.held += [hold(folder) for folder in folders if (folder / COMPLETE).exists()]
                 resumed = read(files, run.rank, local_rank=run.local_rank)
-                self._refuse_another(copies[0], resumed)
-            host = self._coordinator.hostnames[copies[0].rank]
-            where = f" on {host}" if copies[0].rank else ""
-            log.info(f"resuming from {from_here(copies[0].path)}{where}: step {resumed.step}")
+                is_seed = not first.of_this_run and step is not None
+                if is_seed:
+                    resumed = replace(resumed, step=step or 0)
+                else:
+                    self._refuse_another(first, resumed)
+            host = self._coordinator.hostnames[first.rank]
+            where = f" on {host}" if first.rank else ""
+            log.info(f"resuming from {from_here(first.path)}{where}: step {resumed.step}")
             with run.together(), named_by("cannot rename"):
                 # Or a restart would resume from the newest of them.
-                later = set_aside(run.dir.checkpoints, resumed.step) if run.is_writer else ()
-                for each in later:
-                    log.info(f"renamed to {each.name}: its step is later than that of the resume")
-            self._resumed, self._left = resumed.step, resumed._left
-            self._infinite = resumed._facts.infinite if copies[0].of_this_run else None
+                own = [folder for folder in folders if first.of_this_run and is_set_aside(folder)]
+                root = run.dir.checkpoints
+                for old in set_aside(root, resumed.step, *own) if run.is_writer else ():
+                    log.info(f"renamed to {old.name}: its step is not before that of the resume")
+                if run.is_writer and first.of_this_run and first.is_named:
+                    self._records.note(event="went back", to=Path(first.path).name)
+            run.step, run.unloaded = -1 if is_seed else resumed.step, resumed._unloaded
+            run.first = resumed.step
             current().stop.steps_before = resumed.step
             return resumed
 
-    def _refuse_another(self, found: Candidate, resumed: Resumed) -> None:
+    def _refuse_another(self, chosen: Candidate, resumed: Resumed) -> None:
         """Raise UserError for a checkpoint of another config, or one whose folder was renamed."""
-        path = from_here(found.path)
-        if found.of_this_run and found.step != resumed.step:
+        path = from_here(chosen.path)
+        if chosen.of_this_run and chosen.step != resumed.step:
             name = name_of_step(resumed.step)
             raise UserError(
                 f"{path} is the checkpoint of step {resumed.step}: rename it to {name}."
@@ -216,30 +232,43 @@ class Checkpoints:
         """
         if self._schedule is None:
             self._schedule = SaveSchedule(
-                self._interval, self._coordinator, step - 1, timeout_s=self._timeout_s
+                self._interval,
+                self._coordinator,
+                step - 1,
+                is_new=self._run is None or self._run.step < 0,
+                timeout_s=self._options.timeout_s,
             )
         self._made = step
         is_due = self._schedule.is_due(step)
         return current().stop.stops_next() or is_due
 
     def save(
-        self, step: int, state: Mapping[str, Any], *, per_rank: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        **objects: Any,
     ) -> None:
         """Start to save; only the copy of the tensors takes time. A collective: every rank must call it.
 
-        A save waits for the previous one. The end of the script waits for the last one: if it fails,
-        the process ends with exit code 1. A step that is saved already is left as it is. All saves
+            checkpoints.save(step, model=model, optimizer=optimizer)
+            checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+        A save waits for the one before, and the end of the script for the last: if that one fails, the exit
+        code is 1. A step that is saved is left as it is; one whose save has failed is saved again. All saves
         need one thread, in which the process's other collectives run too.
 
         Args:
             step: the step that has just ended, the same on all ranks. It grows from save to save.
             state: what the ranks have, by name: tensors, numbers, strings, None, lists and dicts of
-                these. The tensors of an entry are in NAME.safetensors. A key of all ranks has the same value
-                on all; BatchNorm's running statistics are those of the lowest rank. A key that only some
-                ranks have, such as a tensor of a pipeline stage, is saved by the lowest of them. Of a
-                DTensor, each rank saves its part.
+                these, objects with a `state_dict`. Scalars of numpy, sets, deques and dataclasses become
+                numbers, lists and dicts. A key of all ranks has the same value on all; BatchNorm's running
+                statistics are those of the lowest rank. If only some ranks have a key, as of a pipeline's
+                stage, the lowest of them saves it. Of a DTensor, each rank saves its part.
             per_rank: what only this rank has, such as its position in its data. The states of random number
                 generators are always saved.
+            objects: more entries of the state.
 
         Raises:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
@@ -250,9 +279,13 @@ class Checkpoints:
                 rank has loaded a pipeline stage's tensor of the checkpoint that the run resumes from.
             JobFailed: the previous save has failed, and `on_save_error` is "stop".
         """
+        step = operator.index(step)  # a number of numpy, for example
         if step < 0:
             raise ValueError(f"step: expected 0 or more, not {step}")
-        outline, own = Outline("state", state), Outline("per_rank", per_rank or {})
+        if twice := sorted((state or {}).keys() & objects.keys()):
+            raise ValueError(f"state has {twice[0]!r} already")
+        flat = FlatState("state", {**(state or {}), **objects} if objects else state or {})
+        own = FlatState("per_rank", per_rank or {})
         if self._records.is_closed:
             raise RuntimeError("save() was called after close().")
         self._thread = self._thread or threading.get_ident()
@@ -263,13 +296,13 @@ class Checkpoints:
             )
         if self._run is None:
             with self._opening() as run, run.together(), named_by(""):
-                if found := list_steps(self._dir.checkpoints):
+                if folders := list_steps(self._dir.checkpoints):
                     raise UserError(
-                        f"{self._dir} has {found[-1].name} of an earlier run. "
+                        f"{self._dir} has {folders[-1].name} of an earlier run. "
                         "Call resume() before the first save(), or name another folder."
                     )
-        assert self._saver is not None
-        self._saver.save(step, outline, own, self._config)
+        assert self._run is not None
+        start(self._run, step, flat, own, self._config)
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.
@@ -281,13 +314,11 @@ class Checkpoints:
         """
         self._records.is_closed = True
         try:
-            if self._saver is not None:
-                self._saver.meet(None)
+            if self._run is not None and not self._has_ended:
+                agree(self._run, None)
         except BaseException as error:
             self._end(error)
             raise
-        finally:
-            self._saver = None  # only now: os._exit(0) in a signal handler still waits for its save
         self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
@@ -314,11 +345,8 @@ class Checkpoints:
 
     def _wait_for_own_save(self) -> None:
         """Wait until this rank has no save in flight, whether the save succeeds or not. Not a collective."""
-        saver = self._saver  # another thread may close
-        if saver is not None:
-            saver.wait()
-            if self._records.is_closed:  # its copy of the state is as large as the state
-                self._saver = None
+        if (run := self._run) is not None:
+            run.wait()
 
     @contextlib.contextmanager
     def _opening(self) -> Iterator[Run]:
@@ -329,7 +357,7 @@ class Checkpoints:
         session = current()
         # A run of this process that an error has ended, and the script has caught it, may still save.
         session.wait_for_saves()
-        run = Run(self._dir, self._coordinator, timeout_s=self._timeout_s)
+        run = Run(self._dir, self._records, self._coordinator, self._options)
         try:
             yield run
             with run.writing_together():
@@ -340,46 +368,11 @@ class Checkpoints:
         except BaseException:
             run.close(removes_new=True)
             raise
-        step = max(0, self._resumed)
-        self._records.start(step, is_writer=run.is_writer)
+        self._records.start(run.first, is_writer=run.is_writer)
         self._run = run
-        self._saver = Saver(
-            run,
-            self._records,
-            self._keep,
-            step=self._resumed,
-            infinite=self._infinite,
-            left=self._left,
-            must_succeed=self._must_succeed,
-        )
         session.coordinator.tell_launcher("run_dir", path=str(self._dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)
-            self._records.note(event="started", step=step, hosts=hosts, versions=versions)
+            self._records.note(event="started", step=run.first, hosts=hosts, versions=versions)
         atexit.register(self._end_at_exit)
-
-
-def script_coordinator(finish: Callable[[], None]) -> Coordinator:
-    """The coordinator of this process. All ranks must call this: they join, unless they have joined before.
-
-    `finish` is called on every rank once its script has succeeded. Its error ends the process with code 1.
-    """
-    session = script_session()
-    world = World.from_env()
-    if not session.is_member and world.launcher.name == "none":
-        log_to_console(0)
-        at_exit(finish)
-        alone = Coordinator(replace(world, node_rank=0, num_nodes=1))
-        alone.hostnames = (socket.gethostname(),)
-        return alone
-    if not session.is_member:
-        has_store = session.coordinator.connection or os.environ.get(AGENT_STORE) == "True"
-        if dist.is_initialized() and not has_store:
-            raise UserError(
-                "create mpiddp.Checkpoints before init_process_group, so that both use one store; or "
-                "start the script with mpiddp run or torchrun."
-            )
-        enter_until_exit(join(world))
-    session.before_leaving.append(finish)
-    return session.coordinator

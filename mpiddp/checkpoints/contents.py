@@ -1,15 +1,7 @@
-"""The contents of a checkpoint, read from its files: whole tensors, and boxes of sharded ones, mapped.
-
-Earlier versions wrote files of torch.save, and shards with the paths of their tensors:
-
-    model.pt         the entry "model"; None in the places of tensors in shards
-    ranks.pt         what each rank has saved for itself
-    shard_00001.pt   {"[\"model\", \"fc.weight\"]": {"shape": [10, 64], "offsets": [5, 0], "box": …}, …}
-"""
+"""The contents of a checkpoint, read from its files: whole tensors, and boxes of sharded ones, mapped."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -21,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpiddp.checkpoints.boxes import with_layout
 from mpiddp.checkpoints.files import read_saved, read_tensors, reason_of, unpacked
-from mpiddp.checkpoints.folder import FACTS, SHARDS, SUFFIX, TREE, Facts, stem_of
-from mpiddp.checkpoints.resumed import Resumed, ShardedValue
+from mpiddp.checkpoints.folder import ABOUT, SHARDS, SUFFIX, TREE, About
+from mpiddp.checkpoints.resumed import Resumed
+from mpiddp.checkpoints.sharded import ShardedValue
 from mpiddp.checkpoints.state import Keys, key_of, mapped, shown_path
 from mpiddp.errors import JobFailed, UserError, cause_of
 
@@ -32,30 +26,27 @@ _NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces
 
 def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> Resumed:
     """Read the files of a checkpoint, given by their names, and restore the generators of `rank`, if any."""
-    place = next(iter(files.values())).parent
+    folder = next(iter(files.values())).parent
     try:
-        facts = Facts.read(files[FACTS])
-        if TREE in files:
-            saved = read_saved(files[TREE])
-            tensors = [path for name, path in files.items() if name.endswith(SUFFIX)]
-            saved["state"] = read_boxes(saved["state"], tensors)
-        else:
-            saved = read_old(files, facts.keys)
+        about = About.read(files[ABOUT])
+        saved = read_saved(files[TREE])
+        tensors = [path for name, path in files.items() if name.endswith(SUFFIX)]
+        state = read_boxes(saved["state"], tensors)
         ranks = saved["ranks"]
         own = unpacked(ranks[rank].numpy().tobytes()) if 0 <= rank < len(ranks) else {}
         if own:
             restore_rng_states(own["rng"], local_rank)
-        beside = len(ranks), facts.config, facts, ranks
-        return Resumed(facts.step, saved["state"], own.get("state", {}), *beside)
+        rest = len(ranks), about.config, about, ranks
+        return Resumed(about.step, state, own.get("state", {}), *rest)
     except (UserError, JobFailed):
         raise
     except MemoryError:
-        raise JobFailed(f"{place}: out of memory while it is read.") from None
+        raise JobFailed(f"{folder}: out of memory while it is read.") from None
     except OSError as error:
-        raise cause_of(error)(f"{place} cannot be read: {reason_of(error)}.") from None
+        raise cause_of(error)(f"{folder} cannot be read: {reason_of(error)}.") from None
     except Exception as error:  # files that fit their hashes, of another program
         what = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
-        raise UserError(f"{place} was not written by mpiddp: {what}.") from None
+        raise UserError(f"{folder} was not written by this version of mpiddp: {what}.") from None
 
 
 def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
@@ -63,64 +54,44 @@ def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
 
     Raises UserError if a box is missing; what `read_tensors` raises.
     """
-    found: dict[str, list[tuple[Tensor, Any]]] = defaultdict(list)
-    layouts: dict[str, str] = {}
+    parts: dict[str, list[tuple[Tensor, Any]]] = defaultdict(list)
+    layouts: dict[str, Sequence[int]] = {}
     for path in files:
-        tensors, beside = read_tensors(path)
-        tensors |= {name: tensors[first] for name, first in beside["tied"].items()}
+        tensors, notes = read_tensors(path)
+        tensors |= {name: tensors[first] for name, first in notes["tied"].items()}
         stem = "" if path.name.startswith(SHARDS) else f"{path.name.removesuffix(SUFFIX)}/"
-        layouts |= {stem + name: layout for name, layout in beside["layouts"].items()}
+        layouts |= {stem + name: layout for name, layout in notes["layouts"].items()}
         for name, tensor in tensors.items():
-            found[stem + name].append((tensor, beside["boxes"].get(name)))
+            parts[stem + name].append((tensor, notes["boxes"].get(name)))
 
     def value_of(path: Keys, leaf: Any) -> Any:
         if type(leaf) is not torch.dtype:
             return leaf
-        parts = found.get(key_of(path))
-        if not parts:
+        if not parts.get(key_of(path)):
             raise UserError(f"{shown_path(path)} is in none of its files.")
-        value = joined(path, parts, leaf)
-        if layout := layouts.get(key_of(path)):
-            return value.contiguous(memory_format=getattr(torch, layout))
-        return value
+        value = _joined(path, parts[key_of(path)], leaf)
+        order = layouts.get(key_of(path))
+        return with_layout(value, order) if order and isinstance(value, Tensor) else value
 
     return mapped(tree, value_of)
 
 
-def joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype | None = None) -> Any:
-    """The value of these parts, each with the shape of the whole, its offsets, and its own shape; or None.
-
-    `dtype`: that of tensors whose files have them as bytes.
-    """
+def _joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype) -> Any:
+    """The value of these parts, each with its place; `dtype`: that of tensors whose files have bytes."""
     boxes: dict[tuple[int, ...], Tensor] = {}  # by offsets, because replicas may repeat them
-    for tensor, about in parts:
-        if about is None:
+    for tensor, place in parts:
+        if place is None:
             return tensor
-        shape, offsets, part = about
-        box = tensor.view(dtype or tensor.dtype).view(part)
+        shape, offsets, own_shape, placements = place
+        box = tensor.view(dtype).view(own_shape)
         if offsets is None:
-            return box if part == shape else box.expand(shape)
+            return box if own_shape == shape else box.expand(shape)
         boxes[tuple(offsets)] = box
-    has = sum(box.numel() for box in boxes.values())
-    if has != math.prod(shape):
-        raise UserError(f"{shown_path(path)} has {has} elements of the shape {shape}.")
-    return ShardedValue(torch.Size(shape), [(box, at) for at, box in boxes.items()])
-
-
-def read_old(files: Mapping[str, Path], keys: Sequence[str]) -> dict[str, Any]:
-    """The contents of an old checkpoint, as tree.pt has them today: the state, and each rank's own part."""
-    state = {key: read_saved(files[f"{stem_of(key)}.pt"]) for key in keys}
-    boxes: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-    for name in files:
-        for key, each in read_saved(files[name]).items() if name.startswith(SHARDS) else ():
-            box, offsets = each["box"], None if each.get("is_plain") else each["offsets"]
-            boxes[key].append((box, [each["shape"], offsets, box.shape]))
-
-    def value_of(path: Keys, value: Any) -> Any:
-        parts = boxes.get(json.dumps(path)) if value is None else None
-        return joined(path, parts) if parts else value
-
-    return {"state": mapped(state, value_of), "ranks": read_saved(files["ranks.pt"])}
+    size = sum(box.numel() for box in boxes.values())
+    if size != math.prod(shape):
+        raise UserError(f"{shown_path(path)} has {size} elements of the shape {shape}.")
+    rows = [(box, offsets) for offsets, box in boxes.items()]
+    return ShardedValue(torch.Size(shape), rows, placements)
 
 
 # Random number generators

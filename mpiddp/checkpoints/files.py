@@ -11,8 +11,6 @@ import io
 import json
 import math
 import struct
-import threading
-import time
 import warnings
 from collections.abc import Iterable, Mapping
 from json.encoder import encode_basestring_ascii
@@ -33,28 +31,11 @@ _NAMES = (
 )
 _TYPES = {code: getattr(torch, name) for code, name in (each.split(":") for each in _NAMES.split())}
 CODES = {dtype: code for code, dtype in _TYPES.items()}
-# A thread that writes holds the interpreter for a turn, then leaves it to the training for so many turns. A
-# turn is below the 5 ms of sys.getswitchinterval, and long, because each one makes the training wait once.
-_TURN_S, _REST_TURNS = 0.004, 12
 
 
 def reason_of(error: Exception) -> str:
     """What the system or torch says of an error, on one line."""
     return getattr(error, "strerror", None) or str(error).partition("\n")[0]
-
-
-class Turns:
-    """Leaves the interpreter to the training most of the time, until somebody waits for the thread."""
-
-    def __init__(self, hurry: threading.Event) -> None:
-        self._hurry, self._start = hurry, time.monotonic()
-
-    def rest(self) -> None:
-        """Wait, once this turn is over. Called after each small piece of work."""
-        took = time.monotonic() - self._start
-        if took > _TURN_S:
-            self._hurry.wait(_REST_TURNS * took)
-            self._start = time.monotonic()
 
 
 class HashedFile:

@@ -4,7 +4,7 @@
     model.safetensors          the tensors of the entry "model" that every host has
     shard_00001.safetensors    the boxes of rank 1 of everything else, see boxes.py
     shards.json                if there are shards: their sizes and SHA-256, the same on every host
-    state.json                 the step, the program's configuration and more, see `Facts`
+    about.json                 the step, the program's configuration and more, see `About`
     manifest.json              the sizes and SHA-256 of all these, as far as this host has them
     COMPLETE                   the SHA-256 of the manifest
 
@@ -25,8 +25,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -36,14 +36,15 @@ from mpiddp.files import flush, read_limited
 from mpiddp.text import shown
 
 TREE = "tree.pt"
-FACTS = "state.json"
+ABOUT = "about.json"
 INDEX = "shards.json"
 MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
 SUFFIX = ".safetensors"
 SHARDS = "shard_"  # begins the names of the files of shards, and no key of a state
 _MAX_BYTES = 1 << 30  # of a file of JSON
-_NAME = re.compile(r"step_([0-9]{8,18})")
+_OLD = ".old"  # ends the name of one that is set aside
+_NAME = re.compile(rf"step_([0-9]{{8,18}})({re.escape(_OLD)})?")
 _HIDDEN = ".unfinished-"
 
 
@@ -67,41 +68,37 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a checkpoint tells beside its state: the contents of state.json, which may have more.
+class About:
+    """What a checkpoint tells of its state: the contents of about.json.
 
     Attributes:
         step, config: those of the save.
-        is_partial: some ranks had tensors that others did not.
-        not_finite: why the state is not finite, or the latest loss; "" if both are.
-        infinite: the tensors with infinities on purpose, such as masks; None before a save has told them.
-        metrics: the latest value of the metric by which the best checkpoint is kept.
-        keys: the entries of the state, in checkpoints of earlier versions.
+        previous: the step saved before it, or from which the run resumed; -1 for the first.
+        has_stages: some ranks had tensors that others did not.
+        not_finite: why training cannot go on from it, "" if it can.
     """
 
     step: int
     config: Mapping[str, Any]
-    is_partial: bool = False
+    previous: int = -1
+    has_stages: bool = False
     not_finite: str = ""
-    infinite: Sequence[str] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    keys: Sequence[str] = ()
 
     def write(self, new: Path) -> None:
         text = json.dumps({"written_by": "mpiddp.Checkpoints", **vars(self)}, indent=1)
-        (new / FACTS).write_text(text, encoding="utf-8")
+        (new / ABOUT).write_text(text, encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> Facts:
-        """The facts of a state.json. Raises OSError; ValueError, TypeError, RecursionError if it is none."""
-        found = json.loads(read_limited(path, _MAX_BYTES))
-        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+    def read(cls, path: Path) -> About:
+        """The contents of an about.json. Raises OSError; ValueError, TypeError, RecursionError."""
+        table = json.loads(read_limited(path, _MAX_BYTES))
+        return cls(**{row.name: table[row.name] for row in fields(cls) if row.name in table})
 
     @classmethod
-    def of(cls, folder: Path) -> Facts:
-        """The facts of a checkpoint. A broken one has none, and counts as finite."""
+    def of(cls, folder: Path) -> About:
+        """That of a checkpoint. A broken one has none, and counts as finite."""
         try:
-            return cls.read(folder / FACTS)
+            return cls.read(folder / ABOUT)
         except (OSError, ValueError, TypeError, RecursionError):
             return cls(-1, {})
 
@@ -144,12 +141,20 @@ def name_of_step(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def list_steps(root: Path) -> list[Path]:
-    """The checkpoint folders in `root`, oldest first, broken or not. Empty if `root` is missing."""
+def is_set_aside(folder: Path) -> bool:
+    """Whether the run has gone back to an earlier step, so that it does not resume from this one."""
+    return folder.name.endswith(_OLD)
+
+
+def list_steps(root: Path, *, set_aside: bool = False) -> list[Path]:
+    """The checkpoint folders in `root`, oldest first, broken or not. Empty if `root` is missing.
+
+    `set_aside`: those that a run has set aside, in the place of the others.
+    """
     if not root.is_dir():
         return []
     folders = (f for f in root.iterdir() if _NAME.fullmatch(f.name) and f.is_dir())
-    return sorted(folders, key=step_of)
+    return sorted((f for f in folders if is_set_aside(f) == set_aside), key=step_of)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -158,17 +163,17 @@ def is_checkpoint(folder: Path) -> bool:
     return is_named or any((folder / name).exists() for name in (MANIFEST, COMPLETE))
 
 
-def checkpoints_at(given: Path) -> list[Path]:
+def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoints at a path that a user names, oldest first. Raises UserError if there are none."""
-    for root in (given / "checkpoints", given):
-        if found := list_steps(root):
-            return found
-    if is_checkpoint(given):
-        return [given.resolve()]
-    is_there = given.exists()
+    for root in (path / "checkpoints", path):
+        if folders := list_steps(root):
+            return folders
+    if is_checkpoint(path):
+        return [path.resolve()]
+    is_there = path.exists()
     problem = "contains no checkpoints" if is_there else f"not found (looked in {Path.cwd()})"
     raise UserError(
-        f"{given} {problem}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
+        f"{path} {problem}. Expected a run's folder, a folder of checkpoints, or a checkpoint."
     )
 
 
@@ -186,60 +191,63 @@ def remove_leftovers(root: Path) -> None:
         remove_hidden(leftover)
 
 
-@contextlib.contextmanager
-def appearing(final: Path) -> Iterator[Path]:
-    """A hidden folder, which is renamed to `final` at the end of the body, or removed."""
-    new = _new_hidden(final)
-    try:
-        new.mkdir()  # here, since a signal may raise as it returns
-        yield new
-        new.rename(final)
-        flush(final.parent)
-    except BaseException:
-        remove_hidden(new)
-        raise
+class NewFolder:
+    """A hidden folder, which one rename makes a checkpoint: it appears whole, or not at all."""
 
+    def __init__(self, final: Path, name: str = "") -> None:
+        """`name`: of the hidden folder, if other ranks must know it."""
+        self.final = final
+        self.path = hidden(final.parent, name or f"{final.name}-{os.urandom(4).hex()}")
 
-def probe_rename(root: Path) -> None:
-    """Rename a folder with a file, as each save does. Raises OSError where a mount cannot do that."""
-    probe = _new_hidden(root / "probe")
-    probe.mkdir()
-    (probe / COMPLETE).touch()
-    try:
-        remove_hidden(hide(probe))
-    except OSError as error:
-        remove_hidden(probe)
-        words = f"its file system cannot rename folders ({error.strerror})"
-        raise OSError(error.errno, words) from None
+    def seal(self, hashes: Mapping[str, str]) -> None:
+        """Add the manifest and COMPLETE.
 
+        `hashes` has the SHA-256 of files, by name. The others are read and hashed here.
+        """
+        manifest = {
+            file.name: {
+                "bytes": file.stat().st_size,
+                "sha256": hashes.get(file.name) or _sha256(file),
+            }
+            for file in sorted(self.path.iterdir())
+        }
+        text = json.dumps(manifest, indent=1).encode()
+        (self.path / MANIFEST).write_bytes(text)
+        (self.path / COMPLETE).write_text(hashlib.sha256(text).hexdigest(), encoding="utf-8")
 
-def complete(new: Path, final: Path, hashes: Mapping[str, str]) -> None:
-    """Make the hidden folder `new` the checkpoint `final`, in the place of one of that name."""
-    seal(new, hashes)
-    if final.exists():
-        remove_hidden(hide(final))
-    new.rename(final)
-    flush(final.parent)
+    def publish(self) -> None:
+        """Flush all files to the disk, and rename the folder, in the place of one of that name."""
+        for file in (*self.path.iterdir(), self.path):
+            flush(file)
+        if self.final.exists():
+            remove(self.final)
+        self.path.rename(self.final)
+        flush(self.final.parent)
 
-
-def seal(new: Path, hashes: Mapping[str, str]) -> None:
-    """Add the manifest and COMPLETE, and flush all files to the disk.
-
-    `hashes` has the SHA-256 of files, by name. The others are read and hashed here.
-    """
-    manifest = {
-        path.name: {"bytes": path.stat().st_size, "sha256": hashes.get(path.name) or _sha256(path)}
-        for path in sorted(new.iterdir())
-    }
-    (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    (new / COMPLETE).write_text(_sha256(new / MANIFEST), encoding="utf-8")
-    for path in (*new.iterdir(), new):
-        flush(path)
+    def discard(self) -> None:
+        remove_hidden(self.path)
 
 
 def hide(folder: Path) -> Path:
     """Rename a checkpoint, before its removal: a half-removed one never looks like a checkpoint."""
-    return folder.rename(_new_hidden(folder))
+    return folder.rename(NewFolder(folder).path)
+
+
+def remove(folder: Path) -> None:
+    remove_hidden(hide(folder))
+
+
+def probe_rename(root: Path) -> None:
+    """Rename a folder with a file, as each save does. Raises OSError where a mount cannot do that."""
+    probe = NewFolder(root / "probe").path
+    probe.mkdir()
+    (probe / COMPLETE).touch()
+    try:
+        remove(probe)
+    except OSError as error:
+        remove_hidden(probe)
+        words = f"its file system cannot rename folders ({error.strerror})"
+        raise OSError(error.errno, words) from None
 
 
 def remove_hidden(folder: Path) -> None:
@@ -247,11 +255,6 @@ def remove_hidden(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.unlink()  # a file, or a link to a checkpoint kept elsewhere
-
-
-def _new_hidden(folder: Path) -> Path:
-    """A new hidden name, beside the folder, that no checkpoint has."""
-    return hidden(folder.parent, f"{folder.name}-{os.urandom(4).hex()}")
 
 
 def _sha256(path: Path) -> str:
@@ -271,7 +274,7 @@ def verify(folder: Path, *, with_hashes: bool = True, share: tuple[int, int] = (
     `share` (index, count): hash only these of the files, because other ranks hash the others. Returns what
     the folder lists. Raises BrokenCheckpoint if a file is missing, truncated or changed.
     """
-    listed = listing(folder)
+    listed = list_files(folder)
     index, count = share
     largest_first = sorted(listed.here.items(), key=lambda each: (-each[1].bytes, each[0]))
     for number, (name, entry) in enumerate(largest_first):
@@ -295,7 +298,7 @@ def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
     return True
 
 
-def listing(folder: Path) -> Listing:
+def list_files(folder: Path) -> Listing:
     """What the folder lists. Reads no file of tensors. Raises BrokenCheckpoint."""
     expected, manifest = _read(folder, COMPLETE), _read(folder, MANIFEST)
     save_id = hashlib.sha256(manifest).hexdigest()

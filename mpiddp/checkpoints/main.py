@@ -37,12 +37,13 @@ def main(argv: list[str]) -> int:
             return _pin(Path(options.dir), options.step)
         if options.verb == "export":
             return _export(Path(options.dir), Path(options.out), options.to)
-        checkpoints = _held(folders.checkpoints_at(Path(options.dir)))
+        checkpoints = folders.checkpoints_at(Path(options.dir))
         if options.verb == "list":
-            for folder in checkpoints:
+            checkpoints += folders.list_steps(checkpoints[0].parent, set_aside=True)
+            for folder in _held(list(dict.fromkeys(checkpoints))):
                 print(_line(folder))
             return 0
-        return max(map(_verify, checkpoints), default=0)
+        return max(map(_verify, _held(checkpoints)), default=0)
 
 
 def _held(checkpoints: list[Path]) -> Iterator[Path]:
@@ -65,8 +66,9 @@ def _line(folder: Path) -> str:
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.stat().st_mtime))
     state = "intact" if folders.is_verified(folder, with_hashes=False) else "broken"
     pinned = "  pinned" if (folder / PINNED).exists() else ""
-    finite = "  not finite" if folders.Facts.of(folder).not_finite else ""
-    return f"{folder.name}  {size:>13}  {written}  {state}{finite}{pinned}"
+    finite = "  not finite" if folders.About.of(folder).not_finite else ""
+    aside = "  set aside" if folders.is_set_aside(folder) else ""
+    return f"{folder.name}  {size:>13}  {written}  {state}{finite}{pinned}{aside}"
 
 
 def _verify(folder: Path) -> int:

@@ -13,35 +13,63 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpiddp.checkpoints.run import RunDir
 from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.session import current, script_session
 from mpiddp.runtime.log import log
 from mpiddp.runtime.sinks import SinkRun, number_of, open_sinks
+from mpiddp.text import from_here
 from mpiddp.world import World
 
 _SCALARS = (int, float, str, bool, type(None))
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # what W&B allows in no id
 
 
+class RunDir:
+    """The paths that a run writes: its configuration, records, summary, logs and checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        # A line for each start of the run, and for each rank of it that says how it ended.
+        self.attempts = path / "attempts.jsonl"
+        self.summary = path / "summary.json"
+        self.owner = path / "owner.json"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+
+    def __str__(self) -> str:
+        return from_here(self.path)
+
+
 class RunRecords:
     """Appends records to metrics.jsonl, each at once, once the run knows the step from which it starts.
 
     The training matters more than its records: one that cannot be written only causes a warning.
+
+    Attributes:
+        scores: by step, the values of the metric by which the best checkpoint is kept.
+        also: the records of later runs of this process, which take the same values.
     """
 
     def __init__(
-        self, run: RunDir, metric: str = "", config: Mapping[str, Any] | None = None
+        self,
+        run: RunDir,
+        metric: str = "",
+        losses: Collection[str] = (),
+        config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`metric`: the name of the value by which the best checkpoint is kept."""
-        self.dir, self._metric, self.config = run, metric, config or {}
-        self._latest: dict[str, float] = {}  # finite value of the metric
+        """`losses`: the names of the values that training cannot recover from, if one is not finite."""
+        self.dir, self._metric, self._losses = run, metric, losses
+        self.config = config or {}
+        self.scores: dict[int, float] = {}
+        self.also: list[RunRecords] = []
         # By name, the losses whose latest value is not finite.
         self._not_finite: dict[str, str] = {}
         self._is_writer: bool | None = None  # None until the run has started
@@ -60,32 +88,43 @@ class RunRecords:
                 replace_file(path, b"".join(kept))
         except OSError as error:
             self._warn(error)
+            return
+        for record in map(json.loads, kept if self._metric else ()):
+            self._note_score(int(record["step"]), record)
 
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint tells of the records: why the latest loss is not finite, or ""; the metric."""
-        return {"not_finite": next(iter(self._not_finite.values()), ""), "metrics": self._latest}
+    @property
+    def not_finite(self) -> str:
+        """Why the latest loss is not finite; "" if it is."""
+        return next(iter(self._not_finite.values()), "")
+
+    def open(self) -> list[RunRecords]:
+        """These and the later ones that have not been closed."""
+        return [records for records in (self, *self.also) if not records.is_closed]
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._is_writer is None:
-            raise UserError(
-                "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are "
-                "kept."
-            )
         if not self._is_writer:
             return
         numbers = {name: number_of(value) for name, value in values.items()}
         for name, value in numbers.items():
             self._not_finite.pop(name, None)
-            if "loss" in name and isinstance(value, float) and not math.isfinite(value):
+            is_loss = name in self._losses and isinstance(value, float)
+            if is_loss and not math.isfinite(value):
                 self._not_finite[name] = f"{name} of step {step} is {value}"
         record = {"step": step, **{name: _plain(name, value) for name, value in numbers.items()}}
-        if isinstance(latest := record.get(self._metric), (int, float)):
-            self._latest = {self._metric: latest}
+        self._note_score(step, record)
         try:
             _append(self.dir.metrics, record)
             self._is_warned = False
         except OSError as error:
             self._warn(error)
+
+    @property
+    def has_started(self) -> bool:
+        return self._is_writer is not None
+
+    def _note_score(self, step: int, record: Mapping[str, Any]) -> None:
+        if isinstance(score := record.get(self._metric), (int, float)):
+            self.scores[step] = score
 
     def note(self, **facts: Any) -> None:
         """Append a line about this start of the run to attempts.jsonl."""
@@ -99,6 +138,16 @@ class RunRecords:
                 return float(json.loads(file.readline())["at"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return time.time()
+
+    def went_back_to(self) -> str:
+        """The name of the checkpoint to which the run has gone back last, "" if it never has."""
+        name = ""
+        with contextlib.suppress(OSError):
+            for line in self.dir.attempts.read_bytes().splitlines():
+                with contextlib.suppress(ValueError, AttributeError):
+                    record = json.loads(line)
+                    name = record.get("to", name) if record.get("event") == "went back" else name
+        return name
 
     def _warn(self, error: OSError) -> None:
         if not self._is_warned:
@@ -136,11 +185,11 @@ def run_dir() -> Path:
         raise UserError(
             "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"
         )
-    return run.dir.path
+    return _open_records(run)[0].dir.path
 
 
 def log_metrics(step: int, **values: Any) -> None:
-    """Record values of a step in the folder of the run, and in the libraries of `--log-to`.
+    """Record values of a step in the folder of each open run, and in the libraries of `--log-to`.
 
     With `mpiddp.Checkpoints`, this appends a line to metrics.jsonl in its folder: `{"step": 7, "loss": 0.5}`.
     A run that resumes drops the lines of the steps that it repeats. With `mpiddp launch --log-to tensorboard`
@@ -151,11 +200,10 @@ def log_metrics(step: int, **values: Any) -> None:
     other ranks do nothing. A record that cannot be written causes a warning.
 
     Args:
-        step: the step of the run to which the values belong, as `Checkpoints.save` counts them.
+        step: the step of the run to which the values belong, as `Checkpoints.save` counts them. A value of
+            the metric of `best` is the score of the checkpoint of this step, before or after its save.
         values: by name, numbers, strings, None, or tensors of one element, which a GPU has to compute first.
-            NaN and infinities become null, because JSON has none. While the latest value of a name with
-            "loss" in it is one of these, checkpoints count as not finite: the newest finite one is kept, and
-            a resume starts from it.
+            NaN and infinities become null, because JSON has none.
 
     Raises:
         TypeError: a step or a value of another type.
@@ -165,14 +213,24 @@ def log_metrics(step: int, **values: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int):
         raise TypeError(f"mpiddp.log_metrics: step: expected a whole number, not {step!r}")
     session = script_session()
-    if session.run is not None:
-        session.run.record(step, values)
+    runs = [] if session.run is None else _open_records(session.run)
+    if runs and not runs[0].has_started:
+        raise UserError(
+            "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept."
+        )
+    for records in runs:
+        records.record(step, values)
     session.progress.show(values)
     if session.sinks is None:
         is_writer = World.from_env().rank == 0
         session.sinks = open_sinks(_run_of_sinks(session.run, step)) if is_writer else ()
     for sink in session.sinks:
         sink.write(step, values)
+
+
+def _open_records(first: RunRecords) -> list[RunRecords]:
+    """Those of the open runs of this process; those of the first one if all are closed."""
+    return first.open() or [first]
 
 
 def _run_of_sinks(records: RunRecords | None, step: int) -> SinkRun:

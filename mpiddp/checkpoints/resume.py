@@ -9,22 +9,31 @@ from its own host.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.files import reason_of
-from mpiddp.checkpoints.folder import INDEX, BrokenCheckpoint, Entry, step_of
+from mpiddp.checkpoints.folder import (
+    INDEX,
+    About,
+    BrokenCheckpoint,
+    Entry,
+    NewFolder,
+    checkpoints_at,
+    list_files,
+    list_steps,
+    name_of_step,
+    step_of,
+    verify,
+)
 from mpiddp.checkpoints.run import Run
 from mpiddp.checkpoints.send import Transfer, send_files
 from mpiddp.errors import JobFailed, UserError, named_by
-from mpiddp.protocol.variables import is_restart
 from mpiddp.runtime.log import log
-from mpiddp.text import counted
+from mpiddp.text import counted, from_here
 
 
 class Candidate(NamedTuple):
@@ -37,7 +46,8 @@ class Candidate(NamedTuple):
     is_named: bool = False  # the user has named the checkpoint itself
     save_id: str = ""  # the same on all hosts of a save
     inode: str = ""  # the same on all hosts that see the same folder
-    not_finite: str = ""  # why its state is not finite
+    not_finite: str = ""  # why training cannot go on from it
+    previous: int = -1  # the step that was saved before it
     lacking: Sequence[str] = ()  # the files of shards that this host lacks
     damage: str = ""  # a sentence without its period
     is_failure: bool = False  # a machine failed
@@ -60,30 +70,49 @@ def find(run: Run, path: Path | None = None) -> list[Candidate]:
 
     Args:
         path: a checkpoint, or a folder of a run. Of another run: it counts until this run has a checkpoint
-            of its own. Of this run: the user goes back to it, but a restart does not go back again.
+            of its own. Of this run: the user goes back to it, once.
     """
     root = run.dir.checkpoints
     if path is not None and path.resolve().parent == root.resolve():
         path = root / path.resolve().name  # it may be a link, whose name says nothing
+        goes_back = not any(run.gather(run.records.went_back_to() == path.name))
+        if not goes_back:
+            log.info(f"{path} is not used: the run has gone back to it before, and continues")
+            path = None
     with run.together(), named_by(""):
         own = _on_this_host(run, path) if run.local_rank == 0 else []
-    found = _gathered(run, own)
+    candidates = _gathered(run, own)
     copies: list[Candidate] = []
-    while usable := [each for each in found if not each.damage]:
-        best = max(usable, key=lambda each: (each.order, -each.rank))
-        chosen = best.save_id, best.order
-        copies = [each for each in usable if (each.save_id, each.order) == chosen]
+    while usable := [candidate for candidate in candidates if not candidate.damage]:
+        best = max(usable, key=lambda candidate: (candidate.order, -candidate.rank))
+        copies = [c for c in usable if (c.save_id, c.order) == (best.save_id, best.order)]
         checked = _checked(run, copies)
-        found = [each for each in found if each not in copies] + checked
+        candidates = [c for c in candidates if c not in copies] + checked
         if copies == checked:
             break
         copies = []
-    _log_passed(found, copies)
-    if not copies and (found or path is not None):
-        _refuse(run, path, found)
-    if path is not None and copies[0].of_this_run and not copies[0].is_named:
-        log.info(f"{path} is not used: {run.dir} has checkpoints of its own")
+    _log_passed(candidates, copies)
+    if not copies and (candidates or path is not None):
+        _refuse(run, path, candidates)
+    if copies and copies[0].of_this_run and not copies[0].is_named:
+        if path is not None:
+            log.info(f"{path} is not used: {run.dir} has checkpoints of its own")
+        _refuse_long_way(run, candidates, copies[0])
     return copies
+
+
+def _refuse_long_way(run: Run, candidates: Sequence[Candidate], chosen: Candidate) -> None:
+    """Raise UserError, on all ranks, if the run would lose more than its last interval to a state."""
+    lost = [c for c in candidates if c.of_this_run and c.not_finite and not c.damage]
+    newest = max(lost, key=lambda candidate: candidate.step, default=chosen)
+    if chosen.not_finite or newest.previous <= chosen.step:
+        return
+    with run.together():
+        raise UserError(
+            f"{run.dir}: {Path(newest.path).name} is not finite: {newest.not_finite}. The newest finite "
+            f"checkpoint is {newest.step - chosen.step} steps older: to go back to it, resume from "
+            f'{from_here(chosen.path)}. To go on from the newest, use not_finite="keep".'
+        )
 
 
 def _gathered(run: Run, own: Sequence[Candidate]) -> list[Candidate]:
@@ -102,7 +131,7 @@ def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
     if own is not None:
         sharing = [at for at, each in enumerate(by_rank) if each and each.inode == own.inode]
         try:
-            folder.verify(Path(own.path), share=(sharing.index(run.rank), len(sharing)))
+            verify(Path(own.path), share=(sharing.index(run.rank), len(sharing)))
         except BrokenCheckpoint as error:
             broken.append(own.damaged(error))
     by_inode = {each.inode: each for each in _gathered(run, broken)}
@@ -118,17 +147,17 @@ def _by_rank(run: Run, copies: Sequence[Candidate]) -> list[Candidate | None]:
 def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
     """The checkpoints of this host that may be chosen, and those that are broken. Raises OSError."""
     root = run.dir.checkpoints
-    own = [_candidate(run, each, of_this_run=True) for each in folder.list_steps(root)]
+    own = [_candidate(run, folder, of_this_run=True) for folder in list_steps(root)]
     goes_back = path is not None and path.parent == root
-    has_own = any(not each.damage for each in own)
-    if path is None or (has_own and (not goes_back or is_restart(os.environ))):
+    has_own = any(not candidate.damage for candidate in own)
+    if path is None or (has_own and not goes_back):
         return own
     try:
-        found = folder.checkpoints_at(path)
-        is_named = found == [path.resolve()]
+        folders = checkpoints_at(path)
+        is_named = folders == [path.resolve()]
         named = [
-            _candidate(run, each, of_this_run=goes_back, is_named=is_named)
-            for each in ([path] if is_named else found)
+            _candidate(run, folder, of_this_run=goes_back, is_named=is_named)
+            for folder in ([path] if is_named else folders)
         ]
     except UserError as error:
         named = [Candidate(run.rank, str(path), -1, goes_back, damage=str(error))]
@@ -136,23 +165,31 @@ def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
 
 
 def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = False) -> Candidate:
-    found = Candidate(run.rank, str(path), 0, of_this_run, is_named)
+    candidate = Candidate(run.rank, str(path), 0, of_this_run, is_named)
     try:
-        found = found._replace(step=step_of(path) if of_this_run or not is_named else 0)
-        listed = folder.listing(path)
+        step = step_of(path) if of_this_run or not is_named else 0
+        listing = list_files(path)
     except (BrokenCheckpoint, ValueError) as error:
-        return found.damaged(error)
-    found = found._replace(save_id=listed.save_id, inode=listed.inode, lacking=listed.lacking)
-    return found._replace(not_finite=folder.Facts.of(path).not_finite)
+        return candidate.damaged(error)
+    about = About.of(path)
+    return candidate._replace(
+        step=step,
+        save_id=listing.save_id,
+        inode=listing.inode,
+        lacking=listing.lacking,
+        not_finite=about.not_finite if run.options.is_guarded else "",
+        previous=about.previous,
+    )
 
 
-def _log_passed(found: Sequence[Candidate], copies: Sequence[Candidate]) -> None:
+def _log_passed(candidates: Sequence[Candidate], copies: Sequence[Candidate]) -> None:
     """One sentence for each checkpoint that is passed over, at least as new as the one to resume from."""
     sentences: dict[str, None] = {}
-    for each in found:
-        lost = each.step - (copies[0].step if copies else 0)
-        is_passed = lost > 0 and each.not_finite
-        why = each.damage or (is_passed and f"checkpoint {Path(each.path).name}: {each.not_finite}")
+    for candidate in candidates:
+        lost = candidate.step - (copies[0].step if copies else 0)
+        why = candidate.damage
+        if lost > 0 and not why and candidate.not_finite:
+            why = f"checkpoint {Path(candidate.path).name}: {candidate.not_finite}"
         if not why or lost < 0:
             continue
         rest = "another host has a verified copy" if copies else "no older one is verified"
@@ -166,13 +203,13 @@ def _log_passed(found: Sequence[Candidate], copies: Sequence[Candidate]) -> None
 def _refuse(run: Run, path: Path | None, broken: Sequence[Candidate]) -> None:
     """Raise why no checkpoint can be used, on all ranks."""
     with run.together():
-        for each in broken:
-            if each.is_failure:
-                raise JobFailed(f"{each.damage}.")
+        for candidate in broken:
+            if candidate.is_failure:
+                raise JobFailed(f"{candidate.damage}.")
         if path is None:
             root = run.dir.checkpoints
             raise UserError(f"{root} contains no verified checkpoint. Name another folder.")
-        named = {each.damage for each in broken if not each.of_this_run or each.step < 0}
+        named = {c.damage for c in broken if not c.of_this_run or c.step < 0}
         if len(named) == 1:
             raise UserError(f"{named.pop().rstrip('.')}.")
         raise UserError(f"{path}: contains no verified checkpoint.")
@@ -191,12 +228,12 @@ def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
     root, first = run.dir.checkpoints, copies[0]
     files: dict[str, Entry] = {}
     if run.rank == first.rank:
-        listed = folder.listing(Path(first.path))
-        files = {**listed.here, **listed.shards}
+        listing = list_files(Path(first.path))
+        files = {**listing.here, **listing.shards}
     by_name = run.gather({name: vars(entry) for name, entry in files.items()})[first.rank]
     is_whole = first.of_this_run and INDEX not in by_name
-    new = folder.hidden(root, f"received-{first.save_id[:16]}")
-    final = root / Path(first.path).name if is_whole else new
+    new = NewFolder(root / name_of_step(first.step), f"received-{first.save_id[:16]}")
+    final = root / name_of_step(first.step) if is_whole else new.path
     by_rank = _by_rank(run, copies)
     transfers, places = [], {}
     for name, entry in by_name.items():
@@ -214,13 +251,14 @@ def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
     receives = any(run.rank in each.receivers for each in transfers)
     with run.writing_together():  # before any rank waits for another
         if receives:
-            new.mkdir(parents=True, exist_ok=True)
+            new.path.mkdir(parents=True, exist_ok=True)
     with run.together():
         try:
-            send_files(transfers, run.rank, run.group or dist.group.WORLD, new)
+            send_files(transfers, run.rank, run.group or dist.group.WORLD, new.path)
             if receives and is_whole:
                 hashes = {each.path.name: each.entry.sha256 for each in transfers}
-                folder.complete(new, final, hashes)
+                new.seal(hashes)
+                new.publish()
         except (OSError, RuntimeError) as error:
             raise JobFailed(
                 f"{root}: cannot bring the files of other hosts: {reason_of(error)}."

@@ -10,20 +10,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from mpiddp.checkpoints.folder import (
     COMPLETE,
+    About,
     BrokenCheckpoint,
-    Facts,
     hide,
+    is_set_aside,
     list_steps,
+    name_of_step,
     reading,
+    remove,
     remove_hidden,
     step_of,
 )
@@ -36,43 +38,53 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a mount without 
 class Retention:
     """Which checkpoints are kept, besides pinned ones and the newest finite one."""
 
-    newest: int = 2  # verified ones
+    newest: int = 2  # verified ones, and as many of those that are set aside
     every: int | None = None  # the first one at or after each so many steps
     best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it: a finite one
 
-    def spared(self, folders: list[Path]) -> set[Path]:
-        """The old checkpoints to keep. `folders`: the oldest first."""
-        spared = {each for each in folders if (each / PINNED).exists()}
+    def spared(self, folders: list[Path], scores: Mapping[int, float]) -> set[Path]:
+        """The old checkpoints to keep. `folders`: the oldest first; `scores`: of the metric, by step."""
+        spared = {folder for folder in folders if (folder / PINNED).exists()}
         if self.every is not None:
-            first = {step_of(each) // self.every: each for each in reversed(folders)}
-            spared |= {each for multiple, each in first.items() if multiple > 0}
+            first = {step_of(folder) // self.every: folder for folder in reversed(folders)}
+            spared |= {folder for multiple, folder in first.items() if multiple > 0}
         if self.best is not None:
-            metric, order = self.best
-            facts = {each: Facts.of(each) for each in folders}
-            finite = {each: its.metrics for each, its in facts.items() if not its.not_finite}
-            found = {each: its[metric] for each, its in finite.items() if metric in its}
-            extreme = min if order == "min" else max
-            spared |= {extreme(found, key=found.__getitem__)} if found else set()
+            by_score = [
+                (scores[step_of(folder)], folder)
+                for folder in folders
+                if step_of(folder) in scores and not About.of(folder).not_finite
+            ]
+            extreme = min if self.best[1] == "min" else max
+            spared |= {extreme(by_score, key=lambda row: row[0])[1]} if by_score else set()
         return spared
 
 
-def prune(root: Path, keep: Retention, *, is_good: Callable[[Path], bool]) -> list[Path]:
+def prune(
+    root: Path,
+    keep: Retention,
+    *,
+    is_good: Callable[[Path], bool],
+    scores: Mapping[int, float] | None = None,
+) -> list[Path]:
     """Remove the checkpoints that are older than the newest good ones, and return the removed ones.
 
     The newest good one that is finite stays, however old it is, and so does one that a reader holds.
     """
-    kept, has_finite = 0, False
+    num_kept, has_finite = 0, False
     removed = []
     folders = list_steps(root)
-    spared = keep.spared(folders)
+    spared = keep.spared(folders, scores or {})
     for folder in reversed(folders):
-        stays, is_finite = folder in spared, not Facts.of(folder).not_finite
-        if kept < keep.newest or (is_finite and not has_finite):
+        stays, is_finite = folder in spared, not About.of(folder).not_finite
+        if num_kept < keep.newest or (is_finite and not has_finite):
             good = is_good(folder)
-            stays |= good or kept < keep.newest
-            kept += good
+            stays |= good or num_kept < keep.newest
+            num_kept += good
             has_finite |= good and is_finite
         if not stays and _remove_unless_held(folder):
+            removed.append(folder)
+    for folder in list_steps(root, set_aside=True)[: -keep.newest]:
+        if not (folder / PINNED).exists() and _remove_unless_held(folder):
             removed.append(folder)
     return removed
 
@@ -119,11 +131,21 @@ def _lock(file: BinaryIO, kind: int) -> None:
             raise
 
 
-def set_aside(root: Path, step: int) -> list[Path]:
-    """Rename the checkpoints of steps after `step`, so that they no longer count. Returns the new paths."""
+def set_aside(root: Path, step: int, chosen: Path | None = None) -> list[Path]:
+    """Rename the checkpoints of steps after `step`, so that they no longer count. Returns the new paths.
+
+    There is one for each step: an older one is removed. `chosen`: one that was set aside, and counts again.
+    """
+    swapped = None
+    if chosen is not None and is_set_aside(chosen):
+        swapped = chosen.rename(chosen.with_suffix(".again"))
     moved = []
     for folder in list_steps(root):
-        if step_of(folder) > step:
-            names = (folder.with_name(f"{folder.name}.old-{n}") for n in itertools.count(1))
-            moved.append(folder.rename(next(name for name in names if not name.exists())))
+        if step_of(folder) > step or (swapped is not None and step_of(folder) == step):
+            old = folder.with_name(f"{folder.name}.old")
+            if old.exists():
+                remove(old)
+            moved.append(folder.rename(old))
+    if swapped is not None:
+        swapped.rename(root / name_of_step(step))
     return moved

@@ -1,6 +1,6 @@
 """The folder of a run, open: its paths, its one owner, and the ranks that write into it.
 
-    run = Run(RunDir(path), coordinator, timeout_s=1800.0)
+    run = Run(RunDir(path), records, coordinator, options)
 
 The folder has one owner at a time, because two runs in one folder would remove each other's saves. The owner
 holds the kernel's lock on owner.json, which ends with its process. `ls runs/a` shows the rest.
@@ -14,57 +14,45 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
-from mpiddp.checkpoints.retention import NO_LOCKS
+from mpiddp.checkpoints.records import RunDir, RunRecords
+from mpiddp.checkpoints.retention import NO_LOCKS, Retention
 from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.files import WRITE_LOCK
 from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.log import log
 from mpiddp.runtime.patches import await_gloo_at_destroy, is_on
-from mpiddp.text import escaped, from_here
+from mpiddp.text import escaped
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+
 # What a folder cannot do at the start, it cannot do after a restart either.
 _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
-_held: set[Path] = set()  # the kernel grants a process its own lock again
-
-
-class RunDir:
-    """The paths that a run writes: its configuration, records, summary, logs and checkpoints."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "config.json"
-        self.metrics = path / "metrics.jsonl"
-        # A line for each start of the run, and for each rank of it that says how it ended.
-        self.attempts = path / "attempts.jsonl"
-        self.summary = path / "summary.json"
-        self.owner = path / "owner.json"
-        self.logs = path / "logs"
-        self.checkpoints = path / "checkpoints"
-
-    def __str__(self) -> str:
-        return from_here(self.path)
 
 
 class RunLock:
-    """The lock of a run's folder. The kernel frees it when this process ends, over NFS as well."""
+    """The lock of a run's folder. The kernel frees it when this process ends, over NFS as well.
+
+    Its owner is the open file: the process may open and close the same file elsewhere, as a script does that
+    copies its run's folder. (A lock of lockf would be lost then.)
+    """
 
     def __init__(self, run: RunDir) -> None:
         """Raises UserError, or JobFailed in a restart, if another run holds it."""
         self._path, self._pid = run.owner.resolve(), os.getpid()
-        if self._path in _held:
-            raise UserError(f"{run} is in use by this process. Close it there first.")
         self._file = run.owner.open("a+b", buffering=0)
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, WRITE_LOCK)
             if not os.fstat(self._file.fileno()).st_nlink:
                 # The run before is just ending, and has removed this file, whose lock would exclude nobody.
                 raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -81,15 +69,15 @@ class RunLock:
                 f"warning: {run}: its file system has no locks ({error.strerror}). "
                 "Nothing keeps a second run out of this folder."
             )
-        _held.add(self._path)
         self._file.truncate(0)
         self._file.write(json.dumps({"host": gethostname(), "pid": self._pid}).encode())
+        # A forked child, such as a worker of a DataLoader, shares the open file, and may outlive this.
+        os.register_at_fork(after_in_child=self._file.close)
 
     def release(self) -> None:
         """Give the folder up. In a forked child, or a second time, this does nothing."""
-        if os.getpid() != self._pid or self._path not in _held:
+        if os.getpid() != self._pid or self._file.closed:
             return
-        _held.discard(self._path)
         # While it is locked: later, the file may be that of the next run, which has locked it.
         with contextlib.suppress(OSError):  # a file server that is gone
             self._path.unlink()
@@ -100,30 +88,67 @@ def _holder(file: BinaryIO) -> str:
     try:
         file.seek(0)
         owner = json.loads(file.read(4096))
+        if (owner["pid"], owner["host"]) == (os.getpid(), gethostname()):
+            return "this process still"
         return escaped(f"the process {owner['pid']} on {owner['host']}")
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "another run"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `Checkpoints` was told.
+
+    Attributes:
+        keep: which checkpoints stay.
+        must_succeed: a failed save ends the run; else it causes a warning.
+        is_guarded: a checkpoint that is not finite counts only if there is no other.
+        timeout_s: how long to wait for a rank that does not answer.
+    """
+
+    keep: Retention
+    must_succeed: bool
+    is_guarded: bool
+    timeout_s: float
 
 
 class Run:
     """The open folder of a run, and the ranks that share it, on one rank.
 
     Attributes:
+        records: of the metrics.
         group: all ranks, for tensors on the CPU; None for the script's own group, if that is of gloo. A
             reference to it would keep it alive after the script has destroyed it: a rank that still waits
             in a collective would not notice that this one has left.
-        timeout_s: how long to wait for a rank that does not answer.
         writer_of: the writer of each rank's file system, the lowest rank there: [world_size].
         nodes: the node of each rank: [world_size].
+        first: the step from which the run starts.
+        step: the latest one that is on the disk, or from which the run resumes; -1 if there is none.
+        unloaded: the tensors of the checkpoint resumed from that this rank has not loaded, by entry.
+        num_saves: that this process has begun.
+        pending: the step of the save in flight, and why it fails, or "".
+        is_warned: of a state that is not finite.
+        ring: all ranks, for copies of shards.
+        held: the checkpoint resumed from, until the first save.
     """
 
-    def __init__(self, run_dir: RunDir, coordinator: Coordinator, *, timeout_s: float) -> None:
+    def __init__(
+        self, run_dir: RunDir, records: RunRecords, coordinator: Coordinator, options: Options
+    ) -> None:
         """Create the run's folder on every host, and become its owner. All ranks must call this."""
-        self.dir, self.coordinator, self.timeout_s = run_dir, coordinator, timeout_s
+        self.dir, self.records, self.coordinator = run_dir, records, coordinator
+        self.options = options
         self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
         assert coordinator.world.local_rank is not None, "the ranks have joined"
         self.local_rank = coordinator.world.local_rank
         self.group = self._new_group()
+        self.first, self.step, self.num_saves, self.is_warned = 0, -1, 0, False
+        self.unloaded: Mapping[str, set[str]] = {}
+        self.pending: tuple[int, Future[str]] | None = None
+        self.ring: dist.ProcessGroup | None = None
+        self.held: list[BinaryIO] = []
+        self.prefix = coordinator.unique_prefix("saves")  # of the keys of its exchanges
+        self._verified: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._lock: RunLock | None = None  # on the ranks that write
         if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
             with self.together():
@@ -135,7 +160,7 @@ class Run:
                     f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
                 )
             folders = (run_dir.checkpoints, run_dir.path)
-            self._created = [each for each in folders if not each.exists()]
+            self._created = [path for path in folders if not path.exists()]
             run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
         self.writer_of = self._find_writers()
         self.nodes = self.gather(coordinator.world.node_rank)
@@ -160,11 +185,11 @@ class Run:
 
     def gather(self, value: Value) -> list[Value]:
         """The values of all ranks: [world_size]. All ranks must call this."""
-        return self.coordinator.all_gather_json(value, timeout_s=self.timeout_s)
+        return self.coordinator.all_gather_json(value, timeout_s=self.options.timeout_s)
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Run the body on every rank; it succeeds on all ranks or raises the same error on all."""
-        return self.coordinator.all_or_none(timeout_s=self.timeout_s, exits=False)
+        return self.coordinator.all_or_none(timeout_s=self.options.timeout_s, exits=False)
 
     @contextlib.contextmanager
     def writing_together(self) -> Iterator[None]:
@@ -177,13 +202,30 @@ class Run:
                 hint = " Name another folder." if kind is UserError else ""
                 raise kind(f"{self.dir} cannot be written: {error.strerror}.{hint}") from None
 
+    def is_verified(self, checkpoint: Path, *, is_new: bool = False) -> bool:
+        """Hash a checkpoint the first time; afterwards, and if it is new, compare sizes only."""
+        if is_new or checkpoint not in self._verified:
+            self._verified[checkpoint] = is_new or folder.is_verified(checkpoint)
+        return self._verified[checkpoint] and folder.is_verified(checkpoint, with_hashes=False)
+
+    def wait(self) -> None:
+        """Wait for the save in flight, whether it succeeds or not. Not a collective."""
+        if (pending := self.pending) is not None:
+            wait(pending[1:])
+
+    def free(self) -> None:
+        """No longer hold the checkpoint resumed from: the first save may remove it."""
+        while self.held:
+            self.held.pop().close()
+
     def close(self, *, removes_new: bool = False) -> None:
         """Give the folder up; with `removes_new`, also what it has created, if that is empty."""
+        self.free()
         if self._lock is not None:
             self._lock.release()
-        for each in self._created if removes_new else ():
+        for path in self._created if removes_new else ():
             with contextlib.suppress(OSError):
-                each.rmdir()
+                path.rmdir()
 
     def _new_group(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:

@@ -1,29 +1,24 @@
-"""The state that a program saves: one walk over it, what it may hold, and the union of what all ranks save.
+"""A state, flattened: a tree of plain values with a type in the place of each tensor, and the tensors.
 
-A state holds whatever torch.load reads again with weights_only, and DTensors. Every value has exactly one of
-the types below. A subclass, such as numpy.float64 for a float, would be saved as code, and refused when it
-is read.
+A state holds what torch.load reads again with weights_only, DTensors, and objects with a `state_dict`. Values
+that only a pickle could restore, such as numpy.float64 or a deque, become their plain forms, and everything
+else is refused by its path, before a byte is written.
 """
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import json
 import re
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints.folder import SHARDS, stem_of
-from mpiddp.checkpoints.run import Run
-from mpiddp.errors import UserError
-from mpiddp.text import counted, listed
 
 Keys = tuple[Any, ...]  # the path to a value
 
@@ -33,12 +28,7 @@ LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
 _PLAIN = re.compile(r"(?!-?[0-9]+$|__metadata__$)[^/\[][^/]*")  # no number, JSON or several keys
 _MAX_BITS = 2039  # of an int that torch.load reads with weights_only
-_SAMPLES = 8  # elements of a tensor by which ranks compare it
-_MAX_SAMPLED = 1000  # tensors
-_TOLERANCE = 0.01  # of the largest one: ranks on different processors differ in the last bits
-# Each rank has its own in DDP, and those of the lowest rank are saved.
-_OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
-_HINT = "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
+_VERSIONS = "_metadata"  # an attribute of a module's state_dict
 
 
 def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> Any:
@@ -52,12 +42,12 @@ def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> 
     return change(path, nested)
 
 
-def as_kind_of(known: Any, items: dict[Any, Any]) -> Any:
-    """A dict of the kind of a known one. A module's state_dict keeps its versions in an attribute."""
-    if type(known) is dict:
+def as_kind_of(pattern: Any, items: dict[Any, Any]) -> Any:
+    """A dict of the same kind. A module's state_dict keeps the versions of its modules in an attribute."""
+    if type(pattern) is dict:
         return items
-    made = type(known)(items)
-    made.__dict__.update(known.__dict__)
+    made = type(pattern)(items)
+    made.__dict__.update(pattern.__dict__)
     return made
 
 
@@ -82,11 +72,14 @@ def own_part(tensor: Any) -> tuple[Tensor, Sequence[int]]:
     return tensor.to_local().detach(), chunk.offsets
 
 
-# What may be saved
+class FlatState:
+    """What a rank saves.
 
-
-class Outline:
-    """What a rank saves: the state with types in place of its tensors; these and their paths, in order."""
+    Attributes:
+        tree: the state with types in place of its tensors.
+        paths, tensors: the tensors and their paths, in the order of the tree.
+        guarded: the paths of the tensors of modules and of optimizers.
+    """
 
     def __init__(self, name: str, entries: Mapping[str, Any]) -> None:
         """Check the argument `name` of a save. Raises TypeError or ValueError, see `Checkpoints.save`."""
@@ -94,8 +87,9 @@ class Outline:
             raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
         self._name = name
         self.paths, self.tensors = list[Keys](), list[Tensor]()
+        self.guarded = set[Keys]()
         try:
-            self.tree = mapped(dict(entries), self._take)
+            self.tree = self._flatten((), dict(entries), is_guarded=False)
         except RecursionError:
             raise TypeError(f"{name}: cannot save what holds itself, or too many levels.") from None
         for key in entries if name == "state" else ():
@@ -106,29 +100,120 @@ class Outline:
                     "Use another one."
                 )
 
-    def _take(self, path: Keys, value: Any) -> Any:
-        bad = [index for index, key in enumerate(path) if type(key) not in _SCALARS]
-        problem = _problem_of(value, is_shared=self._name == "state")
-        if bad:
-            problem = f"a key of type {_type_name(path[bad[0]])}. Use strings or numbers as keys"
-            path = path[: bad[0]]
-        if problem:
-            raise TypeError(f"{shown_path(path, self._name)}: {problem}.")
-        if type(value) in _SCALARS:
-            return value
-        if value.is_quantized:  # it is more than its elements
-            return value.detach().to("cpu", copy=True)
-        self.paths.append(path)
-        self.tensors.append(value)
-        return value.dtype
-
-    def filled(self, values: Iterable[Any]) -> dict[str, Any]:
+    def with_tensors(self, values: Iterable[Any]) -> dict[str, Any]:
         """The state with these in the places of its tensors."""
         rest = iter(values)
         filled: dict[str, Any] = mapped(
             self.tree, lambda _, value: next(rest) if type(value) is torch.dtype else value
         )
         return filled
+
+    def _flatten(self, path: Keys, value: Any, *, is_guarded: bool) -> Any:
+        kind = type(value)
+        if kind in _SCALARS and kind is not int:
+            return value
+        if kind is Tensor or kind is torch.nn.Parameter or is_sharded(value):
+            return self._flatten_tensor(path, value, is_guarded=is_guarded)
+        value = _plain(value)
+        kind = type(value)
+        if kind in LISTS:
+            rows = (
+                self._flatten((*path, index), row, is_guarded=is_guarded)
+                for index, row in enumerate(value)
+            )
+            return kind(rows)
+        if kind in DICTS:
+            if getattr(value, "__dict__", {}).keys() - {_VERSIONS}:
+                name = min(value.__dict__.keys() - {_VERSIONS})
+                self._refuse(path, f"cannot save the attribute {name} of a dict")
+            for key in value:
+                if type(key) not in _SCALARS:
+                    self._refuse(
+                        path, f"a key of type {_type_name(key)}. Use strings or numbers as keys"
+                    )
+            is_guarded |= _is_module_state(value) or _is_optimizer_state(value)
+            items = {
+                key: self._flatten((*path, key), entry, is_guarded=is_guarded)
+                for key, entry in value.items()
+            }
+            made = as_kind_of(value, items)
+            if hasattr(made, _VERSIONS):
+                versions = self._flatten((*path, _VERSIONS), made._metadata, is_guarded=False)
+                made._metadata = versions
+            return made
+        if kind not in _SCALARS:
+            self._refuse(
+                path,
+                f"cannot save {_type_name(value)}. Expected tensors, numbers, strings, None, lists and dicts "
+                "of these: convert it, for example with .tolist() or .state_dict()",
+            )
+        if kind is int and value.bit_length() > _MAX_BITS:
+            bits = value.bit_length()
+            self._refuse(
+                path,
+                f"cannot save an int of {bits} bits. Expected {_MAX_BITS} or fewer: convert it",
+            )
+        return value
+
+    def _flatten_tensor(self, path: Keys, value: Any, *, is_guarded: bool) -> Any:
+        if is_sharded(value):
+            if self._name != "state":
+                self._refuse(path, "cannot save a DTensor, which all ranks share. Save it in state")
+            if any(placement.is_partial() for placement in value.placements):
+                self._refuse(
+                    path, "cannot save a DTensor whose ranks hold summands: redistribute it"
+                )
+        elif value.layout is not torch.strided or value.is_nested:
+            self._refuse(
+                path,
+                "cannot save a sparse or nested tensor. Convert it, for example with .to_dense()",
+            )
+        elif value.is_meta:
+            self._refuse(path, "cannot save a tensor on meta, which has no values")
+        elif value.is_quantized:  # it is more than its elements
+            return value.detach().to("cpu", copy=True)
+        self.paths.append(path)
+        self.tensors.append(value)
+        if is_guarded:
+            self.guarded.add(path)
+        return value.dtype
+
+    def _refuse(self, path: Keys, problem: str) -> None:
+        raise TypeError(f"{shown_path(path, self._name)}: {problem}.")
+
+
+def _plain(value: Any) -> Any:
+    """The plain form of a value that only a pickle could restore, or else the value."""
+    kind = type(value)
+    if kind in DICTS or kind in LISTS or kind in _SCALARS:
+        return value
+    if callable(getattr(value, "state_dict", None)):
+        return value.state_dict()
+    numpy = sys.modules.get("numpy")
+    if numpy and isinstance(value, numpy.generic):
+        return value.item()
+    if kind is deque:
+        return list(value)
+    if kind is torch.Size:
+        return tuple(value)
+    if kind is defaultdict:
+        return dict(value)
+    if kind in (set, frozenset):
+        return sorted(value, key=repr)  # the same order on all ranks
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value
+
+
+def _is_module_state(value: Mapping[Any, Any]) -> bool:
+    """Whether the dict is a module's state_dict, or one by the names of its parameters."""
+    has_versions = hasattr(value, _VERSIONS)
+    return has_versions or any(str(key).rpartition(".")[2] == "weight" for key in value)
+
+
+def _is_optimizer_state(value: Mapping[Any, Any]) -> bool:
+    is_flat = any(str(key).startswith("param_groups.") for key in value)
+    return is_flat or ("state" in value and "param_groups" in value)
 
 
 def shown_path(path: Keys, name: str = "state") -> str:
@@ -150,202 +235,7 @@ def key_of(path: Keys) -> str:
     return f"{stem_of(path[0])}/{name_of(path[1:] or path)}"
 
 
-def _problem_of(value: Any, *, is_shared: bool) -> str:
-    """Why the value cannot be saved, "" if it can."""
-    kind = type(value)
-    if is_sharded(value):
-        if not is_shared:
-            return "cannot save a DTensor, which all ranks share. Save it in state"
-        if any(placement.is_partial() for placement in value.placements):
-            return "cannot save a DTensor whose ranks hold summands: redistribute it"
-    elif kind is Tensor or kind is torch.nn.Parameter:
-        if value.layout is not torch.strided or value.is_nested:
-            return "cannot save a sparse or nested tensor. Convert it, for example with .to_dense()"
-        if value.is_meta:
-            return "cannot save a tensor on meta, which has no values"
-    elif kind not in _SCALARS:
-        return (
-            f"cannot save {_type_name(value)}. Expected tensors, numbers, strings, None, lists and dicts "
-            "of these: convert it, for example with .item(), .tolist() or .state_dict()"
-        )
-    elif kind is int and value.bit_length() > _MAX_BITS:
-        return f"cannot save an int of {value.bit_length()} bits. Expected {_MAX_BITS} or fewer: convert it"
-    return ""
-
-
 def _type_name(value: object) -> str:
     kind = type(value)
     prefix = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{prefix}{kind.__qualname__}"
-
-
-# The union: the same on all ranks, or refused before a byte is written
-
-
-@dataclass
-class Union:
-    """What all ranks together save.
-
-    Attributes:
-        tree: the state with a type in the place of each tensor.
-        savers: the ranks that save a tensor, by path: those of a DTensor's mesh, or the lowest that has a
-            plain one which not every writer has. {} if all ranks have the same.
-        is_partial: some ranks have tensors that others do not.
-    """
-
-    tree: Any
-    savers: dict[Keys, tuple[int, ...]] = field(default_factory=dict)
-    is_partial: bool = False
-
-
-def digest_of(outline: Outline, *, samples: bool) -> str:
-    """A hash that is the same on ranks that save the same, with `samples` the same values as well."""
-    rows: list[Any] = []
-    every = max(1, len(outline.tensors) // _MAX_SAMPLED)
-    for index, (path, value) in enumerate(zip(outline.paths, outline.tensors, strict=True)):
-        mesh = mesh_of(value)  # its ranks have different parts of it
-        sampled = samples and not mesh and index % every == 0 and not _is_of_each_rank(path)
-        rows.append((_label_of(value), mesh, _sample(value) if sampled else ()))
-    return hashlib.sha256(repr((outline.tree, rows)).encode()).hexdigest()
-
-
-def union_of(run: Run, outline: Outline, digests: Sequence[str]) -> Union:
-    """The union of what the ranks save. A collective if the digests of the ranks differ.
-
-    Raises ValueError, the same on all ranks, where ranks have different things under one key.
-    """
-    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-    if len(first) == 1:
-        return Union(outline.tree)
-    pairs = zip(outline.paths, outline.tensors, strict=True)
-    own = outline.filled(_Leaf.of(path, value) for path, value in pairs)
-    trees: dict[int, Any] = {}
-    for rank in sorted(first.values()):  # one of each kind, not those of a thousand ranks
-        sent = [own]
-        dist.broadcast_object_list(sent, rank, group=run.group)
-        trees[rank] = sent[0]
-    writers = {first[digests[rank]] for rank in run.writers}
-    merge = _Merge(run, writers, len(trees))
-    merge.found.tree = merge.merged(trees, ())
-    return merge.found
-
-
-def refuse_loss(left: Sequence[Mapping[str, Sequence[str]]]) -> None:
-    """Raise UserError if no rank has taken a tensor that each of `left`, by entry, has left to others."""
-    for entry in {entry for each in left for entry in each}:
-        if lost := set.intersection(*(set(each[entry]) for each in left if entry in each)):
-            raise UserError(
-                f"{entry}: the checkpoint that the run resumes from also has {listed(sorted(lost), 4)}, "
-                f"which none of {counted(len(left), 'rank')} has loaded: a save would lose it. Start as many "
-                "ranks as have saved it, or name another folder."
-            )
-
-
-class _Leaf(NamedTuple):
-    """A tensor of some ranks, without its values."""
-
-    dtype: torch.dtype
-    label: str  # its type, shape and placements
-    mesh: tuple[int, ...]  # the ranks that share a DTensor; () for a plain one
-    part: str  # which box of it the sample is of
-    sample: tuple[float, ...]
-
-    @classmethod
-    def of(cls, path: Keys, value: Any) -> _Leaf:
-        mesh = mesh_of(value)
-        has_part = not mesh or value.device_mesh.get_coordinate() is not None
-        part, offsets = own_part(value) if has_part else (value, ())
-        sampled = has_part and not _is_of_each_rank(path)
-        sample = _sample(part) if sampled else ()
-        return cls(value.dtype, _label_of(value), mesh, f"{offsets}" if mesh else "", sample)
-
-
-def _is_of_each_rank(path: Keys) -> bool:
-    return str(path[-1]).rpartition(".")[2] in _OF_EACH_RANK  # in "module.bn1.running_mean" as well
-
-
-def _label_of(value: Any) -> str:
-    label = f"{value.dtype} {list(value.shape)}"
-    return f"{label} as {value.placements}" if is_sharded(value) else label
-
-
-def _sample(value: Tensor) -> tuple[float, ...]:
-    """A few elements of a tensor, as numbers. Waits for a GPU."""
-    flat = value.detach()
-    if not flat.numel():
-        return ()
-    flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
-    flat = (flat if flat.is_contiguous() else flat[(0,) * (flat.ndim - 1)]).reshape(-1)
-    flat = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
-    flat = flat.view(torch.uint8) if flat.element_size() == 1 else flat  # fp8, fp4
-    return tuple(flat.double().tolist())
-
-
-def _are_close(a: Sequence[float], b: Sequence[float]) -> bool:
-    largest = max((abs(each) for each in (*a, *b) if abs(each) < float("inf")), default=0.0)
-    near = _TOLERANCE * largest
-    return all(
-        x == y or abs(x - y) <= near or (x != x and y != y) for x, y in zip(a, b, strict=True)
-    )
-
-
-class _Merge:
-    """The trees of several ranks become one."""
-
-    def __init__(self, run: Run, writers: set[int], num_trees: int) -> None:
-        self._run, self._writers, self._num_trees = run, writers, num_trees
-        self.found = Union(None)
-
-    def merged(self, found: Mapping[int, Any], path: Keys) -> Any:
-        """The union of these, by rank. Raises ValueError."""
-        # A rank that has nothing, such as the state of an optimizer on rank 0 alone, gives None.
-        found = {rank: each for rank, each in found.items() if each is not None}
-        if not found:
-            return None
-        first = min(found)
-        value = found[first]
-        for rank, other in found.items():
-            if _label(other) != _label(value):
-                self._refuse(path, {first: _label(value), rank: _label(other)})
-        kind = type(value)
-        if kind is _Leaf:
-            return self._leaf(found, path)
-        if kind in LISTS:
-            rows = [{rank: each[row] for rank, each in found.items()} for row in range(len(value))]
-            return kind(self.merged(each, (*path, row)) for row, each in enumerate(rows))
-        if kind not in DICTS:
-            return value
-        having: dict[Any, dict[int, Any]] = defaultdict(dict)
-        for rank, each in found.items():
-            for key, own in each.items():
-                having[key][rank] = own
-        parts = {key: self.merged(each, (*path, key)) for key, each in having.items()}
-        return as_kind_of(value, parts)
-
-    def _leaf(self, found: Mapping[int, _Leaf], path: Keys) -> torch.dtype:
-        first = min(found)
-        leaf = found[first]
-        for rank, other in found.items():
-            has_same_part = leaf.part == other.part and (leaf.mesh != other.mesh or not leaf.mesh)
-            if has_same_part and not _are_close(leaf.sample, other.sample):
-                said = {first: f"values {leaf.sample[:2]}…", rank: f"{other.sample[:2]}…"}
-                self._refuse(path, said)
-        self.found.is_partial |= len(found) < self._num_trees
-        if leaf.mesh or not self._writers <= found.keys():
-            self.found.savers[path] = leaf.mesh or (first,)
-        return leaf.dtype
-
-    def _refuse(self, path: Keys, said: Mapping[int, str]) -> None:
-        name = self._run.coordinator.name
-        both = ", and ".join(f"{what[:80]} on {name(rank)}" for rank, what in said.items())
-        raise ValueError(f"{shown_path(path)} differs: {both}. {_HINT}")
-
-
-def _label(value: Any) -> str:
-    """What has to be the same on all ranks."""
-    kind = type(value)
-    if kind in DICTS:
-        return f"a {kind.__name__}"
-    if kind in LISTS:
-        return f"a {kind.__name__} of {len(value)}"
-    return value.label if kind is _Leaf else repr(value)

@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpiddp.hosts.gpus import tool_output
 from mpiddp.hosts.hostfile import Host
@@ -35,34 +35,122 @@ _NOT_BEHIND = (
 _WAY = "({here} → {name} tcp/{at})"
 _SLOW = "If its logins are slow: --login-timeout {longer}s"
 _GONE = "Check that the host is on and the network is up."
-_DENIED = r"^\S+: Permission denied \(([^)]*)\)"
-# A pattern of ssh's own lines (the host's banner may say anything), and the sentence for it. The first row
-# that matches counts.
-_COMPLAINTS = {
-    _JUMP_FAILED: "ssh {name}: the jump host on the way failed ({0}). Try: {ssh} true",
-    _NOT_BEHIND: "ssh {name}: the jump host on the way does not reach it ({0}). Try: {ssh} true",
-    "^ssh: Could not resolve hostname": "{name}: cannot be resolved from {here}. "
-    "Add it to DNS or /etc/hosts.",
-    "IDENTIFICATION HAS CHANGED": "ssh {name}: its host key has changed. Check that it is the same host, "
-    "then run: ssh-keygen -R {known}",
-    "^Host key verification failed": "ssh {name}: its host key is unknown. Check it, then: "
-    "ssh-keyscan {port}{name} >> ~/.ssh/known_hosts",
-    r"^Permissions \d+ for '(.+)' are too open": "ssh {name}: ssh does not use the key {0}, because others "
-    "can read it. Run: chmod 600 {0}",
-    "^Received disconnect .*: (Too many authentication failures)": "ssh {name}: {0}: ssh offers other "
-    "keys first. Name the right one in ~/.ssh/config: IdentityFile FILE, IdentitiesOnly yes",
-    r"^(.+ line \d+: Bad configuration option: .+)": "ssh {name}: {0}",
-    _DENIED: "ssh {name}: permission denied ({0}). Run: ssh-copy-id {port}{target}",
-    "^(ssh: connect to host .*|channel .* failed): Connection refused": "ssh {name}: connection refused "
-    f"{_WAY}. Start sshd there, or set its port in the hostfile: {{name}} port=N",
-    "^ssh: connect to host .*: (No route to host|Network is unreachable)": "ssh {name}: no route "
-    f"{_WAY}. {_GONE}",
-    "^Timeout, server .* not responding": f"ssh {{name}}: it does not answer any more {_WAY}. {_GONE}",
-    r"^Connection to \S+ port \d+ timed out": f"ssh {{name}}: the login stops half-way {_WAY}. {_SLOW}. If "
-    "none ends, the network may lose large packets (MTU)",
-    r"^(ssh: connect to host .*: |)(Connection|Operation) timed out": "ssh {name}: no "
-    f"answer in {{connect}} s {_WAY}. {_GONE}",
-}
+_DENIED = r"^(?:\S+: )?Permission denied \(([^)]*)\)"
+
+
+class SshError(NamedTuple):
+    """What ssh prints, and the sentence for it: the cause, then the command that fixes it.
+
+    Both may name {name}, {target}, {here}, {at} (a port), {ssh} (the command), and {0}, the pattern's group.
+    """
+
+    pattern: str  # of ssh's own lines; the host's banner may say anything
+    cause: str
+    fix: str
+    id: str = ""  # of `mpiddp explain`, which finds the error in a log
+    says: tuple[str, ...] = ()  # texts, of which the line in a log has one
+    example: str = ""  # of {0}, for a reader who asks what the error means
+
+
+# The first row that matches counts.
+SSH_ERRORS = (
+    SshError(
+        _JUMP_FAILED,
+        "ssh {name}: the jump host on the way failed ({0}).",
+        "Try: {ssh} true",
+    ),
+    SshError(
+        _NOT_BEHIND,
+        "ssh {name}: the jump host on the way does not reach it ({0}).",
+        "Try: {ssh} true",
+    ),
+    SshError(
+        "^ssh: Could not resolve hostname",
+        "{name}: cannot be resolved from {here}.",
+        "Add it to DNS or /etc/hosts.",
+        "ssh-unresolved",
+        ("ssh: Could not resolve hostname",),
+    ),
+    SshError(
+        "IDENTIFICATION HAS CHANGED",
+        "ssh {name}: its host key has changed.",
+        "Check that it is the same host, then run: ssh-keygen -R {known}",
+        "ssh-host-key-changed",
+        ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
+    ),
+    SshError(
+        "^Host key verification failed",
+        "ssh {name}: its host key is unknown.",
+        "To compare and accept it: mpiddp hosts keys",
+        "ssh-host-key-unknown",
+        ("Host key verification failed",),
+    ),
+    SshError(
+        r"^(?:Permissions \d+ for|Bad owner or permissions on) '?(.+?)'?(?: are too open.*)?$",
+        "ssh {name}: ssh does not use {0}, because others can read or write it.",
+        "Run: chmod 600 {0}",
+        "ssh-permissions",
+        ("are too open", "Bad owner or permissions on"),
+        "~/.ssh/id_ed25519",
+    ),
+    SshError(
+        "^Received disconnect .*: (Too many authentication failures)",
+        "ssh {name}: {0}: ssh offers other keys first.",
+        "Name the right one in ~/.ssh/config: IdentityFile FILE, IdentitiesOnly yes",
+    ),
+    SshError(r"^(.+ line \d+: Bad configuration option: .+)", "ssh {name}: {0}", ""),
+    SshError(
+        _DENIED,
+        "ssh {name}: permission denied ({0}).",
+        "Run: ssh-copy-id {port}{target}",
+        "ssh-key-refused",
+        tuple(f"Permission denied ({way}" for way in ("publickey", "password", "gssapi")),
+        "publickey",
+    ),
+    SshError(
+        "^(?:ssh: connect to host .*|channel .* failed): Connection refused",
+        f"ssh {{name}}: connection refused {_WAY}.",
+        "Start sshd there, or set its port in the hostfile: {name} port=N",
+        "ssh-refused",
+        ("ssh: connect to host",),
+    ),
+    SshError(
+        "^ssh: connect to host .*: (?:No route to host|Network is unreachable)",
+        f"ssh {{name}}: no route {_WAY}.",
+        _GONE,
+        "ssh-unreachable",
+        ("ssh: connect to host",),
+    ),
+    SshError(
+        "^Timeout, server .* not responding",
+        f"ssh {{name}}: it does not answer any more {_WAY}.",
+        _GONE,
+    ),
+    SshError(
+        r"^Connection to \S+ port \d+ timed out",
+        f"ssh {{name}}: the login stops half-way {_WAY}.",
+        f"{_SLOW}. If none ends, the network may lose large packets (MTU)",
+    ),
+    SshError(
+        "^(?:ssh: connect to host .*: |)(?:Connection|Operation) timed out",
+        f"ssh {{name}}: no answer in {{connect}} s {_WAY}.",
+        _GONE,
+        "ssh-timed-out",
+        ("ssh: connect to host",),
+    ),
+    SshError(
+        "^(?:kex|ssh)_exchange_identification: ",
+        "ssh {name}: its sshd closes each login before it begins.",
+        "See MaxStartups in its sshd_config, and whether it blocks this address (fail2ban). Try: {ssh} true",
+        "ssh-closed-early",
+        ("kex_exchange_identification", "ssh_exchange_identification"),
+    ),
+)
+# ssh has found no way to the host. Any other login that fails proves that the host is up.
+_LOST = (
+    r"(?m)^(ssh: connect to host \S+ port \d+|channel \d+: open failed): |"
+    r"^Connection to \S+ port \d+ timed out|^Timeout, server "
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +170,12 @@ class Answer:
     def has_failed_there(self) -> bool:
         """Whether the login succeeded and the program did not: it is missing, too old, or does not start."""
         return self.has_begun and self.exit_code not in (None, 255)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing of the host answers: no route leads to it, no sshd listens, or it is silent."""
+        is_silent = self.exit_code is None or not self.transport.is_ssh
+        return not self.has_begun and (is_silent or bool(re.search(_LOST, self.stderr)))
 
     @property
     def value(self) -> Any:
@@ -147,16 +241,23 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
     words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh, "known": known}
     words |= {"here": socket.gethostname(), "connect": str(transport.connect_s), "at": str(at)}
     words["longer"] = f"{2 * transport.login_s:.0f}"
-    for pattern, sentence in _COMPLAINTS.items():
-        if found := re.search(pattern, text, re.MULTILINE):
-            if pattern == _DENIED and (key := _locked_key(host)):
+    for error in SSH_ERRORS:
+        if match := re.search(error.pattern, text, re.MULTILINE):
+            if error.pattern == _DENIED and (key := _locked_key(host)):
                 agent = "" if os.environ.get("SSH_AUTH_SOCK") else 'eval "$(ssh-agent)"; '
                 why = f"the key {key} has a passphrase, and no agent holds it"
                 return f"ssh {host.name}: {why}. Run: {agent}ssh-add {key}"
-            return sentence.format(*found.groups(), **words)
+            return f"{error.cause} {error.fix}".rstrip().format(*match.groups(), **words)
     if not lines:  # a LogLevel of the user may hide them
         return f"ssh {host.name} failed: no output. Try: {ssh.replace('ssh', 'ssh -v', 1)} true"
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh} true"
+
+
+def in_general(error: SshError) -> tuple[str, str]:
+    """The cause and the fix of an error of any host."""
+    words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "known": "NODE"}
+    words |= {"here": "this host", "connect": "10", "at": "22", "longer": "30"}
+    return error.cause.format(error.example, **words), error.fix.format(error.example, **words)
 
 
 def _locked_key(host: Host) -> str:

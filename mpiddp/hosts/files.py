@@ -74,7 +74,8 @@ def files_of(
 
 def texts_of(kind: str, name: str, folder: str, others: Sequence[str] = ()) -> list[bytes]:
     """The contents of the same files, the program's own first."""
-    return [each for each in _sources(kind, name, folder, others)[1].values() if each is not None]
+    sources = _sources(kind, name, folder, others)[1].values()
+    return [text for text in sources if text is not None]
 
 
 def _sources(
@@ -84,6 +85,7 @@ def _sources(
     start: list[Path] = []
     if kind == "script":
         start = [Path(os.path.realpath(own / name))]  # its folder is where a link leads
+        start = [start[0] / "__main__.py"] if os.path.isdir(start[0]) else start
         own = start[0].parent
     folders = [own, *map(Path, others)]
     if kind == "module":

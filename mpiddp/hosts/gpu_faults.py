@@ -16,6 +16,10 @@ from mpiddp.text import counted, duration, escaped, listed, size_text
 
 _LEAST = 128 << 20  # bytes; a server of MPS holds less
 _LEAST_SHARE = 0.1  # of a GPU's memory, that no process is seen to hold
+_USABLE = (
+    "None",
+    "No",
+)  # the driver asks for no recovery, by the newer and the older field of nvidia-smi
 # Those of the hardware, by https://docs.nvidia.com/deploy/xid-errors. A program causes most of the others.
 _XIDS = {
     48: "an uncorrectable memory error",
@@ -46,27 +50,39 @@ def wrong_here(env: Mapping[str, str], *, timeout_s: float = 10.0) -> list[str]:
 def faults(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iterator[str]:
     """A sentence for each fault of the chosen GPUs of a host."""
     for number, gpu in _those(gpus, chosen):
-        latest = {each.number: each.ago_s for each in sorted(gpu.xids, key=lambda xid: -xid.ago_s)}
         if gpu.is_lost:
             yield f"{host}: its driver does not reach the GPU at {gpu.address}. Restart the host."
         if gpu.errors:
             errors = counted(gpu.errors, "uncorrected memory error")
             reset = f"Reset it there: nvidia-smi -r -i {number}"
             yield f"{host}: GPU {number} has {errors} (ECC). {reset}."
-        for xid in (each for each in _XIDS if each in latest):
-            fact = f"reported Xid {xid} ({_XIDS[xid]}) {duration(latest[xid])} ago"
+        for fact in _reported(gpu, is_over=False):
             yield f"{host}: GPU {number} {fact}. Restart the host."
 
 
 def notes(
     host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str = ""
 ) -> Iterator[str]:
-    """A sentence for each chosen GPU that others use, or that is slowed down. `ssh`: the login there."""
+    """A sentence for each chosen GPU that others use, is slowed, or was reset. `ssh`: the login there."""
     for number, gpu in _those(gpus, chosen):
+        for fact in _reported(gpu, is_over=True):
+            yield f"{host}: GPU {number} {fact}. Its driver has started since, or calls it usable."
         yield from _held(host, number, gpu, ssh)
         if gpu.slowed:
             heat = "" if gpu.temperature is None else f" at {gpu.temperature} °C"
             yield f"{host}: GPU {number} is slowed down{heat}: {gpu.slowed}."
+
+
+def _reported(gpu: Gpu, *, is_over: bool) -> Iterator[str]:
+    """What a GPU has reported of its hardware, the latest of each kind.
+
+    That is over if the driver has been loaded since, or asks for no recovery: the GPU may have been reset.
+    """
+    latest = {xid.number: xid for xid in sorted(gpu.xids, key=lambda xid: -xid.ago_s)}
+    for number in (each for each in _XIDS if each in latest):
+        xid = latest[number]
+        if is_over is (xid.is_before_driver or gpu.recovery in _USABLE):
+            yield f"reported Xid {number} ({_XIDS[number]}) {duration(xid.ago_s)} ago"
 
 
 def _held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:

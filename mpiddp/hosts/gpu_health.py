@@ -17,13 +17,14 @@ from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, Holder, Xid, read_gpus, tool_outpu
 MORE_S = 3.0  # for who uses the GPUs, and for each log of the kernel
 SINCE_S = 3600  # of these logs
 _LONGEST_COMMAND = 40  # characters
-_AGENT = b"mpiddp-output"  # the name of an agent's process, see OUTPUT_PROCESS
+_AGENT = b"mpiddp-agent"  # the name of an agent's process, see AGENT_NAME
 _MARK = b"MPIDDP_JOB="
 _USERS = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
 _LOGS = (
     ("journalctl", ("-k", "-b", "-q", f"--since=-{SINCE_S}s", "-o", "short-monotonic")),
     ("dmesg", ()),
 )
+_LOADED = re.compile(r"(?m)^\[ *(\d+\.\d+)\].*NVRM: loading NVIDIA UNIX ")
 # "[ 5000.1] NVRM: Xid (PCI:0000:44:00): 79, pid=…": seconds since the start, address, number
 _XID = re.compile(r"(?m)^\[ *(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9A-Fa-f:]{10,13})[^)]*\): (\d+)")
 
@@ -88,10 +89,10 @@ def _xids(path: str | None) -> dict[str, list[Xid]]:
     """By address, the errors of the last hour, where a log of the kernel can be read."""
     found: dict[str, list[Xid]] = defaultdict(list)
     for program, arguments in _LOGS:
-        for at, address, number in _XID.findall(
-            tool_output(program, arguments, path, MORE_S) or ""
-        ):
-            xid = Xid(int(number), time.monotonic() - float(at))
+        log = tool_output(program, arguments, path, MORE_S) or ""
+        loaded = max(map(float, _LOADED.findall(log)), default=0.0)
+        for at, address, number in _XID.findall(log):
+            xid = Xid(int(number), time.monotonic() - float(at), float(at) < loaded)
             if xid.ago_s < SINCE_S:
                 found[address.lower()[-10:]].append(xid)
     return found

@@ -17,7 +17,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +69,7 @@ class Xid(NamedTuple):
 
     number: int
     ago_s: float
+    is_before_driver: bool  # the driver has been loaded since
 
 
 class Gpu(NamedTuple):
@@ -84,6 +85,7 @@ class Gpu(NamedTuple):
     slowed: str = ""  # why
     errors: int | None = None  # of its memory, not corrected by ECC, since the driver has started
     driver: str = ""
+    recovery: str = ""  # what the driver asks for, as "Reset"; "None" or "No" for nothing
     is_lost: bool = False  # the driver does not reach it
     # These of `read_health` alone.
     holders: Sequence[Holder] = ()
@@ -101,33 +103,68 @@ class Gpu(NamedTuple):
 CHANGING = ("use", "memory", "memory_total", "temperature", "slowed")
 
 
-# The fields of nvidia-smi in the order of `Gpu`. `nvidia-smi --help-query-gpu` explains them.
+# The fields of nvidia-smi. `nvidia-smi --help-query-gpu` explains them.
 _FIELDS = (
     *("name", "pci.bus_id", "uuid", "utilization.gpu", "memory.used", "memory.total"),
     *("temperature.gpu", "clocks_event_reasons.active", "ecc.errors.uncorrected.volatile.total"),
-    "driver_version",
+    *("driver_version", "gpu_recovery_action"),
 )
+# Their names in older drivers: before 535, and before 565.
+_OLDER = {
+    "clocks_event_reasons.active": "clocks_throttle_reasons.active",
+    "gpu_recovery_action": "reset_status.reset_required",
+}
+_UNKNOWN = re.compile(r'Field "([\w.]+)" is not a valid field to query')
+# By PATH: each field that its nvidia-smi knows, with its name there.
+_names: dict[str | None, dict[str, str]] = {}
 
 
-def _of_nvidia(text: str) -> list[Gpu]:
-    """From a line of nvidia-smi for each GPU, and its error about each that the driver has lost."""
+def _of_nvidia(path: str | None, timeout_s: float) -> list[Gpu] | None:
+    """From a line of nvidia-smi for each GPU, and its error about each that the driver has lost.
+
+    An unknown field fails all of its query, so it is asked again by the field's older name, or without it.
+    """
+    names = _names.setdefault(path, {field: field for field in _FIELDS})
+    while True:
+        query = (f"--query-gpu={','.join(names.values())}", "--format=csv,noheader,nounits")
+        # It names a lost GPU on stderr.
+        text = tool_output("nvidia-smi", query, path, timeout_s, stderr=subprocess.STDOUT)
+        if text is None:
+            return None
+        unknown = _UNKNOWN.search(text)
+        field = next((field for field in names if unknown and names[field] == unknown[1]), None)
+        if field is None:
+            break
+        if names[field] == _OLDER.get(field, field):
+            del names[field]
+        else:
+            names[field] = _OLDER[field]
     rows = [line.split(", ") for line in text.splitlines()]
-    gpus = [_of_row(*row) for row in rows if len(row) == len(_FIELDS)]
+    gpus = [_of_row(dict(zip(names, row))) for row in rows if len(row) == len(names)]
     lost = re.findall(rf"Unable to determine the device handle for {_NAMED_GPU}", text)
     return gpus + [Gpu("NVIDIA GPU", _of_sysfs(each), is_lost=True) for each in lost]
 
 
-def _of_row(name: str, address: str, uuid: str, *more: str) -> Gpu:
-    use, memory, total, temperature, reasons, errors, driver = more
+def _of_row(row: Mapping[str, str]) -> Gpu:
+    """A GPU by the fields of nvidia-smi that it knows."""
+    name, address, uuid, *measured, reasons, errors, driver, recovery = (
+        row.get(field, "") for field in _FIELDS
+    )
+    use, memory, total, temperature = measured
     bits = int(reasons, 16) if re.fullmatch("0x[0-9A-Fa-f]{1,16}", reasons) else 0
     slowed = ", ".join(why for bit, why in _SLOWED.items() if bits & bit)
     used, size = (_whole(each, 1 << 20) for each in (memory, total))  # MiB
     numbers = (_whole(use), used, size, _whole(temperature))
-    return Gpu(name, _of_sysfs(address), uuid, *numbers, slowed, _whole(errors), driver)
+    return Gpu(name, _of_sysfs(address), uuid, *numbers, slowed, _whole(errors), driver, recovery)
 
 
-def _of_rocm(text: str) -> list[Gpu]:
+def _of_rocm(path: str | None, timeout_s: float) -> list[Gpu] | None:
     """From rocm-smi's JSON: {"card0": {"GPU use (%)": "0", …}, "system": {…}}."""
+    # Source: rocm-smi's command line in ROCm's documentation.
+    asked = ("--showproductname", "--showbus", "--showuse", "--showmeminfo", "vram", "--showtemp")
+    text = tool_output("rocm-smi", (*asked, "--json"), path, timeout_s, stderr=subprocess.STDOUT)
+    if text is None:
+        return None
     try:
         # Warnings may stand around it.
         cards, _ = json.JSONDecoder().raw_decode(text, max(0, text.find("{")))
@@ -146,28 +183,11 @@ def _of_rocm(text: str) -> list[Gpu]:
     return gpus
 
 
-# The vendors' programs, which describe the GPUs in the order of their numbers: its arguments, and what reads
-# its output. Sources: nvidia-smi -h; rocm-smi's command line in ROCm's documentation.
-_TOOLS: dict[str, tuple[str, Callable[[str], list[Gpu]]]] = {
-    "nvidia-smi": (f"--query-gpu={','.join(_FIELDS)} --format=csv,noheader,nounits", _of_nvidia),
-    "rocm-smi": (
-        "--showproductname --showbus --showuse --showmeminfo vram --showtemp --json",
-        _of_rocm,
-    ),
-}
-
-
 def read_gpus(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] | None:
-    """The GPUs of this host; [] without any, None if a tool does not answer.
-
-    A driver before 535 refuses a field of nvidia-smi. Then they are only counted.
-    """
-    for tool, (arguments, parse) in _TOOLS.items():
-        # nvidia-smi names a lost GPU on stderr. rocm-smi warns there.
-        text = tool_output(tool, arguments.split(), path, timeout_s, stderr=subprocess.STDOUT)
-        if text is None:
-            return None
-        if gpus := parse(text):
+    """The GPUs of this host in the order of their numbers; [] without any, None if a tool does not answer."""
+    for read in (_of_nvidia, _of_rocm):
+        gpus = read(path, timeout_s)
+        if gpus is None or gpus:
             return gpus
     count = len([*_DEVICES.glob("nvidia[0-9]*")])
     return [Gpu("NVIDIA GPU", each.name) for each in sorted(_LISTED.glob("*"))[:count]]
@@ -238,12 +258,13 @@ def tool_output(
     except OSError:  # an empty file, or a program for another processor
         return ""
     assert tool.stdout is not None
-    text, chunk = b"", b"?"
+    text, chunk, poll = b"", b"?", select.poll()  # select() cannot have more than 1,024 open files
     deadline = time.monotonic() + timeout_s
     try:
         with tool.stdout as stdout:
+            poll.register(stdout, select.POLLIN)
             while chunk and len(text) < _MOST_BYTES:
-                if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                     return None
                 chunk = os.read(stdout.fileno(), _MOST_BYTES)
                 text += chunk

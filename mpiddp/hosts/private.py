@@ -21,7 +21,7 @@ from typing import Any
 
 from mpiddp.hosts.network import CONNECT_S, meet, reason
 from mpiddp.hosts.processes import kill_marked
-from mpiddp.protocol.channel import HOST, decode, introduction, member_key
+from mpiddp.protocol.channel import HOST, NO_MESSAGE, introduce, member_key
 
 # Not /dev/shm: logind empties it at a user's last logout. Hosts may share this folder.
 _PARENT, _BEGINNING = Path("/tmp"), "mpiddp-private-"
@@ -48,17 +48,10 @@ def reach_launcher(at: str, key: str) -> str:
     """Why this host cannot connect to the launcher, as its ranks will; "" if it can."""
     address, _, port = at.rpartition(":")
     try:
-        with (
-            socket.create_connection((address, int(port)), CONNECT_S) as connection,
-            connection.makefile("rb") as lines,
-        ):
-            challenge = decode(lines.readline().strip())[0]["challenge"]
-            own_key = member_key(key, HOST, 0)
-            line, proof = introduction(own_key, challenge, "hello", 0, {"role": HOST})
-            connection.sendall(line)
-            is_proved = decode(lines.readline().strip())[0]["proof"] == proof
-            return "" if is_proved else "another program answers"
-    except (ValueError, LookupError):
+        with socket.create_connection((address, int(port)), CONNECT_S) as connection:
+            introduce(connection, member_key(key, HOST, 0), "hello", 0, {"role": HOST})
+        return ""
+    except NO_MESSAGE:
         return "another program answers"
     except OSError as error:
         return reason(error)

@@ -30,6 +30,12 @@ _FILES_OF_A_GROUP = (  # of cgroup v2 and v1
 _prctl = ctypes.CDLL(None).prctl
 
 
+def name_process(name: str) -> None:
+    """Name this process, as ps and top show it."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name, encoding="utf-8")
+
+
 def signal_at_parents_end(number: int) -> None:
     """Let the kernel send this process a signal when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
@@ -79,6 +85,14 @@ def state_of(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text("latin-1").rpartition(")")[2].split()[0]
     return ""
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    with suppress(OSError, ValueError, IndexError):  # it has ended
+        status = Path(f"/proc/{pid}/status").read_text("latin-1")
+        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+    return False
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, FAILED, JobFailed, UserError, named_by, print_error
-from mpiddp.hosts import push
+from mpiddp.hosts import push, pushed
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.ssh import ask_hosts, other_hosts
+from mpiddp.hosts.ssh import ask_hosts, other_hosts, program_that_prints
 from mpiddp.hosts.transport import Transport
 from mpiddp.text import counted, listed, shown, size_text
 
@@ -36,7 +36,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         raise UserError(f"mpiddp hosts pull: expected one folder, not {len(options.folders)}.")
     push.refuse_home(folder := Path(push.parse_folder(options.folders[0])), "a run")
     others = other_hosts(hosts.hosts)
-    program = f"{push.FIND_RSYNC}print(json.dumps(error or os.path.isdir({str(folder)!a})))"
+    program = program_that_prints((pushed,), f"has({str(folder)!a})")
     answers = ask_hosts(others, program, transport=hosts.transport)
     failures = push.refusals(answers)
     have_it = {host: answers[host].value for host in others if host not in failures}

@@ -3,8 +3,9 @@
     mpiddp hosts push hostfiles/two_nodes
     mpiddp hosts push hostfiles/two_nodes ~/project ~/miniconda3/envs/project
 
-rsync sends what has changed, and all changes of a folder appear at the end, by renames. What it replaces is
-kept in .mpiddp-replaced of the folder. What only a host has stays there, but not in the environment.
+rsync sends what has changed, and all changes of a folder appear at the end, by renames. A file that an
+earlier push has sent and that is gone here is removed. What a push replaces or removes is kept in
+.mpiddp-replaced of the folder. What only a host has stays there, but not in the environment.
 """
 
 from __future__ import annotations
@@ -17,16 +18,28 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.errors import DONE, JobFailed, UserError, named_by, print_error
+from mpiddp.hosts import pushed
 from mpiddp.hosts.complaints import Answer, ssh_complaint
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
-from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts
+from mpiddp.hosts.ssh import (
+    LOGIN,
+    ask_hosts,
+    config_file,
+    other_hosts,
+    program_that_prints,
+)
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 
@@ -38,20 +51,6 @@ _AT_ONCE = 8  # rsync processes
 _RSYNC = ("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates")
 _VANISHED = 24  # rsync's exit code where a file was deleted meanwhile
 
-_INSTALL = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
-# The beginning of a program that prints a sentence where a host cannot take part, see `refusals`.
-FIND_RSYNC = f"""
-import json, os, shutil
-error = "" if shutil.which("rsync") else {_INSTALL.format("there", " there")!a}
-"""
-_MAKE_FOLDERS = """
-for folder in () if error else {!a}:
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as failed:
-        error = "%s: %s." % (folder, failed.strerror)
-print(json.dumps(error or True))
-"""
 # ssh for rsync, without what the start-up files of the shell there print before the login's line. Its exit
 # code is ssh's: that of the rsync there, which may have written only a part.
 _SHELL = (
@@ -151,7 +150,7 @@ def push(
     min_hosts: int | None = None,  # that must get it, with this one; None: all
     transport: Transport = SSH,
 ) -> tuple[dict[Host, int], dict[Host, str]]:
-    """Make the folders of all other hosts as they are here, except what only they have.
+    """Make the folders of all other hosts as they are here, except what no push has sent there.
 
     The environment becomes the same, also where it is within another folder. Returns the bytes that each host
     lacked (0: nothing has changed), and a sentence for each that has not got everything. Raises UserError if
@@ -165,14 +164,17 @@ def push(
             if not any(Path(folder).iterdir()):
                 raise UserError(f"{folder} has nothing to push.")
     others = other_hosts(hosts)
-    prepare = FIND_RSYNC + _MAKE_FOLDERS.format(folders)
-    failures = refusals(ask_hosts(others, prepare, transport=transport))
+    prepare = program_that_prints((pushed,), f"prepare({folders!a})")
+    answers = ask_hosts(others, prepare, transport=transport)
+    failures = refusals(answers)
     if len(hosts) - len(failures) < least:
         raise UserError("\n".join(failures.values()))
+    paths = [{*_paths(folder, left_out)} for folder in folders] if others else []
 
     def send(host: Host) -> int | str:
+        parts = zip(folders, paths, answers[host].value, strict=True)
         try:
-            return sum(_send(host, each, left_out, transport) for each in folders)
+            return sum(_send(host, *each, left_out, transport) for each in parts)
         except JobFailed as failed:
             return str(failed)
 
@@ -202,40 +204,90 @@ def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
     return said | {host: each.why for host, each in answers.items() if each.why}
 
 
-def _send(host: Host, folder: str, left_out: Sequence[str], transport: Transport) -> int:
-    """Send a folder. Returns the bytes of the files that the host lacked, 1 for none.
+def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
+    """The files and links of a folder that a push sends, without the environment, which becomes the same."""
+    skipped = {*_environment(), *(f"{folder}/{name}" for name in left_out)}
+    for place, folders, files in os.walk(folder):
+        if place in skipped:
+            folders.clear()
+            continue
+        links = [name for name in folders if Path(place, name).is_symlink()]
+        yield from (f"{place}/{name}"[len(folder) + 1 :] for name in (*files, *links))
 
-    0 means that nothing has changed. Raises JobFailed.
+
+def _send(
+    host: Host,
+    folder: str,
+    paths: set[str],
+    packed: str,
+    left_out: Sequence[str],
+    transport: Transport,
+) -> int:
+    """Send a folder with these paths, and remove those that were sent before (`packed`) and are gone here.
+
+    Returns the bytes of the files that the host lacked, 1 for none, or 0 if nothing has changed. Raises
+    JobFailed.
     """
+    before = _unpacked(packed)
+    gone = before - paths
     environment = _environment()
     within = [os.path.relpath(each, folder) for each in environment]
-    kept = [*(f"--filter=R /{each}/***" for each in within), "--filter=P *"]
+    removed = {path: None for name in gone for path in accumulate(name.split("/"), "{}/{}".format)}
+    rules = "\0".join(f"R /{_pattern(path)}" for path in removed)
+    kept = ("--from0", "--filter=. -", "--filter=R __pycache__/***", "--filter=P *")
     lines = rsync(
         host,
         transport,
         *("--delete", "--delete-delay", "--omit-dir-times"),
-        *(f"--exclude=/{each}" for each in (*left_out, _REPLACED)),
+        *(f"--exclude=/{each}" for each in (*left_out, _REPLACED, pushed.SENT)),
         # Each host has its own. A folder that is removed takes its __pycache__ along (p).
         "--filter=-p __pycache__",
-        *([] if folder in environment else kept),
+        *(
+            []
+            if folder in environment
+            else [*(f"--filter=R /{each}/***" for each in within), *kept]
+        ),
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
+        stdin=os.fsencode(rules),
     )
+    sent = paths | {path for path in gone if path.partition("/")[0] in left_out}
+    if sent != before:
+        with TemporaryDirectory() as new:
+            Path(new, pushed.SENT).write_text(_packed(sent), encoding="ascii")
+            rsync(host, transport, "--", f"{new}/{pushed.SENT}", f"{host.alias}:{folder}/")
     return max(1, sum(sizes(lines))) if lines else 0
 
 
-def rsync(host: Host, transport: Transport, *arguments: str) -> list[bytes]:
+def _packed(paths: set[str]) -> str:
+    """These paths as a text, which is small because a folder may have a million files."""
+    return b64encode(zlib.compress(os.fsencode("\0".join(sorted(paths))))).decode()
+
+
+def _unpacked(text: str) -> set[str]:
+    with suppress(ValueError, zlib.error):  # another program has written it
+        return {*os.fsdecode(zlib.decompress(b64decode(text))).split("\0")} - {""}
+    return set()
+
+
+def _pattern(path: str) -> str:
+    """The pattern of rsync for this path alone. A backslash means itself in one without a wildcard."""
+    return re.sub(r"([\\*?[])", r"\\\1", path) if re.search(r"[*?[]", path) else path
+
+
+def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"") -> list[bytes]:
     """Run rsync over ssh. A line for each change: its kind, its size and the name of the file.
 
     Raises UserError if it is not installed here, or JobFailed.
     """
     if shutil.which("rsync") is None:
-        raise UserError(_INSTALL.format("here", ""))
+        raise UserError(pushed.NO_RSYNC.format("here", ""))
     own = (f"--partial-dir={_PART}", "--out-format=%i %l %n")
     env = {**os.environ, "LC_ALL": "C"}  # its messages are in English
     with config_file([host], transport) as config:
         shell = (f"--rsync-path=echo {LOGIN}; rsync", "-e", _SHELL.format(config))
-        done = subprocess.run([*_RSYNC, *own, *shell, *arguments], env=env, capture_output=True)
+        command = [*_RSYNC, *own, *shell, *arguments]
+        done = subprocess.run(command, env=env, input=stdin, capture_output=True)
     if done.returncode not in (DONE, _VANISHED):
         raise JobFailed(_why_failed(host, done, transport))
     return done.stdout.splitlines()

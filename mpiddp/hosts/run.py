@@ -1,4 +1,4 @@
-"""`mpiddp hosts run`: one command on every host at once; equal outputs are printed once.
+"""`mpiddp hosts run`: one command on every host at once. Lines appear as they come, equal ones once.
 
 mpiddp hosts run hostfiles/two_nodes -- nvidia-smi -L
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -19,9 +21,9 @@ from mpiddp.errors import DONE, FAILED, UserError, print_error
 from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
-from mpiddp.hosts.ssh import OUTPUT_LIMIT, ask_hosts
+from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.hosts.where import add_file
-from mpiddp.text import escaped, names_by_value, size_text
+from mpiddp.text import escaped, names_by_value
 
 _ENDED = "mpiddp-hosts-run ended: "  # the agent's last line, on stderr
 # Runs COMMAND in FOLDER, else in the home folder, else in /: a container's user may have no home. Nothing but
@@ -44,7 +46,7 @@ try:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 except OSError as error:
-    print("%s: %s" % (COMMAND[0], error.strerror), file=sys.stderr)
+    print("%s: %s%s" % (COMMAND[0], error.strerror, HINT), file=sys.stderr)
     print(ENDED + "127", file=sys.stderr, flush=True)
     sys.exit(127)
 poll = select.poll()
@@ -84,13 +86,17 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         )
     # The literals of Python are the only form in which the command travels: no shell reads it.
     values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED}
+    is_of_shell = len(options.command) == 1 and re.search(r"[\s|&;<>$]", options.command[0])
+    hint = f". For what a shell reads: sh -c {shlex.quote(options.command[0])}"
+    values["HINT"] = hint if is_of_shell else ""
     program = "".join(f"{name} = {value!a}\n" for name, value in values.items()) + _AGENT
-    failures = dict[str, str]()
+    failures, done = dict[str, str](), set[Host]()
 
-    def show(answers: Mapping[Host, Answer]) -> None:
-        failed = {host.name: _failure(each) for host, each in answers.items()}
-        said = {host.name: each.stderr.partition(_ENDED)[0] for host, each in answers.items()}
-        _show({host.name: each.stdout for host, each in answers.items()}, sys.stdout)
+    def show(news: Mapping[Host, Answer], ended: Collection[Host]) -> None:
+        done.update(host for host, each in news.items() if _ENDED in each.stderr)
+        said = {host.name: each.stderr.partition(_ENDED)[0] for host, each in news.items()}
+        failed = {host.name: _failure(news[host], is_done=host in done) for host in ended}
+        _show({host.name: each.stdout for host, each in news.items()}, sys.stdout)
         _show(said, sys.stderr)
         for text, names in names_by_value(failed).items():
             if text:
@@ -111,14 +117,12 @@ def _show(texts: Mapping[str, str], stream: TextIO) -> None:
     stream.flush()
 
 
-def _failure(answer: Answer) -> str:
+def _failure(answer: Answer, *, is_done: bool) -> str:
     """Why the command did not end with exit code 0 on a host, "" if it did."""
     code = answer.exit_code
-    if len(answer.stdout.encode()) > OUTPUT_LIMIT:
-        return f"more than {size_text(OUTPUT_LIMIT)} of output; stopped"
     if code is None and answer.has_begun:
         return "no end yet; stopped"
-    if _ENDED in answer.stderr:
+    if is_done:
         return f"exit code {code}" if code else ""
     if answer.has_begun and code != NO_PROGRAM:
         return "the connection was lost"

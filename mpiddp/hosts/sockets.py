@@ -74,13 +74,14 @@ def resolve_own(name: str) -> str:
 
 
 def reserve(listener: socket.socket) -> None:
-    """Keep the port of a listener for another process of this host, as long as this one lives."""
+    """Keep the port of a listener, so that another process of this host can listen there in its place.
+
+    It holds for all copies of the socket, and `listen` makes it a listener again.
+    """
     address = listener.getsockname()
-    listener.close()
-    held = socket.socket(listener.family)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(address)
-    held.detach()
+    listener.shutdown(socket.SHUT_RD)
+    with suppress(OSError):  # it is bound, unless the kernel has chosen the port
+        listener.bind(address)
 
 
 def allow_open(count: int) -> int:

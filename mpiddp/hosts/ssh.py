@@ -17,8 +17,8 @@ import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -27,22 +27,21 @@ from types import ModuleType
 from typing import BinaryIO
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.complaints import NO_PROGRAM, Answer, settings
+from mpiddp.hosts import jump
+from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
-# sshd drops some of more than ten logins that have not ended (MaxStartups 10:30:100). All logins through a
-# jump host meet at its sshd.
-_MOST_LOGINS, _MOST_BEHIND_JUMP = 32, 8
-
+_MOST_LOGINS = 32  # that have not begun
 _NO_SSH = "ssh is not installed here. Run: sudo apt-get install openssh-client."
 _LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
 _FILES_PER_HOST = 3  # stdin's socket, stdout's pipe and stderr's file
 _END_S = 4.0  # for a program on this machine to end
 OUTPUT_LIMIT = 16 << 20  # bytes of an answer, for a command that prints without end
-_TOGETHER_S = 1.0  # answers that come within this time are shown together
+_TOGETHER_S = 1.0  # lines that come within this time are shown together
+_MOST_UNSHOWN = 1 << 20  # bytes of a host, which are shown at once
 
 # The command of the shell on each host. It is the same for every host and every user: Python's name comes
 # through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's daemon starts in the
@@ -117,57 +116,76 @@ def ask_hosts(
     work_s: float | None = None,  # for each host, once its login is done; None: as a login
     transport: Transport = SSH,
     logins: Logins | None = None,  # open ones; those that answer remain open
-    # Gets those of each second, and what there is at Ctrl-C.
-    show: Callable[[Mapping[Host, Answer]], None] = lambda answers: None,
+    # Gets the whole lines that have come within a second, as answers without an exit code, and the rest of
+    # hosts that have ended, which are its second argument; at Ctrl-C all that there is.
+    show: Callable[[Mapping[Host, Answer], Collection[Host]], None] | None = None,
 ) -> dict[Host, Answer]:
     """Run `program`, the text of one, on all hosts at the same time.
 
-    So many logins as sshd accepts go on at once. This machine runs the program directly. A process that still
-    runs at its deadline is killed on this side. Raises UserError if ssh is not installed here; a scheduler's
-    own program is used only where it is.
+    This machine runs the program directly. A login that is dropped before it has begun is tried again. A
+    process that still runs at its deadline is killed on this side, as is one that prints more than
+    OUTPUT_LIMIT. An answer lacks what `show` has got. Raises UserError if ssh is not installed here; a
+    scheduler's own program is used only where it is.
     """
-    if other_hosts(hosts) and not transport.is_installed:
+    if (others := other_hosts(hosts)) and not transport.is_installed:
         raise UserError(f"{_NO_SSH} {transport.hint}".rstrip())
     kept = logins if transport.is_ssh else None  # that of a scheduler may want the end of stdin
     allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
-    most_pending = logins_at_once(hosts, transport)
     work_s = transport.login_s if work_s is None else work_s
     waiting, running = [*reversed(hosts)], list[Login]()
     answers, new = dict[Host, Answer](), dict[Host, Answer]()
     show_at = math.inf
     try:
-        with config_file(hosts, transport) as config, selectors.DefaultSelector() as selector:
+        with ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            direct = stack.enter_context(config_file(hosts, transport, shares_jumps=False))
+            if transport.is_ssh:
+                jump.share(others, direct, transport.login_s)
+            config = stack.enter_context(config_file(hosts, transport))
+
+            def ask(host: Host, login: Login, until: float = math.inf) -> None:
+                login.ask(host, program, work_s, is_last=kept is None)
+                login.deadline = min(login.deadline, until)
+                running.append(login)
+                selector.register(login.stdout, selectors.EVENT_READ, login)
+
             while waiting or running:
                 pending = sum(not each.has_begun for each in running)
-                while waiting and pending < most_pending:
+                for _ in range(min(len(waiting), _MOST_LOGINS - pending)):
                     host = waiting.pop()
                     each = kept.pop(host.key, None) if kept else None
-                    each = each or Login(host, python, transport, config)
-                    each.ask(host, program, work_s, is_last=kept is None)
-                    running.append(each)
-                    selector.register(each.stdout, selectors.EVENT_READ, each)
-                    pending += 1
+                    ask(host, each or Login(host, python, transport, config))
                 wait_s = min(show_at, *(each.deadline for each in running)) - time.monotonic()
-                events = selector.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))
+                # Nothing tells of new lines on stderr.
+                longest_s = _LONGEST_WAIT_S if show is None else _TOGETHER_S
+                events = selector.select(min(max(0.0, wait_s), longest_s))
                 ended = [key.data for key, _ in events if not key.data.read()]
                 now = time.monotonic()
                 for each in [each for each in running if each in ended or each.deadline <= now]:
                     selector.unregister(each.stdout)
                     running.remove(each)
-                    new[each.host] = answers[each.host] = each.answer()
-                    show_at = min(show_at, now + _TOGETHER_S)
+                    answer = each.answer()
+                    if (again := each.again(answer.stderr, config, direct)) is not None:
+                        ask(each.host, again, each.deadline)
+                        continue
+                    new[each.host] = answers[each.host] = answer
                     if kept is not None and each.has_answered:
                         kept[each.host.key] = each
                     else:
                         each.close()
-                if new and (time.monotonic() >= show_at or not (waiting or running)):
-                    show({host: new[host] for host in hosts if host in new})
+                if show is not None and (new or any(each.unshown for each in running)):
+                    is_much = any(each.unshown > _MOST_UNSHOWN for each in running)
+                    show_at = now if is_much else min(show_at, now + _TOGETHER_S)
+                if show is not None and (now >= show_at or not (waiting or running)):
+                    news = {each.host: each.lines() for each in running if each.has_begun} | new
+                    show({host: news[host] for host in hosts if host in news}, [*new])
                     new, show_at = {}, math.inf
     except KeyboardInterrupt:  # what has come may be all that the user has waited for
         for each in [each for each in running if each.has_begun]:
             each.deadline = 0.0
             new[each.host] = replace(each.answer(), exit_code=None)
-        show(new)
+        if show is not None:
+            show(new, [*new])
         raise
     finally:
         for each in running:
@@ -179,15 +197,6 @@ def other_hosts(hosts: Sequence[Host]) -> list[Host]:
     """The hosts that are not this machine."""
     resolve_all([host.name for host in hosts])
     return [host for host in hosts if not is_this_host(host.name)]
-
-
-def logins_at_once(hosts: Sequence[Host], transport: Transport = SSH) -> int:
-    """How many logins may go on at once. The first and the last host tell whether a jump host is between."""
-    if len(hosts) > _MOST_BEHIND_JUMP and transport.is_ssh:
-        for host in other_hosts((hosts[0], hosts[-1])):
-            if {*settings(host, "proxy(?:jump|command)")} - {"none"}:
-                return _MOST_BEHIND_JUMP
-    return _MOST_LOGINS
 
 
 def _login_command(host: Host, transport: Transport, config: str) -> list[str]:
@@ -202,13 +211,15 @@ def _login_command(host: Host, transport: Transport, config: str) -> list[str]:
     return ["ssh", "-F", config, "-T", "--", host.alias, line]
 
 
-def ssh_config(hosts: Sequence[Host], transport: Transport = SSH) -> str:
+def ssh_config(
+    hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
+) -> str:
     """ssh's configuration for a job: the users and ports of the hostfile, ours, and then the user's own.
 
     A block of the user for a host applies, because ssh gets the host's own name: only an IPv6 address has
-    another one for mpirun.
+    another one for mpirun. With `shares_jumps`, logins share this process's connections to jump hosts.
     """
-    blocks = ""
+    blocks = jump.shared() if shares_jumps else ""
     for host in hosts:
         address = host.name if ":" in host.name else None
         own = {"HostName": address, "User": host.user, "Port": host.port}
@@ -219,9 +230,12 @@ def ssh_config(hosts: Sequence[Host], transport: Transport = SSH) -> str:
 
 
 @contextmanager
-def config_file(hosts: Sequence[Host], transport: Transport = SSH) -> Iterator[str]:
+def config_file(
+    hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
+) -> Iterator[str]:
     """The path of a file with `ssh_config`, which exists as long as the body lasts."""
-    with unnamed_file(ssh_config(hosts, transport).encode()) as file:
+    text = ssh_config(hosts, transport, shares_jumps=shares_jumps)
+    with unnamed_file(text.encode()) as file:
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes what it inherits
 
 
@@ -235,9 +249,11 @@ def unnamed_file(content: bytes = b"") -> BinaryIO:
 
 
 class Login:
-    """A login on one host, for one program after the other."""
+    """A login on one host, for one program after the other. It begins after `pause_s`."""
 
-    def __init__(self, host: Host, python: str, transport: Transport, config: str) -> None:
+    def __init__(
+        self, host: Host, python: str, transport: Transport, config: str, pause_s: float = 0.0
+    ) -> None:
         self._python, self._transport = python, transport
         self._to_send = f"{python}\n".encode()
         self.deadline, self._work_s = math.inf, 0.0
@@ -247,10 +263,13 @@ class Login:
         # stdin is a socket: a user with many pipes gets pipes that are smaller than a program. stderr is a
         # file: a connection that ssh keeps (ControlPersist) may hold it open for long.
         self._stdin, theirs = socket.socketpair()
-        self._stderr = unnamed_file()
+        self._stderr, self._shown_errors = unnamed_file(), 0
+        command = _login_command(host, transport, config)
+        if pause_s:
+            command = ["sh", "-c", f'sleep {pause_s}; exec "$@"', "sh", *command]
         with theirs:
             self.process = subprocess.Popen(
-                _login_command(host, transport, config),
+                command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
@@ -291,17 +310,54 @@ class Login:
             return False
         return bool(chunk) and not self.has_answered
 
+    @property
+    def unshown(self) -> int:
+        """The bytes of its output that have arrived since `lines` was called."""
+        return len(self.output) + os.fstat(self._stderr.fileno()).st_size - self._shown_errors
+
+    def lines(self) -> Answer:
+        """The whole lines that have arrived since the last call, or a part of a very long one."""
+        errors = self._new_errors()
+        parts = [
+            text if len(text) > _MOST_UNSHOWN else text[: text.rfind(b"\n") + 1]
+            for text in (bytes(self.output), errors)
+        ]
+        del self.output[: len(parts[0])]
+        self._shown_errors += len(parts[1])
+        if self._shown_errors > OUTPUT_LIMIT:  # they stay in memory
+            self.deadline = 0.0
+        return self._answer(None, *parts)
+
     def answer(self) -> Answer:
+        """The rest, with the exit code of the program."""
         exit_code = 0 if self.has_answered else None
         if exit_code is None:
             with suppress(subprocess.TimeoutExpired):
                 exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        number = self._stderr.fileno()
-        errors = os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
-        printed = self.output.decode(errors="replace").removesuffix(f"{_ANSWERED}\n")
-        before = self._before.decode(errors="replace")
+        printed = bytes(self.output).removesuffix(f"{_ANSWERED}\n".encode())
+        return self._answer(exit_code, printed, self._new_errors())
+
+    def _new_errors(self) -> bytes:
+        return os.pread(self._stderr.fileno(), 2 * OUTPUT_LIMIT, self._shown_errors)
+
+    def _answer(self, exit_code: int | None, *printed: bytes) -> Answer:
+        output, errors, before = (
+            text.decode(errors="replace") for text in (*printed, bytes(self._before))
+        )
         asked = (self.host, self._python, self._transport)
-        return Answer(*asked, exit_code, printed, errors, self.has_begun, before)
+        return Answer(*asked, exit_code, output, errors, self.has_begun, before)
+
+    def again(self, errors: str, config: str, direct: str) -> Login | None:
+        """Another login, if this one was dropped before it began, and there is time for another.
+
+        `direct` is a configuration in which it shares no connection: then ssh says why a jump host refuses.
+        """
+        has_time = time.monotonic() + 2 * jump.PAUSE_S < self.deadline
+        if self.has_begun or not has_time or not jump.was_dropped(errors):
+            return None
+        self.close()
+        way = direct if jump.NOT_SHARED in errors else config
+        return Login(self.host, self._python, self._transport, way, pause_s=jump.PAUSE_S)
 
     def close(self) -> None:
         self._stdin.close()

@@ -26,11 +26,12 @@ from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts import private
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.scratch import private_folder
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch.control import Console, ControlServer, Exchange, SignalQueue, listen
 from mpiddp.launch.events import Announcement
 from mpiddp.launch.handover import hand_over, sweep
-from mpiddp.launch.mpirun import MpirunProcess, private_folder
+from mpiddp.launch.mpirun import MpirunProcess
 from mpiddp.launch.outcome import Outcome
 from mpiddp.launch.output import JobOutput
 from mpiddp.launch.plan import Plan
@@ -171,6 +172,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         names.RUN_ID: launcher.run_id,
         names.MAX_RESTARTS: str(options.max_restarts),
         names.HOLDS: "1" if turn.holds else "",
+        names.FAILED_GRACE: str(options.failed_grace_s),
         **turn.variables(),
     }
     with ExitStack() as stack:

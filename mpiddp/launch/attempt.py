@@ -24,7 +24,7 @@ from mpiddp.launch.plan import search_once
 from mpiddp.launch.status import job_facts, status_lines
 from mpiddp.launch.verdict import HUNG_UP, verdict
 from mpiddp.protocol.server import LAUNCHER, Event
-from mpiddp.protocol.variables import JOIN_TIMEOUT_S
+from mpiddp.protocol.variables import JOIN_TIMEOUT_S, SAVE_GRACE_S
 
 # Time limits for:
 # the first rank to start, and once all have, the first to join; disk caches may be cold
@@ -35,7 +35,6 @@ END_S, FAILED_END_S = 2.0, 1.0  # ranks to end after an "end" message; after the
 STOP_S = 5.0  # mpirun to stop its ranks; Open MPI 4.1 takes up to 4 s
 HOLD_S = 20.0  # all agents to end their scripts
 EXIT_S = 10.0  # mpirun to end once no rank is left
-SAVE_GRACE_S = 600.0  # ranks to stop, from the request on, while one of them saves
 ORPHANS_S = 2.0  # mpirun's orphans to end by themselves
 SILENCE_S = 1.0  # a host to acknowledge a message
 AT_ONCE_S = 0.5  # the last lines after a second signal
@@ -244,7 +243,8 @@ class Attempt:
                 else:
                     # Most starters end the other ranks, and the ranks' own watch always does. Only this
                     # process notices a host that has stopped answering.
-                    self._end_after(0.0 if record.silent_hosts else SPREAD_S, has_failed=True)
+                    spread_s = SPREAD_S + self.options.failed_grace_s
+                    self._end_after(0.0 if record.silent_hosts else spread_s, has_failed=True)
         self._looks.see_early()
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait
@@ -369,7 +369,8 @@ class Attempt:
     def _end_after(self, seconds: float, why: str = "", *, has_failed: bool = False) -> None:
         self._begin_end(why, has_failed=has_failed)
         self._timers.after(seconds, self._end_ranks)
-        self._timers.after(seconds + (FAILED_END_S if has_failed else END_S), self._end_mpirun)
+        end_s = self.options.failed_grace_s + (FAILED_END_S if has_failed else END_S)
+        self._timers.after(seconds + end_s, self._end_mpirun_after_saves)
 
     def _begin_end(self, why: str = "", *, has_failed: bool = False) -> None:
         """From now on, the ranks are being ended. The first reason counts."""
@@ -391,6 +392,13 @@ class Attempt:
 
     def _end_ranks(self) -> None:
         self.server.send_all("end", code=1)
+
+    def _end_mpirun_after_saves(self) -> None:
+        end = self.record.own("end")
+        if end and self.record.saving and time.monotonic() < end.at + SAVE_GRACE_S:
+            self._timers.after(CHECK_S, self._end_mpirun_after_saves)
+        else:
+            self._end_mpirun()
 
     def _end_mpirun(self) -> None:
         self._begin_end()

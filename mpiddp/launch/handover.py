@@ -106,10 +106,10 @@ def _cut_off(found: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any])
 
 
 def gone(request: Request, names: Collection[str]) -> list[str]:
-    """A sentence for each of these hosts that answers no login any more."""
+    """A sentence for each of these hosts that nothing reaches any more."""
     hosts = [each for each in request.hosts.hosts if each.name in names]
     answers = ask_hosts(hosts, "print(0)", transport=request.hosts.transport)
-    lost = {host: each.why for host, each in answers.items() if not each.has_begun}
+    lost = {host: each.why for host, each in answers.items() if each.is_lost}
     return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
 

@@ -6,27 +6,19 @@ mpirun's orphans, so that none of them outlives the job. Those that have ended a
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
-import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from mpiddp.errors import DONE, JobFailed, cause_of
-from mpiddp.files import locked_folder
 from mpiddp.hosts.facts import with_own_folder
-from mpiddp.hosts.private import is_private
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
 from mpiddp.launch.command import Command, Starter
 from mpiddp.launch.outcome import MpirunEnd
-from mpiddp.protocol.channel import OUTPUT_PROCESS
-
-_LOCK = "owner.lock"
-_LONGEST_PARENT = 60  # characters: a Unix socket's path has at most 107
+from mpiddp.protocol.channel import AGENT_NAME
 
 
 class MpirunProcess:
@@ -104,34 +96,4 @@ class MpirunProcess:
     def left(self, *, agents: bool = False) -> list[int]:
         """The job's processes here without the ranks' agents; or these, which may still send output."""
         found = descendants(os.getpid(), but=self._strangers)
-        return [pid for pid, name in found.items() if (name == OUTPUT_PROCESS) is agents]
-
-
-@contextmanager
-def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
-    """A folder of this attempt, for its socket and for mpirun's files, as long as the body lasts.
-
-    The folders that killed launchers have left are removed: no lock says that their owner is alive.
-    """
-    parent = env.get("TMPDIR", "")
-    # An mpirun splits what it gets for ssh at blanks and colons. (Importing tempfile would take 10 ms.)
-    is_fit = re.fullmatch(f"/[^ :]{{,{_LONGEST_PARENT}}}", parent)
-    if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
-        parent = "/tmp"
-    for lock in Path(parent).glob(f"mpiddp-*/{_LOCK}"):
-        # An error: its owner is alive. What another user may write is not opened.
-        with suppress(OSError):
-            if is_private(lock.parent):
-                with lock.open("rb+") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = Path(parent, f"mpiddp-{os.urandom(8).hex()}")
-    try:
-        owner = locked_folder(folder, _LOCK)
-    except OSError as error:
-        raise cause_of(error)(f"cannot create a folder in {parent} ({error.strerror}).") from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(owner)
+        return [pid for pid, name in found.items() if (name == AGENT_NAME) is agents]

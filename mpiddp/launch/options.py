@@ -1,4 +1,4 @@
-"""The options of `mpiddp launch`: a record with a field for each, and a table with spellings and help.
+"""The options of `mpiddp launch`: a record whose fields have their spellings and help.
 
 mpiddp launch --help-all
 """
@@ -9,8 +9,9 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
@@ -77,6 +78,27 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 # The variables that hold another default of an option.
 _DEFAULTS = {"log_ranks": names.LOG_RANKS, "timeout_s": names.TIMEOUT}
 
+# The groups of the help, by their first options.
+_GROUPS = {
+    "hostfile": "where (default: the scheduler's allocation, or this machine)",
+    "mpirun": "how",
+    "max_restarts": "when something fails",
+    "stop_after_s": "when to stop",
+    "log_ranks": "output",
+}
+
+
+def option(default: Any, flags: str, help: str, *, is_common: bool = False) -> Any:
+    """A field that is an option.
+
+    `flags` are its spellings, those of other launchers in parentheses, then what the help calls the value,
+    or the {values} to choose from. A switch has no value.
+    """
+    return field(default=default, metadata={"flags": flags, "help": help, "is_common": is_common})
+
+
+common = partial(option, is_common=True)  # of the short help
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -87,45 +109,91 @@ class LaunchOptions:
     backend: str | None = None  # that the job's own options request, if known
     # Those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
     variables: Mapping[str, str] = field(default_factory=dict)
+    max_hosts: int | None = None  # the first hosts of the list, by --nnodes MIN:MAX
     prefix: str = "auto"  # of MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
 
-    hostfile: str | None = None
-    host_list: str | None = None
-    n: int | None = None
-    npernode: int | None = None
+    # fmt: off
+    hostfile: str | None = common(None, "--hostfile (--machinefile) FILE",
+        "file of hosts and slots, one host per line")
+    host_list: str | None = common(None, "-H (--host) (--hosts) HOSTS",
+        "hosts and slots on the command line: node1:2,node2:4")
+    n: int | None = common(None, "-n (-np) N",
+        "number of ranks (default: all slots)")
+    npernode: int | None = option(None, "--npernode (--nproc-per-node) N",
+        "number of ranks on each host (default: all slots)")
     needs_gpus: bool = False  # --nproc-per-node gpu
-    exclude: str | None = None
-    push: bool = False
-    bind: str = "none"
-    mpirun: str | None = None
-    master_addr: str | None = None
-    interface: str | None = None
-    exports: tuple[str, ...] = ()
-    env_files: tuple[str, ...] = ()
-    env_all: bool = False
-    mpi_args: tuple[str, ...] = ()
-    check: bool = True
-    wait_s: float | None = None
-    login_s: float = SSH.login_s
-    timeout_s: float | None = None
-    max_restarts: int = 0
-    min_hosts: int | None = None
-    spares: int = 0
-    grow_s: float | None = None
-    stop_after_s: float | None = None
-    grace_s: float = 30.0
-    hang_timeout_s: float | None = None
-    log_ranks: str = DEFAULT_RANKS
-    timestamps: bool = False
-    stdin: str = "rank0"
-    log_dir: str | None = None
-    log_to: tuple[str, ...] = ()
-    report: str | None = None
-    on_end: tuple[str, ...] | None = None
-    detach: bool = False
-    dry_run: bool = False
-    quiet: bool = False
-    verbose: bool = False
+    exclude: str | None = option(None, "--exclude HOSTS",
+        "hosts to leave out: node3,node4")
+    push: bool = option(False, "--push",
+        "first make this folder and its environment the same on every host, as mpiddp hosts push does")
+    bind: str = option("none", "--bind {none,numa,core}",
+        "bind each rank to nothing, a NUMA node, or a core (default: none)")
+    mpirun: str | None = option(None, "--mpirun PATH",
+        "mpirun of the MPI to use (its library is used too)")
+    master_addr: str | None = option(None, "--master-addr ADDR",
+        "rank 0's address, as the other ranks reach it")
+    interface: str | None = common(None, "--interface NAME",
+        "the job's network: an interface, an address or a network")
+    exports: tuple[str, ...] = common((), "-x VAR[=VALUE]",
+        "pass this environment variable to the ranks (repeatable)")
+    env_files: tuple[str, ...] = common((), "--env-file FILE",
+        "pass the variables of this file of lines NAME=VALUE")
+    env_all: bool = option(False, "--env-all",
+        "pass every variable of this environment, except those that may be secrets")
+    mpi_args: tuple[str, ...] = option((), "--mpi-args ARGS",
+        "options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
+    check: bool = option(True, "--no-check",
+        "skip the preflight checks of the hosts")
+    wait_s: float | None = option(None, "--wait-for-hosts TIME",
+        "wait up to this long until all names resolve and all hosts answer (default: not at all)")
+    login_s: float = option(SSH.login_s, "--login-timeout TIME",
+        "time that a login over ssh may take (default: 15 s)")
+    timeout_s: float | None = option(None, "--timeout TIME",
+        "time in which all ranks must join (default: 60 s)")
+    max_restarts: int = common(0, "--max-restarts K",
+        "restart a failed job up to K times, from its checkpoint")
+    min_hosts: int | None = common(None, "--min-hosts H",
+        "leave out hosts that fail, as long as H hosts remain")
+    spares: int = option(0, "--spares K",
+        "keep the last K hosts in reserve; each takes the place of a host that fails the preflight")
+    grow_s: float | None = option(None, "--grow TIME",
+        "how often to look for hosts that are back or new in the hostfile, to save and restart on them "
+        "(default: they join at the next restart)")
+    stop_after_s: float | None = option(None, "--stop-after TIME",
+        "after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
+        "code is 75")
+    grace_s: float = option(30.0, "--grace TIME",
+        "time that the ranks have to stop before they are killed; one that is saving has up to 10 "
+        "minutes (default: 30 s)")
+    failed_grace_s: float = option(names.FAILED_GRACE_S, "--failed-grace TIME",
+        "time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 "
+        "minutes (default: 3 s)")
+    hang_timeout_s: float | None = option(None, "--hang-timeout TIME",
+        "end the job if no rank makes a step for this long (default: never)")
+    log_ranks: str = option(DEFAULT_RANKS, "--log-ranks RANKS",
+        "the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, "
+        "stderr of all ranks)")
+    timestamps: bool = option(False, "--timestamps",
+        "write the date and the time before each line of a rank")
+    stdin: str = option("rank0", "--stdin {rank0,none}",
+        "who reads this program's stdin; none leaves it to the shell, as in while read (default: rank0)")
+    log_dir: str | None = common(None, "--log-dir DIR",
+        "write all output of each rank to files in DIR on its host")
+    log_to: tuple[str, ...] = option((), "--log-to NAME[:WHERE]",
+        "also write the numbers of mpiddp.log_metrics to tensorboard, wandb, mlflow or trackio (repeatable)")
+    report: str | None = option(None, "--report FILE",
+        "write how the job ended to FILE, as JSON")
+    on_end: tuple[str, ...] | None = option(None, "--on-end COMMAND",
+        "run this command when the job has ended, with the path of its report")
+    detach: bool = common(False, "--detach",
+        "go on without this terminal; mpiddp ps, logs and wait follow")
+    dry_run: bool = common(False, "--dry-run",
+        "start nothing; print the command and its reasons")
+    quiet: bool = option(False, "-q --quiet",
+        "print only errors from mpiddp: no hints, no status")
+    verbose: bool = option(False, "-v --verbose",
+        "print each choice and its reason, and the host of every rank")
+    # fmt: on
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -147,76 +215,17 @@ class LaunchOptions:
         return (self.hostfile, self.host_list) != (None, None)
 
 
-# The help: its groups, and in each the options. An option has the name of its field, its spellings, those of
-# other launchers in parentheses, what the help calls the value, or the {values} to choose from, and after two
-# blanks its help. A switch has no value. The short help has those with a star.
-_OPTIONS = """\
-where (default: the scheduler's allocation, or this machine)
-* hostfile --hostfile (--machinefile) FILE  file of hosts and slots, one host per line
-* host_list -H (--host) (--hosts) HOSTS  hosts and slots on the command line: node1:2,node2:4
-* n -n (-np) N  number of ranks (default: all slots)
-  npernode --npernode (--nproc-per-node) N  number of ranks on each host (default: all slots)
-  exclude --exclude HOSTS  hosts to leave out: node3,node4
-  push --push  first make this folder and its environment the same on every host, as mpiddp hosts push does
-  bind --bind {none,numa,core}  bind each rank to nothing, a NUMA node, or a core (default: none)
-how
-  mpirun --mpirun PATH  mpirun of the MPI to use (its library is used too)
-  master_addr --master-addr ADDR  rank 0's address, as the other ranks reach it
-* interface --interface NAME  network interface for the job: a name, an address or a network
-* exports -x VAR[=VALUE]  pass this environment variable to the ranks (repeatable)
-  env_files --env-file FILE  pass the variables of this file: a line NAME=VALUE for each (repeatable)
-  env_all --env-all  pass every variable of this environment, except those that may be secrets
-  mpi_args --mpi-args ARGS  options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)
-  check --no-check  skip the preflight checks of the hosts
-  wait_s --wait-for-hosts TIME  wait up to this long until all names resolve and all hosts answer (default: \
-not at all)
-  login_s --login-timeout TIME  time that a login over ssh may take (default: 15 s)
-  timeout_s --timeout TIME  time in which all ranks must join (default: 60 s)
-when something fails
-* max_restarts --max-restarts K  restart a failed job up to K times, from its newest checkpoint (default: 0)
-* min_hosts --min-hosts H  leave out hosts that fail the preflight, as long as H hosts remain
-  spares --spares K  keep the last K hosts in reserve; each takes the place of a host that fails the preflight
-  grow_s --grow TIME  how often to look for hosts that are back or new in the hostfile, to save and restart \
-on them (default: they join at the next restart)
-when to stop
-  stop_after_s --stop-after TIME  after this time, stop as on Ctrl-C: a script that calls should_stop may \
-save, and the exit code is 75
-  grace_s --grace TIME  time that the ranks have to stop before they are killed; one that is saving has up \
-to 10 minutes (default: 30 s)
-  hang_timeout_s --hang-timeout TIME  end the job if no rank makes a step for this long (default: never)
-output
-  log_ranks --log-ranks RANKS  the ranks whose output is shown: all, none, or numbers such as 0,5 (default: \
-stdout of rank 0, stderr of all ranks)
-  timestamps --timestamps  write the date and the time before each line of a rank
-  stdin --stdin {rank0,none}  who reads this program's stdin; none leaves it to the shell, as in while read \
-(default: rank0)
-* log_dir --log-dir DIR  write all that each rank prints to rank_00003.out and rank_00003.err in DIR on its \
-host
-  log_to --log-to NAME[:WHERE]  also write the values of mpiddp.log_metrics to tensorboard, wandb, mlflow or \
-trackio (repeatable)
-  report --report FILE  write how the job ended to FILE, as JSON
-  on_end --on-end COMMAND  run this command when the job has ended, with the path of its report
-* detach --detach  return at once with the job's name, for mpiddp logs, wait, top and stop; the job goes on \
-after a logout
-* dry_run --dry-run  print the command with a reason for each flag; start nothing
-  quiet -q --quiet  print only errors from mpiddp: no hints, no status
-  verbose -v --verbose  print each choice and its reason, and the host of every rank
-"""
-
-
 def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Action]:
     """Add the options, each with all of its spellings. `only`: first words of groups, or names of fields."""
     group: Any = None
     added = []
-    for line in _OPTIONS.splitlines():
-        if not line.startswith(("* ", "  ")):
-            group = parser.add_argument_group(line)
+    for each in fields(LaunchOptions):
+        name, default = each.name, each.default
+        if name in _GROUPS:
+            group = parser.add_argument_group(_GROUPS[name])
+        if not each.metadata or (only and not {group.title.split()[0], name} & {*only}):
             continue
-        flags, _, help = line[2:].partition("  ")
-        name, *spellings, value = flags.split()
-        if only and not {group.title.split()[0], name} & {*only}:
-            continue
-        default = LaunchOptions.__dataclass_fields__[name].default
+        *spellings, value = each.metadata["flags"].split()
         more: dict[str, Any] = {"metavar": value, "type": _PARSERS.get(value)}
         if isinstance(default, bool):
             spellings.append(value)
@@ -229,7 +238,9 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
             default = os.environ.get(_DEFAULTS[name]) or default
         every = [flag.strip("()") for flag in spellings]
         every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
-        action = group.add_argument(*every, dest=name, default=default, help=help, **more)
+        action = group.add_argument(
+            *every, dest=name, default=default, help=each.metadata["help"], **more
+        )
         # argparse would list the spellings of other launchers in the help.
         action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
         added.append(action)
@@ -262,15 +273,10 @@ _ELSEWHERE = {
 
 
 _EXAMPLES = """\
-Start a script, or any command, on every slot of a hostfile, with one mpirun.
-
-  mpiddp launch -n 2 train.py --lr 0.1                two ranks on this machine
-  mpiddp launch -H node1:8,node2:8 train.py           16 ranks on two hosts, over ssh
-  mpiddp launch --hostfile hosts.txt -m my.training   a module; hosts.txt has lines such as "node1 slots=8"
-  mpiddp launch --dry-run --hostfile hosts.txt -- ./program   any command; prints what would run
-
-Options of mpiddp launch come before the script. What follows the script is the script's.
-"""
+  mpiddp launch -n 2 train.py --lr 0.1               two ranks on this machine
+  mpiddp launch -H node1:8,node2:8 train.py          16 ranks, over ssh
+  mpiddp launch --hostfile hosts.txt -m my.training  a module
+  mpiddp launch --dry-run -H node1:8 -- ./program    what a command would run"""
 
 
 def option_parser() -> argparse.ArgumentParser:
@@ -309,9 +315,11 @@ class _Help(argparse._HelpAction):
     """Print the short help, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        for action in parser._actions:
-            if f"\n  {action.dest} " in _OPTIONS:
-                action.help = _HIDDEN
+        rare = [each.name for each in fields(LaunchOptions) if not each.metadata.get("is_common")]
+        left_out = (*rare, "help", "help_all")
+        actions = [action for action in parser._actions if action.dest not in left_out]
+        parser._action_groups = []
+        parser.add_argument_group("options (--help-all shows every one)")._group_actions = actions
         super().__call__(parser, *rest)
 
 
@@ -324,12 +332,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     command = job[job[0] in ("-m", "--") :]
     before = without_values(argv[: -len(command)], given["exports"])
     before = before[: -1 if before[-1:] == ["-m"] else None]
-    script.refuse_misplaced(
-        job,
-        {name: action for name, action in parser._option_string_actions.items() if name != "-m"},
-        before,
-        verb,
-    )
+    script.refuse_misplaced(job, _spellings(parser), before, verb)
     if job[:3] == ("-m", "mpiddp", "train"):
         given["backend"] = script.value_of(job[3:], "--backend") or "auto"
     prefix = os.environ.get(names.PREFIX) or "auto"
@@ -347,12 +350,29 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     return LaunchOptions(job, variables=variables, prefix=prefix, **given)
 
 
+def _spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Each option by each of its spellings, also of other launchers."""
+    return {flag: each for flag, each in parser._option_string_actions.items() if flag != "-m"}
+
+
+def launch_of_train(arguments: Sequence[str]) -> list[str] | None:
+    """The arguments of `mpiddp launch` for those of `mpiddp train`; None if none is an option of a launch."""
+    taken, others = script.split(arguments, _spellings(option_parser()))
+    return [*taken, "-m", "mpiddp", "train", *others] if taken else None
+
+
 def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
-    """Accept torchrun's options for one host, and refuse those for several hosts."""
+    """Accept torchrun's options for one host and for a range of hosts, and refuse those for each host."""
     nnodes = given.pop("nnodes")
-    if nnodes not in (None, "1", "1:1"):
+    if hosts := re.fullmatch("([1-9][0-9]{0,5}):([1-9][0-9]{0,5})", nnodes or ""):
+        least, most = map(int, hosts.groups())
+        if least > most or given["min_hosts"] not in (None, least):
+            parser.error(f"--nnodes {nnodes}: expected MIN:MAX, and no other --min-hosts")
+        if most > 1:
+            given["min_hosts"], given["max_hosts"] = least, most
+    elif nnodes not in (None, "1"):
         parser.error("unrecognized arguments: --nnodes")
-    if nnodes and (given["hostfile"], given["host_list"]) == (None, None):
+    if nnodes in ("1", "1:1") and (given["hostfile"], given["host_list"]) == (None, None):
         given["host_list"] = "localhost"
     for flag in _OF_ONE_HOST:
         is_given = given.pop(flag[2:].replace("-", "_")) is not None

@@ -163,6 +163,12 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     hosts = named or THIS_MACHINE
     if options.exclude is not None:
         hosts = _without(options.exclude, hosts, is_first=is_first)
+    if (most := options.max_hosts) is not None:
+        first, listed_hosts = hosts.usable[:most], len(hosts.usable)
+        if listed_hosts < most and is_first:
+            need = f"--nnodes {options.min_hosts}:{most} needs a list of {most} hosts"
+            raise UserError(f"{need}; {hosts.source} has {listed_hosts}.")
+        hosts = replace(hosts, hosts=first)
     for host in hosts.hosts:
         if host.gpus is not None and (chosen := sorted({*VISIBLE} & options.variables.keys())):
             both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"

@@ -41,17 +41,10 @@ def refuse_misplaced(
     name, *arguments = [*names, *job[1:]]
     if kind == "command" or name == "mpiddp":  # whose verbs refuse what they do not take
         return
-    moved, flags, kept, rest = list[str](), list[str](), list[str](), iter(arguments)
-    for word in rest:
-        flag, equals, _ = word.partition("=")
-        if word == "--" or flag not in options or _is_named(flag, kind, name):
-            kept += [word, *rest] if word == "--" else [word]
-            continue
-        flags.append(flag)
-        moved.append(word)
-        if options[flag].nargs is None and not equals:
-            moved += itertools.islice(rest, 1)
+    flags = [word.partition("=")[0] for word in itertools.takewhile("--".__ne__, arguments)]
+    flags = [flag for flag in flags if flag in options and not _is_named(flag, kind, name)]
     if flags:
+        moved, kept = split(arguments, {flag: options[flag] for flag in flags})
         program = ["-m", name] if kind == "module" else [name]
         right = shlex.join([*verb.split(), *before, *moved, *program, *kept])
         python = shlex.join(["python", *program, *arguments])
@@ -62,6 +55,22 @@ def refuse_misplaced(
             f"{all_of(flags)} {come} after {name}, so {they_go} to {name}, which does not mention {them}. "
             f"Write: {right}. If {name} takes {them} all the same: mpiddp launch … -- {python}"
         )
+
+
+def split(
+    arguments: Sequence[str], options: Mapping[str, argparse.Action]
+) -> tuple[list[str], list[str]]:
+    """These options with their values, up to "--", and the other arguments."""
+    taken, others, rest = list[str](), list[str](), iter(arguments)
+    for word in rest:
+        flag, equals, _ = word.partition("=")
+        if flag in options:
+            taken.append(word)
+            if options[flag].nargs is None and not equals:
+                taken += itertools.islice(rest, 1)
+        else:
+            others += [word, *rest] if word == "--" else [word]
+    return taken, others
 
 
 def _is_named(flag: str, kind: str, name: str) -> bool:
@@ -101,7 +110,8 @@ def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
         )
     if ":" in job:
         raise UserError('an argument of the job is ":", where an mpirun begins another program.')
-    if not (program in ("-m", "--") or os.path.isfile(program)):  # noqa: PTH113 - no error
+    files = (program, os.path.join(program, "__main__.py"))  # noqa: PTH118
+    if not (program in ("-m", "--") or any(map(os.path.isfile, files))):
         if os.path.exists(program):  # noqa: PTH110 - no error
             raise UserError(f"{program} is not a regular file. Expected a Python script.")
         hint = (

@@ -181,6 +181,9 @@ def _mpich(request: Request, command: Command) -> None:
 def _intel_mpi(request: Request, command: Command) -> None:
     if ssh := command.ssh_arguments(request.hosts):
         command.settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = ssh
+        if (branches := "I_MPI_HYDRA_BRANCH_COUNT") not in request.env:
+            # Otherwise some hosts log in to others, without this configuration.
+            command.settings[branches] = str(len(request.hosts.hosts))
     if request.why_pinned:
         # Otherwise it takes the counts of Slurm, LSF or PBS in place of the file's.
         command.settings["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] = "off"

@@ -16,12 +16,11 @@ from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
 from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Record, Stop, is_silent
 from mpiddp.launch.hangs import sentence_at_failure
 from mpiddp.launch.outcome import MpirunEnd, Outcome
+from mpiddp.protocol.channel import is_consequence
 from mpiddp.protocol.server import Event
 from mpiddp.text import escaped, signal_name, size_text
 
-# Errors that a rank reports when another rank has ended. If that is the cause, the launcher notices the
-# other's end at about the same time.
-_CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
+# An error that follows from the end of another rank comes at about the same time as that is noticed.
 _CONSEQUENCE_S = 0.3
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
@@ -170,7 +169,7 @@ def _began(record: Record, message: Event) -> float:
 def _may_follow(failure: Event) -> bool:
     """Whether a rank reports what happens to it when another rank has ended."""
     facts = failure.facts
-    return bool(facts.get("traceback") and _CONSEQUENCE.search(facts["error"]))
+    return bool(facts.get("traceback") and is_consequence(facts["error"]))
 
 
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
@@ -178,7 +177,9 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     facts, failures = first.facts, [each for _, each in sorted(record.failures.items())]
     # Code 2 without a word, in the middle of the job, is no refusal, as argparse's: steps were made, or it
     # leaves ranks behind. Their handlers of atexit may take longer than they have.
-    claims = record.latest["claim"].keys() - record.failures.keys()
+    claims = record.latest["claim"].keys() - {
+        each.rank for each in failures if each.kind == "failed"
+    }
     is_amid = bool(record.paces or claims) or any(map(_may_follow, failures))
     is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
     if facts.get("code") == STOPPED or is_refusal:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `mac`
 from collections import Counter
@@ -46,6 +47,7 @@ RANK, SCRIPT, HOST = "rank", "script", "host"
 VALUE_LIMIT = 64 << 20  # bytes of a line with a value
 CHUNK = 1 << 16  # bytes that are read at once
 _TAB, _LINE_END = b"\t", b"\n"
+_CONSEQUENCE = re.compile(r"connection|by peer|broken pipe|gloo|nccl|store|socket", re.IGNORECASE)
 _PARSER = json.JSONDecoder()
 
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
@@ -59,9 +61,12 @@ VIEWS = (VIEW_JOB, VIEW_STACKS) = ("view_job", "view_stacks")  # what viewers as
 VIEWED_AT = "job"  # the socket for viewers, in a folder of its own
 NAMED_AT = "name"  # the job's name, in a file beside it
 STREAMS = {1: "stdout", 2: "stderr"}
-OUTPUT_PROCESS = "mpiddp-output"  # the name of each rank's output process; at most 15 characters
+# The names of a rank's agent, and of a Python that waits for the next attempt: at most 15 characters.
+AGENT_NAME, SPARE_NAME = "mpiddp-agent", "mpiddp-spare"
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
+# The errors of a line that is not a message, and of an address that is none.
+NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
 UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job
 UNIX = "unix:"  # prefix of an address that is a path
 
@@ -123,14 +128,33 @@ def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
     return facts, value
 
 
-def introduction(
-    own_key: str, challenge: str, kind: str, rank: int, facts: Mapping[str, object]
-) -> tuple[bytes, str]:
-    """The line by which a member answers the server's challenge, and the proof that the server then owes."""
+def introduce(
+    connection: socket.socket, own_key: str, kind: str, rank: int, facts: Mapping[str, object]
+) -> dict[str, Any]:
+    """Answer the server's challenge by a message of this kind, and return what the server answers.
+
+    Both sides prove that they have the member's key. Raises one of NO_MESSAGE if another program answers, or
+    the server of another job, and OSError if the connection ends or does not answer within its timeout.
+    """
+    challenge = _next(connection)["challenge"]
     own_challenge = os.urandom(16).hex()
     proof = mac(own_key, f"member {challenge}")
-    line = encode(kind, b"", rank=rank, challenge=own_challenge, proof=proof, **facts)
-    return line, mac(own_key, f"server {own_challenge}")
+    connection.sendall(encode(kind, b"", rank=rank, challenge=own_challenge, proof=proof, **facts))
+    answer = _next(connection)
+    # A rank that has a script already gets "taken", without a proof.
+    has_proof = answer.get("proof") == mac(own_key, f"server {own_challenge}")
+    if answer["type"] != "taken" and not (answer["type"] == "received" and has_proof):
+        raise ValueError("no proof")
+    return answer
+
+
+def _next(connection: socket.socket) -> dict[str, Any]:
+    """The next message. What follows it is left to the connection's owner."""
+    with connection.makefile("rb", buffering=0) as lines:
+        line = lines.readline(UNPROVED_LINE_LIMIT)
+    if not line.endswith(b"\n"):
+        raise ConnectionResetError("the connection has ended")
+    return decode(line[:-1])[0]
 
 
 def member_key(key: str, role: str, rank: int) -> str:
@@ -219,6 +243,11 @@ def is_shown(selection: str, rank: int, stream: int) -> bool:
     if selection == DEFAULT_RANKS:
         return rank == 0 or stream == 2
     return selection == "all" or str(rank) in selection.split(",")
+
+
+def is_consequence(error: str) -> bool:
+    """Whether a rank reports such an error when another rank has ended."""
+    return bool(_CONSEQUENCE.search(error))
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:

@@ -3,27 +3,24 @@
     mpirun … python -m mpiddp run train.py --lr 0.1
     mpirun … python -m mpiddp run -- ./any_command
 
-The agent is the standard library, never torch. It starts the script's Python at once, which imports torch
-while the agent meets the others: over the launcher's channel, under a raw mpirun over MPI. A command starts
-once the ranks have met. Then the agent waits in one loop for the output, the launcher, signals and the end of
+The agent is the standard library, never torch. It starts the script's Python at once, which waits while the
+agent meets the others: over the launcher's channel, under a raw mpirun over MPI. A command starts once the
+ranks have met. Then the agent waits in one loop for the output, the launcher, signals and the end of
 the child, which it sees by wait(). It alone says how the child ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import sys
-from pathlib import Path
 
-from mpiddp.hosts.processes import signal_at_parents_end
+from mpiddp.hosts.processes import name_process, signal_at_parents_end
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.protocol.channel import OUTPUT_PROCESS
+from mpiddp.protocol.channel import AGENT_NAME
 from mpiddp.protocol.terminal import give_size
 from mpiddp.runtime.attempt import Attempt
 from mpiddp.runtime.program import MODULE, SCRIPT, parse
-from mpiddp.runtime.rank import Rank
+from mpiddp.runtime.rank import Rank, python_by_hand
 from mpiddp.world import is_joined
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
@@ -33,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Run `mpiddp run ARGV`: be a rank of a job, and return the exit code of its program."""
     program = parse(argv)
     if is_joined(os.environ):  # a rank's command, or a process that it has started
-        python = {SCRIPT: [sys.executable], MODULE: [sys.executable, "-m"]}
+        python = {SCRIPT: python_by_hand(), MODULE: [*python_by_hand(), "-m"]}
         argv = [*python.get(program.kind, []), program.name, *program.args]
         program.check()
         os.execvp(argv[0], argv)
@@ -48,8 +45,7 @@ def run(rank: Rank) -> int:
     # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # A SIGKILL of the launcher leaves the last output to this process.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(OUTPUT_PROCESS, encoding="utf-8")
+    name_process(AGENT_NAME)
     allow_open(_SOCKETS_PER_RANK * rank.world.world_size + OPEN_BESIDES)
     if rank.launcher is None:
         give_size(1)
@@ -59,7 +55,7 @@ def run(rank: Rank) -> int:
             code = attempt.run()
             if attempt.again is None:
                 return code
-            attempt = Attempt(attempt.rank.next(attempt.again), attempt.spare)
+            attempt = Attempt(attempt.rank.next(attempt.again), attempt.spare, attempt.ahead)
     finally:
         if attempt.spare is not None:
             attempt.spare.discard()

@@ -5,20 +5,31 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import Enum, auto
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, UserError, named_by, print_error
+from mpiddp.errors import (
+    DONE,
+    FAILED,
+    STOPPED,
+    JobFailed,
+    NoAnswer,
+    UserError,
+    named_by,
+    print_error,
+)
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.hosts.sockets import reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
+from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
 from mpiddp.runtime.child import PASSED, Child, reap
 from mpiddp.runtime.gpu import limit_threads, prepare
@@ -31,6 +42,7 @@ from mpiddp.runtime.rank import Rank
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
 _GPUS_S = 5.0  # for a look at the GPUs before the next attempt
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
+_WAIT_FOR_TORCH_MS = 200  # another process takes longer to import torch
 _REQUESTS = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 )
@@ -50,17 +62,22 @@ class Cut(Exception):
 class Attempt:
     """One attempt of a rank, from the start of its program to its end.
 
-    `spare` is the child that an earlier attempt has made for this one.
+    `spare` is the child that an earlier attempt has started for this one, and `ahead` what that has imported.
     """
 
-    def __init__(self, rank: Rank, spare: Child | None = None) -> None:
+    def __init__(
+        self, rank: Rank, spare: Child | None = None, ahead: Mapping[str, Any] | None = None
+    ) -> None:
         self.rank, self.world = rank, rank.world
         self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
-        self.spare: Child | None = None  # that has imported torch, for the next attempt
+        self.spare: Child | None = None  # that imports torch for the next attempt
+        self.ahead = ahead  # what it imports, once the script has told it
+        if spare is not None and not spare.answers():
+            spare.discard()
+            spare = None
         self.child = spare or Child(rank)
-        if spare is not None and not (spare.can_begin and rank.program.imports_torch):
-            spare.discard()  # the script has changed meanwhile
-            self.child = Child(rank)
+        self._store: socket.socket | None = None  # where torch's store listens, or another process
+        self._listens = False  # it does so, and the script has not imported torch
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
@@ -78,6 +95,7 @@ class Attempt:
             self._begin()
             stops = self._serve()
         except Cut:
+            self._end_script()
             self._clear(_END_S if self.child.is_command else 0.0)
         except BaseException as error:
             ending = ending_of(error)
@@ -91,12 +109,43 @@ class Attempt:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
+            self._close_store()
         if self._why is Why.HELD:
             self._wait_for_launcher()
         elif self._why is not Why.OTHERS and (stops or self._code == DONE):
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=stops)
+        else:
+            self._await_others()
         return self._code
+
+    def _end_script(self) -> None:
+        """Let the script end for what has happened elsewhere: after a save, by SIGTERM, in its grace."""
+        child = self.child
+        if child.is_command or not child.has_begun:
+            return
+        self._ends_at = time.monotonic()
+        while child.saves and child.runs and time.monotonic() < self._ends_at + SAVE_GRACE_S:
+            self._wait()
+        # should_stop() takes SIGTERM for a request, on which the ranks cannot agree any more.
+        if "supports_stop" in child.said:
+            return
+        child.pass_on(signal.SIGTERM)
+        child.pass_on(signal.SIGCONT)
+        deadline = time.monotonic() + self.rank.failed_grace_s
+        while child.runs and time.monotonic() < deadline:
+            self._wait()
+
+    def _await_others(self) -> None:
+        """Wait until no rank runs a script: the first that exits makes the MPI end the others at once."""
+        ranks = self.coordinator
+        limit_s = None if ranks.has_launcher else GRACE_S + self.rank.failed_grace_s + _END_S
+        ranks.give("ended", None, timeout_s=limit_s)
+        with suppress(NoAnswer):
+            while ranks.connection and not (ranks.is_lost or ranks.given("ended")):
+                if self.rank.daemon not in (None, os.getppid()):
+                    break
+                self._wait()
 
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
@@ -151,23 +200,54 @@ class Attempt:
         if ranks.connection is not None:
             key = ranks.server.member_key(world.rank, CHANNEL_SCRIPT)
             env |= {variables.CHANNEL: ranks.server.address, variables.CHANNEL_SECRET: key}
+        env[variables.LAUNCHER] = world.launcher.name
         if world.launcher.name != "torchrun":
             env[variables.ERROR_FILE] = str(self._error_file)
         if threads := limit_threads(ranks.world):  # only now known
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
         self._join(joining_timeout_s())
-        has_torch = "ready" in child.said and child.said["ready"]["has_torch"]
-        if store is not None and not has_torch:
-            reserve(store)  # a process of the program may listen there
-            store = None
+        self._store, self._listens = store, store is not None
         if child.is_command:
+            self._leave_port()
             with ranks.all_or_none():
                 child.start(os.environ)
             return
-        if rank.holds and has_torch:
-            self.spare = Child(self.rank)  # of which the script makes a copy of itself
-        child.go(rank, env, store, self.spare)
+        child.go(rank, env, store)
+
+    def _leave_port(self) -> None:
+        """A process of the program may listen where torch's store is to be. Nobody else."""
+        if self._store is not None and self._listens:
+            reserve(self._store)
+            self._listens = False
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store, self._listens = None, False
+
+    def _see_torch(self) -> None:
+        """Once the script has imported torch, start the Python that imports it for the next attempt.
+
+        Until then, a process that the script starts may be the one that needs torch's store.
+        """
+        child, spare = self.child, self.spare
+        if "torch" in child.said:
+            self._close_store()
+            told = child.said.pop("torch")
+            self.ahead = told.get("ahead", self.ahead)
+            if self.rank.holds and self.ahead is not None and spare is None:
+                self.spare = Child(self.rank)
+                self.spare.import_ahead(os.environ, self.ahead)
+                child.others.add(self.spare.pid)
+        elif self._listens and child.has_children:
+            self._leave_port()
+        if child.said.pop("mpi", None):  # no later process of this rank can start it
+            self.rank = self.rank._replace(holds=False)
+        if spare is not None:
+            spare.hear()
+            if spare.status is not None and child.status is None:
+                child.forget_kills()
 
     def _connect(self, launcher: Server) -> None:
         """Connect to the launcher: the messages, and the streams that it shows."""
@@ -247,7 +327,8 @@ class Attempt:
         for file in (child.control, self._signals, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS))
+        wait_ms = _WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS
+        ready = dict(poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self._listens else wait_ms))
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
@@ -255,11 +336,11 @@ class Attempt:
         child.hear()
         if log := child.said.pop("log_to", None):
             self._log_to(Path(log["folder"]))
+        if (hidden := child.said.pop("hidden", None)) and child.outputs:
+            child.outputs[-1].keep(hidden["text"])
         if stopping := child.said.pop("stopping", None):
             self._note_request(stopping["signal"])
-        if self.spare is not None:
-            self.spare.hear()
-            child.others.add(self.spare.pid)
+        self._see_torch()
         if connection is not None and connection.fileno() in ready:
             channel.receive()
         self._see_others()

@@ -18,14 +18,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import DONE, cause_of
 from mpiddp.hosts.processes import (
     OomKills,
+    catches,
     command_of,
     descendants,
     end_all,
@@ -38,29 +40,37 @@ from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.output import Input, Stream
-from mpiddp.runtime.program import COMMAND, command_environment
+from mpiddp.runtime.program import (
+    COMMAND,
+    command_environment,
+    mpi_environment,
+    script_environment,
+)
 from mpiddp.runtime.rank import Rank
 from mpiddp.text import escaped
 
 # A user's signal.py in the working folder, which -c puts first, is not Python's own.
 _START = (
     "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; "
-    "from mpiddp.runtime.script import main; main(imports_torch=%s)"
+    "from mpiddp.runtime.script import main; main()"
 )
 _OWN = f"{sys.executable} -c {_START}"
-# The signals that a rank passes on to its script or its command. SIGCONT follows SIGTSTP.
+# The signals that a rank passes on to its script or its command.
 PASSED = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
     *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
 )
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # for a script to write its stack: the first line, and the others
+_ANSWER_S = 1.0  # for a process that waits
+_LOW, _USUAL = 5, 0  # nice values
 _HELPERS_S = 0.5  # for the processes of multiprocessing to notice that their parent has ended
+_CLEAN_UP = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
 
 
 class Child:
-    """The process of a rank's script, which waits for `go` once it has imported torch, or of its command.
+    """The process of a rank's script, which waits for `go`, or of its command.
 
     `others` are processes below the agent that are not the child's.
     """
@@ -94,24 +104,35 @@ class Child:
     def runs(self) -> bool:
         return self.pid > 0 and self.status is None
 
-    @property
-    def can_begin(self) -> bool:
-        """Whether another child has made this one, which waits."""
-        self.hear()
-        return self.runs and self.control is not None
+    def answers(self) -> bool:
+        """Whether the process, which waits for its script, does so within a second.
+
+        It may be stopped, or hang in an import.
+        """
+        self.said.pop("here", None)
+        self._tell({"type": "ask"})
+        deadline = time.monotonic() + _ANSWER_S
+        while self.control and "here" not in self.said and time.monotonic() < deadline:
+            if select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                self.hear()
+        return "here" in self.said and self.runs
 
     def start(self, variables: Mapping[str, str]) -> None:
         program, files = self._rank.program, self._files
         self._kills_before = kills_in(group_of())
         ours, theirs = socket.socketpair()
-        argv, env, passed = [program.name, *program.args], dict(variables), [theirs.fileno()]
+        argv, passed = [program.name, *program.args], list[int]()
+        launcher = self._rank.world.launcher.name
         if self.is_command:
-            env, passed = command_environment(env), []
+            env = command_environment(variables, launcher)
         else:
-            code = _START % program.imports_torch
-            argv = [sys.executable, "-c", code, str(theirs.fileno()), program.kind, *argv]
+            env = script_environment(variables, launcher)
+            argv = [*self._rank.python, "-c", _START, str(theirs.fileno()), program.kind, *argv]
             # Hydra's, for an MPI of the script's own.
-            passed += [int(env["PMI_FD"])] if "PMI_FD" in env else []
+            passed = [
+                theirs.fileno(),
+                *([int(variables["PMI_FD"])] if "PMI_FD" in variables else []),
+            ]
         try:
             self.process = subprocess.Popen(
                 argv,
@@ -139,10 +160,22 @@ class Child:
         for number in tuple(self.passed):  # before there was a command
             self.pass_on(number)
 
-    def _offer(self) -> list[tuple[int, int]]:
-        """The files of a child that another one makes, a copy of itself: each after its number."""
-        self.control, theirs = socket.socketpair()
-        return [(-1, theirs.detach()), *self._files.items()]
+    def import_ahead(self, variables: Mapping[str, str], ahead: Mapping[str, Any]) -> None:
+        """Start it for the next attempt: it imports what the script of this one has imported until torch."""
+        self.start(variables)
+        self._tell({"type": "ahead", **ahead})
+        self._set_priority(_LOW)
+
+    def _set_priority(self, nice: int) -> None:
+        """Set that of its session, by which Linux shares the cores first. A higher one needs no right."""
+        with contextlib.suppress(OSError):  # a kernel that does not
+            Path(f"/proc/{self.pid}/autogroup").write_text(str(nice), encoding="ascii")
+
+    def _tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
+        """Tell the process, if it still listens."""
+        with contextlib.suppress(OSError):
+            if self.control is not None:
+                socket.send_fds(self.control, [json.dumps(facts).encode() + b"\n"], files)
 
     def connect(self, launcher: Server) -> None:
         """Let the launcher show the streams, and send its stdin."""
@@ -151,36 +184,22 @@ class Child:
             if each.number == 0 or is_shown(selection, world.rank, each.number):
                 each.connect(launcher, world)
 
-    def go(
-        self,
-        rank: Rank,
-        variables: Mapping[str, str],
-        store: socket.socket | None,
-        spare: Child | None,
-    ) -> None:
+    def go(self, rank: Rank, variables: Mapping[str, str], store: socket.socket | None) -> None:
         """Let the script begin, with these variables. `store`: where rank 0 serves torch's store.
 
-        It makes `spare`, a copy of itself that waits for a restart: the first file is its socket, and then
-        come its streams. A copy was made before the last arguments of its program were known.
+        If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
+        self._set_priority(_USUAL)
         self._kills_before = kills_in(group_of())
         self.has_begun = True
-        offered = spare._offer() if spare else []
+        args = rank.program.args[len(self._rank.program.args) :]
         facts = {
+            "type": "go",
             "variables": {**rank.own, **variables},
-            "args": rank.program.args[len(self._rank.program.args) :],
-            "spare": [number for number, _ in offered],
-            "is_restart": bool(rank.own),  # in the agent of an earlier attempt
+            "args": args,
+            "mpi": mpi_environment(rank.variables),
         }
-        line = json.dumps(facts).encode() + b"\n"
-        files = [*(file for _, file in offered), *([store.fileno()] if store else [])]
-        with contextlib.suppress(ConnectionError):  # the script has ended
-            if self.control is not None:
-                socket.send_fds(self.control, [line], files)
-        for _, file in offered:
-            os.close(file)
-        if store is not None:
-            store.close()
+        self._tell(facts, [store.fileno()] if store else [])
 
     def hear(self) -> None:
         """Take what the script has said."""
@@ -192,13 +211,10 @@ class Child:
                 self.control.close()
                 self.control = None
             for line in self._lines.split(chunk):
-                if line.startswith(b"{"):
+                try:
                     facts = json.loads(line)
                     self.said[facts["type"]] = facts
-                    if facts["type"] == "ready" and not self.pid:  # a copy
-                        self.pid = facts["pid"]
-                        _running[self.pid] = self
-                else:
+                except (ValueError, LookupError, TypeError):  # of a stack, perhaps in a message
                     self._frames.append(line.decode(errors="replace"))
 
     def stack(self) -> str | None:
@@ -235,6 +251,10 @@ class Child:
         self.passed.add(number)
         if number == signal.SIGINT and not (self.has_begun or self.is_command):
             number = signal.SIGTERM
+        if number == signal.SIGTSTP and not catches(self.pid, number):
+            number = (
+                signal.SIGSTOP
+            )  # the kernel ignores the other one in a session without a terminal
         with contextlib.suppress(ProcessLookupError):
             if self.runs:
                 (os.killpg if self.is_command else os.kill)(self.pid, number)
@@ -276,17 +296,53 @@ class Child:
         for each in self.streams:
             each.close()
 
+    @property
+    def saves(self) -> bool:
+        """Whether the script says that it saves."""
+        return bool(self.said.get("saving", {}).get("active"))
+
+    @property
+    def has_children(self) -> bool:
+        """Whether the process has started another one that runs, as far as the kernel tells."""
+        threads = Path(f"/proc/{self.pid}/task").glob("*/children")
+        with contextlib.suppress(OSError):  # it has just ended
+            return any(thread.read_bytes() for thread in threads)
+        return False
+
     def discard(self) -> None:
         """Kill a child that waits, and close its streams."""
         self.pass_on(signal.SIGKILL)
         self.close()
 
+    def forget_kills(self) -> None:
+        """What the kernel has killed until now was not the program."""
+        self._kills_before = kills_in(group_of())
+
     def end(self, grace_s: float) -> None:
-        """End all that is left, see `end_all`. Nobody waits for the output of what cannot be killed."""
-        if end_all(lambda: descendants(os.getpid(), but=self.others), grace_s=grace_s):
+        """End all that is left, see `end_all`. Nobody waits for the output of what cannot be killed.
+
+        The processes that clean up after others come last: they remove shared memory, and end by themselves.
+        """
+
+        def everything() -> dict[int, str]:
+            return descendants(os.getpid(), but=self.others)
+
+        left = end_all(lambda: [*filterfalse(_cleans_up, everything())], grace_s=grace_s)
+        deadline = time.monotonic() + _HELPERS_S
+        while everything() and not left and time.monotonic() < deadline:
+            time.sleep(_WRITTEN_S)
+        if left or end_all(everything, grace_s=0.0):
             for stream in self.outputs:
                 stream.source.close()
         reap()
+
+
+def _cleans_up(pid: int) -> bool:
+    """Whether this is a process of multiprocessing, or torch, that cleans up after those it serves."""
+    with contextlib.suppress(OSError):  # it has ended
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return any(name in command for name in _CLEAN_UP)
+    return False
 
 
 _running: dict[int, Child] = {}  # by pid

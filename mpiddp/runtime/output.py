@@ -100,6 +100,10 @@ class Stream:
         self._save(self._unfiled)
         self._unfiled = bytearray()
 
+    def keep(self, text: str) -> None:
+        """Write a text to the file alone, which is not shown."""
+        self._save(text.encode(errors="backslashreplace"))
+
     def say(self, sentence: str) -> None:
         """Add a line of mpiddp's own, for the launcher to show."""
         self._unsent += f"mpiddp: {self._rank}: {sentence}\n".encode(errors="backslashreplace")

@@ -13,43 +13,34 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
-import gc
 import os
 import re
-import select
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from glob import glob
 from pathlib import Path
-from typing import Any, NamedTuple
-from warnings import catch_warnings, simplefilter
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
-from mpiddp.hosts.sockets import out_of_the_way
-from mpiddp.protocol.variables import NO_PATCHES
+from mpiddp.protocol.variables import JOB, NO_PATCHES
+from mpiddp.runtime.at_import import AtImport, frozen_torch
 from mpiddp.runtime.job.progress import BY_OPTIMIZER
-from mpiddp.runtime.job.session import Session, current
+from mpiddp.runtime.job.session import Session
 from mpiddp.runtime.job.stopping import stop_on
+from mpiddp.world import World
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
-_SPARE, _ADOPTED_S = "mpiddp-spare", 0.001  # its name, and how often it looks for its new parent
-_STARTED_MS = 5000  # for a script to start, before its copy imports more
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 
 
 MPI_FINALIZED = (
     "mpiddp has finalized the MPI of this rank. To use mpi4py in a script, start it with mpiddp launch; "
     "under mpirun itself, import it before mpiddp.init()"
-)
-MPI_USED = (
-    "MPI cannot start again in this rank: this is a restart. To use mpi4py in every attempt, import it in "
-    "the script itself"
 )
 
 
@@ -58,8 +49,6 @@ class Script(NamedTuple):
 
     session: Session
     control: socket.socket  # to the agent
-    imports_torch: bool  # before its first line
-    mpi_ended: str  # why MPI cannot start; "" if it can
 
 
 def apply(patches: Iterable[Callable[[Script], None]], script: Script) -> None:
@@ -78,8 +67,9 @@ def is_on(name: str) -> bool:
 
 
 def crash_stack(script: Script) -> None:
-    """A crash in native code prints the Python stack of its thread."""
-    faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
+    """A crash in native code prints the Python stack of its thread, or what PYTHONFAULTHANDLER asks for."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
 
 
 def stack(script: Script) -> None:
@@ -103,26 +93,6 @@ def flight_recorder(script: Script) -> None:
     """
     if not {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"} & os.environ.keys():
         os.environ["TORCH_FR_BUFFER_SIZE"] = "256"
-
-
-def torch_ahead(script: Script) -> None:
-    """torch is imported while the ranks meet, and kept out of garbage collections.
-
-    Its modules live as long as the process. Otherwise the collector visits their 250,000 objects while they
-    are made, in each full collection of the training, and several times when the process ends: a third of
-    the processor time of a short rank.
-    """
-    if not script.imports_torch:
-        return
-    gc.disable()
-    try:
-        # A rank that hangs here has not joined, and the launcher names the line. A script need not use it.
-        with suppress(ImportError):
-            import torch  # noqa: F401
-
-            gc.freeze()
-    finally:
-        gc.enable()
 
 
 def await_gloo() -> None:
@@ -150,11 +120,38 @@ def await_gloo() -> None:
 # --- when they have met ---
 
 
+def finalized_mpi(script: Script) -> None:
+    """Under a raw mpirun, `mpi4py.MPI` is refused: the agent has used MPI, which cannot start twice."""
+    if World.from_env().launcher.mpis and JOB not in os.environ:
+        refuse_mpi()
+
+
+def refuse_mpi() -> None:
+    """Raise an ImportError for `mpi4py.MPI`, which says what to do instead.
+
+    Every function of a finalized MPI aborts the process, and an MPI of a script's own would be rank 0 of 1.
+    Libraries that only ask whether MPI is there (PyTorch Lightning 2.6 calls MPI.COMM_WORLD.Get_size()) catch
+    the error, and continue without MPI.
+    """
+
+    def refused() -> NoReturn:
+        raise ImportError(MPI_FINALIZED, name="mpi4py.MPI")
+
+    sys.meta_path.insert(0, AtImport(["mpi4py.MPI"], refused))
+
+
+def stop_signal(script: Script) -> None:
+    """SIGUSR1 and SIGUSR2 request a stop, unless the script handles them. Forked children ignore them."""
+    stop_on(script.session.stop, signal.SIGUSR1, signal.SIGUSR2)
+
+
+# --- once the script has imported torch ---
+
+
 def gloo_end(script: Script) -> None:
     """At exit, and before a group is destroyed, gloo has up to 1 s to end: else torch may hang or abort."""
     atexit.register(await_gloo)
-    if "torch" in sys.modules:
-        await_gloo_at_destroy()
+    await_gloo_at_destroy()
 
 
 def await_gloo_at_destroy() -> None:
@@ -173,108 +170,12 @@ def await_gloo_at_destroy() -> None:
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = await_and_destroy
 
 
-def spare(script: Script, files: Mapping[int, int]) -> Script | None:
-    """With --max-restarts, a copy of this process is made, which waits for a restart.
-
-    It has imported torch, and shares this process's memory. The agent adopts it: a script has no child that
-    it does not know. `files` are its streams by their numbers, and by -1 its socket to the agent. Returns
-    None in this process, and in the copy what it is.
-    """
-    from mpiddp.hosts.processes import signal_at_parents_end  # few scripts need it
-
-    if threading.active_count() > 1:  # as of a profiler: a copy would lack them
-        return None
-    agent, between = os.getppid(), _fork()
-    if between:
-        if between > 0:
-            os.waitpid(between, 0)
-        return None
-    between = os.getpid()
-    if _fork():
-        os._exit(0)
-    while os.getppid() == between:
-        time.sleep(_ADOPTED_S)
-    signal_at_parents_end(signal.SIGKILL)
-    if os.getppid() != agent:
-        os._exit(1)
-    os.setsid()
-    script.control.close()
-    for number, file in files.items():
-        if number >= 0:
-            os.dup2(file, number)
-    session = current()  # a copy has a new one
-    session.has_agent = True
-    session.control = out_of_the_way(socket.socket(fileno=os.dup(files[-1])))
-    script = script._replace(session=session, control=session.control)
-    if is_on(stack.__name__):
-        stack(script)
-    name_process(_SPARE)
-    session.tell_agent("ready", has_torch=True, pid=os.getpid())
-    return script
-
-
-def import_compiler(script: Script) -> None:
-    """A copy that waits imports what the first optimizer, or DistributedDataParallel, of a script imports.
-
-    It takes a second of a core, so not while the script itself starts.
-    """
-    poll = select.poll()  # select() refuses high numbers of files
-    poll.register(script.control, select.POLLIN)
-    if not poll.poll(_STARTED_MS):
-        with suppress(Exception):  # the script would find the same error
-            import torch._dynamo  # noqa: F401
-
-
-def _fork() -> int:
-    """What os.fork() returns; -1 if the kernel has no memory or no pid for a copy."""
-    with suppress(OSError), catch_warnings():
-        simplefilter("ignore")  # Python 3.12 warns of the threads of native libraries
-        return os.fork()
-    return -1
-
-
-def name_process(name: str) -> None:
-    """Name this process, as ps and top show it."""
-    with suppress(OSError):
-        Path("/proc/self/comm").write_text(name, encoding="utf-8")
-
-
-def finalized_mpi(script: Script) -> None:
-    """`mpi4py.MPI` is refused where MPI cannot start: the agent, or an earlier attempt, has used it."""
-    if script.mpi_ended:
-        sys.meta_path.insert(0, FinalizedMPI(script.mpi_ended))
-
-
-class FinalizedMPI:
-    """Finds no module, and raises an ImportError for mpi4py.MPI, that says what to do instead.
-
-    Every function of a finalized MPI aborts the process, and an MPI of a script's own would be rank 0 of 1.
-    Libraries that only ask whether MPI is there (PyTorch Lightning 2.6 calls MPI.COMM_WORLD.Get_size()) catch
-    the error, and continue without MPI.
-    """
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        if fullname == "mpi4py.MPI":
-            raise ImportError(self._why, name=fullname)
-
-
-def stop_signal(script: Script) -> None:
-    """SIGUSR1 and SIGUSR2 request a stop, unless the script handles them. Forked children ignore them."""
-    stop_on(script.session.stop, signal.SIGUSR1, signal.SIGUSR2)
-
-
 def optimizer_steps(script: Script) -> None:
     """A hook of torch counts the steps of optimizers, for `mpiddp top`.
 
     It costs a microsecond a step. A compiled optimizer reports none. A later optimizer, of the next
     fold for example, goes on from the steps of the others.
     """
-    has_launcher = script.session.coordinator.has_launcher
-    if not (script.imports_torch and has_launcher and "torch" in sys.modules):
-        return
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -317,6 +218,7 @@ def no_dns() -> Iterator[None]:
         configure(b"hosts", services[1].strip() if services else b"files dns")  # glibc's default
 
 
-BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder, torch_ahead)
-ONCE_THEY_HAVE_MET = (gloo_end, finalized_mpi, stop_signal, optimizer_steps)
-IN_A_CALL = (spare, no_dns)
+BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder)
+ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal)
+ONCE_TORCH_IS_THERE = (gloo_end, optimizer_steps)
+IN_A_CALL = (frozen_torch, no_dns)

@@ -12,23 +12,14 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mpiddp.errors import UserError, check_program, named_by
-from mpiddp.hosts.files import files_of, import_folders, imported_by, texts_of
+from mpiddp.hosts.files import files_of, import_folders
 from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.world import RANK_SOURCES
 
 SCRIPT, MODULE, COMMAND = "script", "module", "command"
-# Python's own packages that run other code, which may use torch.
-_RUNS_OTHERS = {"concurrent", "importlib", "multiprocessing", "runpy"}
-_WITHOUT_TORCH = {*sys.stdlib_module_names, "mpiddp"} - _RUNS_OTHERS
-# Lines that set or unset a variable; environ["X"], environ.get("X") and "X" in environ only read one.
-_SETS_VARIABLES = re.compile(
-    rb"\bdel +(?:os\.)?environ\b|\b(?:putenv|unsetenv|dotenv|load_dotenv)\b|"
-    rb"\benviron *\[[^\n]*\] *\|?=(?!=)|"
-    rb"(?<!in os\.)(?<!in )\benviron\b(?! *\[|\.(?:get|keys|values|items|copy)\()"
-)
 _SHELL = re.compile(rb"#!.*\b(?:sh|bash|dash|zsh|ksh|fish|csh|tcsh)\s*$")
-_STARTS_MPI = (b"mpi4py", b"petsc4py", b"horovod", b"'mpi'", b'"mpi"')
-# The variables that an MPI sets for its ranks. A command that starts MPI would join this job with them.
+_LIBRARIES, _PREFIXES = "LD_LIBRARY_PATH", ("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX")
+# The variables that an MPI sets for its ranks.
 _OF_MPI = (
     *("OMPI_", "OPAL_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "HYDI_", "HYDRA_"),
     *("MPI_LOCAL", "MPIR_CVAR_", "MV2_COMM_WORLD_", "I_MPI_", "JSM_", "PALS_", "FLUX_TASK_"),
@@ -60,41 +51,13 @@ class Program(NamedTuple):
             with named_by(""):
                 if not path.exists():
                     raise UserError(f"script {name} not found (looked in {Path.cwd()}).")
+                if path.is_dir() and (path / "__main__.py").is_file():
+                    return
                 if not path.is_file():
-                    folder = "a folder, not a script. To run a module: mpiddp run -m MODULE"
+                    folder = "a folder without a __main__.py. To run a module: mpiddp run -m MODULE"
                     raise UserError(f"{name} is {folder if path.is_dir() else 'no regular file.'}")
                 with path.open("rb") as file:
                     _refuse_shell_script(name, file.readline(1000), file)
-
-    @property
-    def imports_torch(self) -> bool:
-        """Whether torch may be imported ahead: it may be used, and nothing sets a variable that it reads.
-
-        A script begins at once if it imports only the standard library and mpiddp, or if one of its files
-        sets a variable. A module of an installed package, such as `-m coverage`, begins at once as well.
-        """
-        if self._is_ours:
-            return True
-        texts = self._texts
-        texts_of_env = (text for text in texts if b"env" in text)  # 10 times as fast
-        if not texts or any(map(_SETS_VARIABLES.search, texts_of_env)):
-            return False
-        packages = {each.partition(".")[0] for each in imported_by(texts[0])}
-        return any(b"torch" in text for text in texts) or bool(packages - _WITHOUT_TORCH)
-
-    @property
-    def starts_mpi(self) -> bool:
-        """Whether it may start MPI, as one rank of its mpirun. No later process of this rank can do so."""
-        texts = [] if self._is_ours else self._texts
-        return any(word in text for text in texts for word in _STARTS_MPI)
-
-    @property
-    def _is_ours(self) -> bool:
-        return self.kind == MODULE and self.name.partition(".")[0] == "mpiddp"
-
-    @property
-    def _texts(self) -> list[bytes]:
-        return texts_of(self.kind, self.name, str(Path.cwd()), import_folders())
 
     @property
     def files(self) -> list[tuple[str, str]]:
@@ -132,10 +95,35 @@ def parse(argv: list[str]) -> Program:
     return Program(kind, job[0], tuple(job[1:]))
 
 
-def command_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the command of a rank that has joined, from those of the rank."""
-    # The command may start a torchrun with other ranks. The agent has applied GPUS.
-    left_out = (*_OF_MPI, GPUS, PLACEMENT, AGENT_STORE)
+def script_environment(env: Mapping[str, str], launcher: str) -> dict[str, str]:
+    """The variables of the program of a rank that has joined, from those of the rank.
+
+    A process that finds the MPI's would join the job as this rank: one that the script starts, or a worker
+    that imports a library. `launcher` is the name of the rank's: another one's ids are not this rank's.
+    """
+    left_out = (*_OF_MPI, *(() if launcher == "slurm" else ("SLURM_STEP_ID",)))
     found = {name: value for name, value in env.items() if not name.startswith(left_out)}
+    folders = found.pop(_LIBRARIES, "").split(os.pathsep)
+    while folders[0] and folders[0] in _library_folders(env):
+        folders = folders[1:] or [""]
+    return found | ({_LIBRARIES: os.pathsep.join(folders)} if any(folders) else {})
+
+
+def mpi_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which a process joins the rank's mpirun as this rank."""
+    return {name: value for name, value in env.items() if name.startswith(_OF_MPI)}
+
+
+def _library_folders(env: Mapping[str, str]) -> list[str]:
+    """The folders that Open MPI puts before those of LD_LIBRARY_PATH."""
+    prefixes = [env[name] for name in _PREFIXES if name in env]
+    return [env.get("OMPI_LIBDIR_LOC", ""), *(f"{each}/lib" for each in prefixes)]
+
+
+def command_environment(env: Mapping[str, str], launcher: str = "") -> dict[str, str]:
+    """The variables of the command of a rank that has joined: it may start a torchrun with other ranks."""
+    found = script_environment(env, launcher)
+    for name in (GPUS, PLACEMENT, AGENT_STORE):  # the agent has applied the first
+        found.pop(name, None)
     found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
     return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,6 +20,12 @@ from mpiddp.runtime.program import Program
 from mpiddp.world import World
 
 
+def python_by_hand() -> list[str]:
+    """The command of this Python with its flags, as multiprocessing starts it."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags]
+
+
 class Rank(NamedTuple):
     """A rank in one attempt."""
 
@@ -28,6 +36,7 @@ class Rank(NamedTuple):
     selection: str
     terminal: Terminal
     holds: bool  # it waits for the launcher after a failure, which may begin the next attempt
+    failed_grace_s: float  # for the script, after SIGTERM, when another rank has failed
     kept: str  # under this name, the host keeps what is private, until all ranks have met
     daemon: int | None  # this process's parent. Without it, nothing would end this rank.
     others: frozenset[int]  # children of the shell that this process may have replaced by exec
@@ -61,13 +70,19 @@ class Rank(NamedTuple):
             launcher,
             selection if launcher else "",
             terminal,
-            holds=bool(holds and launcher) and not program.starts_mpi,
+            holds=bool(holds and launcher),
+            failed_grace_s=float(env.pop(variables.FAILED_GRACE, variables.FAILED_GRACE_S)),
             kept=kept,
             daemon=os.getppid() if has_daemon else None,
             others=frozenset(descendants(os.getpid())),
             variables=dict(env),
         )
         return rank.resized(terminal.columns, terminal.rows)
+
+    @property
+    def python(self) -> list[str]:
+        """The command of this Python. By hand, it has the user's flags, such as -O or -W error."""
+        return [sys.executable] if self.launcher else python_by_hand()
 
     @property
     def program(self) -> Program:

@@ -1,6 +1,6 @@
 """Inside the script's process: wait for the ranks to meet, and run the script as python would.
 
-    python -c "… from mpiddp.runtime.script import main; main(…)" FD (script | module) NAME [ARGS ...]
+    python -c "… from mpiddp.runtime.script import main; main()" FD (script | module) NAME [ARGS ...]
 
 A rank's agent starts this before it meets the other ranks (`mpiddp.runtime.agent`). No function of Python is
 replaced: the agent sees how this process ends. `mpiddp.runtime.patches` has all that differs from python.
@@ -13,23 +13,27 @@ import builtins
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpiddp.errors import STOPPED
 from mpiddp.hosts.sockets import out_of_the_way
-from mpiddp.protocol.variables import JOB, OBSERVER
+from mpiddp.protocol.channel import SPARE_NAME
+from mpiddp.protocol.variables import OBSERVER
 from mpiddp.runtime import patches
+from mpiddp.runtime.at_import import AtImport
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import current, script_session
+from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
@@ -38,39 +42,41 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
-_MOST_FILES = 5  # of a spare process: its socket and its streams; and where the store listens
 _OURS = str(Path(__file__).parent)  # the folder whose frames lead to a script
 
 
-def main(*, imports_torch: bool) -> None:
+_USES_MPI = ("mpi4py.MPI", "petsc4py", "horovod")  # modules that start MPI
+_STARTED_MS = 5000  # for the script of now to start, before more is imported for the next one
+_INSTALLED = "-packages"  # is in the path of such a module
+
+
+def main() -> None:
     """Run the script of a rank. The process ends as under python."""
     number, kind, name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     session = current()
     session.has_agent = True
-    session.control = control = out_of_the_way(socket.socket(fileno=number))
+    session.control = out_of_the_way(socket.socket(fileno=number))
     if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
         # What python puts there.
-        sys.path.insert(0, str(Path(name).resolve().parent if kind == "script" else Path.cwd()))
-    has_used_mpi = World.from_env().launcher.mpis and JOB not in os.environ
-    mpi_ended = patches.MPI_FINALIZED if has_used_mpi else ""
-    script = patches.Script(session, control, imports_torch, mpi_ended)
+        folder = Path(name).resolve().parent if kind == "script" else Path.cwd()
+        sys.path.insert(0, str(Path(name).absolute() if _is_folder(kind, name) else folder))
+    script = patches.Script(session, session.control)
     atexit.register(lambda: current().tell_over_at_exit())  # the first handler is called last
     patches.apply(patches.BEFORE_RANKS_MEET, script)
     sys.argv = sys.argv[3:]
     try:
-        script = _begin(script)
-        session = script.session
+        _begin(script)
         patches.apply(patches.ONCE_THEY_HAVE_MET, script)
         if observer := os.environ.get(OBSERVER):
             import_module(observer).observe()
         _run(kind, name)
     except BaseException as caught:
         session.error = caught
-    error = session.error
+    error, is_shown = session.error, True
     with _handlers_wait() if error else nullcontext():
         ending = ending_of(error, has_stopped=session.stop.has_stopped)
         if error and ending.is_failure:
-            session.fail(error)
+            is_shown = session.fail(error)
     if error is None or not ending.is_failure:
         session.tell_agent("left")
         if not session.is_member:  # else a handler of atexit leaves
@@ -78,7 +84,8 @@ def main(*, imports_torch: bool) -> None:
     elif ending.traceback:  # else it is a sentence
         frames = script_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
-        _show(error.with_traceback(frames))
+        if is_shown:
+            _show(error.with_traceback(frames))
     code: int | str | None = ending.code
     if isinstance(error, SystemExit):
         code, error.__traceback__ = error.code, None
@@ -116,72 +123,149 @@ def _handlers_wait() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def _begin(script: patches.Script) -> patches.Script:
+def _begin(script: patches.Script) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    The agent sends a line: the variables that a script finds under torchrun, where the server of the job is,
-    and the last arguments, if the process is older than these. With its first byte come the files of a
-    spare process, and on rank 0 that where it serves torch's store.
+    The agent sends a line: "go", with the variables that a script finds under torchrun, where the server of
+    the job is, and the last arguments, if the process is older than these. With its first byte comes, on rank
+    0, the file where torch's store is to listen. A process that waits for the next attempt gets "ahead"
+    before, and answers "ask".
     """
-    script.session.tell_agent("ready", has_torch="torch" in sys.modules, pid=os.getpid())
-    facts, files = _told_by_agent(script)
-    while numbers := facts["spare"]:
-        of_spare, files = dict(zip(numbers, files, strict=False)), files[len(numbers) :]
-        spare = patches.spare(script, of_spare) if patches.is_on("spare") else None
-        for file in (*of_spare.values(), *(files if spare else ())):
-            os.close(file)
-        if spare is None:
-            break
-        script = spare
-        patches.import_compiler(script)
-        facts, files = _told_by_agent(script)
-        patches.name_process(Path(sys.executable).name)
-    if facts["is_restart"]:
-        script = script._replace(mpi_ended=patches.MPI_USED)
+    session = script.session
+    at_torch: list[Callable[[], None]] = [
+        partial(patches.apply, patches.ONCE_TORCH_IS_THERE, script)
+    ]
+
+    @contextmanager
+    def importing_torch() -> Iterator[None]:
+        with patches.frozen_torch() if patches.is_on("frozen_torch") else nullcontext():
+            yield
+        for act in at_torch:
+            act()
+
+    sys.meta_path.insert(0, AtImport(["torch"], importing_torch))
+    session.tell_agent("ready")
+    facts, listeners = _told_by_agent(script.control)
+    if facts["type"] == "ahead":
+        from mpiddp.hosts.processes import name_process  # few scripts need it
+
+        name_process(SPARE_NAME)
+        _import_ahead(facts)
+        _import_compiler(script.control)
+        facts, listeners = _told_by_agent(script.control)
+        while facts["type"] == "ask":
+            session.tell_agent("here")
+            facts, listeners = _told_by_agent(script.control)
+        name_process(Path(sys.executable).name)
+    sys.argv += facts["args"]
     env = facts["variables"]
     os.environ.update(env)
+    before = Before(dict(os.environ), {*sys.modules})
     script_session()  # which connects it
-    if torch := sys.modules.get("torch"):
-        if threads := env.get("OMP_NUM_THREADS"):  # only now known
-            torch.set_num_threads(int(threads))
-        for listener in files:
+    if session.coordinator.has_launcher:
+        starting_mpi = partial(_starting_mpi, session, facts["mpi"])
+        sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
+
+    def serve() -> None:
+        for listener in listeners:
             from mpiddp.runtime.rendezvous.store import serve_store
 
-            os.set_inheritable(listener, False)  # recv_fds ignores its flags
-            script.session.torch_store = serve_store(env, listener)
-    return script
+            with suppress(RuntimeError):  # a process of the script listens there
+                session.torch_store = serve_store(env, listener.detach())
+
+    at_torch.append(serve)
+    if "torch" in sys.modules:  # the agent knows what came before it
+        serve()
+        session.tell_agent("torch")
+    else:
+        at_torch.append(lambda: session.tell_agent("torch", ahead=before.changes()))
 
 
-def _told_by_agent(script: patches.Script) -> tuple[dict[str, Any], list[int]]:
-    """What the agent says once the ranks have met, and the files that come with it.
+class Before(NamedTuple):
+    """What a script has found at its first line."""
 
-    Its last arguments are taken at once: a copy of this process has them, too.
-    """
-    first, files, _, _ = socket.recv_fds(script.control, 1, _MOST_FILES)
-    line = first + script.control.makefile("rb").readline()
+    variables: dict[str, str]
+    modules: set[str]
+
+    def changes(self) -> dict[str, Any]:
+        """What it has changed since then that an import may depend on, see `_import_ahead`."""
+        now = {**dict.fromkeys(self.variables), **os.environ}
+        new = [each for each in sys.modules if each not in self.modules and "." not in each]
+        files = {each: getattr(sys.modules[each], "__file__", None) for each in new}
+        return {
+            "variables": {n: now[n] for n in now if now[n] != self.variables.get(n)},
+            "path": [each for each in sys.path if isinstance(each, str)],
+            "packages": [each for each in new if _INSTALLED in str(files[each])],
+        }
+
+
+def _import_ahead(facts: Mapping[str, Any]) -> None:
+    """Import torch for the next attempt, after the packages, and with the variables, of the script."""
+    path, variables = [*sys.path], {name: os.environ.get(name) for name in facts["variables"]}
+    sys.path[:] = facts["path"]
+    _set(facts["variables"])
+    for name in (*facts["packages"], "torch"):
+        with suppress(Exception):  # the script will find the same error
+            import_module(name)
+    _set(variables)
+    sys.path[:] = path
+
+
+def _import_compiler(control: socket.socket) -> None:
+    """Import what the first optimizer, or DistributedDataParallel, of a script imports, while nobody asks."""
+    poll = select.poll()  # select() refuses high numbers of files
+    poll.register(control, select.POLLIN)
+    if not poll.poll(_STARTED_MS):
+        with suppress(Exception):
+            import_module("torch._dynamo")
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    """Set these variables, and remove those without a value."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
+def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[None]:
+    """The script starts MPI, as the rank of its mpirun. No other process of this rank may do so."""
+    session.tell_agent("mpi")
+    os.environ.update(variables)
+    yield
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        _set(dict.fromkeys(variables))
+
+
+def _told_by_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
+    """What the agent says, and the sockets that come with it."""
+    first, files, _, _ = socket.recv_fds(control, 1, 1)
+    line = first + control.makefile("rb").readline()
     if not line.endswith(b"\n"):
         os._exit(1)
-    facts = json.loads(line)
-    sys.argv += facts["args"]
-    return facts, files
+    facts: dict[str, Any] = json.loads(line)
+    return facts, [out_of_the_way(socket.socket(fileno=file)) for file in files]
 
 
 def _run(kind: str, name: str) -> None:
     """Run a script, or a module, as `__main__`."""
     # A program that restarts itself runs this.
-    sys.orig_argv = [sys.executable, *["-m"] * (kind == "module"), *sys.argv]
-    # Made after `patches.torch_ahead` has frozen what there was. Python never clears a frozen module, so a
-    # file that the script leaves open would lose its last lines.
+    flags = sys.orig_argv[1 : sys.orig_argv.index("-c")]
+    sys.orig_argv = [sys.executable, *flags, *["-m"] * (kind == "module"), *sys.argv]
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__annotations__={}, __builtins__=builtins)
-    # multiprocessing, which torch has imported, finds objects of the script by the second name.
+    # multiprocessing, which may be there already, finds objects of the script by the second name.
     for each in {"__main__", "__mp_main__"} & sys.modules.keys():
         sys.modules[each] = main_module
-    if kind == "module":
+    if kind == "module" or _is_folder(kind, name):
         import runpy
 
-        # What python -m calls.
-        runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+        # What python calls.
+        module, alters_argv = (name, True) if kind == "module" else ("__main__", False)
+        runpy._run_module_as_main(module, alters_argv)  # type: ignore[attr-defined]
         return
     file = os.path.abspath(name)  # noqa: PTH100 - as python does: a link stays a link
     loader = SourceFileLoader("__main__", file)
@@ -194,6 +278,11 @@ def _run(kind: str, name: str) -> None:
         return
     # Keep the `from __future__` imports of this file out of the script.
     exec(compile(content, file, "exec", dont_inherit=True), vars(main_module))
+
+
+def _is_folder(kind: str, name: str) -> bool:
+    """Whether the script is a folder, with a `__main__.py`."""
+    return kind == "script" and Path(name).is_dir()
 
 
 def keep_freed_memory(env: Mapping[str, str]) -> None:

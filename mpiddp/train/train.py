@@ -772,7 +772,10 @@ def load(state: State, saved: mpiddp.Resumed) -> None:
     model, optimizer = state.model, state.optimizer
     settings = [{**group} for group in optimizer.param_groups]
     if state.average:  # through the model, which knows its shards
-        saved.load_into(**{"ema" if "ema" in saved.state else "model": model})
+        if "ema" in saved.state:
+            saved.load_into(ema=model)
+        else:
+            saved.load_into(model=model)
         update_average(state, weight=1.0)
     saved.load_into(model=model, optimizer=optimizer)
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
@@ -782,34 +785,21 @@ def load(state: State, saved: mpiddp.Resumed) -> None:
             model.get_buffer(name).copy_(value)
         for name, value in saved.per_rank.get("ema", {}).items() if state.average else ():
             state.average[name].copy_(value)
-    # The fused kernels read a parameter and its moments element by element in memory order, and the saved
-    # run may have had another layout.
-    for parameter, moments in optimizer.state.items():
-        for name, moment in moments.items():
-            if isinstance(moment, Tensor) and moment.shape == parameter.shape:
-                moments[name] = torch.empty_like(parameter).copy_(moment)
     if saved.state["scaler"]:  # empty unless the saved run had --amp fp16
         state.scaler.load_state_dict(saved.state["scaler"])
 
 
 def load_weights(state: State) -> None:
     """Begin with the model of --weights, but for a last layer of another number of classes."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    config, model = state.config, state.model
-    saved = mpiddp.load(str(config.weights)).state["model"]
-    whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in saved.items()}
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
-    fitting = {name: value for name, value in whole.items() if shapes.get(name) == value.shape}
-    new = sorted(shapes.keys() - fitting.keys())
-    if whole.keys() - shapes.keys() or any(not name.startswith("fc.") for name in new):
+    weights, model = state.config.weights, state.model
+    saved = mpiddp.load(str(weights))
+    if saved.state["model"].keys() != model.state_dict().keys():
         raise mpiddp.UserError(
-            f"--weights {config.weights}: it is of another model than --arch {config.arch}."
+            f"--weights {weights}: it is of another model than --arch {state.config.arch}."
         )
-    set_model_state_dict(model, fitting, options=StateDictOptions(full_state_dict=True, strict=False))
+    saved.load_into(strict=False, model=model)  # says which tensors have another shape, and stay
     if state.average:
         update_average(state, weight=1.0)
-    log.info(f"--weights {config.weights}{f', with a new {new[0]}' if new else ''}")
 
 
 def resume_args(config: Config, out: Path) -> list[str]:
@@ -1206,7 +1196,8 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 1200:
-        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 

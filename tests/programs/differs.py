@@ -19,7 +19,10 @@ with mpiddp.process_group(backend="gloo") as world:
     own = DeviceMesh("cpu", [rank])
     lone_shard = distribute_tensor(torch.full((4,), float(rank)), own, [Shard(0)])
     lone = {name: torch.full((2,), 3.0 + rank) for name in ("ones", "twos")}
+    close = torch.arange(100.0).index_fill(0, torch.tensor([3]), 3.0 + 0.5 * rank)
     states = {
+        "one element": {"weight": close},
+        "a counter": {"seen": torch.tensor(1_000_000 + rank)},
         "value": {"position": 10 * rank},
         "shape": {"model": {"weight": torch.ones(2 + rank)}},
         "dtype": {"model": {"weight": torch.ones(2).to([torch.float32, torch.float16][rank])}},
@@ -46,6 +49,12 @@ with mpiddp.process_group(backend="gloo") as world:
         if rank:
             own_keys = {"a": None, "of 1": [rank, torch.ones(1)]}
         checkpoints.save(20, {**models, **own_keys})
+        later = torch.zeros(4).index_fill(0, torch.tensor([2]), float(rank))
+        try:
+            checkpoints.save(21, {"later": later})
+        except ValueError as error:
+            if rank == 1:
+                print(f"later: {error}", flush=True)
     saved = mpiddp.load(sys.argv[1])
     assert saved.state["model"]["module.running_mean"].tolist() == [0, 0]
     assert saved.state["bare"]["running_mean"].tolist() == [0, 0]

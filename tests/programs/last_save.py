@@ -3,7 +3,8 @@
     mpiddp launch -n 2 tests/programs/last_save.py FOLDER HOW
 
 HOW is "returns", "exits", "forks", "raises" (on rank 0) or "destroys" (the process group). With "full" the
-disk has no more space for the save, as far as the processes can tell; then the script exits with 0.
+disk has no more space for the save, as far as the processes can tell; then the script exits with 0. With
+"full twice" it saves the same step once more before, as scripts do after their last step.
 """
 
 import os
@@ -20,13 +21,14 @@ folder, how = sys.argv[1:]
 dist.init_process_group("gloo")
 checkpoints = mpiddp.Checkpoints(folder)
 checkpoints.resume()
-if how == "full":
+if how.startswith("full"):
     checkpoints.save(1, {"weight": torch.zeros(10)})
     checkpoints.close()
     checkpoints = mpiddp.Checkpoints(folder)
     checkpoints.resume()
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-checkpoints.save(2, {"weight": torch.zeros(10_000_000)})
+for _ in range(1 + how.endswith("twice")):
+    checkpoints.save(2, {"weight": torch.zeros(10_000_000)})
 if how == "destroys":
     dist.destroy_process_group()
 if how == "forks" and os.fork() == 0:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.installs import library_of, mpirun_of
-from tests.support.place import Here, every_mpi_on_hosts
+from tests.support.place import Here, every_mpi_on_hosts, program
+from tests.support.ranks import ROOT
 from tests.support.terminal import in_a_terminal
 
 # Each starts a script on this machine. The module of torchrun would put the working folder first for itself.
@@ -115,6 +117,23 @@ def test_signals(here, folders, number, options, lines):
 # --- what Python has before the first line ---
 
 
+def test_what_differs(here, folders):
+    """What a script finds at its first line differs from torchrun only where docs/differences.md says so."""
+    found = {}
+    for way, folder in folders.items():
+        here.run(*WAYS[way], program("finds.py"), "found", "an argument", cwd=folder).assert_ok()
+        texts = [(folder / f"found{rank}.json").read_text() for rank in ranks_of(way)]
+        found[way] = json.loads(texts[-1])
+    page = (ROOT / "docs/differences.md").read_text(encoding="utf-8")
+    named = {*re.findall(r"^\| `([^`]+)` ", page, re.M)}
+    ours, theirs = found["mpiddp"], found["torchrun"]
+    assert {field for field in ours if ours[field] != theirs[field]} == named
+    alone = {field for field in ours if ours[field] != found["python"][field]}
+    assert alone <= named
+    variables = {*ours["variables"]} ^ {*theirs["variables"]}
+    assert {name for name in variables if f"`{name}`" not in page} == set()
+
+
 SETS = 'import os\nos.putenv("A", "1")\nos.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"\n'
 READS = """
 from torch.distributed import get_debug_level
@@ -143,6 +162,46 @@ def test_variables_before_torch(here, folders, sets):
     assert same(here, folders, f"{sets}\n{READS}") == [{"level": "DebugLevel.DETAIL"}]
 
 
+FIRST = """
+import sys
+from saying import says
+says(torch="torch" in sys.modules, numpy="numpy" in sys.modules)
+import torch
+"""
+
+
+def test_what_must_come_before_torch(here, folders):
+    """A package that has to be imported before torch can be: nothing is imported ahead of a script."""
+    assert same(here, folders, FIRST) == [{"torch": False, "numpy": False}]
+
+
+LEFT_OPEN = """
+import os
+rank = os.environ.get("RANK", "0")
+early = open("early" + rank, "w")
+early.write("early")
+def used(): return early, late, ends
+import torch
+late = open("late" + rank, "w")
+late.write("late")
+class Ends:
+    file = os.open("ended" + rank, os.O_CREAT | os.O_WRONLY)
+    def __del__(self):
+        os.write(self.file, b"ended")
+ends = Ends()
+"""
+
+
+def test_what_a_script_leaves_open(here, folders):
+    """The files that it has opened keep their last lines, and its objects end as they do under python."""
+    for way, folder in folders.items():
+        (folder / "train.py").write_text(LEFT_OPEN)
+        here.run(*WAYS[way], "train.py", cwd=folder).assert_ok()
+        for rank in ranks_of(way):
+            texts = [(folder / f"{name}{rank}").read_text() for name in ("early", "late", "ended")]
+            assert texts == ["early", "late", "ended"], way
+
+
 NAMES = ("inspect", "tokenize", "signal", "types", "copy", "json", "socket", "selectors", "queue")
 IN_A_FOLDER = """
 import inspect, os, sys, types
@@ -163,6 +222,18 @@ def test_names(here, folders):
         (folder / "saying.py").rename(folder / "src/saying.py")
     script, shadowed = same(here, folders, IN_A_FOLDER, "--lr", "1", name="src/train.py")
     assert (script["paths"], shadowed) == (["src"], {"shadowed": []})
+
+
+def test_a_folder(here, folders):
+    """A folder with a `__main__.py` is a script."""
+    for folder in folders.values():
+        (folder / "app").mkdir()
+        (folder / "saying.py").rename(folder / "app/saying.py")
+    text = "import os, sys; from saying import says; says(argv=sys.argv, first=sys.path[0][-3:])"
+    for way, folder in folders.items():
+        (folder / "app/__main__.py").write_text(text)
+        here.run(*WAYS[way], "app", "a", cwd=folder).assert_ok()
+        assert said(folder, way) == [[{"argv": ["app", "a"], "first": "app"}]] * len(ranks_of(way))
 
 
 # --- streams ---
@@ -299,6 +370,24 @@ def test_workers(here, folders):
         assert (facts["codes"], facts["blocked"]) == ([-signal.SIGTERM] * 4, [0] * 4)
 
 
+TRAPS = """
+import signal, subprocess
+from saying import says
+
+program = "trap 'echo trapped; exit 7' USR1; echo ready; while :; do sleep 0.05; done"
+for options in ({}, {"preexec_fn": lambda: None}):
+    shell = subprocess.Popen(["bash", "-c", program], stdout=subprocess.PIPE, text=True, **options)
+    assert shell.stdout.readline() == "ready\\n"
+    shell.send_signal(signal.SIGUSR1)
+    says(line=shell.stdout.readline(), code=shell.wait())
+"""
+
+
+def test_signals_of_children(here, folders):
+    """What a script starts, or becomes, ignores no signal."""
+    assert same(here, folders, TRAPS) == [{"line": "trapped\n", "code": 7}] * 2
+
+
 LEADS = "import os; from saying import says; says(leads=os.getsid(0) == os.getpid())"
 
 
@@ -335,9 +424,9 @@ def test_no_patches(here):
     """MPIDDP_NO_PATCHES leaves out all that mpiddp changes in the process of a script, or what it names."""
     text = """
     import faulthandler, gc, signal, sys
+    import torch
     print(gc.get_freeze_count() > 0, faulthandler.is_enabled(), sys.stdout.line_buffering,
           callable(signal.getsignal(signal.SIGUSR1)))
-    import torch
     """
     script = here.script(textwrap.dedent(text))
 
@@ -363,6 +452,26 @@ def test_a_script_that_uses_mpi(place, mpi):
     """`from mpi4py import MPI` has the job's ranks under every MPI, in the order of torch's."""
     done = place.run("launch", *place.where(2), place.script(OF_MPI), mpi=mpi).assert_ok()
     assert done.lines == ["2 True"] * 2
+
+
+STARTS_MPI = """
+import os, subprocess, sys
+if "imports" in sys.argv:
+    from mpi4py import MPI
+    assert MPI.COMM_WORLD.size == 2
+code = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
+size = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True).stdout
+seen = [name for name in os.environ if name.startswith(("OMPI_", "OPAL_", "PMIX_", "PRTE_", "PMI_"))]
+print(size.strip(), seen, os.environ["LD_LIBRARY_PATH"])
+"""
+
+
+@pytest.mark.parametrize("imports", ["", "imports"])
+def test_an_mpi_program_of_a_script(here, imports):
+    """A script's children see nothing of the job's MPI, even if the script uses it: theirs has one rank."""
+    script, env = here.script(STARTS_MPI), {"LD_LIBRARY_PATH": "/mine"}
+    done = here.run(*WAYS["mpiddp"], "--log-ranks", "all", script, imports, env=env).assert_ok()
+    assert done.lines == ["1 [] /mine"] * 2
 
 
 def test_a_second_start_of_mpi(here):

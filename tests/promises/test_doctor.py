@@ -159,7 +159,9 @@ def test_drill_passes_a_script_that_resumes_exactly(here):
     done = here.run("drill", *options, DRILLED, "{out}")
     assert done.code == 0, done.stderr + done.stdout
     faults = results(done)
-    assert [row["codes"] for row in faults.values()] == [[0], [1, 0], [75, 0], [1, 0]]
+    # A launcher that hears of the signal before its script has code 130.
+    assert faults["sigterm"]["codes"] in ([75, 0], [130, 0])
+    assert [faults[name]["codes"] for name in ("none", "kill", "fewer")] == [[0], [1, 0], [1, 0]]
     assert [faults[name]["weights_equal"] for name in ("kill", "sigterm")] == [True, True]
     assert faults["fewer"]["steps_lost"] > 0
 

@@ -540,6 +540,100 @@ def test_a_killed_launcher_leaves_nothing(here):
         assert not [*Path(sessions).iterdir()]
 
 
+TWO_ERRORS = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+time.sleep(0.5 * rank)
+raise RuntimeError([f"error of rank 0", sys.argv[1]][rank])
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_shown"), [("a bug of rank 1", True), ("Connection reset by peer", False)]
+)
+def test_the_error_of_a_second_rank(here, error, is_shown):
+    """A second rank's own error is shown as well. One that follows from the first is in its file alone."""
+    logs = here.folder / "logs"
+    script = here.script(TWO_ERRORS)
+    done = here.run("launch", *here.where(2), "--log-dir", str(logs), script, error)
+    assert "rank 0 on" in done.said[-1]
+    assert "failed first: RuntimeError: error of rank 0" in done.said[-1]
+    assert (f"RuntimeError: {error}" in done.stderr) is is_shown
+    last = (logs / "rank_00001.err").read_text().splitlines()[-1]
+    assert last == f"RuntimeError: {error}"
+
+
+SURVIVES = """
+import atexit, os, signal, sys, time
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+name, attempt = sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"]
+ready = Path("ready" + attempt)
+if os.environ["RANK"] == "1":
+    while not ready.exists():
+        time.sleep(0.02)
+    raise ValueError("rank 1 fails")
+memory = SharedMemory(name, create=True, size=1 << 20)
+if attempt == "0":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+atexit.register(print, "atexit", attempt, flush=True)
+ready.touch()
+try:
+    time.sleep(6000)
+finally:
+    print("finally", attempt, flush=True)
+"""
+
+
+def test_a_survivor(here):
+    """A survivor of a failure gets SIGTERM, as under torchrun. Its shared memory is free in a restart."""
+    name = f"test-{here.mark}"
+    done = here.run("launch", *here.where(2), "--max-restarts", "1", here.script(SURVIVES), name)
+    assert (done.code, done.stderr.count("failed first: ValueError: rank 1 fails")) == (1, 2)
+    assert done.lines == ["finally 0", "atexit 0"]
+    assert not Path("/dev/shm", name).exists()
+    assert not here.processes()
+
+
+SAVES_LATE = """
+import os, signal, sys, time
+import mpiddp
+from pathlib import Path
+
+def save(*_):
+    Path("began").touch()
+    time.sleep(4)
+    Path("saved").touch()
+    sys.exit(143)
+
+if os.environ["RANK"] == "1":
+    while not Path("ready").exists():
+        time.sleep(0.02)
+    raise ValueError("rank 1 fails")
+if sys.argv[1] == "saving":
+    with mpiddp.saving():
+        Path("ready").touch()
+        save()
+signal.signal(signal.SIGTERM, save)
+Path("ready").touch()
+time.sleep(6000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "grace", "saved"),
+    [("saving", "1", True), ("SIGTERM", "1", False), ("SIGTERM", "30", True)],
+)
+def test_the_save_of_a_survivor(here, how, grace, saved):
+    """A survivor's save in flight is awaited; its handler of SIGTERM has --failed-grace seconds."""
+    script = here.script(SAVES_LATE)
+    done = here.run("launch", *here.where(2), "--failed-grace", grace, script, how)
+    assert done.code == 1
+    assert "rank 1 fails. The other ranks were stopped." in done.stderr
+    assert ((here.folder / "began").exists(), (here.folder / "saved").exists()) == (True, saved)
+    assert not here.processes()
+
+
 WAITS = "import time\nprint('ready\\n', end='', flush=True)\ntime.sleep(6000)\n"
 
 

@@ -91,15 +91,19 @@ def test_a_gpu_that_breaks(hosts):
 
 
 def test_a_gpu_that_has_reported_an_error(hosts):
-    """A host whose kernel's log has an Xid of the hardware in the last hour is refused."""
-    env = tools(hosts, "nvidia-smi", dict.fromkeys(("node0", "node1"), nvidia_smi({})))
+    """A host whose kernel's log has an Xid of the hardware is refused, until the GPU was reset."""
+    needs_reset = nvidia_smi({"gpu_recovery_action": "Reset"})
+    env = tools(hosts, "nvidia-smi", {"node0": nvidia_smi({}), "node1": needs_reset})
     log = """echo "[$(cut -d' ' -f1 /proc/uptime)] NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off"""
     tools(hosts, "dmesg", {"node1": f'{log} the bus."'})
     refused = hosts.run(*ONE_EACH, JOB, env=env)
     assert refused.code == 2
     (said,) = refused.said
-    xid = r"node1: GPU 0 reported Xid 79 \(it has fallen off the bus\) \d+ s ago\. .*--no-check"
-    assert re.fullmatch(xid, said)
+    xid = r"node1: GPU 0 reported Xid 79 \(it has fallen off the bus\) \d+ s ago\. "
+    assert re.fullmatch(f"{xid}.*--no-check", said)
+    tools(hosts, "nvidia-smi", {"node0": nvidia_smi({}), "node1": nvidia_smi({})})  # it was reset
+    (said,) = hosts.run(*ONE_EACH, JOB, env=env).assert_ok().said
+    assert re.fullmatch(f"{xid}Its driver has started since, or calls it usable\\.", said)
 
 
 def test_a_gpu_that_an_earlier_job_still_holds(hosts):

@@ -29,6 +29,8 @@ from tests.support.place import Hosts, Job, eventually
 from tests.support.ranks import ROOT, find_mpirun
 
 PASSWORD = "a password"
+# Names that mean something to a shell or to rsync, or that no encoding has.
+ODD = ("-rf", "#a", ";b", "*", "e\\nf", "new\nline", "\udcff")
 # Its stdin and stdout become those of a terminal, from which ssh reads a password.
 TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 
@@ -50,8 +52,7 @@ def project(hosts: Hosts) -> Path:
     """The folder of a project on node0, whose name means something to a shell."""
     folder = hosts.folder / "a project; $HOME"
     files = {"train.py": "print(1)\n", "src/deep/table.bin": "0123" * 9999}
-    odd = ("-rf", "#a", ";b", "*", "e\\nf", "new\nline", "\udcff")
-    files |= {f"src/{name}": "odd\n" for name in odd}
+    files |= {f"src/{name}": "odd\n" for name in ODD}
     write(folder, {**files, "runs/log": "mine", ".git/HEAD": "mine", "src/old.py": "old\n"})
     (folder / "train.py").chmod(0o755)
     (folder / "src/link").symlink_to("deep/table.bin")
@@ -152,9 +153,25 @@ def test_run_names_the_hosts_that_fail(hosts, file):
         done = hosts.run("hosts", "run", file, "--", "echo", "here")
     assert (done.code, done.stdout) == (1, "node[0-1]: here\n")
     assert "node2: ssh node2: connection refused" in done.stderr
-    endless = f"test $(uname -n) != node1 || yes {'y' * 9999}"
-    done = hosts.run("hosts", "run", file, "--", "sh", "-c", endless)
-    assert (done.code, done.stderr) == (1, "mpiddp: node1: more than 16.8 MB of output; stopped\n")
+    done = hosts.run("hosts", "run", file, "--", "uname -n | tail -1")
+    missing = "mpiddp: node[0-2]: uname -n | tail -1: No such file or directory"
+    assert done.stderr.startswith(
+        f"{missing}. For what a shell reads: sh -c 'uname -n | tail -1'\n"
+    )
+
+
+def test_run_shows_lines_as_they_come(hosts, file):
+    """`mpiddp hosts run` shows each line as it comes, however many there are, in little memory."""
+    code = "echo begun; echo why >&2; test $(uname -n) = node1 && exec yes {}; sleep 600"
+    job = hosts.start("hosts", "run", file, "--", "sh", "-c", code.format("y" * 9999))
+    job.until(": begun\n").until(": why\n")
+    eventually(lambda: job.out.stat().st_size > 20_000_000)
+    (used,) = re.findall(
+        r"VmHWM:\s+(\d+) kB", Path("/proc", str(job.pid), "status").read_text("utf-8")
+    )
+    job.signal(signal.SIGINT)
+    assert job.wait().code == 130
+    assert int(used) < 64_000
     eventually(lambda: not hosts.processes("yyyy"))
 
 
@@ -185,20 +202,54 @@ def test_push_makes_a_folder_the_same(hosts, file, project):
     assert (there[0] / "src/link").is_symlink()
     assert not (there[0] / "runs").exists()
 
+    theirs = {"runs/log": "theirs", "out/step_2/shard_1.pt": "theirs", "src/own.py": "theirs"}
     for path in there:
-        write(path, {"runs/log": "theirs", "src/__pycache__/x.pyc": "theirs"})
-        write(path, {"out/step_2/shard_1.pt": "theirs", "src/old.py": "old\n"})
+        write(path, {**theirs, "src/__pycache__/x.pyc": "theirs"})
     (project / "train.py").write_text("print(2)\n")
-    (project / "src/old.py").unlink()
     write(project, {"src/deep/new": "new"})
     sent = links.sent_bytes(hosts["node0"])
     hosts.run("hosts", "push", file, project).assert_ok()
     assert links.sent_bytes(hosts["node0"]) - sent < 10_000_000
     for path in there:
+        kept = {name: text for name, text in theirs.items() if (path / name).read_text() == text}
+        assert kept == theirs
         assert contents(project).items() <= contents(path).items()
-        assert (path / "runs/log").read_text() == "theirs"
         assert (path / "src/__pycache__/x.pyc").exists()
-        assert (path / "out/step_2/shard_1.pt").read_text() == "theirs"
+
+
+def test_push_removes_what_it_has_sent(hosts, file, project):
+    """A push removes what an earlier push has sent and is gone here, under any name, and nothing else."""
+    gone = ["src/old.py", *(f"src/{name}" for name in ODD), "pkg/a.py", "pkg/sub/b.py"]
+    write(project, {"pkg/a.py": "a", "pkg/sub/b.py": "b", "whole/c.py": "c", "left/d.py": "d"})
+    write(project, {"src/gone/e.py": "e", "src/new\\[x]": "odd", "src/newx": "x"})
+    gone += ["whole/c.py", "left/d.py", "src/gone/e.py", "src/new\\[x]"]
+    hosts.run("hosts", "push", file, project).assert_ok()
+    there = [hosts[name].path(project) for name in ("node1", "node2")]
+    theirs = {"src/own.py": "theirs", "pkg/sub/theirs.pt": "theirs", "srcs": "theirs"}
+    for path in there:
+        for folder in ("src", "src/gone", "whole"):
+            write(path, {**theirs, f"{folder}/__pycache__/e.pyc": "theirs"})
+    sent = {name: contents(project).get(name) for name in gone}
+    for name in gone:
+        (project / name).unlink()
+    (project / "src/link").unlink()
+    for folder in ("src/gone", "pkg/sub", "pkg", "whole"):
+        (project / folder).rmdir()
+    (project / "whole").write_text("now a file\n")
+    hosts.run("hosts", "push", "--leave-out", "left", file, project).assert_ok()
+    for path in there:
+        assert (path / "left/d.py").exists()
+    hosts.run("hosts", "push", file, project).assert_ok()
+    for path in there:
+        assert not (path / "src/gone").exists()
+        assert (path / "src/__pycache__/e.pyc").exists()
+        kept = contents(path)
+        assert {name: kept.pop(name)[1].decode() for name in theirs} == theirs
+        assert kept == contents(project)
+        replaced = contents(path / ".mpiddp-replaced")
+        assert {name: replaced.get(name) for name in gone} == sent
+    done = hosts.run("hosts", "push", file, project).assert_ok()
+    assert done.stdout == "node[1-2]: nothing has changed\n"
 
 
 def test_push_and_pull_need_rsync(hosts, file, project):

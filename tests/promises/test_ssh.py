@@ -4,9 +4,11 @@ Holds mpiddp/hosts/ssh.py and mpiddp/launch/network.py.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from subprocess import PIPE
 
 import pytest
 
@@ -14,7 +16,7 @@ from mpiddp.checkpoints import folder as directory
 from tests.support.cluster import Cluster, Host, faults, ssh
 from tests.support.cluster.faults import begins_with, sshd_with
 from tests.support.cluster.host import TMPDIR, configure
-from tests.support.place import program
+from tests.support.place import Hosts, eventually, program
 
 CONFIG, BASHRC, KEY = "/root/.ssh/config", "/root/.bashrc", "/root/.ssh/id_ed25519"
 SIX = "fd77::{}"
@@ -22,7 +24,6 @@ SIX = "fd77::{}"
 
 SETTINGS = {
     "alias": "Host gpu2\n  HostName 10.77.0.2\n",
-    "jump": "Host gpu2\n  HostName 10.77.0.2\n  ProxyJump node2\n",
     "command": "Host gpu2\n  HostName 10.77.0.2\n  RemoteCommand tmux\n  RequestTTY force\n",
     "forward": "Host gpu2\n  HostName 10.77.0.2\n  LocalForward 22 localhost:22\n"
     "  ExitOnForwardFailure yes\n",
@@ -32,7 +33,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_settings_of_a_user(hosts, setting):
-    """A job takes a user's ssh settings, as aliases and jump hosts, but no command, forward or master."""
+    """A job takes a user's ssh settings, as aliases, but no command, forward or master."""
     script = hosts.script("import os; print(os.uname().nodename, os.listdir('/root/.ssh'))")
     with begins_with(hosts["node0"], CONFIG, SETTINGS[setting]):
         done = hosts.run("launch", "--log-ranks=all", "-H", "node0:1,gpu2:1", script).assert_ok()
@@ -41,6 +42,66 @@ def test_the_settings_of_a_user(hosts, setting):
         (hosts.folder / "file").write_text("gpu2\n")
         done = hosts.run("hosts", "run", hosts.folder / "file", "--", "hostname").assert_ok()
         assert done.stdout == "gpu2: node1\n"
+
+
+# --- jump hosts, and logins that are dropped ---
+
+JUMP = (
+    "Host gpu1\n  HostName 10.77.0.2\n  ProxyJump node2\n"
+    "Host gpu2\n  HostName 127.0.0.1\n  HostKeyAlias node2\n  ProxyJump node2\n"
+)
+ONE_LOGIN = "MaxStartups 1:100:1\n"  # sshd drops others as long as one has not ended
+# A connection to node1's sshd that logs in for ever.
+HELD = "import socket; s = socket.create_connection(('node1', 22)); print(s.recv(3), flush=True); input()"
+
+
+def logins(hosts: Hosts, name: str) -> int:
+    """How many logins of node0 this host has accepted."""
+    log = hosts[name].path("/run/sshd.log").read_text()
+    return len(re.findall(rf"Accepted publickey for root from {hosts['node0'].address} ", log))
+
+
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)
+def test_hosts_behind_a_jump_host(hosts, mpi):
+    """Any number of hosts behind one jump host start: it gets one login, which ends with the job."""
+    with begins_with(hosts["node0"], CONFIG, JUMP), sshd_with(hosts["node2"], ONE_LOGIN):
+        before = logins(hosts, "node2")
+        where = ("-H", "node0:1,gpu1:1,gpu2:1")
+        done = hosts.run("launch", *where, program("identity.py"), mpi=mpi).assert_ok()
+        assert {rank["host"] for rank in done.records} == {"node0", "node1", "node2"}
+        assert logins(hosts, "node2") - before == 1
+    assert not hosts.processes("ControlMaster")
+
+
+def test_a_connection_of_the_user(hosts):
+    """A connection to the jump host that the user has open is used, and outlives the job."""
+    node0, file = hosts["node0"], hosts.folder / "file"
+    file.write_text("gpu1\ngpu2\n")
+    own = "Host node2\n  ControlPath ~/.ssh/own\n"
+    with begins_with(node0, CONFIG, f"{own}{JUMP}"):
+        node0.run(["ssh", "-M", "-N", "-f", "node2"], check=True)
+        before = logins(hosts, "node2")
+        done = hosts.run("hosts", "run", file, "--", "hostname").assert_ok()
+        assert sorted(done.lines) == ["gpu1: node1", "gpu2: node2"]
+        assert logins(hosts, "node2") == before
+        node0.run(["ssh", "-O", "exit", "node2"], check=True)
+
+
+def test_a_login_that_is_dropped(hosts):
+    """A login that sshd drops before it begins is tried again, within the time of a login, and then named."""
+    node0, node1, file = hosts["node0"], hosts["node1"], hosts.folder / "file"
+    file.write_text("node1\n")
+    run = ("hosts", "run", file, "--login-timeout")
+    with sshd_with(node1, ONE_LOGIN):
+        with node0.popen([sys.executable, "-c", HELD], stdin=PIPE) as held:
+            assert held.stdout.readline()
+            done = hosts.run(*run, "2s", "--", "hostname")
+            assert done.code == 1
+            assert "its sshd closes each login before it begins. See MaxStartups" in done.stderr
+            job = hosts.start(*run, "1m", "--", "hostname")
+            eventually(lambda: hosts.processes("sleep 0.5"))  # before it is tried again
+            held.communicate("\n")
+        assert job.wait().assert_ok().stdout == "node1: node1\n"
 
 
 # --- logins that fail ---
@@ -174,6 +235,29 @@ def test_a_script_that_a_host_lacks(hosts):
     ]
     done = hosts.run("launch", "-H", "node0:1,node1:1", "--push", "train.py", cwd=folder)
     assert done.assert_ok().stdout == "1\n1\n"
+
+
+def test_a_file_that_is_gone(hosts):
+    """A push removes a module that an earlier push has sent and that is gone. Another one is named."""
+    folder, file = "/run/tmp/branch", hosts.where(2)[1]
+    push, launch = ("hosts", "push", file, folder), ("launch", "--hostfile", file, "train.py")
+    here, there = (hosts[name].path(folder) for name in ("node0", "node1"))
+    here.mkdir()
+    script = "try:\n    import local_settings\nexcept ImportError:\n    pass\n"
+    (here / "train.py").write_text(script)
+    (here / "local_settings.py").write_text("")
+    hosts.run(*push).assert_ok()
+    (here / "local_settings.py").unlink()
+    done = hosts.run(*launch, cwd=folder)
+    is_there = "local_settings.py is on node1, and not on node0. Remove it there: mpiddp hosts push"
+    assert (done.code, is_there in done.stderr) == (2, True)
+    hosts.run(*push).assert_ok()
+    hosts.run(*launch, cwd=folder).assert_ok()
+    (there / "local_settings.py").write_text("")  # no push has sent this one
+    hosts.run(*push).assert_ok()
+    done = hosts.run(*launch, cwd=folder)
+    assert (done.code, is_there in done.stderr) == (2, True)
+    assert (there / "local_settings.py").exists()
 
 
 def test_a_resume_with_push_keeps_shards(hosts):

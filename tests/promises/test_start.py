@@ -44,11 +44,11 @@ def refusal(done: Done) -> list[str]:
 @every_mpi_on_hosts
 def test_each_slot_gets_a_rank(place, mpi):
     """One command starts a rank on every slot, with the script's arguments and the launcher's folder."""
-    done = place.run("launch", *place.where(3), program("identity.py"), "-n", "5", mpi=mpi)
+    done = place.run("launch", *place.where(3), program("identity.py"), "--", "-n", "5", mpi=mpi)
     ranks = done.assert_ok().records
     assert [rank["RANK"] for rank in ranks] == [0, 1, 2]
     assert [rank["host"] for rank in ranks] == place.hosts_of(3)
-    assert all(rank["argv"] == ["-n", "5"] for rank in ranks)
+    assert all(rank["argv"] == ["--", "-n", "5"] for rank in ranks)
     assert all(rank["cwd"] == str(place.folder) for rank in ranks)
 
 

@@ -17,19 +17,39 @@ GPU_ROW = {
     "clocks_event_reasons.active": "0x0000000000000001",
     "ecc.errors.uncorrected.volatile.total": "0",
     "driver_version": "580.159.04",
+    "gpu_recovery_action": "None",
 }
 SECOND_GPU = {"pci.bus_id": "00000000:9A:00.0", "uuid": "GPU-9aac0f2e-6c1b-0d4f-5b2a-0c9d6a6f6a01"}
 
 
-def nvidia_smi(*gpus: dict[str, str], users: str = "") -> str:
-    """The text of an nvidia-smi that prints these GPUs, by what differs from GPU_ROW, and who uses them."""
-    rows = "\n".join(", ".join({**GPU_ROW, **gpu}.values()) for gpu in gpus)
+def nvidia_smi(*gpus: dict[str, str | None], users: str = "") -> str:
+    """The text of an nvidia-smi that prints these GPUs, by what differs from GPU_ROW, and who uses them.
+
+    It refuses a field that it does not have (None), as another version does.
+    """
+    values = "\n".join(
+        f"{number}:{field}) value='{value}' ;;"
+        for number, gpu in enumerate(gpus)
+        for field, value in {**GPU_ROW, **gpu}.items()
+        if value is not None
+    )
     return f"""
 case "$1" in
---query-gpu=*) cat <<'END'
-{rows}
-END
-;;
+--query-gpu=*)
+    IFS=,
+    for number in {" ".join(map(str, range(len(gpus))))}; do
+        row=
+        for field in ${{1#*=}}; do
+            case "$number:$field" in
+            {values}
+            *) echo "Field \\"$field\\" is not a valid field to query."; exit 2 ;;
+            esac
+            row="$row, $value"
+        done
+        echo "${{row#, }}"
+    done
+    unset IFS
+    ;;
 --query-compute-apps=*) cat <<'END'
 {users}
 END

@@ -199,8 +199,8 @@ ssh-host-key-unknown() { on node0 'ssh -o BatchMode=yes -o UserKnownHostsFile=/d
 ssh-host-key-changed() { on node0 'key=$(cut -d" " -f2- ~/.ssh/known_hosts | head -n 1); ssh-keygen -q -t ed25519 -N "" -f /run/tmp/other
   echo "node1 $(cut -d" " -f1,2 /run/tmp/other.pub)" > /run/tmp/known; ssh -o BatchMode=yes -o UserKnownHostsFile=/run/tmp/known node1 true; rm /run/tmp/other*'; }
 ssh-refused() { on node0 'ssh -o BatchMode=yes -p 2222 node1 true'; }
-ssh-unreachable() { on node0 'ssh -o ConnectTimeout=2 -o BatchMode=yes 10.77.0.99 true'; }
-ssh-unreachable.no-route() { on node0 'ip route add unreachable 10.99.0.9; ssh -o BatchMode=yes 10.99.0.9 true; ip route del unreachable 10.99.0.9; ssh -o BatchMode=yes 10.99.0.8 true'; }
+ssh-timed-out() { on node0 'ssh -o ConnectTimeout=2 -o BatchMode=yes 10.77.0.99 true'; }
+ssh-unreachable() { on node0 'ip route add unreachable 10.99.0.9; ssh -o BatchMode=yes 10.99.0.9 true; ip route del unreachable 10.99.0.9; ssh -o BatchMode=yes 10.99.0.8 true'; }
 ssh-unresolved() { on node0 'ssh -o BatchMode=yes gpu-17 true'; }
 ssh-permissions() { on node0 'cp ~/.ssh/id_ed25519 /run/tmp/key; chmod 644 /run/tmp/key; ssh -o BatchMode=yes -i /run/tmp/key -o IdentitiesOnly=yes node1 true; rm /run/tmp/key'; }
 ssh-permissions.config() { on node0 'cp ~/.ssh/config /run/tmp/config 2> /dev/null; touch ~/.ssh/config; chmod 666 ~/.ssh/config; ssh -o BatchMode=yes node1 true; chmod 600 ~/.ssh/config'; }

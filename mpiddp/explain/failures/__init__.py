@@ -7,7 +7,8 @@
     cause = A rank waited for another …   one or two sentences; what is only likely is called usual
     fix = Look at what the other …        what to do, with the command where there is one
 
-Each has a text of the real program in tests/data/failures/. `python -m docs.troubleshooting` writes the page.
+The errors of ssh are rows of mpiddp/hosts/complaints.py, because the launcher answers them as well. Each row
+has a text of the real program in tests/data/failures/. `python -m docs.troubleshooting` writes the page.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from configparser import RawConfigParser
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+
+from mpiddp.hosts.complaints import SSH_ERRORS, in_general
 
 # The first word of an id, and how a page names the program. Sorted as the page is.
 PROGRAMS = {
@@ -61,7 +64,7 @@ class Failure:
 _parser = RawConfigParser(delimiters="=", comment_prefixes=";")
 for _path in sorted(Path(__file__).parent.glob("*.ini")):
     _parser.read_string(_path.read_text(encoding="utf-8"), str(_path))
-FAILURES = tuple(
+_OF_FILES = (
     Failure(
         id=name,
         says=tuple(text.strip() for text in row["says"].split(" |")),
@@ -73,3 +76,9 @@ FAILURES = tuple(
     for name, row in _parser.items()
     if row
 )
+_OF_SSH = (
+    Failure(error.id, error.says, *in_general(error), pattern=error.pattern, weight=Weight.CAUSE)
+    for error in SSH_ERRORS
+    if error.id
+)
+FAILURES = (*_OF_FILES, *_OF_SSH)

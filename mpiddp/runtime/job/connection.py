@@ -11,17 +11,15 @@ import contextlib
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpiddp.errors import JobFailed
 from mpiddp.protocol import channel
-from mpiddp.protocol.channel import RANK, UNIX, decode
+from mpiddp.protocol.channel import NO_MESSAGE, RANK, UNIX
 from mpiddp.world import World
 
 CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands
 _ATTEMPT_S, _RETRY_S = 10.0, 0.2
-# The errors of a line that is not a message, and of an address that is none.
-NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
 
 
 class Server(NamedTuple):
@@ -88,24 +86,10 @@ def _connect(
         # A stopped launcher (Ctrl-Z) reads no steps. If it is lost, the rank's own connection shows it.
         channel.notice_silence(connection, is_read_slowly=facts.get("role") == channel.SCRIPT)
         connection.settimeout(answer_s)
-        challenge = _next(connection)["challenge"]
         key = server.member_key(rank, str(facts.get("role", RANK)))
-        line, proof = channel.introduction(key, challenge, kind, rank, facts)
-        connection.sendall(line)
-        answer = _next(connection)
+        answer = channel.introduce(connection, key, kind, rank, facts)
         if answer["type"] == "taken":
             raise AnotherScript
-        if answer["type"] != "received" or answer["proof"] != proof:
-            raise ValueError("no proof")
         connection.settimeout(None)
         stack.pop_all()
         return connection, answer.get("group", 0)
-
-
-def _next(connection: socket.socket) -> dict[str, Any]:
-    """The next message. What follows it is left to the connection's owner."""
-    with connection.makefile("rb", buffering=0) as bytes_of_it:
-        line = bytes_of_it.readline(channel.UNPROVED_LINE_LIMIT)
-    if not line.endswith(b"\n"):
-        raise ConnectionResetError("the connection has ended")
-    return decode(line[:-1])[0]

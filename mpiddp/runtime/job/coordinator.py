@@ -28,8 +28,8 @@ from typing import Any, TypeAlias, TypeVar
 from mpiddp.errors import DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
 from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol import channel
-from mpiddp.protocol.channel import RANK, decode, encode
-from mpiddp.runtime.job.connection import NO_MESSAGE, Server, connect_to_server
+from mpiddp.protocol.channel import NO_MESSAGE, RANK, decode, encode
+from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.world import World
 
@@ -282,10 +282,15 @@ class Coordinator:
                 on_news(facts)
 
             def receive_all() -> None:
-                look()
-                while not self.is_lost:
-                    self.receive()
+                try:
                     look()
+                    while not self.is_lost:
+                        self.receive()
+                        look()
+                finally:  # whoever waits for an answer would wait for ever
+                    with self._changed:
+                        self.is_lost = True
+                        self._changed.notify_all()
 
             threading.Thread(target=receive_all, name="mpiddp", daemon=True).start()
 

@@ -14,13 +14,12 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import print_error
-from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, encode
+from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, encode, is_consequence
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -98,6 +97,7 @@ class Session:
             self._saves += difference
             if self._saves == max(0, difference):  # the first begins, or the last has ended
                 self.coordinator.tell_launcher("saving", active=bool(self._saves))
+                self.tell_agent("saving", active=bool(self._saves))
 
     def wait_for_saves(self) -> None:
         """Wait until this rank has no save in flight, whether the saves succeed or not. Not a collective."""
@@ -116,11 +116,11 @@ class Session:
         # The first rank that exits with a code other than 0 ends the others, which may still save.
         self.coordinator.leave(waits=self.stop.has_stopped or waits)
 
-    def fail(self, error: BaseException, *, is_printed: bool = False) -> None:
+    def fail(self, error: BaseException, *, is_printed: bool = False) -> bool:
         """Say why this script fails: record it for the agent, and print what only a rank can print.
 
-        The first rank to fail says what is wrong; errors of connections follow from it, and would only hide
-        it. `is_printed`: Python has printed the error.
+        Errors of connections follow from that of the first rank to fail, and would hide it: they go to the
+        rank's file alone. `is_printed`: Python has printed the error. Returns whether it is to be shown.
         """
         # A save in flight goes on after sys.exit(), because the agent ends the others. A claim ends it.
         is_first = isinstance(error, SystemExit) or self.coordinator.claim_first_failure()
@@ -133,9 +133,10 @@ class Session:
         prints = ending.is_refusal or (is_sentence and not self.has_agent)
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
-        elif not (is_first or is_printed) and (is_sentence or isinstance(error, RuntimeError)):
-            self.tell_over(ending.code)
-            time.sleep(_END_S)
+        is_shown = is_first or not is_consequence(ending.error)
+        if not (is_shown or is_printed):
+            self.tell_agent("hidden", text=ending.facts["traceback"])
+        return is_shown
 
     def tell_over(self, code: int) -> None:
         """Tell the agent that this script, which has failed, has no more to do than to end."""

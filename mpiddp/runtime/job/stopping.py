@@ -45,6 +45,7 @@ class StopRequest:
         if not self.supports_stop:
             self.supports_stop = True
             self._ranks.tell_launcher("supports_stop")
+            self._tell_agent("supports_stop")
             if self._ranks.has_launcher:
                 stop_on(self, signal.SIGTERM)
 
@@ -121,8 +122,9 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
         """A forked child is no rank."""
         for number in before:
             if signal.getsignal(number) is on_signal:
+                # Not SIG_IGN, which a program that the child becomes would inherit.
                 ignores = number in (signal.SIGUSR1, signal.SIGUSR2)
-                signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
+                signal.signal(number, (lambda *_: None) if ignores else signal.SIG_DFL)
 
     if before and threading.main_thread() is threading.current_thread():
         stop.handlers.append(on_signal)

@@ -19,7 +19,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.interfaces import interfaces
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.ending import Refused
-from mpiddp.runtime.patches import MPI_FINALIZED, FinalizedMPI
+from mpiddp.runtime.patches import refuse_mpi
 from mpiddp.runtime.rendezvous.result import requested_interface
 from mpiddp.world import World
 
@@ -50,7 +50,7 @@ def over_mpi(ranks: Coordinator, timeout_s: float) -> Iterator[None]:
                 MPI.Finalize()
                 sys.modules.pop("mpi4py.MPI", None)
                 vars(sys.modules["mpi4py"]).pop("MPI", None)
-                sys.meta_path.insert(0, FinalizedMPI(MPI_FINALIZED))
+                refuse_mpi()
     finally:
         faulthandler.cancel_dump_traceback_later()
 

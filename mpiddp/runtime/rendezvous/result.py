@@ -145,7 +145,7 @@ def variables_of(world: World, own: RankInfo, interface: str, run_id: str) -> di
             "ROLE_RANK": str(world.rank),
             "ROLE_WORLD_SIZE": str(world.world_size),
         }
-    if interface:
+    if interface and world.num_nodes != 1:  # groups of the script's own may reach other hosts
         # NCCL uses the first interface that it finds suitable. With "=", it matches the whole name, not a
         # prefix. gloo uses the address of the host's own name, which Debian maps to 127.0.1.1.
         family = "AF_INET6" if ":" in str(world.master_addr) else "AF_INET"
@@ -214,10 +214,16 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
         if program != programs[0]:
             ours, theirs = dict(programs[0]), dict(program)
             name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
+            here, there = infos[0].hostname, info.hostname
+            if name not in ours:  # as after a change of the branch
+                raise UserError(
+                    f"{name} is on {there}, and not on {here}. Remove it there: mpiddp hosts push does, "
+                    "if an earlier push has sent it"
+                )
             own, other = (each.get(name, "")[:8] or "none" for each in (ours, theirs))
             raise UserError(
-                f"{name} differs on {info.hostname} (sha256 {other} instead of {own} on "
-                f"{infos[0].hostname}). Copy it again: mpiddp hosts push"
+                f"{name} differs on {there} (sha256 {other} instead of {own} on {here}). Copy it again: "
+                "mpiddp hosts push"
             )
     if placement := env.get(variables.PLACEMENT):
         names = expected_hosts(placement)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
-
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import JobFailed
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.patches import no_dns
 from mpiddp.world import World
 
-_open = partial(TCPStore, wait_for_workers=False, multi_tenant=True)
+if TYPE_CHECKING:  # a script that imports torch is served before its next line
+    from torch.distributed import Store
 
 
 def serve_store(env: Mapping[str, str], listener: int) -> Store:
@@ -24,11 +23,22 @@ def serve_store(env: Mapping[str, str], listener: int) -> Store:
     """
     with no_dns():
         address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        return _open(address, port, int(env["WORLD_SIZE"]), True, master_listen_fd=listener)
+        return _open(
+            address, port, int(env["WORLD_SIZE"]), is_master=True, master_listen_fd=listener
+        )
+
+
+def _open(address: str, port: int, world_size: int, **options: Any) -> Store:
+    from torch.distributed import TCPStore
+
+    options |= {"wait_for_workers": False, "multi_tenant": True}
+    return TCPStore(address, port, world_size, **options)
 
 
 def store_of_group(coordinator: Coordinator, timeout_s: float) -> Store:
     """The store of a new process group of all ranks. All ranks must call this."""
+    from torch.distributed import HashStore, PrefixStore
+
     world = coordinator.world
     name = coordinator.unique_prefix("group")
     if world.world_size == 1:

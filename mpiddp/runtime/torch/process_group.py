@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from mpiddp.runtime.rendezvous.store import store_of_group
 from mpiddp.world import World
 
 COLLECTIVE_TIMEOUT_S = 600.0
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @contextlib.contextmanager
@@ -67,14 +69,15 @@ def process_group(
         is_gloo = backend == "gloo"
         if not is_gloo:  # before NCCL starts, or every rank opens a context on GPU 0
             torch.accelerator.set_device_index(device)
-        dist.init_process_group(
-            backend,
-            store=store_of_group(coordinator, timeout_s),
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=None if is_gloo else device,
-        )
+        with _loopback_on_one_host(world):
+            dist.init_process_group(
+                backend,
+                store=store_of_group(coordinator, timeout_s),
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=None if is_gloo else device,
+            )
         destroys = True
         try:
             if is_gloo:
@@ -96,6 +99,19 @@ def process_group(
                 if is_gloo:
                     await_gloo()
                 dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _loopback_on_one_host(world: World) -> Iterator[None]:
+    """Let gloo use the loopback for a group of one host, whatever the host's own name leads to."""
+    is_set = world.num_nodes == 1 and _GLOO_INTERFACE not in os.environ
+    if is_set:
+        os.environ[_GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        if is_set:
+            del os.environ[_GLOO_INTERFACE]
 
 
 def init(*, backend: str | None = None, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:

@@ -1,6 +1,6 @@
 """One save and one resume: what they hold in memory, read, send, remove, and refuse.
 
-Tests mpiddp/checkpoints/{save,resume,run,send,boxes,folder}.py, mpiddp/files.py.
+Tests mpiddp/checkpoints/{save,schedule,resume,run,send,boxes,folder}.py, mpiddp/files.py.
 """
 
 import fcntl
@@ -9,8 +9,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,9 +26,9 @@ from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.boxes import Box, Copies
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.checkpoints.run import RunDir, RunLock
-from mpiddp.checkpoints.save import SaveSchedule
+from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.errors import UserError
-from mpiddp.files import read_limited
+from mpiddp.files import is_locked, read_limited
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
@@ -152,6 +155,7 @@ OWNS = """
 import sys
 from pathlib import Path
 from mpiddp.checkpoints.run import RunDir, RunLock
+from mpiddp.files import is_locked
 owner = RunLock(RunDir(Path(sys.argv[1])))
 print("owns", flush=True)
 sys.stdin.read()
@@ -175,14 +179,14 @@ def owning(run: RunDir) -> subprocess.Popen[str]:
 def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch):
     """It removes the file that the next one has opened already. A lock on that file excludes nobody."""
     run = RunDir(tmp_path)
-    owner, lock = owning(run), fcntl.lockf
+    owner, lock = owning(run), fcntl.fcntl
 
-    def lock_late(file: BinaryIO, operation: int) -> None:
+    def lock_late(file: BinaryIO, operation: int, argument: bytes) -> None:
         if owner.poll() is None:
             owner.communicate("", timeout=PATIENCE_S)
-        lock(file, operation)
+        lock(file, operation, argument)
 
-    monkeypatch.setattr(fcntl, "lockf", lock_late)
+    monkeypatch.setattr(fcntl, "fcntl", lock_late)
     with pytest.raises(UserError, match="writes there"):
         RunLock(run)
     held = RunLock(run)
@@ -190,22 +194,71 @@ def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch
     held.release()
 
 
-def schedule(every: str) -> SaveSchedule:
+def test_a_copy_of_the_folder_keeps_the_lock(tmp_path):
+    """A lock of lockf ends when the process closes any other descriptor of the file."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    held = RunLock(run)
+    shutil.copytree(run.path, tmp_path / "copy")
+    attempt = [sys.executable, "-c", OWNS, str(run.path)]
+    refused = subprocess.run(attempt, env=clean_env(), capture_output=True, check=False)
+    assert b"writes there" in refused.stderr
+    assert is_locked(run.owner)
+    reads, writes = os.pipe()
+    child = os.fork()  # as a worker of a DataLoader, which outlives this process for a moment
+    if child == 0:
+        os.write(writes, b"forked")
+        time.sleep(PATIENCE_S)
+        os._exit(0)
+    try:
+        assert os.read(reads, 9) == b"forked"
+        held._file.close()
+        assert not is_locked(run.owner)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_any_error_of_the_thread_is_a_warning(create, monkeypatch, capsys):
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    checkpoints = create()
+    with monkeypatch.context() as patched:
+        patched.setattr("mpiddp.checkpoints.boxes.write_tensors", fails)
+        checkpoints.save(1, {"a": torch.ones(1)})
+        checkpoints._wait_for_own_save()
+    checkpoints.save(1, {"a": torch.ones(1)})
+    assert "step 1 cannot be saved: MemoryError" in capsys.readouterr().err
+    checkpoints.close()
+    assert mpiddp.load(checkpoints._dir.path).step == 1
+
+
+def schedule(every: str, first: int = 1, *, is_new: bool = False) -> SaveSchedule:
     alone = Coordinator(World(0, 1, 0, 1))
-    return SaveSchedule(parse_interval(every), alone, 0, timeout_s=1)
+    return SaveSchedule(parse_interval(every), alone, first - 1, is_new=is_new, timeout_s=1)
 
 
-def test_a_schedule_by_steps():
-    due = schedule("10")
-    assert [step for step in range(1, 41) if due.is_due(step)] == [10, 20, 30, 40]
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_schedule_by_steps(first):
+    due = schedule("10", first)
+    assert [step for step in range(first, 41) if due.is_due(step)] == [10, 20, 30, 40]
+    due = schedule("1", first)
+    assert [step for step in range(first, 4) if due.is_due(step)] == list(range(first, 4))
     due = schedule("10")  # a script may count samples
     assert [step for step in range(4, 41, 4) if due.is_due(step)] == [12, 20, 32, 40]
 
 
+def test_a_schedule_by_the_clock_begins_with_a_new_run():
+    assert [schedule("1h", is_new=is_new).is_due(1) for is_new in (True, False)] == [True, False]
+
+
 def test_no_file_outside_of_the_checkpoint_is_touched(tmp_path):
     """Not even a pipe, which would block the reader, and not before all names have been checked."""
-    with directory.appearing(tmp_path / "step_00000007") as new:
-        directory.seal(new, {})
+    new = directory.NewFolder(tmp_path / "step_00000007")
+    new.path.mkdir()
+    new.seal({})
+    new.publish()
     os.mkfifo(tmp_path / "pipe")
     entry = {"bytes": 13, "sha256": "0" * 64}
     manifest = json.dumps({"pipe": entry, "../pipe": entry}).encode()

@@ -69,6 +69,14 @@ def test_a_group_is_remembered_while_others_fill_torchs_record():
     assert f"{groups[-1].group_name}:gloo" in found.keys() - told().keys()
 
 
+@pytest.mark.parametrize("record", [b"", b"\x80\x04.", b"cno_such_module\nname\n."])
+def test_a_record_of_another_form_is_none(monkeypatch, record):
+    """It is private to torch, so a later torch may have another one. The thread that reads it goes on."""
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_fr_trace", lambda *_: record, raising=False)
+    assert calls() is None
+
+
 TWO_RANKS = """
 import sys, torch, torch.distributed as dist
 from mpiddp.runtime.collectives import calls

@@ -214,6 +214,20 @@ def test_a_server_that_is_stopped_ends_no_wait(job):
     assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_the_thread_that_receives_ends_every_wait(job):
+    """Nobody else would receive the answer."""
+    other = job.connect(1)
+    first = connect(Server(f"127.0.0.1:{job.port}", KEY), World(0, RANKS, 0, RANKS))
+    first.listen(lambda news: 1 / 0)
+    wait = job.call(first.leave, waits=True)
+    gather = job.call(first.all_gather_json, 0, key="key", timeout_s=600)
+    until(lambda: job.selector.next_at < float("inf"))
+    other.give("called", 1)
+    assert wait.exception(PATIENCE_S) is None
+    assert isinstance(gather.exception(PATIENCE_S), ChannelLost)
+
+
 def test_the_end_of_the_server_ends_every_wait():
     job = Job()
     first, *_ = job.all()

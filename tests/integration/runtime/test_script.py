@@ -13,23 +13,29 @@ from socket import gethostname
 import pytest
 
 from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
+from mpiddp.hosts.processes import state_of
 from mpiddp.runtime.child import Child, reap
 from mpiddp.runtime.program import COMMAND, Program
 from mpiddp.runtime.rank import Rank
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import LAUNCH, clean_env, run_command, script
 
 LOOK = """
 import gc, json, os, sys, weakref
+ours = [name for name in sys.modules if name.startswith("mpiddp.")]
+modules = [name for name in ours if not hasattr(sys.modules[name], "__path__")]
+is_early = "torch" in sys.modules
+def early(): pass
+import torch
 visited = {id(each) for each in gc.get_objects()}
 class Node: pass
 node = Node(); node.self = node; seen = weakref.ref(node); del node; gc.collect()
-modules = [name for name in sys.modules if name.startswith("mpiddp.")]
 found = {
-    "torch is imported": "torch" in sys.modules,
-    "torch is visited": id(vars(sys.modules.get("torch", sys))) in visited,
+    "torch is imported before": is_early,
+    "torch is visited": id(vars(torch)) in visited,
+    "the script is visited": id(globals()) in visited and id(early) in visited,
     "garbage is collected": gc.isenabled() and seen() is None,
-    "modules": [name for name in modules if not hasattr(sys.modules[name], "__path__")],
+    "modules": modules,
 }
 os.write(1, f"{json.dumps(found)}\\n".encode())
 """
@@ -41,7 +47,7 @@ os.write(1, f"{json.dumps(found)}\\n".encode())
     ids=["launch", "alone"],
 )
 def test_a_script_begins_after_few_modules(tmp_path, monkeypatch, command, most):
-    """The garbage collector does not visit torch's objects."""
+    """torch comes with the script's own import. The garbage collector does not visit its objects."""
     for name in VISIBLE:
         monkeypatch.delenv(name, raising=False)
     done = run_command([*command, script(tmp_path, LOOK)])
@@ -50,26 +56,26 @@ def test_a_script_begins_after_few_modules(tmp_path, monkeypatch, command, most)
         modules = found.pop("modules")
         assert len(modules) <= most, modules
         assert not [name for name in modules if name.startswith("mpiddp.runtime.torch")]
-        visits = {"torch is imported": True, "torch is visited": False}
-        assert found == {**visits, "garbage is collected": True}
+        torch = {"torch is imported before": False, "torch is visited": False}
+        assert found == {**torch, "the script is visited": True, "garbage is collected": True}
 
 
-HIDES_TORCH = """
-import os, sys
-name = "tor" + "ch"
-before = name in sys.modules
-group = getattr(__builtins__, "__imp" + "ort__")(f"{name}.distributed").distributed
-group.init_process_group("gloo")
-os.write(1, f"{before} {group.get_world_size()}\\n".encode())
-group.destroy_process_group()
+STARTS_ANOTHER = """
+import os, subprocess, sys
+if len(sys.argv) == 1:
+    sys.exit(subprocess.run([sys.executable, __file__, "again"]).returncode)
+import torch.distributed as dist
+dist.init_process_group("gloo")
+os.write(1, f"{dist.get_world_size()}\\n".encode())
+dist.destroy_process_group()
 """
 
 
-def test_a_script_that_does_not_name_torch_begins_without_it(tmp_path):
-    """It may still import it: then rank 0's own process serves the store."""
-    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, HIDES_TORCH)])
+def test_a_process_of_a_script_may_be_the_one_that_forms_the_group(tmp_path):
+    """torch's store listens in the script that imports torch, or in the process that it starts before."""
+    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, STARTS_ANOTHER)])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["False 2"] * 2
+    assert done.stdout.splitlines() == ["2"] * 2
 
 
 FOLDS_AND_A_GAN = """
@@ -79,9 +85,7 @@ from mpiddp.runtime.patches import optimizer_steps
 
 told = []
 progress = SimpleNamespace(count=lambda steps, by: told.append(steps))
-ranks = SimpleNamespace(has_launcher=True)
-session = SimpleNamespace(coordinator=ranks, progress=progress)
-optimizer_steps(SimpleNamespace(session=session, imports_torch=True))
+optimizer_steps(SimpleNamespace(session=SimpleNamespace(progress=progress)))
 parameter = torch.nn.Parameter(torch.zeros(1))
 parameter.grad = torch.zeros(1)
 for fold in range(3):
@@ -111,6 +115,45 @@ def test_a_signal_that_comes_before_a_command_reaches_it(monkeypatch):
     while child.status is None:
         reap()
     assert child.status == -signal.SIGTERM
+
+
+def test_a_command_stops_and_goes_on(monkeypatch):
+    """The kernel ignores SIGTSTP in a session without a terminal, so SIGSTOP takes its place."""
+    child = Child(Rank.from_env(Program(COMMAND, "sleep", ("600",))))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a rank that has joined")
+    child.start(os.environ)
+    for number, state in ((signal.SIGTSTP, "T"), (signal.SIGCONT, "S"), (signal.SIGKILL, "")):
+        child.pass_on(number)
+        eventually(lambda state=state: state_of(child.pid) in (state, "Z"))
+    while child.status is None:
+        reap()
+
+
+FLAGS = "import sys; print(sys.flags.optimize, sys.flags.dev_mode, sys.warnoptions, sys.orig_argv[1:-1])"
+
+
+def test_flags_of_python_by_hand(tmp_path):
+    """A script sees the flags of the Python that has started its rank."""
+    python = [sys.executable, "-O", "-X", "dev", "-W", "error"]
+    name = script(tmp_path, FLAGS)
+    done = run_command([*python, "-m", "mpiddp", "run", name])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 True ['default', 'error'] ['-")
+
+
+CRASHES = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+ctypes.string_at(0)
+"""
+
+
+@pytest.mark.parametrize(("value", "shows_all"), [("", False), ("1", True)])
+def test_a_crash_shows_the_threads_that_the_user_asks_for(tmp_path, value, shows_all):
+    command = [sys.executable, "-m", "mpiddp", "run", script(tmp_path, CRASHES)]
+    done = run_command(command, PYTHONFAULTHANDLER=value)
+    assert "in string_at" in done.stderr
+    assert ("Thread 0x" in done.stderr) is shows_all
 
 
 LOGS_MESSAGES = """

@@ -9,8 +9,9 @@ the variables of ranks.
 import os
 import queue
 import re
+import resource
 import subprocess
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -19,7 +20,7 @@ from mpiddp.hosts.gpu_faults import faults, notes
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import Gpu, chosen_gpus, read_gpus
 from mpiddp.hosts.processes import marked
-from mpiddp.protocol.channel import OUTPUT_PROCESS
+from mpiddp.protocol.channel import AGENT_NAME
 from mpiddp.runtime import gpu_readings
 from mpiddp.runtime.gpu_readings import GpuReadings
 from tests.support.machine import GPU_ROW, SECOND_GPU, TWO_GPUS, nvidia_smi, tool
@@ -56,12 +57,46 @@ def test_what_a_gpu_tells_of_itself(tmp_path):
         slowed="HW slowdown, SW thermal slowdown, HW thermal slowdown",
         errors=0,
         driver="580.159.04",
+        recovery="None",
     )
     assert unknown == known._replace(use=0, temperature=None, slowed="", errors=None)
     (amd,) = read_gpus(tool(tmp_path / "amd", "rocm-smi", ROCM))
     assert (amd.name, amd.address) == ("AMD Instinct MI210", "0000:c1:00.0")
     measured = (amd.use, amd.memory, amd.memory_total, amd.temperature)
     assert measured == (97, 10960896, 68702699520, 41)
+
+
+NO_ACTION = {"gpu_recovery_action": None}
+DRIVERS = {  # what their nvidia-smi has in place of the newest fields
+    "550": {**NO_ACTION, "reset_status.reset_required": "No"},
+    "530": {
+        **NO_ACTION,
+        "reset_status.reset_required": "No",
+        "clocks_event_reasons.active": None,
+        "clocks_throttle_reasons.active": "0x0000000000000008",
+    },
+    "450": {
+        **NO_ACTION,
+        "clocks_event_reasons.active": None,
+        "ecc.errors.uncorrected.volatile.total": None,
+    },
+}
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_an_older_driver_tells_all_that_it_knows(tmp_path, driver):
+    """One unknown field fails a query of nvidia-smi. It is asked again by the older name, or without it."""
+    fields = DRIVERS[driver]
+    asked = tmp_path / "asked"
+    path = tool(tmp_path, "nvidia-smi", f"echo >>{asked}\n{nvidia_smi(fields)}")
+    for _ in range(2):
+        (gpu,) = read_gpus(path)
+    assert (gpu.name, gpu.memory_total, gpu.uuid) == (H100, 81559 << 20, GPU_ROW["uuid"])
+    assert gpu.slowed == ("HW slowdown" if driver == "530" else "")
+    assert gpu.errors == (None if driver == "450" else 0)
+    assert gpu.recovery == fields.get("reset_status.reset_required", "")
+    refused = {"550": 1, "530": 2, "450": 5}
+    assert len(asked.read_text()) == refused[driver] + 2  # what it does not know is asked once
 
 
 def test_a_container_without_nvidia_smi_counts_what_the_driver_lists(tmp_path, monkeypatch):
@@ -157,6 +192,18 @@ def test_each_rank_has_the_readings_of_its_gpu(read):
     assert [each["rank"] for each in found] == [5]
 
 
+def test_a_tool_is_read_with_more_than_1024_open_files(tmp_path):
+    """select() cannot: a launcher of 340 ranks has so many."""
+    path = tool(tmp_path, "nvidia-smi", TWO_GPUS)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1100):
+            stack.callback(os.close, os.dup(0))
+        assert len(read_gpus(path)) == 2
+
+
 def test_a_tool_that_fails_is_not_started_again(read, monkeypatch):
     assert read("exit 9", count=0)[1] == 1
     monkeypatch.setattr(gpu_readings, "LIMIT_S", 0.3)
@@ -198,6 +245,23 @@ def test_gpus_that_are_in_order(host):
     assert host({}, {**SECOND_GPU, ECC: "1"}, dmesg=log_of(79), chosen=(0,)) == ([], [])
 
 
+LOADED = 'echo "[$up.000002] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.65.06"'
+USABLE = [({}, "", True), ({**NO_ACTION, "reset_status.reset_required": "No"}, "", True)]
+USABLE += [({"gpu_recovery_action": "Reset"}, "", False), (NO_ACTION, "", False)]
+USABLE += [({**NO_ACTION, "reset_status.reset_required": "Yes"}, "", False)]
+USABLE += [(NO_ACTION, LOADED, True)]  # an old driver, after a restart of it
+
+
+@pytest.mark.parametrize(("fields", "then", "is_usable"), USABLE)
+def test_a_gpu_that_was_reset_since_its_error(host, fields, then, is_usable):
+    """Its driver asks for no recovery any more, or has been loaded since: then the error is a note."""
+    wrong, noted = host(fields, {**SECOND_GPU, **fields}, dmesg=f"{log_of(79)}\n{then}")
+    (sentence,) = noted if is_usable else wrong
+    assert len(wrong + noted) == 1
+    assert sentence.startswith("a: GPU 1 reported Xid 79 (it has fallen off the bus) ")
+    assert ("Restart" in sentence) is not is_usable
+
+
 @pytest.mark.parametrize("named", ["GPU0000:44:00.0", "GPU 0000:44:00.0", "GPU2: 0000:44:00.0"])
 def test_a_gpu_that_the_driver_does_not_reach(tmp_path, named):
     gpus = read_health(tool(tmp_path, "nvidia-smi", LOST.format(named)))
@@ -230,7 +294,7 @@ def test_a_process_of_a_job_that_runs_is_not_what_an_earlier_one_has_left(host):
     """It has an agent above it. tests/promises/test_gpus.py has one without."""
     agent = f"""
 import subprocess
-open("/proc/self/comm", "w").write("{OUTPUT_PROCESS}")
+open("/proc/self/comm", "w").write("{AGENT_NAME}")
 with subprocess.Popen(["sleep", "6000"]) as process:
     print(process.pid, flush=True)
     input()

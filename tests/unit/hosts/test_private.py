@@ -1,9 +1,11 @@
 """What a host keeps for the ranks: for its user alone, and no other user's folder is opened.
 
-Tests mpiddp/hosts/private.py, and the folders of mpiddp/launch/mpirun.py.
+Tests mpiddp/hosts/private.py and mpiddp/hosts/scratch.py.
 """
 
 import os
+import shutil
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from mpiddp.hosts import private
 from mpiddp.hosts.private import keep, new_name, remove, take
-from mpiddp.launch.mpirun import private_folder
+from mpiddp.hosts.scratch import private_folder
 
 KEPT = {"MY_KEY": "é 1"}
 
@@ -70,7 +72,8 @@ def test_what_killed_launchers_have_left_is_removed_after_a_day(parent):
 def test_a_launcher_does_not_open_the_lock_of_another_user(how):
     """A file of theirs may let whoever opens it wait, and a link may lead anywhere."""
     with tempfile.TemporaryDirectory(dir="/tmp") as root:  # a short path
-        folder, aim = Path(root, "mpiddp-0123"), Path(root, "aim")
+        with private_folder({"TMPDIR": root}) as own:
+            folder, aim = Path(f"{own}0"), Path(root, "aim")
         folder.mkdir()
         folder.chmod(0o755)  # that of this user is closed to others
         os.mkfifo(aim)  # whoever opens it for reading and writing removes its folder
@@ -98,11 +101,14 @@ def test_an_attempt_has_a_folder_in_tmpdir_if_sockets_and_mpirun_can_use_it(name
         assert not folder.exists()
 
 
-def test_an_attempt_removes_the_folders_of_killed_launchers_alone():
+def test_an_attempt_removes_the_folders_of_killed_launchers_of_this_machine_alone(monkeypatch):
+    """The lock of another machine, which shares TMPDIR, may not be seen here."""
     with tempfile.TemporaryDirectory(dir="/tmp") as root, private_folder({"TMPDIR": root}) as own:
-        killed = Path(root, "mpiddp-0")
-        killed.mkdir(mode=0o700)
-        [lock] = own.iterdir()
-        (killed / lock.name).touch()
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "gethostname", lambda: "another")
+            with private_folder({"TMPDIR": root}) as folder:
+                there = Path(shutil.copytree(folder, f"{folder}0"))  # whose lock nobody holds
+        killed = Path(shutil.copytree(own, f"{own}0"))
         with private_folder({"TMPDIR": root}) as other:
-            assert {*Path(root).iterdir()} == {own, other}
+            assert {*Path(root).iterdir()} == {own, other, there}
+        assert not killed.exists()

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.launch.options import LaunchOptions, option_parser, parse_options
+from mpiddp.launch.options import (
+    LaunchOptions,
+    launch_of_train,
+    option_parser,
+    parse_options,
+)
+from mpiddp.launch.plan import read_hosts
 from mpiddp.launch.variables import forwarded, is_secret, parse_env_file, without_values
 
 JOB = ("-m", "train", "--lr", "1")
@@ -50,6 +56,8 @@ def parsed(options: str) -> LaunchOptions:
             "--nnodes=1 --nproc_per_node=4 --rdzv_id=7 --rdzv-backend c10d --rdzv_endpoint=a:2",
             {"npernode": 4, "host_list": "localhost"},
         ),
+        ("--nnodes=2:4 --rdzv-backend c10d", {"min_hosts": 2, "max_hosts": 4}),
+        ("--nnodes 1:3 --min-hosts 1", {"min_hosts": 1, "max_hosts": 3}),
         ("--standalone --rdzv-conf timeout=9", {"host_list": "localhost"}),
         ("--host a", {"host_list": "a"}),
         ("--hosts a:2,b:2", {"host_list": "a:2,b:2"}),
@@ -71,13 +79,15 @@ def test_variables_are_other_defaults(monkeypatch):
     assert parsed("--timeout 90") == replace(found, timeout_s=90.0)
 
 
-def test_the_help_begins_with_examples_and_has_the_common_options(capsys):
+def test_the_help_begins_with_examples_and_has_the_common_options(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     printed = {}
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit):
             parse_options([flag])
         printed[flag] = capsys.readouterr().out
     short, whole = printed.values()
+    assert sum(len(line) // 80 + 1 for line in short.splitlines()) <= 24  # one screen
     assert short.index("mpiddp launch -n 2 train.py") < short.index("--hostfile FILE")
     assert "--max-restarts" in short
     assert "--mpi-args" not in short
@@ -142,6 +152,28 @@ def test_an_option_of_the_launcher_behind_the_job_is_refused_with_the_right_orde
     typed, right = (text.replace("JOB", JOBS[kind]) for text in (typed, right))
     with pytest.raises(UserError, match=re.escape(f"Write: mpiddp launch {right}. ")):
         parse_options(shlex.split(typed))
+
+
+def test_a_range_of_hosts_takes_the_first_of_the_list():
+    options = parse_options(["--nnodes", "1:2", "-H", "a:1,b:1,c:1", *JOB])
+    assert [host.name for host in read_hosts(options, {}).hosts] == ["a", "b"]
+    fewer = replace(options, host_list="a:1")
+    with pytest.raises(UserError, match="--nnodes 1:2 needs a list of 2 hosts; -H has 1"):
+        read_hosts(fewer, {})
+    assert len(read_hosts(fewer, {}, is_first=False).hosts) == 1  # at a restart
+
+
+@pytest.mark.parametrize(
+    ("typed", "launched"),
+    [
+        ("--hostfile f --epochs 2", "--hostfile f -m mpiddp train --epochs 2"),
+        ("--use_syn -H a,b --log_dir=d", "-H a,b --log_dir=d -m mpiddp train --use_syn"),
+        ("-n 2", "-n 2 -m mpiddp train"),
+        ("--epochs 2 --out runs/a", None),
+    ],
+)
+def test_a_training_with_options_of_a_launch_is_launched(typed, launched):
+    assert launch_of_train(typed.split()) == (launched and launched.split())
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
 @pytest.mark.parametrize(
     ("errors", "words", "values"),
     [
-        ("Host key verification failed.", ">> ~/.ssh/known_hosts", (": ssh-keyscan -p 22022 a ",)),
+        ("Host key verification failed.", "host key is unknown", (": mpiddp hosts keys ",)),
+        (NO_WAY, "closes each login before", ("MaxStartups", TRY)),
         (f"{AT_22}No route to host", "no route", (WAY,)),
         (f"{AT_22}Network is unreachable", "no route", (WAY,)),
         ("Timeout, server a not responding.", "any more", (WAY, "Check that")),
@@ -86,6 +87,28 @@ def test_what_mends_an_error_of_ssh(errors, words, values):
     host = replace(A, user="u", port=22022)
     answer = Answer(host, NEEDS.python, SSH, 255, "", errors, has_begun=False)
     assert re.fullmatch(error(words, *values), answer.why)
+
+
+@pytest.mark.parametrize(
+    ("errors", "is_lost"),
+    [
+        (f"{AT_22}No route to host", True),
+        (f"{AT_22}Connection refused", True),
+        (f"{AT_22}Connection timed out", True),
+        ("Connection to 10.0.0.2 port 22 timed out", True),
+        ("Timeout, server a not responding.", True),
+        (BEHIND.format("connect failed: No route to host"), True),
+        (NO_WAY, False),
+        ("kex_exchange_identification: read: Connection reset by peer", False),
+        ("Host key verification failed.", False),
+        ("Connection timed out: a banner\nu@a: Permission denied (publickey).", False),
+    ],
+)
+def test_only_a_host_without_a_way_to_it_is_lost(errors, is_lost):
+    answer = Answer(A, NEEDS.python, SSH, 255, "", errors.replace("\n", "\r\n"), has_begun=False)
+    assert answer.is_lost is is_lost
+    assert replace(answer, exit_code=None).is_lost
+    assert not replace(answer, has_begun=True).is_lost
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_loss_that_became_nan_is_shown(tmp_path, capsys):
     assert cli.main(["runs", str(tmp_path)]) == 0
     assert " nan " in capsys.readouterr().out
     assert cli.main(["runs", "--json", str(tmp_path)]) == 0
-    (run,) = json.loads(capsys.readouterr().out)
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["step"], run["train_loss"]) == (7, None)
 
 

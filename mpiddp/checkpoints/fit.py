@@ -1,0 +1,334 @@
+"""How an entry of a checkpoint fits the object that loads it: known before anything changes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from mpiddp.checkpoints.sharded import ShardedValue
+from mpiddp.checkpoints.state import (
+    DICTS,
+    LISTS,
+    Keys,
+    as_kind_of,
+    is_sharded,
+    mapped,
+    shown_path,
+)
+from mpiddp.errors import UserError
+from mpiddp.runtime.log import log
+from mpiddp.text import listed
+
+# Of DDP, torch.compile and activation checkpointing.
+_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+|\b_(orig_mod|checkpoint_wrapped_module)\.")
+_FLAT = "param_groups."  # begins the keys of a flattened optimizer's state
+_MAX_NAMES = 4  # in a sentence
+
+
+@dataclass
+class Fit:
+    """An object, and the entry that it loads, which fits it.
+
+    Attributes:
+        likes: the object's tensors, by the path of what is like them in the entry.
+        module: that of an optimizer whose state is by names.
+        unloaded: the tensors of other stages.
+    """
+
+    name: str
+    entry: Any
+    target: Any
+    strict: bool
+    has_stages: bool  # some ranks had tensors that others did not
+    likes: dict[Keys, Any] = field(default_factory=dict)
+    module: Module | None = None
+    unloaded: set[str] | None = None
+
+    @classmethod
+    def of(
+        cls, name: str, entry: Any, target: Any, modules: Sequence[Module], **options: bool
+    ) -> Iterator[Fit]:
+        """One for the object, or for each object in a dict. Raises UserError if one does not fit."""
+        if type(target) is dict:
+            for key, part in target.items():
+                if not isinstance(entry, Mapping) or key not in entry:
+                    raise UserError(f"it has no {key!r}")
+                yield from cls.of(f"{name}[{key!r}]", entry[key], part, modules, **options)
+            return
+        fit = cls(name, entry, target, options["strict"], options["has_stages"])
+        if isinstance(target, Module):
+            fit._match_module()
+        elif isinstance(target, Optimizer):
+            fit._match_optimizer(modules)
+        elif callable(getattr(target, "state_dict", None)):
+            fit.likes = _tensors_in(target.state_dict())
+        mapped(fit.entry, fit._check_tensor)
+        yield fit
+
+    def load(self, types: Mapping[int, torch.dtype]) -> None:
+        """Load the entry. Not a collective, unless the object's own `load_state_dict` is one.
+
+        `types`: with which the parameters were saved, by their ids.
+        """
+        if isinstance(self.target, Module):
+            state = placed(self.entry, self.likes)
+            self.target.load_state_dict(state, strict=self.strict)
+            return
+        is_optimizer = isinstance(self.target, Optimizer)
+        state = placed(self.entry, self.likes, owns=True, is_optimizer=is_optimizer)
+        if self.module is not None:
+            from torch.distributed.checkpoint import state_dict as torch_states
+
+            options = torch_states.StateDictOptions(
+                flatten_optimizer_state_dict=_is_flat(self.entry)
+            )
+            torch_states.set_optimizer_state_dict(self.module, self.target, state, options=options)
+        else:
+            self.target.load_state_dict(state)
+        if is_optimizer:
+            self._restore_types(types)
+
+    def _restore_types(self, types: Mapping[int, torch.dtype]) -> None:
+        """Give each state the type with which it was saved.
+
+        `Optimizer.load_state_dict` casts it to the type of its parameter, which loses bits of fp32 moments
+        and of quantized codes. Where the script itself has changed the type of the parameter, that is right.
+        """
+        saved = self.entry.get("state", {})
+        if _is_flat(self.entry):
+            saved = {}
+            for key, value in self.entry.items():
+                saved.setdefault(_name_in(key), {})[key.rpartition(".")[2]] = value
+        for path, parameter in self.likes.items():
+            is_of_parameter = len(path) == 2 and path[0] == "state"
+            if not is_of_parameter or types.get(id(parameter), parameter.dtype) != parameter.dtype:
+                continue
+            state = getattr(self.target, "state", {}).get(parameter)
+            if state is not None and path[1] in saved:
+                _restore(state, saved[path[1]])
+
+    def _match_module(self) -> None:
+        own = self.target.state_dict()
+        if not isinstance(self.entry, dict):
+            raise UserError("it is not the state of a module")
+        bare = {_bare(name): name for name in own}
+        renamed = {bare.get(_bare(name), name): value for name, value in self.entry.items()}
+        entry = renamed if len(renamed) == len(self.entry) else dict(self.entry)
+        if self.has_stages:
+            self.unloaded = {str(name) for name in entry if name not in own}
+            entry = {name: value for name, value in entry.items() if name in own}
+        if not self.strict:
+            entry = self._leave_out(own, entry)
+        # torch decides about what a module loads by code of its own.
+        loads_itself = tuple(_prefixes_of_own_loads(self.target))
+        for problem, names, others in (("has no", own, entry), ("also has", entry, own)):
+            rest = [str(name) for name in names if name not in others]
+            rest = [name for name in rest if not name.startswith(loads_itself)]
+            if rest and self.strict:
+                raise UserError(f"it {problem} {listed(rest, _MAX_NAMES)}")
+        self.entry = as_kind_of(self.entry, entry)
+        self.likes = {(name,): value for name, value in own.items()}
+        for name, value in own.items():
+            saved = entry.get(name)
+            if isinstance(value, Tensor) and not name.startswith(loads_itself):
+                _check_shape(name, saved, value)
+
+    def _leave_out(self, own: Mapping[str, Any], entry: dict[Any, Any]) -> dict[Any, Any]:
+        """The part of the entry that the module has in the same shape. Logs the rest."""
+        fits = {
+            name: value
+            for name, value in entry.items()
+            if name in own and getattr(value, "shape", None) == getattr(own[name], "shape", None)
+        }
+        rest = sorted({*own, *entry} - fits.keys())
+        if not fits:
+            raise UserError("it has none of its tensors")
+        if rest:
+            log.info(f"{self.name}: not loaded: {listed(rest, _MAX_NAMES)}")
+        return fits
+
+    def _match_optimizer(self, modules: Sequence[Module]) -> None:
+        groups = self.target.param_groups
+        params = [parameter for group in groups for parameter in group["params"]]
+        if not isinstance(self.entry, Mapping):
+            raise UserError("it is not the state of an optimizer")
+        saved = self.entry.get("param_groups") or []
+        names = {name for group in saved for name in group["params"] if type(name) is str}
+        if _is_flat(self.entry):
+            names = {_name_in(key) for key in self.entry}
+        if names:
+            self._match_names(names, {id(parameter) for parameter in params}, modules)
+            return
+        now, before = ({*rows[0]} - {"initial_lr"} if rows else set() for rows in (groups, saved))
+        if now - before and before - now:
+            raise UserError(
+                f"it is the state of another optimizer, with {listed(sorted(before - now), _MAX_NAMES)} and "
+                f"without {listed(sorted(now - before), _MAX_NAMES)}, which {type(self.target).__name__} has"
+            )
+        self.likes = {("state", index): parameter for index, parameter in enumerate(params)}
+        # ZeroRedundancyOptimizer has none before its first save.
+        with contextlib.suppress(RuntimeError):
+            self.likes |= _tensors_in(self.target.state_dict())
+
+    def _match_names(self, saved: set[str], own: set[int], modules: Sequence[Module]) -> None:
+        """Of an optimizer's state by the names of parameters; `own`: the ids of this one's."""
+        for module in modules:
+            parameters = {_bare(name): parameter for name, parameter in module.named_parameters()}
+            if own <= {id(parameter) for parameter in parameters.values()}:
+                break
+        else:
+            raise UserError("its state is by parameter names: load its model in the same call")
+        self.module = module
+        names = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
+        self.likes = {("state", name): parameter for name, parameter in names.items()}
+        if missing := names.keys() - saved:
+            raise UserError(f"it has no state of {listed(sorted(missing), _MAX_NAMES)}")
+        if self.has_stages and _is_flat(self.entry):
+            self.unloaded = saved - names.keys()
+            self.entry = {key: value for key, value in self.entry.items() if _name_in(key) in names}
+
+    def _check_tensor(self, path: Keys, value: Any) -> None:
+        """Refuse a sharded tensor that the object does not tell how to place."""
+        like = like_of(path, self.likes)
+        if type(value) is not ShardedValue or isinstance(self.target, Module):
+            return
+        name = str(path[0]) if len(path) == 1 else shown_path(path, "")
+        if not isinstance(like, Tensor):
+            raise UserError(
+                f"{name} is sharded, and {type(self.target).__name__}.state_dict() has no such tensor, "
+                "which would tell its place: build it before, or use full_tensor()"
+            )
+        if like.is_meta:
+            raise UserError(_on_meta(name))
+
+
+def saved_types(fits: Iterable[Fit]) -> dict[int, torch.dtype]:
+    """The types with which the parameters of modules were saved, by their ids."""
+    types: dict[int, torch.dtype] = {}
+    for fit in fits:
+        if isinstance(fit.target, Module):
+            for name, parameter in fit.target.named_parameters():
+                if name in fit.entry:
+                    types[id(parameter)] = fit.entry[name].dtype
+    return types
+
+
+def _check_shape(name: str, saved: Any, own: Tensor) -> None:
+    if own.is_meta:
+        raise UserError(_on_meta(name))
+    is_lazy = torch.nn.parameter.is_lazy(own)
+    if not is_lazy and getattr(saved, "shape", own.shape) != own.shape:
+        raise UserError(
+            f"{name} was saved with shape {list(saved.shape)}; it now has {list(own.shape)}"
+        )
+
+
+def _on_meta(name: str) -> str:
+    return f"{name} is on meta, and has no memory: call its to_empty(device=…) before"
+
+
+def _prefixes_of_own_loads(module: Module) -> Iterator[str]:
+    """The beginnings of the names that a module loads by code of its own: it may accept another shape."""
+    for prefix, part in module.named_modules():
+        start = f"{prefix}." if prefix else ""
+        code = type(part)._load_from_state_dict.__module__
+        hooks = getattr(part, "_load_state_dict_pre_hooks", {}).values()
+        is_own = not code.startswith(("torch.nn.modules", "torch.nn.parallel"))
+        if is_own or any(not _is_of_torch(hook) for hook in hooks):
+            yield start
+        if type(part).set_extra_state is not Module.set_extra_state:
+            yield f"{start}_extra_state"
+
+
+def _is_of_torch(hook: Any) -> bool:
+    code = getattr(hook, "hook", hook)  # torch wraps the hook of a module
+    return str(getattr(code, "__module__", "torch")).startswith("torch")
+
+
+def _restore(loaded: Any, saved: Any) -> Any:
+    """What was loaded, with the types of what was saved."""
+    if isinstance(saved, Mapping) and isinstance(loaded, dict):
+        for key in saved.keys() & loaded.keys():
+            loaded[key] = _restore(loaded[key], saved[key])
+    elif type(saved) in LISTS and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(saved)(map(_restore, loaded, saved))
+    elif isinstance(loaded, Tensor) and getattr(saved, "dtype", loaded.dtype) != loaded.dtype:
+        is_same = saved.shape == loaded.shape
+        return placed(saved, {(): loaded}, owns=True, is_optimizer=True) if is_same else loaded
+    return loaded
+
+
+def like_of(path: Keys, likes: Mapping[Keys, Any]) -> Any:
+    """The object's own tensor, or for the state of an optimizer its parameter."""
+    own = likes.get(path, likes.get(path[:2]))
+    return likes.get(("state", _name_in(path[0]))) if own is None and path else own
+
+
+def placed(
+    entry: Any, likes: Mapping[Keys, Any], *, owns: bool = False, is_optimizer: bool = False
+) -> Any:
+    """The entry with tensors that are sharded, or whole, as those of the object. Not a collective.
+
+    With `owns`, the object keeps the tensors: those on the CPU are copied out of their files. The state of an
+    optimizer lies in memory as its parameter does: fused kernels read both in this order.
+    """
+    was_sharded = any(type(value) is ShardedValue for value in _leaves(entry))
+
+    def place(path: Keys, value: Any) -> Any:
+        like: Any = like_of(path, likes)
+        if isinstance(value, Tensor) and is_sharded(like):
+            is_alike = like.shape == value.shape
+            if is_alike or (is_optimizer and value.ndim and not was_sharded):
+                value = ShardedValue(value.shape, [(value, [0] * value.ndim)])
+        if type(value) is ShardedValue:
+            return value.read_like(like) if isinstance(like, Tensor) else value.full_tensor()
+        if not owns or not isinstance(value, Tensor):
+            return value
+        if is_optimizer and isinstance(like, Tensor) and value.ndim and like.shape == value.shape:
+            target = torch.empty_like(like, dtype=value.dtype, requires_grad=False)
+            return target.copy_(value)
+        stays = not isinstance(like, Tensor) or like.device.type == "cpu" or not value.ndim
+        return value.clone() if stays else value
+
+    return mapped(entry, place)
+
+
+def _leaves(nested: Any) -> Iterator[Any]:
+    kind = type(nested)
+    if kind not in DICTS and kind not in LISTS:
+        yield nested
+        return
+    for value in nested.values() if kind in DICTS else nested:
+        yield from _leaves(value)
+
+
+def _tensors_in(state: Any) -> dict[Keys, Any]:
+    tensors: dict[Keys, Any] = {}
+
+    def keep(path: Keys, value: Any) -> None:
+        if isinstance(value, Tensor):
+            tensors[path] = value
+
+    mapped(state, keep)
+    return tensors
+
+
+def _bare(name: Any) -> str:
+    return _WRAPPERS.sub("", str(name))
+
+
+def _name_in(key: Any) -> str:
+    """The parameter in a key such as "state.fc.weight.exp_avg"."""
+    return re.sub(r"^(state|param_groups)\.", "", str(key)).rpartition(".")[0]
+
+
+def _is_flat(entry: Mapping[str, Any]) -> bool:
+    return any(str(key).startswith(_FLAT) for key in entry)

@@ -1,0 +1,59 @@
+"""When a save is due: after so many steps, or by the clock of rank 0."""
+
+from __future__ import annotations
+
+import time
+
+from mpiddp.runtime.job.coordinator import Coordinator
+
+_CLOCK_CHECKS_PER_INTERVAL = 4
+
+
+class SaveSchedule:
+    """Decides after each step whether a save is due, equally on all ranks, which must all call `is_due`.
+
+    An int counts steps. For a float, seconds, rank 0 reads its clock at a few steps that all ranks know, and
+    broadcasts whether a save is due, and when it reads it next. `step` is the latest one. A new run saves by
+    the clock after its first step too: what cannot be saved is refused there, and not after minutes of work.
+    """
+
+    def __init__(
+        self,
+        interval: int | float | None,
+        coordinator: Coordinator,
+        step: int,
+        *,
+        is_new: bool,
+        timeout_s: float,
+    ) -> None:
+        self._interval, self._coordinator, self._timeout_s = interval, coordinator, timeout_s
+        self._start = self._previous = step
+        self._next_check = step + 1
+        self._saved_at = time.monotonic()
+        self._checked = (step, self._saved_at)
+        self._is_new = is_new
+
+    def is_due(self, step: int) -> bool:
+        interval = self._interval
+        if isinstance(interval, int):
+            # Step 0 is no multiple: a script may count its steps from 0 or from 1, or samples as steps.
+            previous, self._previous = max(self._previous, 0), step
+            return interval == 1 or step // interval > previous // interval
+        if interval is None or step < self._next_check:
+            return False
+        now = time.monotonic()
+        checked_step, checked_at = self._checked
+        step_s = max(now - checked_at, 1e-9) / max(step - checked_step, 1)
+        self._checked = (step, now)
+        left_s = interval - (now - self._saved_at)
+        is_due = self._is_new or left_s < step_s / 2
+        self._is_new = False
+        if is_due:
+            self._saved_at, left_s = now, interval
+        pause = int(min(left_s, interval / _CLOCK_CHECKS_PER_INTERVAL) / step_s)
+        # The times of the first steps are too short: the GPU has only queued them.
+        pause = max(1, min(pause, 2 * (step - self._start)))
+        by_rank = self._coordinator.all_gather_json((is_due, pause), timeout_s=self._timeout_s)
+        is_due, pause = by_rank[0]
+        self._next_check = step + pause
+        return is_due

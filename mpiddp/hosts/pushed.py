@@ -1,0 +1,38 @@
+"""What a host does for a push or a pull, beside rsync.
+
+This module travels to the hosts as source. It needs Python 3.8 and the standard library.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+SENT = ".mpiddp-sent"  # of a folder: the packed paths that pushes have sent to this host
+NO_RSYNC = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
+
+
+def has(folder: str) -> str | bool:
+    """Whether this host has the folder, or a sentence if it cannot take part in a pull."""
+    return _why_not() or Path(folder).is_dir()
+
+
+def prepare(folders: Sequence[str]) -> str | list[str]:
+    """Make these folders. Returns what pushes have sent to each, or a sentence if this host takes no push."""
+    sent = [""] * len(folders)
+    if why_not := _why_not():
+        return why_not
+    for number, folder in enumerate(map(Path, folders)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"{folder}: {error.strerror}."
+        with suppress(OSError, ValueError):  # nothing has been sent yet
+            sent[number] = (folder / SENT).read_text("ascii")
+    return sent
+
+
+def _why_not() -> str:
+    return "" if shutil.which("rsync") else NO_RSYNC.format("there", " there")
