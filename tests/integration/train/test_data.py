@@ -30,12 +30,14 @@ COLOURS = {"cat": (250, 10, 10), "dog": (10, 250, 10), "eel": (10, 10, 250)}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three classes of four images of one colour each, of several sizes and kinds."""
+    """Three classes of four images of mostly one colour each, of several sizes and kinds."""
     for name, colour in COLOURS.items():
         (tmp_path / name).mkdir()
         for index, suffix in enumerate((".png", ".jpg", ".JPEG", ".bmp")):
-            shade = tuple(max(0, value - 5 * index) for value in colour)
-            image = Image.new("RGB", (30 + 7 * index, 50 - 5 * index), shade)
+            # Brighter to the right, so a crop and a mirror image differ.
+            ramp = np.linspace(0.5, 1, 30 + 7 * index)[None, :, None] * np.array(colour)
+            pixels = np.broadcast_to(ramp, (50 - 5 * index, *ramp.shape[1:])).astype(np.uint8)
+            image = Image.fromarray(pixels)
             # ImageNet has a PNG that is named .JPEG.
             image.save(tmp_path / name / f"{index}{suffix}", "PNG" if suffix == ".JPEG" else None)
     (tmp_path / "cat" / "notes.txt").write_text("no image")
