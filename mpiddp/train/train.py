@@ -13,18 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import json
 import logging
 import math
 import os
-import platform
 import random
 import re
 import shlex
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -213,13 +210,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises its errors as UserError, because every rank parses the options."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
-        names, near = list(self._option_string_actions), list[str]()
-        if unknown:  # an option cut short, or a typo
-            near = [name for name in names if name.startswith(unknown[1])]
-            near += difflib.get_close_matches(unknown[1], names, cutoff=0.8)
-        hint = f' Did you mean "{near[0]}"?' if near else ""
-        raise mpiddp.UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
+        raise mpiddp.UserError(f"{self.prog}: {message}. See: {self.prog} --help")
 
 
 def option_parser() -> argparse.ArgumentParser:
@@ -435,7 +426,6 @@ def train(state: State, world: mpiddp.World, out: Path) -> int:
         checkpoints = stack.enter_context(open_checkpoints(out, config, data, world))
         with mpiddp.together():
             step = resume(state, checkpoints)
-        stack.enter_context(rank_log(out, world))
         if checkpoints.is_writer:
             save_json(out / "config.json", vars(config))
         records = Records(state, world, step)
@@ -1052,7 +1042,7 @@ def out_of_memory(error: BaseException, options: argparse.Namespace, config: Con
     return f"{error} The same global batch in half of the memory: {passes}."
 
 
-# --- records: lines, numbers, a forecast, a summary, the log of each rank ---
+# --- records: lines, numbers, a forecast, a summary ---
 
 
 class Records:
@@ -1146,7 +1136,7 @@ class Records:
                 file.touch()  # it is still true
             else:
                 save_json(file, summary)
-            log.info(f"\n{table(summary, mpiddp.run_dir())}")
+            log.info(f"\n{table(summary)}\n{mpiddp.run_dir()}")
 
     def _summary(self, step: int, score: Score | None) -> dict[str, Any]:
         config, world, data = self._state.config, self._world, self._state.data
@@ -1201,29 +1191,12 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def table(summary: Mapping[str, Any], run: Path) -> str:
-    """The table that a run prints at its end."""
-
-    def shown(name: str, form: str, factor: float = 1.0) -> str:
-        value = summary[name]
-        return "-" if value is None else format(factor * value, form)
-
+def table(summary: Mapping[str, Any]) -> str:
+    """A line for each value of the summary."""
+    shown = {name: f"{value:.4g}" for name, value in summary.items() if isinstance(value, float)}
     hosts = ", ".join(f"{name} {count}" for name, count in summary["hosts"].items())
-    accuracy = f"{shown('test_accuracy', '.2%')} of {summary['test_images'] or 0:,} images"
-    rows = {
-        "data set": summary["dataset"],
-        "arch": f"{summary['arch']} ({summary['num_parameters']:,} parameters)",
-        "ranks": f"{summary['world_size']} on {counted(summary['num_nodes'], 'host')} ({hosts})",
-        "steps": f"{summary['steps']:,} of {summary['global_batch_size']} images",
-        "images/s": f"{shown('images_per_s', ',.0f')} over all ranks",
-        "step time": f"p50 {shown('step_time_p50_s', '.1f', 1000)} ms, "
-        f"p95 {shown('step_time_p95_s', '.1f', 1000)} ms",
-        "train loss": shown("train_loss", ".4f"),
-        "test accuracy": accuracy if summary["test_images"] else "no test set",
-        "wall time": f"{summary['wall_s']:.0f} s",
-        "run folder": str(run),
-    }
-    return "\n".join(f"{name:<15}{value}" for name, value in rows.items())
+    lines = {**summary, **shown, "hosts": hosts}
+    return "\n".join(f"{name:<18} {'-' if value is None else value}" for name, value in lines.items())
 
 
 def counted(number: int, noun: str) -> str:
@@ -1245,30 +1218,6 @@ def save_json(path: Path, values: Mapping[str, Any]) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(json.dumps(finite, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
-
-
-@contextlib.contextmanager
-def rank_log(out: Path, world: mpiddp.World) -> Iterator[None]:
-    """Write logs/rank_00003.log: the rank's identity, and the traceback if the body fails."""
-    logs = (out / "logs").absolute()
-    logs.mkdir(exist_ok=True)
-    file = logs / f"rank_{world.rank:05d}.log"
-
-    def write(text: str) -> None:
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S%z')} {text}\n"
-        with contextlib.suppress(OSError), file.open("ab") as stream:
-            stream.write(line.encode(errors="backslashreplace"))
-
-    who = f"rank {world.rank} of {world.world_size}, local rank {world.local_rank}"
-    where = f"node {world.node_rank}, host {world.hostname}, pid {os.getpid()}"
-    versions = f"python {platform.python_version()}, torch {torch.__version__}"
-    write(f"started: {who}, {where}, {versions}, by {world.launcher.name}")
-    try:
-        yield
-    except BaseException:
-        write(f"failed\n{traceback.format_exc()}")
-        raise
-    write("done")
 
 
 if __name__ == "__main__":

@@ -142,14 +142,12 @@ def test_files_of_a_run(here):
     assert records(run)[-1]["test_accuracy"] == found["test_accuracy"]
     config = json.loads((run / "config.json").read_text())
     assert (config["batch_size"], config["global_batch_size"], config["epochs"]) == (5, 10, 2)
-    logs = sorted((run / "logs").glob("rank_*.log"))
-    assert [log.name for log in logs] == [f"rank_{rank:05d}.log" for rank in range(2)]
     model = ARCHS["resnet20"](num_classes=3)
     model.load_state_dict(contents(run, 8)["model"])
     assert found["num_parameters"] == sum(each.numel() for each in model.parameters())
-    table = done.stdout.rpartition("\n\n")[2]
-    for row in ("ranks", "steps", "images/s", "step time", "train loss", "test accuracy"):
-        assert f"{row}  " in table
+    printed = dict(re.findall(r"^(\w+) +(\S+)", done.stdout, re.M))
+    assert found.keys() <= printed.keys()
+    assert float(printed["test_accuracy"]) == pytest.approx(found["test_accuracy"], rel=1e-3)
     here.train(*options, "--out=run").assert_ok()  # nothing is left to do
     assert (summary(run), read_run(run).state) == (found, "done")
     (run / "summary.json").write_text(json.dumps({**found, "steps": 4}))  # of a shorter training
