@@ -48,12 +48,12 @@ def main() -> None:
         images = torch.randn(16, 3, 4, 4, generator=torch.Generator().manual_seed(0))
         images = (images + torch.linspace(0, 3, 16).view(16, 1, 1, 1)).to(device)
         expected = nn.BatchNorm2d(3).to(device)(images)  # one process with the whole batch
-        for layer in (nn.BatchNorm2d(3), SyncBatchNorm(3)):
+        layers = {"BatchNorm": nn.BatchNorm2d(3), "SyncBatchNorm": SyncBatchNorm(3)}
+        for name, layer in layers.items():
             own = layer.to(device)(images.tensor_split(world.world_size)[world.rank])
             difference = (own - expected.tensor_split(world.world_size)[world.rank]).abs().max()
             dist.all_reduce(difference, dist.ReduceOp.MAX)
             if world.rank == 0:
-                name = type(layer).__name__
                 print(f"{name} differs from one process by up to {difference.item():.6f}")
 
 
