@@ -25,7 +25,7 @@ from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note
 from mpiddp.bench.main import Row, run_benchmark
 from mpiddp.errors import UserError
 from mpiddp.text import counted
-from mpiddp.train.measure import STARTUP_STEPS
+from mpiddp.train.train import STARTUP_STEPS
 from tests.support import cluster
 from tests.support.cluster import cpus, links
 from tests.support.ranks import ROOT

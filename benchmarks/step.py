@@ -1,10 +1,10 @@
-"""The loop of `mpiddp train` beside a bare loop, and the phases of its steps.
+"""The loop of `mpiddp train` beside a bare loop.
 
     python -m benchmarks.step -H localhost:2 --arch resnet18 --stem imagenet
 
-The runner's loop is that of `mpiddp train`, with its schedule, its records and its timer. The bare loop
-is hand-written, with the same model, optimizer and DDP on the same tensors. It is measured twice; the
-difference between the two is the noise. The phases are those of the runner's own summary.
+The runner's loop is that of `mpiddp train`, with its schedule and its records. The bare loop is hand-written,
+with the same model, optimizer and DDP on the same tensors. It is measured twice; the difference between the
+two is the noise.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ class Options:
 
 
 class Results(TypedDict):
-    """Seconds of a step, in each round: of each loop, and of the phases of the runner's."""
+    """Seconds of a step of each loop, in each round."""
 
     settings: Result
     step_s: dict[str, list[float]]
-    phases_s: dict[str, list[float]]
 
 
 def measure(options: Options, jobs: Jobs) -> Any:
@@ -51,11 +50,9 @@ def table(results: Results) -> str:
         [name, shown(own, ".1f", 1000), shown(ratios(own, bare), ".3f")]
         for name, own in results["step_s"].items()
     ]
-    phases = [[name, shown(own, ".2f", 1000)] for name, own in results["phases_s"].items()]
     return (
         f"A step of {title(settings)}, {settings['batch_size']} images per rank\n\n"
-        f"{aligned(('loop', 'step ms', 'to the bare loop'), loops)}\n\n"
-        f"{aligned(('phase of the runner, mean of the ranks', 'ms'), phases)}"
+        f"{aligned(('loop', 'step ms', 'to the bare loop'), loops)}"
     )
 
 

@@ -6,26 +6,38 @@ A benchmark takes its options too: `check_training` is that of its `Row`.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 
 import torch
+import torch.distributed as dist
 
 import mpiddp
 from mpiddp.bench.figures import Result
 from mpiddp.errors import UserError
-from mpiddp.train.config import OF_RUN, Config, parse, resolve
-from mpiddp.train.data import Data, open_data
-from mpiddp.train.measure import measured
-from mpiddp.train.order import Order
-from mpiddp.train.records import Records
-from mpiddp.train.run import plan_order
-from mpiddp.train.state import State, build_model, build_state, choose_kernels
-from mpiddp.train.train import train
+from mpiddp.train.data import Data
+from mpiddp.train.train import (
+    STARTUP_STEPS,
+    Config,
+    Records,
+    State,
+    build_sampler,
+    build_state,
+    choose_kernels,
+    open_data,
+    parse,
+    resolve,
+    steps,
+)
 
-_NOT_APPLICABLE = {
-    f"--{name}".replace("_", "-") for name in (*OF_RUN, "out", "log_every", "parallel")
-}
+_NOT_APPLICABLE = (
+    *("--epochs", "--steps-per-epoch", "--use-syn", "--parallel", "--ema-decay", "--weights"),
+    *("--out", "--resume", "--save-every", "--keep", "--log-every", "--stop-at-step"),
+    *("--check-determinism", "--check-divergence"),
+)
 
 
 def check_training(prog: str, training: list[str]) -> None:
@@ -52,7 +64,7 @@ class Job:
     world: mpiddp.World
     config: Config
     data: Data
-    order: Order
+    sampler: mpiddp.Sampler
 
     @property
     def device(self) -> torch.device:
@@ -65,33 +77,63 @@ class Job:
 
 
 @contextlib.contextmanager
-def synthetic_job(training: Sequence[str], steps: int) -> Iterator[Job]:
-    """Start `mpiddp train TRAINING` with so many steps. Images are whole unless the options say otherwise."""
-    options = parse(["--low-res-epochs=0", *training, "--use-syn"])
+def synthetic_job(training: Sequence[str], num_steps: int) -> Iterator[Job]:
+    """Start `mpiddp train TRAINING` with so many steps on whole images."""
+    options = parse([*training, "--use-syn"])
     with mpiddp.process_group(backend=options.backend) as world:
         device = torch.device(str(world.device))
         with mpiddp.together():
-            config = replace(resolve(options, world.world_size, device), epochs=1)
+            config = resolve(options, world.world_size, device)
+            config = replace(config, epochs=1, low_res_epochs=0)
             choose_kernels(config)
-            data = open_data(config, device)
-            data.train.num_images = steps * config.global_batch_size
-            order = plan_order(config, world, data)
-        yield Job(world, config, data, order)
+            data = open_data(config, device, world.rank)
+            data.train.num_images = num_steps * config.global_batch_size
+            sampler = build_sampler(config, data)
+        yield Job(world, config, data, sampler)
 
 
 def build(job: Job) -> State:
-    """Build a fresh model under DDP, its optimizer and scaler as `mpiddp train` does. A collective."""
-    with mpiddp.together():
-        model = build_model(job.config, job.data, job.device)
-    return build_state(model, job.config)
+    """The state of a fresh training, as that of `mpiddp train`. A collective."""
+    return build_state(job.config, job.data, job.sampler, job.world, job.device)
+
+
+class Clock:
+    """The seconds of each step, from the end of the one before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type != "cpu"
+        self._ends = [time.perf_counter()]
+
+    def step_ends(self, *, waits: bool = False) -> None:
+        """A GPU may lag behind, unless this `waits` for it: then only the sum of the steps is exact."""
+        if self._is_gpu and (waits or len(self._ends) == STARTUP_STEPS):
+            torch.cuda.synchronize()
+        self._ends.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of all steps so far, of this rank."""
+        if self._is_gpu:
+            torch.cuda.synchronize()
+            self._ends[-1] = time.perf_counter()
+        return [end - begin for begin, end in pairwise(self._ends)]
+
+    def figures(self, job: Job) -> Result:
+        """The speed of all steps but the first few, on the slowest rank. A collective."""
+        own = self.seconds()[STARTUP_STEPS:]
+        slowest = torch.tensor([*own, sum(own)], dtype=torch.float64, device=job.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        *times, total = slowest.tolist()
+        images = len(times) * job.config.global_batch_size
+        return {"images_per_s": images / total, "step_time_p50_s": median(times)}
 
 
 def time_runner(job: Job) -> Result:
-    """The figures of a training without its saves, as `mpiddp train` itself measures them. A collective."""
-    state, total = build(job), job.order.steps_per_epoch
-    settings = (job.config, job.world, job.data, state, total)
-    records = Records(*settings)
-    for step in train(job.config, job.data, job.order, state, 0):
+    """The figures of a training with its records and without its saves. A collective."""
+    state = build(job)
+    records = Records(state, job.world, 0)
+    clock = Clock(job.device)
+    for step in steps(state, 0):
         mpiddp.should_stop()
-        records.on_step(step, saves=False)
-    return measured(state.timer, job.config.global_batch_size, job.device)
+        records.add(step)
+        clock.step_ends()
+    return clock.figures(job)

@@ -12,23 +12,19 @@ from pathlib import Path
 import torch.distributed as dist
 
 from benchmarks.saving import AT_ONCE, NO_SAVE, VARIANTS, Options
-from benchmarks.training import build, synthetic_job
+from benchmarks.training import Clock, build, synthetic_job
 from mpiddp.bench.figures import emit, turns
 from mpiddp.runtime.job.session import current
-from mpiddp.train.data import batches
-from mpiddp.train.measure import StepTimer, gathered
-from mpiddp.train.run import open_checkpoints
-from mpiddp.train.train import average_statistics, backward, save
+from mpiddp.train.train import backward, gathered, images_of, open_checkpoints, save
 
 
 def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
     with synthetic_job(sys.argv[2:], 1) as job:
-        config, data = job.config, job.data
-        images = list(batches(data.train, job.order.steps(epoch=0), config, epoch=0))
-        root = Path(gathered(tempfile.mkdtemp(dir=options.folder))[0])
-        state = build(job)
-        checkpoints = open_checkpoints(root, config, data.contents)
+        state, root = build(job), Path(gathered(tempfile.mkdtemp(dir=options.folder))[0])
+        (indices,) = job.sampler.indices(epoch=0)
+        images = list(images_of(state, [*indices], 0))
+        checkpoints = open_checkpoints(root, job.config, job.data, job.world)
         checkpoints.resume()
 
         def wait_for_saves() -> None:
@@ -38,19 +34,16 @@ def main() -> None:
         def block(variant: str, first: int) -> list[float]:
             """Run a block and return the seconds of each step."""
             dist.barrier()
-            timer = StepTimer(job.device)
-            timer.resume()
+            clock = Clock(job.device)
             for index in range(options.steps):
-                backward(state, iter(images), config)
+                backward(state, iter(images), first + index)
                 state.optimizer.step()
-                average_statistics(state.model)
-                state.optimizer.zero_grad(set_to_none=True)
                 if index == 0 and variant != NO_SAVE:
-                    save(checkpoints, state, first + 1, config)
+                    save(state, checkpoints, first + 1)
                     if variant == AT_ONCE:
                         wait_for_saves()
-                timer.tick()
-            return timer.read()
+                clock.step_ends(waits=True)
+            return clock.seconds()
 
         step_s: dict[str, list[list[float]]] = {variant: [] for variant in VARIANTS}
         cpu_s: dict[str, list[float]] = {variant: [] for variant in VARIANTS}

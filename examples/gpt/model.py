@@ -4,9 +4,8 @@
     logits = net(tokens)                                   # [B, T] → [B, T, 103]
     loss = summed_loss(logits, targets) / targets.numel()  # nats per character
 
-Blocks that normalize first, rotary positions, no biases, and one table for both ends. Positions are computed,
-not stored, and count as distances only. So documents that share a row need no positions of their own, and
-DistributedDataParallel finds no buffers that it would have to send.
+Blocks that normalize first, rotary positions, no biases, and one table for both ends. Positions are computed
+and not stored, so DistributedDataParallel finds no buffers that it would have to send.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-IGNORED = -1  # the target of a position that counts for no loss
 
 
 @dataclass(frozen=True)
@@ -39,20 +36,11 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width, bias=False)
         self._initialize(shape)
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The logits of the next token at every position: [B, T, vocabulary].
-
-        Args:
-            tokens: [B, T].
-            mask: [B, 1, T, T], True where a position (row) may see another one (column), itself among
-                them. By default it sees all positions before it.
-        """
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of the next token at every position: int64 [B, T] → [B, T, vocabulary]."""
         x = self.token(tokens)
         for block in self.blocks:
-            x = block(x, mask)
-        return self.logits(x)
-
-    def logits(self, x: Tensor) -> Tensor:
+            x = block(x)
         return F.linear(self.norm(x), self.token.weight)
 
     def _initialize(self, shape: Shape) -> None:
@@ -77,8 +65,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width, bias=False)
         self.mlp = MLP(width)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), mask)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -91,12 +79,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, -1, 3, self.head_size)
         qkv = heads.permute(3, 0, 2, 1, 4)  # [3, B, heads, T, head_size]
         (q, k), v = rotated(qkv[:2]), qkv[2]
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         added: Tensor = self.out(seen.transpose(1, 2).reshape(batch, length, -1))
         return added
 
@@ -128,13 +116,11 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of -ln p over all targets [B, T] that are not IGNORED, in nats.
+    """The sum of -ln p over all targets [B, T], in nats.
 
-    A sum, because ranks may hold unequal numbers of targets: divide by the number of all ranks.
+    It is a sum, because the ranks may hold unequal numbers of targets: divide by the number over all ranks.
     """
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 @torch.no_grad()
@@ -150,12 +136,9 @@ def sample(net: GPT, start: Tensor, count: int, context: int, generator: torch.G
 
 def parameter_groups(net: nn.Module, decay: float) -> list[dict[str, object]]:
     """The groups of an optimizer: matrices decay towards 0, the norms' scales do not."""
-    matrices = [each for each in net.parameters() if each.ndim > 1]
-    scales = [each for each in net.parameters() if each.ndim == 1]
-    return [
-        {"params": matrices, "weight_decay": decay},
-        {"params": scales, "weight_decay": 0.0},
-    ]
+    matrices = [weight for weight in net.parameters() if weight.ndim > 1]
+    scales = [weight for weight in net.parameters() if weight.ndim == 1]
+    return [{"params": matrices, "weight_decay": decay}, {"params": scales, "weight_decay": 0.0}]
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:

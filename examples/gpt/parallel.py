@@ -1,11 +1,12 @@
-"""Three ways to divide a GPT among ranks, and what its gradients then need: sums, one norm, one table.
+"""Four ways to train a GPT on several ranks, and what its gradients then need: sums, one norm, one table.
 
-    part = divide(net, mesh, options)              # what this rank trains
+    part = divide(net, mesh, options)                  # what this rank trains
     backward = make_backward(part, mesh, options)
-    loss = backward(tokens, targets)               # this rank's share; the gradients are in `part`
+    loss = backward(tokens, targets)                   # this rank's share; the gradients are in `part`
 
-With tensor parallelism a rank has some heads and some units of each MLP. With FSDP it keeps a part of every
-weight, and gathers a block's weights when it uses them. In a pipeline it has some of the blocks.
+By default each rank has a copy, under DistributedDataParallel. With tensor parallelism a rank has some heads
+and some units of each MLP. With FSDP it keeps a part of every weight, and gathers the weights of a block when
+it uses them. In a pipeline it has some of the blocks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 
 def divide(net: GPT, mesh: DeviceMesh, options: argparse.Namespace) -> nn.Module:
@@ -62,14 +64,16 @@ def fully_sharded(net: GPT, mesh: DeviceMesh) -> None:
 class Stage(nn.Module):
     """One of `count` parts of a GPT, as equal as they can be. The first reads tokens, the last has logits.
 
-    Both of them use the table of the embedding, so each has its own copy: see `sum_table`.
+    Both of them use the table of the embedding, so each has its own copy: see `sum_table`. The parameters
+    have the names of the undivided model, so a checkpoint of all stages is one of the whole model.
     """
 
     def __init__(self, net: GPT, index: int, count: int) -> None:
         super().__init__()
         self.is_first, self.is_last = index == 0, index == count - 1
         blocks = len(net.blocks)
-        self.blocks = net.blocks[index * blocks // count : (index + 1) * blocks // count]
+        numbers = range(index * blocks // count, (index + 1) * blocks // count)
+        self.blocks = nn.ModuleDict({str(number): net.blocks[number] for number in numbers})
         self.token = net.token if self.is_first or self.is_last else None
         self.norm = net.norm if self.is_last else None
 
@@ -81,7 +85,7 @@ class Stage(nn.Module):
         """From tokens [B, T], or what the stage before has returned, to [B, T, width] or logits."""
         if self.is_first:
             x = self.token(x)
-        for block in self.blocks:
+        for block in self.blocks.values():
             x = block(x)
         return F.linear(self.norm(x), self.table) if self.is_last else x
 
@@ -91,46 +95,54 @@ def make_backward(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """A function from this rank's tokens and targets to its share of the loss, which leaves gradients.
 
-    The share is the sum over its own targets by the number of targets of all ranks, so shares and gradients
-    are to be summed over the data parallel ranks, not averaged.
+    The share is the sum over this rank's targets by the number of targets of all ranks. So the shares of all
+    data parallel ranks add up to the loss, and their gradients to its gradient.
     """
     targets_of_step = options.batch_size * options.context
+    replicates = options.tp == options.pp == 1 and not options.fsdp
+    model = DistributedDataParallel(part, gradient_as_bucket_view=True) if replicates else part
 
     def share(logits: Tensor, targets: Tensor) -> Tensor:
         return summed_loss(logits, targets) / targets_of_step
 
     def in_one_stage(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = share(part(tokens), targets)
-        # fully_shard averages the gradients of its ranks.
-        (loss * mesh["dp"].size() if options.fsdp else loss).backward()
+        loss = share(model(tokens), targets)
+        if replicates or options.fsdp:  # both average the gradients
+            (loss * mesh["dp"].size()).backward()
+        else:
+            loss.backward()
+            sum_gradients(part.parameters(), mesh.get_group("dp"))
         return loss.detach()
 
     if not isinstance(part, Stage):
         return in_one_stage
     device = next(part.parameters()).device
-    index = mesh.get_local_rank("pp")
-    stage = PipelineStage(part, index, options.pp, device, group=mesh.get_group("pp"))
+    stages = mesh.get_group("pp")
+    stage = PipelineStage(part, mesh.get_local_rank("pp"), options.pp, device, group=stages)
     schedule = Schedule1F1B(stage, options.microbatches, loss_fn=share, scale_grads=False)
 
     def in_a_pipeline(tokens: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []  # of the microbatches, on the last stage
         inputs = (tokens,) if part.is_first else ()
         schedule.step(*inputs, target=targets if part.is_last else None, losses=losses)
+        sum_table(part, options, stages)
+        sum_gradients(part.parameters(), mesh.get_group("dp"))
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device)
 
     return in_a_pipeline
 
 
-def sum_table(stage: Stage, shape: torch.Size, group: dist.ProcessGroup) -> None:
+def sum_table(stage: Stage, options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     """Add the gradients of the first and the last stage's table, so that the two copies stay equal.
 
-    A collective of all stages: those in between add nothing.
+    This is a collective of all stages. The stages in between add zeros.
     """
     if stage.table is not None:
-        dist.all_reduce(stage.table.grad, group=group)
+        gradient = stage.table.grad
     else:
         device = next(stage.parameters()).device
-        dist.all_reduce(torch.zeros(shape, device=device), group=group)
+        gradient = torch.zeros(options.vocabulary, options.width, device=device)
+    dist.all_reduce(gradient, group=group)
 
 
 def sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> None:
@@ -146,18 +158,11 @@ def sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> Non
         gradient.copy_(part.view_as(gradient))
 
 
-def clip_gradients(
-    part: nn.Module, highest: float, stages: dist.ProcessGroup | None = None
-) -> float:
+def clip_gradients(part: nn.Module, highest: float, stages: dist.ProcessGroup | None) -> None:
     """Scale the gradients of all ranks so that the norm of the whole is at most `highest`. A collective.
 
-    clip_grad_norm_ takes either tensors or DTensors, and knows of one stage only.
-
-    Args:
-        stages: the group of the stages if `part` is a `Stage`.
-
-    Returns:
-        The norm before.
+    clip_grad_norm_ takes either tensors or DTensors, and knows of one stage only. `stages` is the group of
+    the stages if `part` is one of them.
     """
     is_copy = isinstance(part, Stage) and not part.is_first  # its table counts in the first stage
     counted = [each for each in part.parameters() if not (is_copy and each is part.table)]
@@ -168,7 +173,6 @@ def clip_gradients(
     if norm > highest:
         for parameter in part.parameters():
             parameter.grad.mul_(highest / norm)
-    return norm
 
 
 def _squared_norm(gradient: Tensor) -> Tensor:
@@ -179,19 +183,6 @@ def _squared_norm(gradient: Tensor) -> Tensor:
             if not placement.is_replicate():
                 dist.all_reduce(square, group=gradient.device_mesh.get_group(dimension))
     return square
-
-
-def undivided(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank that has a part of it. A collective of these ranks."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = list(tensor.placements)
-    for dimension in range(
-        len(placements)
-    ):  # one gather after the other; torch warns of two in one
-        placements[dimension] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
 
 
 def _local(tensor: Tensor) -> Tensor:

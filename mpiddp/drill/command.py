@@ -48,7 +48,7 @@ def read_command(values: argparse.Namespace, actions: Sequence[argparse.Action])
         UserError: an invalid option, a script that does not exist, a host that cannot be used.
     """
     job = [*(["-m", *values.module] if values.module else ()), *values.script]
-    # `mpiddp train` can check its options without a folder too.
+    # Its options can be checked without a folder.
     argv = [each.replace(OUT, ".") for each in (*as_arguments(actions, values), *job)]
     options = parse_options(argv, "mpiddp drill")
     if options.job[0] == "--":

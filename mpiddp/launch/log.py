@@ -2,8 +2,9 @@
 
 Its own lines begin with "mpiddp: ". The bytes of a job of one rank pass as they come. Of several ranks, and
 behind a prefix, only whole lines pass, and a line that is still open is shown below all others on a terminal.
-A line that a rank has drawn over and over, with "\\r", is shown as it looks in the end. Elsewhere, as in
-`| tee`, an open line is written again as it grows, once a second.
+A line that a rank has drawn over and over, with "\\r", is shown as it looks in the end. If an open line only
+grows, its end is shown, because the terminal may be narrower. Elsewhere, as in `| tee`, an open line is
+written again as it grows, once a second.
 
 A terminal also has a status below all lines, while no other line is open there.
 """
@@ -14,6 +15,7 @@ import contextlib
 import os
 import re
 import select
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ _NESTED = (
     b"\x1b[A"  # ends each drawing of a nested bar of tqdm: the cursor is back in the outer bar
 )
 _UPWARDS = re.compile(rb"\x1b\[\d*A")  # to the other lines of a bar
+_CODE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # a colour, for example: it takes no column
+_MOST_CODES = 1 << 12  # bytes of codes in what a terminal shows of a line
 _MODE = re.compile(rb"\x1b\[\?(\d+)([hl])")
 _ON = (b"7", b"25")  # the margin and the cursor: other modes, such as a full screen, are off
 # What follows is cut at the right margin, and no longer.
@@ -73,9 +77,10 @@ def _send(target: int, text: bytearray, within_s: float) -> None:
     """Write what the reader takes, now or within some seconds each time, and remove it from the text."""
     poll = select.poll()
     poll.register(target, select.POLLOUT)  # for select.PIPE_BUF bytes without a wait
+    most = select.PIPE_BUF if os.get_blocking(target) else 1 << 16
     while text and poll.poll(1000 * within_s):
         with contextlib.suppress(BlockingIOError):
-            del text[: os.write(target, text[: select.PIPE_BUF])]
+            del text[: os.write(target, text[:most])]
 
 
 def stamp() -> str:
@@ -95,6 +100,7 @@ class Source:
     rank: int
     prefix: bytes = b""
     line: bytearray = field(default_factory=bytearray)
+    is_redrawn: bool = False  # its open line, from the beginning, as a progress bar is
     opened_at: float = 0.0  # when its line began, by time.monotonic()
     is_in_frames: bool = False  # of C++
 
@@ -136,17 +142,23 @@ class Screen:
             return
         if not source.line:
             source.opened_at = time.monotonic()
-        source.line += text
-        while _NESTED + b"\n" in source.line:  # and down again, to draw it anew
-            source.line = source.line.replace(_NESTED + b"\n", b"")
-        end = source.line.rfind(b"\n") + 1
+        # Look only at the new text and the codes that it may complete: a line may grow byte by byte.
+        start = max(0, len(source.line) - len(_NESTED))
+        tail = source.line[start:] + text
+        while _NESTED + b"\n" in tail:  # and down again, to draw it anew
+            tail = tail.replace(_NESTED + b"\n", b"")
+        source.line[start:] = tail
+        end = source.line.rfind(b"\n", start) + 1
         if not end and len(source.line) >= LONGEST_LINE:
             source.line += b"\n"
             end = len(source.line)
         lines = bytes(source.line[:end])
         del source.line[:end]
         # Of a progress bar, keep what a terminal shows: each return begins the line again.
-        del source.line[: source.line.rstrip(b"\r").rfind(b"\r") + 1]
+        start = 0 if end else start
+        drawn_over = source.line[start:].rstrip(b"\r").rfind(b"\r") + 1
+        source.is_redrawn = bool(drawn_over) or (source.is_redrawn and not end)
+        del source.line[: start + drawn_over if drawn_over else 0]
         (self._open.add if source.line else self._open.discard)(source)
         if b"\r" in lines:
             lines = b"".join(_as_drawn(line) + b"\n" for line in lines[:-1].split(b"\n"))
@@ -244,12 +256,26 @@ class Screen:
         below: list[bytes] = []
         if self.is_terminal and self._at is None:
             for source in sorted(self._open, key=lambda source: source.rank)[:1]:
-                below.append(self._before(source) + _as_drawn(bytes(source.line)))
+                below.append(self._open_line(source))
             below += self._status
-        if text or below != self._drawn:
+        if not text and len(below) == len(self._drawn) == 1 and _extends(*below, *self._drawn):
+            self._write(below[0][len(self._drawn[0]) :])
+            self._drawn = below
+        elif text or below != self._drawn:
             rows, self._drawn = len(self._drawn), below
             erased = (_UP % (rows - 1) if rows > 1 else b"") + _ERASED if rows else b""
             self._write(erased + text + b"\n".join(_CUT + line + _WRAPPED for line in below))
+
+    def _open_line(self, source: Source) -> bytes:
+        """What a terminal shows of a line that has not ended: all of it, or else its end."""
+        before = self._before(source)
+        columns = os.get_terminal_size(self.file).columns or 80
+        room = max(columns - len(before), 1)
+        if source.is_redrawn or len(source.line) < room:
+            return before + _as_drawn(bytes(source.line))
+        line = _as_drawn(bytes(source.line[-_MOST_CODES - 4 * room :]))
+        plain = _CODE.sub(b"", line).decode(errors="replace")
+        return before + (line if len(plain) < room else plain[1 - room :].encode())
 
     def _write(self, text: bytes) -> None:
         self._unsent += text
@@ -277,12 +303,17 @@ class Screen:
 
 
 def _unshared(target: int) -> int:
-    """The same terminal, opened anew. A shell shares the file descriptor, so that cannot be non-blocking."""
-    if os.isatty(target):
+    """The same terminal or pipe, opened anew. A shell shares the descriptor, which has to stay blocking."""
+    if os.isatty(target) or stat.S_ISFIFO(os.fstat(target).st_mode):
         with contextlib.suppress(OSError):  # that of another user
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             return os.open(f"/proc/self/fd/{target}", flags)
     return target
+
+
+def _extends(line: bytes, drawn: bytes) -> bool:
+    """Whether a line is one that is drawn, and more. The end of a drawing switches its colours off."""
+    return line.startswith(drawn) and b"\x1b" not in line
 
 
 def _as_drawn(line: bytes) -> bytes:

@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, duration, whole
@@ -335,9 +334,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     before = before[: -1 if before[-1:] == ["-m"] else None]
     script.refuse_misplaced(job, _spellings(parser), before, verb)
     if job[:3] == ("-m", "mpiddp", "train"):
-        # The ranks would refuse a wrong option only after they have joined.
-        module = import_module("mpiddp.train.config")
-        given["backend"] = module.parse(list(job[3:])).backend or "auto"
+        given["backend"] = script.value_of(job[3:], "--backend") or "auto"
     prefix = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
@@ -360,9 +357,7 @@ def _spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 def launch_of_train(arguments: Sequence[str]) -> list[str] | None:
     """The arguments of `mpiddp launch` for those of `mpiddp train`; None if none is an option of a launch."""
-    own = import_module("mpiddp.train.config").option_parser()._option_string_actions
-    options = {flag: each for flag, each in _spellings(option_parser()).items() if flag not in own}
-    taken, others = script.split(arguments, options)
+    taken, others = script.split(arguments, _spellings(option_parser()))
     return [*taken, "-m", "mpiddp", "train", *others] if taken else None
 
 

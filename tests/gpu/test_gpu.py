@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,12 @@ from mpiddp.bench.figures import read_results
 from mpiddp.hosts.gpu_faults import faults, notes, wrong_here
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import read_gpus
-from mpiddp.train.data import DeviceImages, prefetched
-from mpiddp.train.folder import ImageFolder
+from mpiddp.train.data import DeviceImages, ImageFolder
 from tests.support.patience import PATIENCE_S
 from tests.support.place import Here
 from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command, script
 from tests.support.tiny_data import image_folder
-from tests.support.training import configured, contents, losses, records, unequal
+from tests.support.training import contents, losses, records, unequal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 ON_GPU = torch.cuda.is_available()
@@ -286,21 +284,19 @@ def test_the_side_stream_delivers_the_batches_of_the_main_stream(tmp_path):
     device = torch.device("cuda" if ON_GPU else "cpu")
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
-    options = ("--dataset=image-folder", "--image-size=64", "--num-workers=2")
-    config = replace(configured(*options), max_shift=4)
-    folder = image_folder(tmp_path, 80, 1) / "train"
+    labels, folder = draw.integers(0, 10, len(pixels)), image_folder(tmp_path, 80, 1) / "train"
     sources = (
-        DeviceImages(pixels, draw.integers(0, 10, len(pixels)), config, device, augment=True),
-        ImageFolder(folder, config, device, augment=True),
+        DeviceImages(pixels, labels, device, seed=0, max_shift=4),
+        ImageFolder(folder, device, 64, 0, 2, None),
     )
     work = torch.ones(size(2048, 8), size(2048, 8), device=device)
     for source in sources:
         for epoch in range(3):
             generator = torch.Generator().manual_seed(epoch)
             order = torch.randperm(source.num_images, generator=generator).split(64)
-            expected = [batch.cpu() for batch, _ in source.batches(order, epoch=epoch)]
+            expected = [batch.cpu() for batch, _ in source._batches(order, epoch)]
             found = []
-            for batch, _ in prefetched(source.batches(order, epoch=epoch), device):
+            for batch, _ in source.batches(order, epoch=epoch):
                 for _ in range(10):  # other work on the main stream, before the batch is used
                     work = work @ work / len(work)
                 found.append(batch.clone())

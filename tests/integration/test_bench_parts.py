@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from mpiddp.bench.jobs import BenchJobFailed, output_of
-from mpiddp.train.config import option_parser as train_parser
+from mpiddp.train.train import option_parser as train_parser
 from tests.support.ranks import ROOT, run_command
 
 

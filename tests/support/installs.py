@@ -30,6 +30,7 @@ FRAMEWORKS = {
     "ipykernel": "7.4.0",
     "jupyter_client": "8.10.0",
     "tensorboard": "2.21.0",
+    "torchdata": "0.11.0",
     "wandb": "0.31.0",
     "mlflow_skinny": "3.17.2",
     "moto": "5.2.5",

@@ -5,15 +5,35 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+import mpiddp
 from mpiddp.checkpoints.files import read_tensors
-from mpiddp.train.config import Config, parse, resolve
+from mpiddp.train.data import Data, DeviceImages
+from mpiddp.train.train import Config, State, build_state, parse, resolve
 
 
 def configured(*options: str, ranks: int = 1) -> Config:
     """The configuration of `mpiddp train OPTIONS…` on the CPUs of so many ranks."""
     return resolve(parse(list(options)), ranks, torch.device("cpu"))
+
+
+CPU = torch.device("cpu")
+
+
+def images(number: int, **options: int) -> DeviceImages:
+    """Random images in CIFAR-10's shape, of 10 classes."""
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 256, (number, 32, 32, 3), dtype=np.uint8)
+    return DeviceImages(pixels, draw.integers(0, 10, number), CPU, **options)
+
+
+def state_of(config: Config, train: DeviceImages, test: DeviceImages | None = None) -> State:
+    """The state of a fresh training on these images. It needs a process group."""
+    batch = config.global_batch_size
+    sampler = mpiddp.Sampler(train.num_images, batch, batches_per_step=config.grad_accum_steps)
+    return build_state(config, Data("", 10, train, test), sampler, mpiddp.World.from_env(), CPU)
 
 
 def step_folder(run: Path, step: int) -> Path:

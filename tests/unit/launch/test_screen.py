@@ -6,6 +6,8 @@ Tests mpiddp/launch/{log,output}.py.
 import fcntl
 import os
 import re
+import struct
+import termios
 import threading
 
 import pytest
@@ -71,6 +73,34 @@ def test_on_a_terminal_open_lines_stay_below_the_others(monkeypatch):
     assert terminal.shown() == f"{ERASED}[0] done\n[1] open"
     terminal.screen.end(second)
     assert terminal.shown() == f"{ERASED}[1] open\n"
+
+
+def test_a_line_that_grows_costs_its_length_and_shows_its_end(monkeypatch):
+    terminal = Terminal(monkeypatch, is_shared=True)
+    fcntl.ioctl(terminal.screen.file, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    source = Source(0, b"[0] ")
+    drawn = 0
+    for number in range(1000):
+        terminal.screen.show(source, b"%d" % (number % 10))
+        drawn += len(shown := terminal.shown())
+        if number == 30:
+            assert shown == "0"  # the rest is there
+    assert shown == f"{ERASED}[0] " + ("0123456789" * 4)[-35:]
+    assert drawn < 1000 * 45
+    terminal.screen.show(source, b"\n")
+    assert terminal.shown() == f"{ERASED}[0] {'0123456789' * 100}\n"
+
+
+def test_a_pipe_takes_large_pieces_and_stays_blocking_for_the_shell():
+    reader, writer = os.pipe()
+    screen = Screen(writer, "stdout", is_shared=True)
+    lines = b"x" * 999 + b"\n"
+    screen.show(Source(0), lines * 40)
+    assert (os.get_blocking(writer), os.get_blocking(screen.file)) == (True, False)
+    assert os.read(reader, 1 << 20) == lines * 40
+    screen.close()
+    for file in (reader, writer):
+        os.close(file)
 
 
 def test_bars_of_several_lines_leave_the_lines_of_others_alone(monkeypatch):

@@ -1,0 +1,99 @@
+"""`mpiddp.check_determinism`: train the first steps twice, and compare all bits.
+
+A run leaves a digest of each tensor of a step, in the order in which the step computes them. So the first one
+that differs is nearest to the cause.
+"""
+
+from __future__ import annotations
+
+import gc
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mpiddp.errors import JobFailed
+from mpiddp.runtime.reports import together
+from mpiddp.world import World
+
+Training = tuple[nn.Module, torch.optim.Optimizer, Iterator[Tensor]]
+
+
+def check_determinism(begin: Callable[[], Training], *, steps: int = 10) -> int:
+    """Check that a training repeats itself bit for bit. A collective: every rank must call it.
+
+        def begin():
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, optimizer, (train_one_step(model, optimizer, batch) for batch in batches(seed=0))
+
+        mpiddp.check_determinism(begin)
+
+    Args:
+        begin: called twice. It returns a fresh model, its optimizer, and an iterator that makes a step and
+            yields the step's loss, a scalar tensor.
+        steps: to make in each run.
+
+    Returns:
+        The number of tensors that were compared in each step.
+
+    Raises:
+        JobFailed: on all ranks. It names the first step, the rank and the tensor that differ.
+    """
+    one = list(_digests(begin, steps))
+    gc.collect()  # a model under DDP refers to itself, and its memory may be needed for the second run
+    other = list(_digests(begin, steps))
+    differing = [place for place, digest in enumerate(one) if digest != other[place]]
+    first = differing[0] if differing else len(one)
+    firsts = [first]
+    if dist.is_initialized():
+        firsts = [0] * dist.get_world_size()
+        dist.all_gather_object(firsts, first)
+    tensors = sum(step == 1 for step, _, _ in one)
+    world = World.from_env()
+    with together():
+        if differing and world.rank == firsts.index(min(firsts)):
+            step, name, _ = one[first]
+            same_step = sum(one[place][0] == step for place in differing)
+            share = f"{same_step} of {tensors} tensors of that step"
+            raise JobFailed(
+                f"two runs of {one[-1][0]} steps from the same start differ: first in step {step}, on rank "
+                f"{world.rank} on {world.hostname}, in {name} ({share})."
+            )
+    return tensors
+
+
+def _digests(begin: Callable[[], Training], steps: int) -> Iterator[tuple[int, str, int]]:
+    """Train the first steps. The step, the name and the digest of each tensor, in their order."""
+    model, optimizer, losses = begin()
+    for step, loss in enumerate(islice(losses, steps), start=1):
+        for name, tensor in _tensors(model, optimizer, loss):
+            yield step, name, digest_of(tensor)
+
+
+def _tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """What a step has computed, in that order."""
+    yield "the loss", loss
+    for name, buffer in model.named_buffers():
+        yield f"the buffer {name}", buffer
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.grad is not None:
+            yield f"the gradient of {name}", parameter.grad
+    for name, parameter in model.named_parameters():
+        yield f"the parameter {name}", parameter
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor):
+                yield f"the {key} of {name}", value
+
+
+def digest_of(tensor: Tensor) -> int:
+    """The CRC of a tensor's bits, which one flipped bit always changes. Of a DTensor, that of its shard."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    flat = local.detach().contiguous().reshape(-1).cpu()
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
