@@ -100,7 +100,9 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     jobs = _jobs(prog, row, values, where, more, out)
     if jobs.slots < row.least_ranks:
         least = counted(row.least_ranks, "rank")
-        raise UserError(f"{prog} needs at least {least}. Example: -H localhost:{row.least_ranks}")
+        raise UserError(
+            f"{prog}: it needs at least {least}. Example: -H localhost:{row.least_ranks}"
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
     file = out / f"{name}.json"
     with named_by("--out"):  # now: a measurement may take hours

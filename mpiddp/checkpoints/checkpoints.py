@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from mpiddp.checkpoints.bucket import Bucket, is_address, local_path, pull
 from mpiddp.checkpoints.contents import read
 from mpiddp.checkpoints.folder import COMPLETE, is_set_aside, list_steps, name_of_step
 from mpiddp.checkpoints.records import RunRecords
@@ -70,7 +71,7 @@ class Checkpoints:
         """
         Args:
             folder: path of the run: it gets checkpoints/, metrics.jsonl, owner.json while the run writes,
-                and logs/ under mpiddp launch.
+                and logs/ under mpiddp launch. Or an address of fsspec, such as "s3://bucket/runs/a".
             keep: number of verified checkpoints to keep, besides the newest finite one and pinned ones.
             every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
                 only before a stop.
@@ -105,13 +106,17 @@ class Checkpoints:
         except ValueError as error:
             raise ValueError(f"every: {error}") from None
         self._config: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
+        bucket = Bucket(str(folder)) if is_address(folder) else None
         self._options = Options(
             keep=Retention(keep, keep_every, best),
             must_succeed=on_save_error == "stop",
             is_guarded=not_finite != "keep",
             timeout_s=timeout_s,
+            bucket=bucket,
         )
-        self._dir = RunDir(Path(folder).absolute())  # the script may change the working folder
+        self._dir = RunDir(
+            local_path(folder).absolute()
+        )  # the script may change the working folder
         losses = () if not_finite == "keep" else not_finite
         self._records = RunRecords(self._dir, best[0] if best else "", losses, self._config)
         self._coordinator = script_coordinator(self.close)
@@ -171,7 +176,14 @@ class Checkpoints:
         if self._run is not None:
             raise RuntimeError("resume() must be called once, before the first save().")
         with self._opening() as run:
-            copies = find(run, None if path is None else Path(path))
+            with run.together(), named_by(""):
+                if (
+                    path is not None
+                    and run.is_writer
+                    and local_path(path).parent != run.dir.checkpoints
+                ):
+                    pull(path)
+            copies = find(run, None if path is None else local_path(path))
             if not copies:
                 return None
             files = bring(run, copies)
@@ -194,6 +206,8 @@ class Checkpoints:
                 root = run.dir.checkpoints
                 for old in set_aside(root, resumed.step, *own) if run.is_writer else ():
                     log.info(f"renamed to {old.name}: its step is not before that of the resume")
+                    if bucket := run.bucket:
+                        bucket.rename(old.stem, old.name)
                 if run.is_writer and first.of_this_run and first.is_named:
                     self._records.note(event="went back", to=Path(first.path).name)
             run.step, run.unloaded = -1 if is_seed else resumed.step, resumed._unloaded

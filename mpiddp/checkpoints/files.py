@@ -29,7 +29,7 @@ _NAMES = (
     "F64:float64 F32:float32 F16:float16 BF16:bfloat16 I64:int64 I32:int32 I16:int16 I8:int8 BOOL:bool "
     "U64:uint64 U32:uint32 U16:uint16 U8:uint8 F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2 C64:complex64"
 )
-_TYPES = {code: getattr(torch, name) for code, name in (each.split(":") for each in _NAMES.split())}
+_TYPES = {code: getattr(torch, name) for code, name in (pair.split(":") for pair in _NAMES.split())}
 CODES = {dtype: code for code, dtype in _TYPES.items()}
 
 
@@ -100,7 +100,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     content, tensors = _mapped(path, size), {}
     beside = json.loads(header.pop("__metadata__", {}).get("mpiddp", "{}"))
     for name, about in header.items():
-        start, end = (8 + length + each for each in about["data_offsets"])
+        start, end = (8 + length + offset for offset in about["data_offsets"])
         dtype, shape = _TYPES[about["dtype"]], about["shape"]
         if not 8 + length <= start <= end <= size:
             raise ValueError(f"{name} lies outside of the file")

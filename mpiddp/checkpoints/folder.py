@@ -276,7 +276,7 @@ def verify(folder: Path, *, with_hashes: bool = True, share: tuple[int, int] = (
     """
     listed = list_files(folder)
     index, count = share
-    largest_first = sorted(listed.here.items(), key=lambda each: (-each[1].bytes, each[0]))
+    largest_first = sorted(listed.here.items(), key=lambda row: (-row[1].bytes, row[0]))
     for number, (name, entry) in enumerate(largest_first):
         path = folder / name
         with reading(folder, name):
@@ -342,8 +342,8 @@ def _entries(folder: Path, file: str, content: bytes, key: str = "") -> dict[str
     try:
         table = json.loads(content)
         rows = (table[key] if key else table).items()
-        entries = {name: Entry(**each) for name, each in rows}
-        if not all(type(each.bytes) is int for each in entries.values()):
+        entries = {name: Entry(**row) for name, row in rows}
+        if not all(type(entry.bytes) is int for entry in entries.values()):
             raise TypeError
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise BrokenCheckpoint(folder, f"{file} is not a table of files") from None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mpiddp.checkpoints.boxes import write_whole
+from mpiddp.checkpoints.bucket import local_path, pull
 from mpiddp.checkpoints.contents import read
 from mpiddp.checkpoints.files import DAMAGE, read_tensors
 from mpiddp.checkpoints.fit import placed
@@ -27,7 +28,7 @@ from mpiddp.checkpoints.folder import (
 )
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import hold
-from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.errors import JobFailed, UserError, cause_of, named_by
 
 _MAX_RELISTS = 1000  # of a run that removes checkpoints faster than they are opened
 
@@ -42,8 +43,8 @@ def load(path: str | os.PathLike[str]) -> Resumed:
     changes nothing, needs no other rank, and restores no random numbers.
 
     Args:
-        path: the folder of a run, of which the newest finite checkpoint is read; a checkpoint; a
-            .safetensors file, or a folder of them, each of which becomes an entry.
+        path: the folder of a run, or its address in object storage, of which the newest finite checkpoint is
+            read; a checkpoint; a .safetensors file, or a folder of them, each of which becomes an entry.
 
     Returns:
         The checkpoint, with `per_rank` empty; of another program, with step 0.
@@ -52,7 +53,9 @@ def load(path: str | os.PathLike[str]) -> Resumed:
         UserError: no verified checkpoint there.
         JobFailed: a disk has failed, or memory is short.
     """
-    root = Path(path)
+    with named_by(""):
+        pull(path)
+    root = local_path(path)
     if (state := _read_safetensors(root)) is not None:
         return Resumed(0, state)
     for _ in range(_MAX_RELISTS):
@@ -93,7 +96,7 @@ def _read_safetensors(path: Path) -> dict[str, Any] | None:
         raise UserError(f"{path} is damaged, or no file of safetensors: {error}.") from None
 
 
-def export(path: Path, out: Path, to: str) -> Resumed:
+def export(path: str, out: Path, to: str) -> Resumed:
     """Write what `load` reads, with every tensor in one piece, to the new folder `out`. Returns it.
 
     "torch" writes a file of torch.save for each entry: `torch.load("out/model.pt")` is a plain state_dict.

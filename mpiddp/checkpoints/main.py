@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, whole
 from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints.bucket import is_address, local_path, pull
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.checkpoints.retention import PINNED, Retention, hold, prune
 from mpiddp.errors import UserError, named_by, print_error
@@ -31,13 +32,16 @@ def main(argv: list[str]) -> int:
     """Run `mpiddp checkpoints ARGV`. The exit code is 1 if `verify` finds a broken checkpoint, else 0."""
     options = _parse(argv)
     with named_by(""):
+        if options.verb in ("prune", "pin") and is_address(options.dir):
+            raise UserError(f"{options.dir}: {options.verb} expects a local folder.")
+        pull(options.dir)
         if options.verb == "prune":
             return _prune(Path(options.dir), options.keep)
         if options.verb == "pin":
             return _pin(Path(options.dir), options.step)
         if options.verb == "export":
-            return _export(Path(options.dir), Path(options.out), options.to)
-        checkpoints = folders.checkpoints_at(Path(options.dir))
+            return _export(options.dir, Path(options.out), options.to)
+        checkpoints = folders.checkpoints_at(local_path(options.dir))
         if options.verb == "list":
             checkpoints += folders.list_steps(checkpoints[0].parent, set_aside=True)
             for folder in _held(list(dict.fromkeys(checkpoints))):
@@ -105,7 +109,7 @@ def _pin(given: Path, step: int) -> int:
     return 0
 
 
-def _export(given: Path, out: Path, to: str) -> int:
+def _export(given: str, out: Path, to: str) -> int:
     from mpiddp.checkpoints.load import export  # needs torch
 
     for each in (signal.SIGTERM, signal.SIGHUP):  # a part of the export must not remain

@@ -122,25 +122,25 @@ def _gathered(run: Run, own: Sequence[Candidate]) -> list[Candidate]:
 
 def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
     """The candidates of one save, with every byte verified. All ranks must call this."""
-    if missing := set.intersection(*(set(each.lacking) for each in copies)):
+    if missing := set.intersection(*(set(copy.lacking) for copy in copies)):
         where = f"{min(missing)} is on none of these hosts"
-        return [each.damaged(BrokenCheckpoint(Path(each.path), where)) for each in copies]
+        return [copy.damaged(BrokenCheckpoint(Path(copy.path), where)) for copy in copies]
     # One folder on a shared file system is verified once: the ranks of all its hosts divide its files.
     by_rank = _by_rank(run, copies)
     own, broken = by_rank[run.rank], list[Candidate]()
     if own is not None:
-        sharing = [at for at, each in enumerate(by_rank) if each and each.inode == own.inode]
+        sharing = [at for at, copy in enumerate(by_rank) if copy and copy.inode == own.inode]
         try:
             verify(Path(own.path), share=(sharing.index(run.rank), len(sharing)))
         except BrokenCheckpoint as error:
             broken.append(own.damaged(error))
-    by_inode = {each.inode: each for each in _gathered(run, broken)}
-    return [by_inode.get(each.inode, each) for each in copies]
+    by_inode = {copy.inode: copy for copy in _gathered(run, broken)}
+    return [by_inode.get(copy.inode, copy) for copy in copies]
 
 
 def _by_rank(run: Run, copies: Sequence[Candidate]) -> list[Candidate | None]:
     """The copy that each rank's host has: [world_size]."""
-    by_node = {run.nodes[each.rank]: each for each in copies}
+    by_node = {run.nodes[copy.rank]: copy for copy in copies}
     return [by_node.get(node) for node in run.nodes]
 
 
@@ -237,9 +237,9 @@ def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
     by_rank = _by_rank(run, copies)
     transfers, places = [], {}
     for name, entry in by_name.items():
-        lacks = [each is None or name in each.lacking for each in by_rank]
+        lacks = [copy is None or name in copy.lacking for copy in by_rank]
         receivers = {run.writer_of[rank] for rank, lacks_it in enumerate(lacks) if lacks_it}
-        source = next(each for each in copies if name not in each.lacking)
+        source = next(copy for copy in copies if name not in copy.lacking)
         if receivers:
             path = Path(source.path) / name
             transfers.append(Transfer(source.rank, path, Entry(**entry), tuple(sorted(receivers))))
@@ -248,7 +248,7 @@ def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
     if not transfers:
         return places
     log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")
-    receives = any(run.rank in each.receivers for each in transfers)
+    receives = any(run.rank in transfer.receivers for transfer in transfers)
     with run.writing_together():  # before any rank waits for another
         if receives:
             new.path.mkdir(parents=True, exist_ok=True)
@@ -256,7 +256,7 @@ def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
         try:
             send_files(transfers, run.rank, run.group or dist.group.WORLD, new.path)
             if receives and is_whole:
-                hashes = {each.path.name: each.entry.sha256 for each in transfers}
+                hashes = {transfer.path.name: transfer.entry.sha256 for transfer in transfers}
                 new.seal(hashes)
                 new.publish()
         except (OSError, RuntimeError) as error:

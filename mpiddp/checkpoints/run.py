@@ -22,6 +22,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
+from mpiddp.checkpoints.bucket import Bucket
 from mpiddp.checkpoints.records import RunDir, RunRecords
 from mpiddp.checkpoints.retention import NO_LOCKS, Retention
 from mpiddp.errors import JobFailed, UserError, cause_of
@@ -104,12 +105,14 @@ class Options:
         must_succeed: a failed save ends the run; else it causes a warning.
         is_guarded: a checkpoint that is not finite counts only if there is no other.
         timeout_s: how long to wait for a rank that does not answer.
+        bucket: the object storage that has a copy of the folder.
     """
 
     keep: Retention
     must_succeed: bool
     is_guarded: bool
     timeout_s: float
+    bucket: Bucket | None = None
 
 
 class Run:
@@ -170,6 +173,8 @@ class Run:
                     self._lock = RunLock(run_dir)
                     folder.remove_leftovers(run_dir.checkpoints)
                     folder.probe_rename(run_dir.checkpoints)
+                    if options.bucket:
+                        options.bucket.pull(run_dir.path)
         except BaseException:
             self.close(removes_new=True)
             raise
@@ -178,6 +183,11 @@ class Run:
     def writers(self) -> list[int]:
         """One rank for each file system, rank 0 first."""
         return sorted(set(self.writer_of))
+
+    @property
+    def bucket(self) -> Bucket | None:
+        """The object storage, on the one rank that completes what is there."""
+        return self.options.bucket if self.rank == 0 else None
 
     @property
     def is_writer(self) -> bool:

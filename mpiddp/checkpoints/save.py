@@ -264,6 +264,9 @@ class Save:
             reason = next(filter(None, reasons), "") if run.options.is_guarded else ""
             self._about = replace(self._about, not_finite=reason)
             self._on_all_ranks("published", self._publish)
+            if run.options.bucket:
+                self._on_all_ranks("copied to the bucket", self._push)
+                self._on_all_ranks("complete in the bucket", self._complete_push)
         except BaseException:
             if run.is_writer:
                 self._new.discard()
@@ -338,6 +341,16 @@ class Save:
         self._new.seal(self._hashes)
         self._new.publish()
 
+    def _push(self) -> None:
+        """Copy the shards that only other hosts have to the object storage."""
+        run, final = self._run, self._new.final
+        if run.is_writer and run.rank != 0 and self._has_shards and run.options.bucket:
+            run.options.bucket.push(final, is_last=False)
+
+    def _complete_push(self) -> None:
+        if bucket := self._run.bucket:
+            bucket.push(self._new.final, is_last=True)
+
     def _prune(self) -> None:
         """Remove old checkpoints, and say if the new one is not finite."""
         run, final, root = self._run, self._new.final, self._run.dir.checkpoints
@@ -349,6 +362,8 @@ class Save:
         try:
             scores = run.records.scores
             prune(root, run.options.keep, is_good=run.is_verified, scores=scores)
+            if bucket := run.bucket:
+                bucket.prune(root)
         except OSError as error:  # the new checkpoint is complete anyway
             why = f"cannot remove old checkpoints: {error.strerror}"
             log.warning(f"warning: {root}: {why}.")

@@ -50,43 +50,45 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
             return None
 
     # For hosts that share the disk of the run with this one, but not this file.
-    for each in transfers:
-        if each.source == rank and rank in each.receivers:
-            attempt(shutil.copyfile, each.path, into / each.path.name)
+    for transfer in transfers:
+        if transfer.source == rank and rank in transfer.receivers:
+            attempt(shutil.copyfile, transfer.path, into / transfer.path.name)
     nothing = Path(os.devnull)  # in the place of a file that cannot be opened
     # The number of each file is its tag.
     files: list[tuple[int, Transfer, Any]] = [
-        (tag, each, attempt(each.path.open, "rb") or nothing.open("rb"))
-        if each.source == rank
-        else (tag, each, attempt(HashedFile, into / each.path.name) or HashedFile(nothing))
-        for tag, each in enumerate(transfers)
-        if each.source == rank or rank in each.receivers
+        (tag, transfer, attempt(transfer.path.open, "rb") or nothing.open("rb"))
+        if transfer.source == rank
+        else (tag, transfer, attempt(HashedFile, into / transfer.path.name) or HashedFile(nothing))
+        for tag, transfer in enumerate(transfers)
+        if transfer.source == rank or rank in transfer.receivers
     ]
-    for start in range(0, max([each.entry.bytes for _, each, _ in files], default=0), CHUNK_BYTES):
+    for start in range(
+        0, max([transfer.entry.bytes for _, transfer, _ in files], default=0), CHUNK_BYTES
+    ):
         works, parts = [], []
-        for tag, each, file in files:
-            if (left := each.entry.bytes - start) <= 0:
+        for tag, transfer, file in files:
+            if (left := transfer.entry.bytes - start) <= 0:
                 continue
             chunk = torch.empty(min(left, CHUNK_BYTES), dtype=torch.uint8, device="cpu")
             data = memoryview(chunk.numpy())  # type: ignore[arg-type]
-            if each.source != rank:
-                works.append(group.recv([chunk], each.source, tag))
+            if transfer.source != rank:
+                works.append(group.recv([chunk], transfer.source, tag))
                 parts.append((file, data))
                 continue
             attempt(file.readinto, data)
-            works += [group.send([chunk], to, tag) for to in each.receivers if to != rank]
+            works += [group.send([chunk], to, tag) for to in transfer.receivers if to != rank]
         for work in works:
             work.wait()
         for file, data in parts:
             attempt(file.write, data)
-    for _, each, file in files:
+    for _, transfer, file in files:
         sha256 = attempt(file.close)
-        if each.source == rank:
+        if transfer.source == rank:
             continue
-        if sha256 == each.entry.sha256:
-            attempt(flush, into / each.path.name)
+        if sha256 == transfer.entry.sha256:
+            attempt(flush, into / transfer.path.name)
         else:
-            problem = f"{each.path.name} arrived damaged: its SHA-256 differs"
+            problem = f"{transfer.path.name} arrived damaged: its SHA-256 differs"
             problems.append(OSError(errno.EIO, problem))
     if problems:
         raise problems[0]

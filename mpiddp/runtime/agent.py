@@ -55,7 +55,7 @@ def run(rank: Rank) -> int:
             code = attempt.run()
             if attempt.again is None:
                 return code
-            attempt = Attempt(attempt.rank.next(attempt.again), attempt.spare, attempt.ahead)
+            attempt = Attempt(attempt.rank.next(attempt.again), attempt.spare)
     finally:
         if attempt.spare is not None:
             attempt.spare.discard()

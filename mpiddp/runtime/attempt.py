@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from enum import Enum, auto
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +22,19 @@ from mpiddp.errors import (
     print_error,
 )
 from mpiddp.hosts.processes import adopt_orphans
-from mpiddp.hosts.sockets import reserve
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
 from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
-from mpiddp.runtime.child import PASSED, Child, reap
+from mpiddp.runtime.child import Child, caught_signals, reap
 from mpiddp.runtime.gpu import limit_threads, prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
-from mpiddp.runtime.job.ending import Ending, Refused, ending_of
+from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank
+from mpiddp.runtime.store_port import StorePort
 
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
 _GPUS_S = 5.0  # for a look at the GPUs before the next attempt
@@ -48,41 +45,27 @@ _REQUESTS = frozenset(
 )
 
 
-class Why(Enum):
-    ITSELF = auto()  # its program has ended, or will
-    REQUEST = auto()  # so far, the launcher has requested a stop of its program
-    HELD = auto()  # some rank has failed, and the launcher may begin the next attempt
-    OTHERS = auto()  # another rank, the launcher or the daemon of the MPI has ended
-
-
-class Cut(Exception):
-    """The program is not to go on, and this rank does not report its end: `Attempt.why` is HELD or OTHERS."""
-
-
 class Attempt:
     """One attempt of a rank, from the start of its program to its end.
 
-    `spare` is the child that an earlier attempt has started for this one, and `ahead` what that has imported.
+    `spare` is the child that an earlier attempt has started for this one.
+    docs/architecture.md has its states, and what each event does in each.
     """
 
-    def __init__(
-        self, rank: Rank, spare: Child | None = None, ahead: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, rank: Rank, spare: Child | None = None) -> None:
         self.rank, self.world = rank, rank.world
         self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
         self.spare: Child | None = None  # that imports torch for the next attempt
-        self.ahead = ahead  # what it imports, once the script has told it
         if spare is not None and not spare.answers():
             spare.discard()
             spare = None
         self.child = spare or Child(rank)
-        self._store: socket.socket | None = None  # where torch's store listens, or another process
-        self._listens = False  # it does so, and the script has not imported torch
+        self._store = StorePort()
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
         self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
-        self._why = Why.ITSELF
+        self._ended_by = EndedBy.SCRIPT
         self._code = FAILED  # of this rank
         self._ends_at: float | None = None  # when the program ends for what has happened elsewhere
         self._signals: int | None = None  # that have arrived, once the ranks have met
@@ -94,7 +77,7 @@ class Attempt:
         try:
             self._begin()
             stops = self._serve()
-        except Cut:
+        except EndedFromOutside:
             self._end_script()
             self._clear(_END_S if self.child.is_command else 0.0)
         except BaseException as error:
@@ -109,10 +92,10 @@ class Attempt:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
-            self._close_store()
-        if self._why is Why.HELD:
+            self._store.close()
+        if self._ended_by is EndedBy.HOLD:
             self._wait_for_launcher()
-        elif self._why is not Why.OTHERS and (stops or self._code == DONE):
+        elif self._ended_by is not EndedBy.OTHERS and (stops or self._code == DONE):
             # The first rank that exits with a code other than 0 ends the others, which may still save.
             self.coordinator.leave(waits=stops)
         else:
@@ -150,6 +133,8 @@ class Attempt:
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.child.close()
+        if self.spare is not None:
+            self.spare.hurry()
         self._ends_at = None
         wrong = []
         if (self.coordinator.world.local_rank or 0) == 0:  # one rank of each host looks
@@ -157,7 +142,7 @@ class Attempt:
 
             wrong = wrong_here(os.environ, timeout_s=_GPUS_S)
         self.coordinator.send("held", error="\n".join(wrong)[:TEXT_LIMIT])
-        while self.again is None and self._why is Why.HELD:
+        while self.again is None and self._ended_by is EndedBy.HOLD:
             self._wait()
         if self.again is not None and self.coordinator.connection is not None:
             self.coordinator.connection.close()
@@ -192,8 +177,7 @@ class Attempt:
                 from mpiddp.hosts import private
 
                 private.remove(rank.kept)
-        # Not before: the process beside rank 0 that serves the channel, where no launcher does, is no orphan
-        # of the script's. Not later: the spare process is one.
+        # Adopt orphans from here on: the channel process, where no launcher serves, must not be ours.
         adopt_orphans()
         self._signals = caught_signals()
         ranks = self.coordinator
@@ -207,24 +191,13 @@ class Attempt:
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
         self._join(joining_timeout_s())
-        self._store, self._listens = store, store is not None
+        self._store.take(store)
         if child.is_command:
-            self._leave_port()
+            self._store.leave()
             with ranks.all_or_none():
                 child.start(os.environ)
             return
         child.go(rank, env, store)
-
-    def _leave_port(self) -> None:
-        """A process of the program may listen where torch's store is to be. Nobody else."""
-        if self._store is not None and self._listens:
-            reserve(self._store)
-            self._listens = False
-
-    def _close_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-        self._store, self._listens = None, False
 
     def _see_torch(self) -> None:
         """Once the script has imported torch, start the Python that imports it for the next attempt.
@@ -233,15 +206,14 @@ class Attempt:
         """
         child, spare = self.child, self.spare
         if "torch" in child.said:
-            self._close_store()
+            self._store.close()
             told = child.said.pop("torch")
-            self.ahead = told.get("ahead", self.ahead)
-            if self.rank.holds and self.ahead is not None and spare is None:
+            if self.rank.holds and spare is None:
                 self.spare = Child(self.rank)
-                self.spare.import_ahead(os.environ, self.ahead)
+                self.spare.import_ahead(os.environ, told["ahead"])
                 child.others.add(self.spare.pid)
-        elif self._listens and child.has_children:
-            self._leave_port()
+        elif self._store.listens and child.has_children:
+            self._store.leave()
         if child.said.pop("mpi", None):  # no later process of this rank can start it
             self.rank = self.rank._replace(holds=False)
         if spare is not None:
@@ -289,11 +261,11 @@ class Attempt:
         while child.status is None:
             self._wait()
         ending = child.ending()
-        if self._why is Why.ITSELF and not ending.is_failure:
+        if self._ended_by is EndedBy.SCRIPT and not ending.is_failure:
             self._readings.close()  # whose processes are not the program's
             child.name_what_is_left()
         stops = self._report(ending)
-        if self._why is not Why.OTHERS:
+        if self._ended_by is not EndedBy.OTHERS:
             self._code = ending.code
         self._clear(_END_S)
         return stops
@@ -312,13 +284,12 @@ class Attempt:
         """Read what the GPUs of this host do from now on, if this is its first rank."""
         ranks = self.coordinator
         if self.rank.launcher is not None and ranks.world.local_rank == 0:
-            here = [at for at, host in enumerate(ranks.hostnames) if host == self.world.hostname]
-            readings = GpuReadings(here, os.environ, ranks.send)
+            readings = GpuReadings(ranks.ranks_here, os.environ, ranks.send)
             readings.start()
             self._readings.callback(readings.stop)
 
     def _wait(self) -> None:
-        """Act on what happens next. Raises Cut if it ends the program."""
+        """Act on what happens next. Raises EndedFromOutside."""
         child, channel = self.child, self.coordinator
         connection = None if channel.is_lost else channel.connection
         poll = select.poll()
@@ -328,11 +299,13 @@ class Attempt:
             if file is not None:
                 poll.register(file, select.POLLIN)
         wait_ms = _WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS
-        ready = dict(poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self._listens else wait_ms))
+        ready = dict(
+            poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self._store.listens else wait_ms)
+        )
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
-        reap()  # then, what an ended script has said last is there
+        reap()  # first: a script writes its last words before it ends
         child.hear()
         if log := child.said.pop("log_to", None):
             self._log_to(Path(log["folder"]))
@@ -352,17 +325,17 @@ class Attempt:
     def _obey(self, facts: Mapping[str, Any]) -> None:
         match facts:
             case {"type": "end", "code": int(code)}:
-                self._cut(Why.OTHERS, code)
+                self._cut(EndedBy.OTHERS, code)
             case {"type": "hold"} if not self.rank.holds:
-                self._cut(Why.OTHERS)
+                self._cut(EndedBy.OTHERS)
             case {"type": "hold"} if self._signals is None:
-                self._cut(Why.HELD)
+                self._cut(EndedBy.HOLD)
             case {"type": "hold"} if self.child.status is None:
                 self._ends_at = time.monotonic() + GRACE_S
             case {"type": "again"}:
                 self.again = facts
             case {"type": "stop", "signal": int(number)}:
-                if self._why is Why.ITSELF:
+                if self._ended_by is EndedBy.SCRIPT:
                     self.child.pass_on(number)
                 self._note_request(number)
             case {"type": "size", "columns": int(columns), "rows": int(rows)}:
@@ -374,8 +347,8 @@ class Attempt:
     def _note_request(self, number: int) -> None:
         """The launcher has requested a stop by this signal."""
         self.child.passed.add(number)
-        if self._why is Why.ITSELF:
-            self._why = Why.REQUEST
+        if self._ended_by is EndedBy.SCRIPT:
+            self._ended_by = EndedBy.STOP_REQUEST
 
     def _resize(self, columns: int, rows: int) -> None:
         """Give the script's terminals the launcher's new size, and tell the script as a terminal does."""
@@ -388,40 +361,42 @@ class Attempt:
     def _see_others(self) -> None:
         """End with the daemon of the MPI. End some time after the launcher holds, or a failure elsewhere."""
         ranks, child, now = self.coordinator, self.child, time.monotonic()
-        if self._why is Why.OTHERS:
+        if self._ended_by is EndedBy.OTHERS:
             return
         if self.rank.daemon not in (None, os.getppid()):
-            self._cut(Why.OTHERS)
+            self._cut(EndedBy.OTHERS)
         elif ranks.code_of_failure or ranks.is_lost:
             self._ends_at = self._ends_at or now + GRACE_S
             if now >= self._ends_at:
-                self._cut(Why.OTHERS, ranks.code_of_end())
+                self._cut(EndedBy.OTHERS, ranks.code_of_end())
         elif self._ends_at and child.status is None:
             if "over" in child.said:  # it has failed itself, and has only to end
                 child.end(0.0)
             elif now >= self._ends_at:
-                self._cut(Why.HELD)
+                self._cut(EndedBy.HOLD)
 
-    def _cut(self, why: Why, code: int = FAILED) -> None:
-        """End for this reason, with this code. Raises Cut, unless the program has ended already."""
-        is_over = self.child.status is not None or self._why in (Why.HELD, Why.OTHERS)
-        if self._why is not Why.OTHERS:
-            self._why, self._code = why, code
+    def _cut(self, ended_by: EndedBy, code: int = FAILED) -> None:
+        """End for this reason, with this code. Raises EndedFromOutside, unless the program has ended."""
+        is_over = self.child.status is not None or self._ended_by in (EndedBy.HOLD, EndedBy.OTHERS)
+        if self._ended_by is not EndedBy.OTHERS:
+            self._ended_by, self._code = ended_by, code
         if not is_over:
-            raise Cut
+            raise EndedFromOutside
 
     def _report(self, ending: Ending) -> bool:
         """Tell the launcher, or else the other ranks, how this rank ends. Returns whether on request."""
-        if self._why is Why.OTHERS:
+        if self._ended_by is EndedBy.OTHERS:
             return False
         child, has_launcher = self.child, self.rank.launcher is not None
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
         # so its ranks look at that alone.
-        was_asked = self._why is Why.REQUEST if has_launcher else child.passed & _REQUESTS
+        was_asked = (
+            self._ended_by is EndedBy.STOP_REQUEST if has_launcher else child.passed & _REQUESTS
+        )
         ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in child.passed)}
         # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
         is_exit = not (ending.signal or ending.traceback or ending.error)
-        # Of a stop, the agent of a command hears nothing where scripts within the command do.
+        # If scripts within a command agree on a stop, its agent is not told.
         says_so = child.is_command or "stopped" in child.said
         has_stopped = ending.code == STOPPED and says_so
         stops = has_stopped or bool(was_asked and (ending.code in ends or is_exit))
@@ -439,22 +414,8 @@ class Attempt:
             line = ending.line(self.coordinator.name(self.world.rank))
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
                 print_error(line)
-        if self.rank.holds and self._why is Why.ITSELF:
-            self._why = Why.HELD
+        if self.rank.holds and self._ended_by is EndedBy.SCRIPT:
+            self._ended_by = EndedBy.HOLD
         else:
             self.coordinator.send("fail", code=ending.code)
         return False
-
-
-@cache
-def caught_signals() -> int:
-    """A file that is readable when a signal has arrived, and contains its number: from the first call on.
-
-    Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
-    """
-    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (*PASSED, signal.SIGCHLD):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: None)
-    return reader

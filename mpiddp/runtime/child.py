@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,9 @@ class Child:
         self._frames: list[str] = []
         self._kills_before: OomKills | None = None  # before it, in this control group
         self.has_begun = False  # to run the script
+        self._is_ahead = (
+            False  # it has imported torch for the attempt after that in which it started
+        )
 
     @property
     def runs(self) -> bool:
@@ -166,6 +169,10 @@ class Child:
         self._tell({"type": "ahead", **ahead})
         self._set_priority(_LOW)
 
+    def hurry(self) -> None:
+        """The script before it has ended: it waits for nothing but this process."""
+        self._set_priority(_USUAL)
+
     def _set_priority(self, nice: int) -> None:
         """Set that of its session, by which Linux shares the cores first. A higher one needs no right."""
         with contextlib.suppress(OSError):  # a kernel that does not
@@ -189,8 +196,7 @@ class Child:
 
         If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
-        self._set_priority(_USUAL)
-        self._kills_before = kills_in(group_of())
+        self.forget_kills()
         self.has_begun = True
         args = rank.program.args[len(self._rank.program.args) :]
         facts = {
@@ -372,3 +378,17 @@ def _begin(agent: int) -> None:
             return
     # Linux shares its cores among sessions first. Those of one mpirun would get the share of one process.
     os.setsid()
+
+
+@cache
+def caught_signals() -> int:
+    """A file that is readable when a signal has arrived, and contains its number: from the first call on.
+
+    Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
+    """
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (*PASSED, signal.SIGCHLD):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
+    return reader

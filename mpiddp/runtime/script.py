@@ -143,14 +143,18 @@ def _begin(script: patches.Script) -> None:
         for act in at_torch:
             act()
 
-    sys.meta_path.insert(0, AtImport(["torch"], importing_torch))
+    if "torch" in sys.modules:  # a sitecustomize has imported it
+        at_torch[0]()
+    else:
+        sys.meta_path.insert(0, AtImport(["torch"], importing_torch))
     session.tell_agent("ready")
     facts, listeners = _told_by_agent(script.control)
-    if facts["type"] == "ahead":
+    ahead = facts if facts["type"] == "ahead" else None
+    if ahead is not None:
         from mpiddp.hosts.processes import name_process  # few scripts need it
 
         name_process(SPARE_NAME)
-        _import_ahead(facts)
+        _import_ahead(ahead)
         _import_compiler(script.control)
         facts, listeners = _told_by_agent(script.control)
         while facts["type"] == "ask":
@@ -174,11 +178,10 @@ def _begin(script: patches.Script) -> None:
                 session.torch_store = serve_store(env, listener.detach())
 
     at_torch.append(serve)
-    if "torch" in sys.modules:  # the agent knows what came before it
-        serve()
-        session.tell_agent("torch")
-    else:
-        at_torch.append(lambda: session.tell_agent("torch", ahead=before.changes()))
+    at_torch.append(lambda: session.tell_agent("torch", ahead=ahead or before.changes()))
+    if "torch" in sys.modules:
+        for act in at_torch[1:]:
+            act()
 
 
 class Before(NamedTuple):

@@ -161,10 +161,12 @@ def verify(content: bytes) -> None:
 def list_shards(content: bytes) -> None:
     """An index of shards in a checkpoint that is complete."""
     with tempfile.TemporaryDirectory() as root:
-        with checkpoint_folder.appearing(Path(root, "step_00000001")) as new:
-            (new / checkpoint_folder.INDEX).write_bytes(content)
-            checkpoint_folder.seal(new, {})
-        checkpoint_folder.listing(Path(root, "step_00000001"))
+        new = checkpoint_folder.NewFolder(Path(root, "step_00000001"))
+        new.path.mkdir()
+        (new.path / checkpoint_folder.INDEX).write_bytes(content)
+        new.seal({})
+        new.publish()
+        checkpoint_folder.list_files(new.final)
 
 
 def in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:

@@ -26,42 +26,43 @@ import mpiddp
 STEPS = 2  # before the save, and after it
 
 
-class Master(torch.optim.Optimizer):
+class OneByOne(torch.optim.Optimizer):
+    """It updates each parameter on its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        closure()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.update(parameter, self.state[parameter])
+
+    def update(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Master(OneByOne):
     """It keeps fp32 weights, fp32 momentum and codes of 8 bits, whatever its parameters are."""
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        closure()
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[parameter]
-            if not state:
-                state["master"] = parameter.float().clone()
-                state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["momentum"].mul_(0.9).add_(parameter.grad.float())
-            state["master"].sub_(0.05 * state["momentum"])
-            state["codes"] = (state["master"] * 16).round().clamp(-127, 127).to(torch.int8)
-            parameter.copy_(state["master"] + state["codes"].float() / 1000)
+    def update(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state["master"] = parameter.float().clone()
+            state["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["momentum"].mul_(0.9).add_(parameter.grad.float())
+        state["master"].sub_(0.05 * state["momentum"])
+        state["codes"] = (state["master"] * 16).round().clamp(-127, 127).to(torch.int8)
+        parameter.copy_(state["master"] + state["codes"].float() / 1000)
 
 
-class Factored(torch.optim.Optimizer):
+class Factored(OneByOne):
     """Its second moment has one number for each row, as that of CAME has."""
 
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        closure()
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            state, gradient = self.state[parameter], parameter.grad
-            if parameter.ndim != 2:
-                continue
-            row = gradient.square().mean(1)
+    def update(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        if parameter.ndim == 2:
+            row = parameter.grad.square().mean(1)
             state["row"] = row if "row" not in state else 0.9 * state["row"] + 0.1 * row
-            parameter.sub_(0.05 * gradient / (state["row"].sqrt()[:, None] + 1e-3))
+            parameter.sub_(0.05 * parameter.grad / (state["row"].sqrt()[:, None] + 1e-3))
 
 
 def adam(kind: Any, **options: Any) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ import torch
 import mpiddp
 from mpiddp.cli import main
 from mpiddp.runtime.job.session import current
-from tests.support import tiny_data
+from tests.support import installs, tiny_data
 from tests.support.cluster import faults
 from tests.support.own_script import DIES, STEPS, example
 from tests.support.place import Done, Here, Hosts, Place, eventually, program
@@ -687,6 +687,52 @@ def test_hsdp_resumes_bit_for_bit(hosts):
     hosts.fork(*train, *options).assert_ok()
     expected = {step: losses(whole)[step] for step in (5, 6)}
     assert losses(hosts.folder / "ddp") == pytest.approx(expected, rel=1e-4)
+
+
+# Object storage
+
+
+def test_a_run_in_object_storage(here):
+    """A checkpoint in a bucket is whole or absent, verified, pruned, and resumed where no disk has it."""
+    env = {
+        **installs.environment("moto"),
+        **dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "a"),
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "XDG_CACHE_HOME": str(here.folder / "cache"),
+    }
+    job = program("object_storage.py")
+    server = here.start("python", job, "serve", env=env).until("http://")
+    env["AWS_ENDPOINT_URL"] = server.stdout.split()[-1]
+
+    def run(*arguments: str) -> Done:
+        return here.run("python", job, *arguments, env=env).assert_ok()
+
+    def train() -> Done:
+        ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+        return here.run("python", *ranks, job, "train", env=env).assert_ok()
+
+    try:
+        run("create")
+        assert "from 0 to 3" in train().stdout
+        assert run("list").lines[-1].split() == ["step_00000002", "step_00000003"]
+        shutil.rmtree(here.folder / "cache")
+        assert "from 3 to 6" in train().stdout
+        shutil.rmtree(here.folder / "cache")
+        run("damage", "step_00000006/shard_00001.safetensors")
+        done = train()
+        assert "step_00000006: shard_00001.safetensors has 1 bytes" in done.stdout
+        assert "from 5 to 8" in done.stdout
+        run("unfinish", "step_00000008")
+        assert "from 7 to 10" in train().stdout
+        listed = run("list").lines[-1].split()
+        assert listed == ["step_00000006.old", "step_00000009", "step_00000010"]
+        verify = here.run("checkpoints", "verify", "s3://models/runs/a", env=env).assert_ok()
+        assert verify.stdout.count(": verified") == 2
+        server.signal(signal.SIGKILL)
+        lost = here.run("checkpoints", "list", "s3://models/runs/a", env=env)
+        assert (lost.code, lost.stderr.count("\n")) == (1, 1), lost.stderr
+    finally:
+        server.signal(signal.SIGKILL)
 
 
 # Disks

@@ -702,9 +702,9 @@ def test_a_raw_mpirun(here, how, code):
         job = ["--", "sh", "-c", "[ $RANK = 1 ] && exit 3; sleep 6000"]
     done = here.run(*mpirun_command(2, "-m", "mpiddp", "run", *job))
     assert done.code == code
-    named = re.findall(r"^rank \d on .*", done.stderr, re.MULTILINE)
+    named = re.findall(r"^mpiddp: rank \d on .*", done.stderr, re.MULTILINE)
     assert len(named) == (how != "raise"), done.stderr  # Python's traceback says it
-    assert all(each.startswith("rank 1 on ") for each in named)
+    assert all(each.startswith("mpiddp: rank 1 on ") for each in named)
     assert ("RuntimeError: a bug" in done.stderr) == (how == "raise")
     eventually(lambda: not here.processes())
 
@@ -745,6 +745,8 @@ def test_ranks_without_any_launcher(here, end, code):
     first, second = by_variables(here, here.script(CATCHES_ITS_ERROR.replace("ENDS", end)))
     assert (first.code, second.code) == (min(code, 1), code), (first, second)
     assert (first.stdout, second.stdout) == ("2\n", "2\n")
-    lost = "rank 0 on {0}: lost the connection to rank 1 on {0}; exiting.\n".format(*here.hosts)
+    lost = "mpiddp: rank 0 on {0}: lost the connection to rank 1 on {0}; exiting.\n".format(
+        *here.hosts
+    )
     assert first.stderr == (lost if code else "")
     assert second.stderr == ""  # its parent sees the code

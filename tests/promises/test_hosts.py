@@ -79,9 +79,11 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
     folder = run / f"checkpoints/step_{step:08d}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with directory.appearing(folder) as new:
-        write(new, files)
-        directory.seal(new, {})
+    new = directory.NewFolder(folder)
+    new.path.mkdir()
+    write(new.path, files)
+    new.seal({})
+    new.publish()
     return folder
 
 
@@ -441,10 +443,10 @@ def test_pull_joins_shards(hosts, file):
         own = {"shards.json": index, "state.json": "{}", name: name}
         checkpoint(run if number == 0 else hosts[f"node{number}"].path(run), 2, own)
     folder = run / "checkpoints/step_00000002"
-    assert directory.listing(folder).lacking == names[1:]
+    assert directory.list_files(folder).lacking == names[1:]
     hosts.run("hosts", "pull", file, run).assert_ok()
     directory.verify(folder)
-    assert directory.listing(folder).lacking == []
+    assert directory.list_files(folder).lacking == []
 
 
 def test_check(hosts, file):

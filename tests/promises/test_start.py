@@ -458,6 +458,12 @@ def test_a_script_that_uses_mpi4py(here):
 # --- a script, and any command ---
 
 
+ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+}  # without a launcher's variables, `mpiddp run` is `mpiddp launch`
+
+
 @pytest.mark.parametrize("how", ["script", "link", "module"])
 def test_a_script_runs_as_under_python(here, how):
     """A script sees the sys.argv, sys.path, __main__ and working folder that Python gives it."""
@@ -470,8 +476,8 @@ def test_a_script_runs_as_under_python(here, how):
     (here.folder / "link.py").symlink_to(scripts / "facts.py")
     job = {"script": ["scripts/facts.py"], "link": ["link.py"], "module": ["-m", "facts"]}[how]
     arguments = [*job, "--", "--flag", "-m", "--", "a b"]
-    plain = here.run("python", *arguments, cwd=cwd)
-    done = here.run("run", *arguments, cwd=cwd)
+    plain = here.run("python", *arguments, cwd=cwd, env=ALONE)
+    done = here.run("run", *arguments, cwd=cwd, env=ALONE)
     assert plain.code == done.code == 3, plain.stderr
     assert done.records == plain.records
     assert [record["spawned"] for record in done.records] == [42]
@@ -492,9 +498,9 @@ ENDS = {
 def test_a_script_ends_as_under_python(here, end):
     """A script has the exit code, the output and the traceback that Python gives it."""
     script = here.script(ENDS[end])
-    plain, done = here.run("python", script), here.run("run", script)
+    plain, done = here.run("python", script), here.run("run", script, env=ALONE)
     assert (done.code, done.stdout) == (plain.code, plain.stdout)
-    own = r"^rank 0 on \S+ (failed: |ended with exit code ).*\n"
+    own = r"^mpiddp: rank 0 on \S+ (failed: |ended with exit code ).*\n"
     assert re.sub(own, "", done.stderr, flags=re.MULTILINE) == plain.stderr
 
 
@@ -502,7 +508,7 @@ NESTED = """
 import os, subprocess, sys
 if os.environ["RANK"] == "0":
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))}
-    subprocess.run(sys.argv[1:], env=env, check=True)
+    subprocess.run(sys.argv[2:], env=env, check=True)  # behind "--", which the launcher leaves alone
 """
 
 
@@ -512,7 +518,7 @@ def test_a_job_inside_of_a_rank(here, inner):
     torchrun = [sys.executable, *TORCHRUN[1:], "--nproc-per-node=2", "--standalone"]
     launch = [sys.executable, "-m", "mpiddp", "launch", "-H", "localhost:2"]
     command = [*(torchrun if inner == "torchrun" else launch), program("reduces.py")]
-    done = here.run("launch", *here.where(3), here.script(NESTED), *command)
+    done = here.run("launch", *here.where(3), here.script(NESTED), "--", *command)
     assert [(rank["RANK"], rank["sum"]) for rank in done.assert_ok().records] == [(0, 3), (1, 3)]
 
 

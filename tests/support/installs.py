@@ -33,6 +33,8 @@ FRAMEWORKS = {
     "torchdata": "0.11.0",
     "wandb": "0.31.0",
     "mlflow_skinny": "3.17.2",
+    "moto": "5.2.5",
+    "s3fs": "2026.9.0",
 }
 TORCH = "2.9.1+cpu"
 _FOLDER = ROOT / ".frameworks"
@@ -89,6 +91,7 @@ def _install_mpis() -> None:
 def _install_frameworks() -> None:
     if not all(map(_has, FRAMEWORKS)):
         packages = [f"{package}=={version}" for package, version in FRAMEWORKS.items()]
+        packages.append("moto[server]")  # an S3 server
         options = ("--constraint", str(ROOT / "constraints.txt"), "--prefix", str(_FOLDER))
         subprocess.run([*_PIP, *options, *packages], check=True)
     if not has_other_torch():

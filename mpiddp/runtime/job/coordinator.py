@@ -63,6 +63,7 @@ class Coordinator:
         self.world = world
         self.server = Server("", "")
         self.hostnames: Sequence[str] = ()  # [world_size], once the ranks have met; for sentences
+        self.ranks_here: Sequence[int] = ()  # of this host, once their agents have met
         self.has_launcher = False  # which prints why a job failed
         self.connection: socket.socket | None = None
         # Gathers a text of every rank in the place of the server: MPI, while ranks meet.
@@ -314,5 +315,6 @@ class Coordinator:
                     case _:
                         news.append(facts)
             self._changed.notify_all()
-        for facts in news:
-            self.on_news(facts)
+        with contextlib.ExitStack() as stack:  # all of them, also if the first ends the script
+            for facts in reversed(news):
+                stack.callback(self.on_news, facts)

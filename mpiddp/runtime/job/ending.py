@@ -10,6 +10,7 @@ import contextlib
 import json
 import signal
 import time
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,19 @@ class Refused(SystemExit):
     def __init__(self, code: int, sentence: str = "") -> None:
         super().__init__(code)
         self.sentence = sentence
+
+
+class EndedBy(Enum):
+    """What ends the program of a rank, or has ended it."""
+
+    SCRIPT = auto()  # itself
+    STOP_REQUEST = auto()  # so far, the launcher has requested a stop of its program
+    HOLD = auto()  # some rank has failed, and the launcher may begin the next attempt
+    OTHERS = auto()  # another rank, the launcher or the daemon of the MPI has ended
+
+
+class EndedFromOutside(Exception):
+    """A hold, or the end of others, ends this program. Its end is not reported."""
 
 
 class Ending(NamedTuple):

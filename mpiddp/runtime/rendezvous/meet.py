@@ -49,6 +49,7 @@ def meet(
         world, gather = ranks.world, partial(ranks.all_gather_json, timeout_s=timeout_s)
         infos = result.gathered(gather(RankInfo.of_this_process(world, problem)))
         ranks.hostnames = tuple(each.hostname for each in infos)
+        ranks.ranks_here = result.ranks_by_host(infos)[infos[world.rank].host]
         if any(each.problem for each in infos):
             raise UserError(problem)  # "" on a rank that could begin
         # Long, and the same on most ranks: a gather sends what all have only once.

@@ -228,6 +228,23 @@ def test_an_error_in_the_thread_that_receives_ends_every_wait(job):
     assert isinstance(gather.exception(PATIENCE_S), ChannelLost)
 
 
+def test_news_that_ends_a_program_loses_no_later_news(job):
+    """The agent of a rank raises at the first, and has to hear the second."""
+    channel = connect(Server(f"127.0.0.1:{job.port}", KEY), World(1, RANKS, 1, RANKS))
+    heard = []
+
+    def end(facts: dict[str, Any]) -> None:
+        heard.append(facts["type"])
+        if facts["type"] == "hold":
+            raise InterruptedError
+
+    channel.on_news = end
+    job.server.send(1, encode("hold") + encode("end"))
+    with pytest.raises(InterruptedError):
+        channel.receive()
+    assert heard == ["hold", "end"]
+
+
 def test_the_end_of_the_server_ends_every_wait():
     job = Job()
     first, *_ = job.all()

@@ -136,7 +136,8 @@ def test_flags_of_python_by_hand(tmp_path):
     """A script sees the flags of the Python that has started its rank."""
     python = [sys.executable, "-O", "-X", "dev", "-W", "error"]
     name = script(tmp_path, FLAGS)
-    done = run_command([*python, "-m", "mpiddp", "run", name])
+    # Without a launcher's variables, run is launch.
+    done = run_command([*python, "-m", "mpiddp", "run", name], RANK="0", WORLD_SIZE="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1 True ['default', 'error'] ['-")
 

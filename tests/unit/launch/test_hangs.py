@@ -268,7 +268,8 @@ def test_ranks_that_answer_late_are_asked_again():
          "last (y.py:2): b()"),
         # A save that the other ranks do not make: the script's line, in a folder of any name.
         ([("/home/mpiddp/checkpoints/train.py", 8, "<module>", "checkpoints.save(1, state)"),
-          (f"{OURS}/checkpoints/checkpoints.py", 1, "save", "self._saver.save(step)"),
+          (f"{OURS}/checkpoints/checkpoints.py", 1, "save", "start(self._run, step)"),
+          (f"{OURS}/checkpoints/run.py", 2, "gather", "return self.coordinator.all_gather_json(value)"),
           (f"{OURS}/runtime/job/coordinator.py", 3, "ask", "self._changed.wait()"),
           ("/usr/lib/python3.11/threading.py", 4, "wait", "waiter.acquire()")],
          "<module> (train.py:8): checkpoints.save(1, state)"),
