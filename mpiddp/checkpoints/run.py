@@ -226,7 +226,9 @@ class Run:
     def free(self) -> None:
         """No longer hold the checkpoint resumed from: the first save may remove it."""
         while self.held:
-            self.held.pop().close()
+            with self.held.pop() as file, contextlib.suppress(OSError):
+                # To close it is not enough, because a DataLoader's worker has inherited the open file.
+                fcntl.flock(file, fcntl.LOCK_UN)
 
     def close(self, *, removes_new: bool = False) -> None:
         """Give the folder up; with `removes_new`, also what it has created, if that is empty."""
