@@ -223,7 +223,7 @@ def test_run_sh_trains_from_another_folder_with_the_same_environment(ready, tmp_
     done = run_sh(ready, *TRAINING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = done.stdout.rpartition("\n\n")[2]
-    assert re.search(r"^steps +2 of 128 images$", table, re.MULTILINE), table
+    assert re.search(r"^global_batch_size +128\n(.*\n)*steps +2$", table, re.MULTILINE), table
     assert len(list((tmp_path / "runs").iterdir())) == 1
     assert done.stderr == ""
 
@@ -233,7 +233,7 @@ def test_run_sh_starts_one_rank_on_each_gpu_of_this_machine(ready, tmp_path):
     path = tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}))
     done = run_sh(ready, *TRAINING, cwd=tmp_path, env={"PATH": path})
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^ranks +1 on 1 host", done.stdout, re.MULTILINE), done.stdout
+    assert "1 rank on 1 host over gloo" in done.stdout
 
 
 @pytest.mark.slow

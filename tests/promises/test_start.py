@@ -331,7 +331,7 @@ def weights(cluster: Cluster) -> str:
     """The digest of the weights that forks on one host have trained, as the pods of a PyTorchJob do."""
     with Hosts.on(cluster, "reference") as hosts:
         done = hosts.fork("node0:2", *TRAIN, "run", env=ENV).assert_ok()
-        assert "2 on 1 host" in done.stdout
+        assert "2 ranks on 1 host over gloo" in done.stdout
         return digest(hosts.folder / "run")
 
 
@@ -344,7 +344,7 @@ def digest(run: Path) -> str:
 
 def test_every_launcher_trains_the_same_bits(launcher, hosts, weights):
     """A training ends with the same weights, bit for bit, under eleven launchers."""
-    assert "2 on 2 hosts (node0 1, node1 1)" in launcher(*TRAIN, "run")
+    assert "2 ranks on 2 hosts over gloo" in launcher(*TRAIN, "run")
     assert digest(hosts.folder / "run") == weights
 
 
