@@ -42,8 +42,6 @@ import mpiddp
 
 Batch = tuple[Tensor, Tensor]  # float [N, 3, H, W] normalized, in channels_last; int64 [N]
 IGNORED = -100  # the label of an image that was skipped: cross_entropy leaves it out
-# The augmentation draws from streams of its own: the same seed also shuffles the images.
-_STREAM = 1 << 40
 
 
 class Dataset(Protocol):
@@ -167,7 +165,10 @@ class DeviceImages:
         # Every image's row shift, column shift and flip: int64 [num_images, 3].
         draws = torch.tensor([self._max_shift, self._max_shift, 0]).expand(self.num_images, 3)
         if self._augments:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch + _STREAM)
+            # A stream of its own: mpiddp.Sampler shuffles the images by the same seed. A generator on the CPU
+            # takes 32 bits.
+            seed = random.Random(f"{self._seed}/{epoch}").getrandbits(32)
+            generator = torch.Generator().manual_seed(seed)
             shifts = 2 * self._max_shift + 1
             uniform = torch.rand(self.num_images, 3, generator=generator, dtype=torch.float64)
             draws = (uniform * torch.tensor([shifts, shifts, 2])).long()
