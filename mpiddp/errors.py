@@ -36,10 +36,7 @@ _WRONG = {
 _PREFIX = re.compile("^mpiddp(: | launch: | (?=[a-z][a-z -]*: ))")
 
 # package that an import may miss: the extra of this distribution that installs it
-EXTRA_OF = {
-    **dict.fromkeys(("torch", "numpy", "mpi4py", "PIL"), "train"),
-    "cloudpickle": "spawn",
-}
+EXTRA_OF = {**dict.fromkeys(("torch", "numpy", "mpi4py", "PIL"), "train"), "cloudpickle": "spawn"}
 
 
 class UserError(Exception):

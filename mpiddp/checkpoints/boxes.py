@@ -31,15 +31,7 @@ from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its b
 from mpiddp.checkpoints.compare import Union
 from mpiddp.checkpoints.files import CODES, header_of, row_of, write_tensors
 from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
-from mpiddp.checkpoints.state import (
-    FlatState,
-    Keys,
-    is_sharded,
-    key_of,
-    mesh_of,
-    name_of,
-    own_part,
-)
+from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, key_of, mesh_of, name_of, own_part
 
 _SMALL = 1 << 14  # elements of a tensor that is copied in one block with others
 _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
@@ -169,12 +161,7 @@ class Copies:
                         notes["tied"][own] = name
                     if tied.place or code is None or part is not box.shape:
                         shape, offsets, placements = tied.place or (tied.shape, None, ())
-                        notes["boxes"][own] = [
-                            list(shape),
-                            offsets,
-                            list(part),
-                            list(placements),
-                        ]
+                        notes["boxes"][own] = [list(shape), offsets, list(part), list(placements)]
                     if tied.layout:
                         notes["layouts"][own] = list(tied.layout)
         return header_of(rows, notes)

@@ -30,11 +30,7 @@ def main() -> None:
     began = time.perf_counter()
     dist.all_reduce(values)
     wrong = int((values != size * (size + 1) / 2).sum())
-    own = {
-        "hostname": socket.gethostname(),
-        "wrong": wrong,
-        "seconds": time.perf_counter() - began,
-    }
+    own = {"hostname": socket.gethostname(), "wrong": wrong, "seconds": time.perf_counter() - began}
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, own)
     if rank == 0:

@@ -54,11 +54,7 @@ class SshError(NamedTuple):
 
 # The first row that matches counts.
 SSH_ERRORS = (
-    SshError(
-        _JUMP_FAILED,
-        "ssh {name}: the jump host on the way failed ({0}).",
-        "Try: {ssh} true",
-    ),
+    SshError(_JUMP_FAILED, "ssh {name}: the jump host on the way failed ({0}).", "Try: {ssh} true"),
     SshError(
         _NOT_BEHIND,
         "ssh {name}: the jump host on the way does not reach it ({0}).",

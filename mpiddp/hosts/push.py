@@ -33,13 +33,7 @@ from mpiddp.hosts import pushed
 from mpiddp.hosts.complaints import Answer, ssh_complaint
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import compress_names
-from mpiddp.hosts.ssh import (
-    LOGIN,
-    ask_hosts,
-    config_file,
-    other_hosts,
-    program_that_prints,
-)
+from mpiddp.hosts.ssh import LOGIN, ask_hosts, config_file, other_hosts, program_that_prints
 from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 

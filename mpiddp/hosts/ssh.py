@@ -269,10 +269,7 @@ class Login:
             command = ["sh", "-c", f'sleep {pause_s}; exec "$@"', "sh", *command]
         with theirs:
             self.process = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
+                command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=self._stderr
             )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout

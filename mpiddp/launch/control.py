@@ -29,10 +29,7 @@ from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.text import escaped
 
 # LSF sends SIGUSR2 at a job's limit, and Grid Engine's -notify before a suspension or the end.
-STOP_SIGNALS = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-)
+STOP_SIGNALS = (*(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), *(signal.SIGUSR1, signal.SIGUSR2))
 
 # coreutils' timeout signals its child and then the child's process group, systemd and a closing terminal
 # do the like: one request arrives twice. A person who presses Ctrl-C twice takes longer than 0.3 s.

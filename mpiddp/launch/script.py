@@ -22,10 +22,7 @@ _TAKES_NAMES = re.compile(r"\b(HfArgumentParser|click|typer|fire|hydra|absl|tyro
 
 
 def refuse_misplaced(
-    job: Sequence[str],
-    options: Mapping[str, argparse.Action],
-    before: Sequence[str],
-    verb: str,
+    job: Sequence[str], options: Mapping[str, argparse.Action], before: Sequence[str], verb: str
 ) -> None:
     """Raise UserError for options of the launcher behind a script or a module that does not take them itself.
 

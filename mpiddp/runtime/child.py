@@ -40,12 +40,7 @@ from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
 from mpiddp.runtime.output import Input, Stream
-from mpiddp.runtime.program import (
-    COMMAND,
-    command_environment,
-    mpi_environment,
-    script_environment,
-)
+from mpiddp.runtime.program import COMMAND, command_environment, mpi_environment, script_environment
 from mpiddp.runtime.rank import Rank
 from mpiddp.text import escaped
 
@@ -99,9 +94,6 @@ class Child:
         self._frames: list[str] = []
         self._kills_before: OomKills | None = None  # before it, in this control group
         self.has_begun = False  # to run the script
-        self._is_ahead = (
-            False  # it has imported torch for the attempt after that in which it started
-        )
 
     @property
     def runs(self) -> bool:

@@ -150,11 +150,7 @@ def together(*, timeout_s: float = 600.0) -> contextlib.AbstractContextManager[N
     return coordinator.all_or_none(timeout_s=timeout_s)
 
 
-def progress(
-    step: int,
-    total: int | None = None,
-    **values: object,
-) -> None:
+def progress(step: int, total: int | None = None, **values: object) -> None:
     """Tell `mpiddp launch` how far the training is, for the status on its terminal and `mpiddp top`.
 
     Without it, the launcher counts the optimizer's steps, or the calls of `should_stop`. Call it on every
