@@ -514,7 +514,7 @@ def backward(state: State, batches: Iterator[Batch], step: int) -> Tensor:
 
 
 def loss_of(state: State, images: Tensor, labels: Tensor, step: int) -> Tensor:
-    """The sum of the losses of these images, float [N, 3, H, W], and labels, int64 [N]: a scalar.
+    """The sum of the losses of these images, float [N, 3, H, W], and labels, int64 [N] or IGNORED: a scalar.
 
     With --mixup, each image is mixed with its neighbour in the batch, and so is the loss: Zhang et al.,
     "mixup" (2017), as in torchvision's references. All ranks mix by the same draw, which depends on the step.
