@@ -156,7 +156,7 @@ def test_run_names_the_hosts_that_fail(hosts, file):
     assert (done.code, done.stdout) == (1, "node[0-1]: here\n")
     assert "node2: ssh node2: connection refused" in done.stderr
     done = hosts.run("hosts", "run", file, "--", "uname -n | tail -1")
-    missing = "mpiddp: node[0-2]: uname -n | tail -1: No such file or directory"
+    missing = "node[0-2]: uname -n | tail -1: No such file or directory"
     assert done.stderr.startswith(
         f"{missing}. For what a shell reads: sh -c 'uname -n | tail -1'\n"
     )
