@@ -23,9 +23,9 @@ _HEAD = """\
 (`-`: stdin):
 
 ```console
-$ echo 'ssh node2: Permission denied (publickey,password).' > train.log
+$ echo 'node2: Permission denied (publickey,password).' > train.log
 $ mpiddp explain train.log
-train.log:1: ssh node2: Permission denied (publickey,password).
+train.log:1: node2: Permission denied (publickey,password).
 ssh-key-refused: …
 Fix: …
 ```

@@ -223,7 +223,7 @@ def test_run_sh_trains_from_another_folder_with_the_same_environment(ready, tmp_
     done = run_sh(ready, *TRAINING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = done.stdout.rpartition("\n\n")[2]
-    assert re.search(r"^global_batch_size +128\n(.*\n)*steps +2$", table, re.MULTILINE), table
+    assert re.search(r"^global_batch_size +256\n(.*\n)*steps +2$", table, re.MULTILINE), table
     assert len(list((tmp_path / "runs").iterdir())) == 1
     assert done.stderr == ""
 

@@ -136,7 +136,7 @@ def test_the_gpus_of_this_machine(here, tmp_path):
 def test_top_shows_what_the_gpus_do(hosts):
     """`mpiddp top` shows use, memory and temperature of each rank's GPU, and names the rank whose GPU idles.
 
-    The status, the report of the launch and that of the run have them as well.
+    The report of the launch has them as well.
     """
     starts = hosts.folder / "starts"
     log = f'echo "$(hostname) $1 $PPID" >>{starts}\n'
@@ -157,9 +157,6 @@ def test_top_shows_what_the_gpus_do(hosts):
     assert job.wait().code == 75
     (attempt,) = json.loads(report.read_text())["attempts"]
     assert [(each["rank"], each["use"]) for each in attempt["gpus"]] == [(0, 97), (1, 97), (2, 2)]
-    page = hosts.folder / "page.html"
-    hosts.run("report", "runs/a", "-o", page).assert_ok()
-    assert "65 % in use, at most 41.9 GB, of 85.5 GB, up to 61 °C" in page.read_text()
     queries = {line for line in starts.read_text().splitlines() if "query-gpu" in line}
     hosts_of_askers = sorted(line.split()[0] for line in queries)
     assert hosts_of_askers == [

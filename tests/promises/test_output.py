@@ -141,7 +141,7 @@ def test_the_files_of_a_training(here):
     first = here.run("launch", *job).assert_ok()
     file = here.folder / "run" / "logs" / "rank_00000.out"
     assert file.read_text() == first.stdout
-    assert "test accuracy" in first.stdout
+    assert "test_accuracy" in first.stdout
     second = here.run("launch", *job, "--epochs", "2").assert_ok()
     assert file.read_text() == first.stdout + second.stdout
 

@@ -158,7 +158,7 @@ def banner(node0: Host, node1: Host) -> Iterator[None]:
 FORCED = "ForceCommand echo This account is not available.\n"
 OTHER = "runs another command, which prints: {} See ForceCommand in its sshd_config"
 FAULTS = {
-    readable_key: f"the key {KEY}, because others can read it. Run: chmod 600 {KEY}",
+    readable_key: f"{KEY}, because others can read or write it. Run: chmod 600 {KEY}",
     locked_key: f'{KEY} has a passphrase, and no agent holds it. Run: eval "$(ssh-agent)"; ssh-add',
     changed_key: "its host key has changed. Check that it is the same host, then run: ssh-keygen -R",
     lambda _, node1: sshd_with(node1, FORCED): OTHER.format("This account is not available."),
