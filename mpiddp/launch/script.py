@@ -87,7 +87,7 @@ def _is_named(flag: str, kind: str, name: str) -> bool:
 def value_of(arguments: Sequence[str], option: str) -> str:
     """The value of an option among the arguments of a script: the last one, "" without any."""
     value = ""
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
         if word == option:
             value = following
         elif word.startswith(f"{option}="):
