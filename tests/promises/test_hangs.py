@@ -185,18 +185,14 @@ def test_ctrl_z(here):
 # --- a start that hangs ---
 
 
-# Python runs it at its start. Rank 1 then finds the modules of `trouble` before all others. The script's process
-# sees no variable of the MPI, so its parent's count too.
+# Python runs it at its start. Rank 1 then finds the modules of `trouble` before all others.
 SITECUSTOMIZE = """
 import os, sys
-own, parents = (open(f"/proc/{each}/environ").read() for each in ("self", os.getppid()))
-if {"OMPI_COMM_WORLD_RANK=1", "PMI_RANK=1"} & {*own.split("\\0"), *parents.split("\\0")}:
+if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
     sys.path.insert(1, os.path.join(os.path.dirname(__file__), "site-packages"))
     import trouble
 """
 SLEEP = "import time\ntime.sleep(6000)\n"
-SLEEPS = r"in {}, line 2, in <module>: time\.sleep\(6000\)"
-STOPS = "import os\nos.kill(os.getpid(), 19)\n"
 
 
 def troubled(place: Place, module: str, text: str) -> dict[str, str]:
@@ -211,26 +207,20 @@ def troubled(place: Place, module: str, text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("place", "mpi", "module", "text", "last_words"),
-    [
-        ("here", "openmpi5", "torch", STOPS, r"none; it started .* is stopped, or .*"),
-        ("here", "openmpi5", "trouble", SLEEP, r"none; its Python has not started\."),
-        ("hosts", "openmpi5", "torch", SLEEP, SLEEPS),
-        ("hosts", "intelmpi", "torch", SLEEP, SLEEPS),
-    ],
-    ids=["stopped", "python", "import", "import under Intel MPI"],
-    indirect=["place", "mpi"],
+    ("place", "mpi"),
+    [("here", "openmpi5"), ("hosts", "openmpi5"), ("hosts", "intelmpi")],
+    ids=["here", "hosts", "hosts under Intel MPI"],
+    indirect=True,
 )
-def test_a_rank_that_does_not_join(place, mpi, module, text, last_words):
-    """A rank that does not join within --timeout is named, with the line of Python that it executes."""
-    env = troubled(place, module, text)
+def test_a_rank_that_does_not_join(place, mpi):
+    """A rank whose Python does not start within --timeout is named. What a script imports comes later."""
+    env = troubled(place, "trouble", SLEEP)
     script = place.script("import torch\nprint('ran', flush=True)")
     done = place.run("launch", *place.where(2), "--timeout", "10", script, env=env, mpi=mpi)
     assert (done.code, done.stdout) == (1, "")
     where = place.hosts_of(2)[1]
-    missing = rf"only 1 of 2 ranks joined in 10 s\. Missing: rank 1 on {where}\. "
-    words = last_words.format(re.escape(f"{place.folder}/site-packages/torch.py"))
-    assert any(re.fullmatch(f"{missing}Its last words: {words}", line) for line in done.said)
+    missing = f"only 1 of 2 ranks joined in 10 s. Missing: rank 1 on {where}. "
+    assert f"{missing}Its last words: none; its Python has not started." in done.said
     eventually(lambda: not place.processes("python"))
 
 
