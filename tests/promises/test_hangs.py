@@ -191,6 +191,9 @@ import os, sys
 if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
     sys.path.insert(1, os.path.join(os.path.dirname(__file__), "site-packages"))
     import trouble
+parents = open(f"/proc/{os.getppid()}/environ").read().split("\\0")
+if "OMPI_COMM_WORLD_RANK=1" in parents and os.environ.get("CHILD_STOPS"):
+    os.kill(os.getpid(), 19)
 """
 SLEEP = "import time\ntime.sleep(6000)\n"
 
@@ -222,6 +225,19 @@ def test_a_rank_that_does_not_join(place, mpi):
     missing = f"only 1 of 2 ranks joined in 10 s. Missing: rank 1 on {where}. "
     assert f"{missing}Its last words: none; its Python has not started." in done.said
     eventually(lambda: not place.processes("python"))
+
+
+def test_a_stopped_child(here):
+    """A rank whose script's process is stopped before it begins is named, within --timeout."""
+    env = troubled(here, "untroubled", "") | {"CHILD_STOPS": "1"}
+    script = here.script("print('ran', flush=True)")
+    exported = ("-x", "CHILD_STOPS")
+    done = here.run("launch", *here.where(2), *exported, "--timeout", "10", script, env=env)
+    assert (done.code, done.stdout) == (1, "")
+    missing = rf"only 1 of 2 ranks joined in 10 s\. Missing: rank 1 on {here.hosts_of(2)[1]}\. "
+    words = r"Its last words: none; it started .* is stopped, or .*"
+    assert any(re.fullmatch(missing + words, line) for line in done.said), done.stderr
+    eventually(lambda: not here.processes("python"))
 
 
 def test_a_missing_rank_of_a_raw_mpirun(here):
