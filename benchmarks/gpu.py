@@ -21,8 +21,8 @@ from pathlib import Path
 from benchmarks.start import LAUNCHERS, start_command, time_start
 from mpiddp.arguments import duration
 from mpiddp.bench.figures import Result, turns
-from mpiddp.bench.jobs import launch_command
 from mpiddp.bench.machine import machine
+from mpiddp.bench.measured_jobs import launch_command
 
 PLAIN, DEFAULTS = "fp32", "the defaults"
 SETTINGS: dict[str, tuple[str, ...]] = {

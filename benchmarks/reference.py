@@ -21,8 +21,8 @@ from statistics import median
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, option, ratios, read_results, shown, turns, wholes
-from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, note
 from mpiddp.bench.main import Row, run_benchmark
+from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, launch_command, note
 from mpiddp.errors import UserError
 from mpiddp.text import counted
 from mpiddp.train.train import STARTUP_STEPS

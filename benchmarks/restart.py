@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from benchmarks.start import Results, compared, in_turn, start_command
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import option
-from mpiddp.bench.jobs import Jobs
 from mpiddp.bench.main import Row, run_benchmark
+from mpiddp.bench.measured_jobs import Jobs
 
 OPTIONS = {"mpiddp": ("--max-restarts=1",), "torchrun": ("--max-restarts=1", "--standalone")}
 JOB = ("gloo", "400")  # steps before the kill

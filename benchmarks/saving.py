@@ -19,8 +19,8 @@ from benchmarks.harness import ENV, markdown
 from benchmarks.training import check_training
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, option, ratios
-from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.main import Row, run_benchmark
+from mpiddp.bench.measured_jobs import Jobs, note
 from mpiddp.text import counted
 
 NO_SAVE, THREAD, AT_ONCE = "no save", "in a thread", "at once"

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from benchmarks.harness import ENV
 from mpiddp.bench.figures import Result, aligned, option, wholes
-from mpiddp.bench.jobs import Jobs, progress
 from mpiddp.bench.main import Row, run_benchmark
+from mpiddp.bench.measured_jobs import Jobs, progress
 
 MEASURED = ("launcher", "server")
 

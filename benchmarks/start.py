@@ -22,8 +22,8 @@ from typing import TypedDict
 
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import aligned, option, shown, turns, wholes
-from mpiddp.bench.jobs import BenchJobFailed, Jobs, launch_command, output_of, progress
 from mpiddp.bench.main import Row, run_benchmark
+from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, launch_command, output_of, progress
 
 SCRIPT = str(Path(__file__).with_name("ranks") / "all_reduces.py")
 LAUNCHERS = ("mpiddp", "torchrun")

@@ -18,8 +18,8 @@ from benchmarks.harness import ENV
 from benchmarks.training import check_training, title
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, aligned, option, ratios, shown
-from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.main import Row, run_benchmark
+from mpiddp.bench.measured_jobs import Jobs, note
 from mpiddp.text import counted
 
 RUNNER, BARE, BARE_AGAIN = "runner", "bare loop", "bare loop again"

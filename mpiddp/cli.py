@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "run" and not _is_rank():
         verb = "launch"
     if verb == "train" and not _is_rank() and {"-h", "--help"}.isdisjoint(rest):
-        from mpiddp.launch.options import launch_of_train
+        from mpiddp.launch.plan.options import launch_of_train
 
         if (launch := launch_of_train(rest)) is not None:
             verb, rest = "launch", launch

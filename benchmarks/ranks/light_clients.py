@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
-from mpiddp.launch.agents import Launcher
-from mpiddp.launch.control import Console, SignalQueue
-from mpiddp.launch.job import Job
-from mpiddp.launch.options import parse_options
-from mpiddp.launch.place import Past
-from mpiddp.launch.plan import Plan
-from mpiddp.launch.preflight import Checked
+from mpiddp.launch.plan.job_plan import Plan
+from mpiddp.launch.plan.options import parse_options
+from mpiddp.launch.plan.placement import Past
+from mpiddp.launch.plan.preflight import Checked
+from mpiddp.launch.run.agents import Launcher
+from mpiddp.launch.run.control import Console, SignalQueue
+from mpiddp.launch.run.job import Job
 from mpiddp.protocol.channel import RANK, decode, encode, mac, member_key
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import PER_RANK, ChannelServer
@@ -39,9 +39,9 @@ _KEY = "a key of the ranks"
 def launcher(ranks: int) -> None:
     """Supervise `clients` as if they were an mpirun with so many ranks."""
     from mpiddp.hosts.hostfile import Host, Hosts
-    from mpiddp.launch.command import Request
-    from mpiddp.launch.report import Report
-    from mpiddp.launch.starters import STARTERS
+    from mpiddp.launch.plan.command import Request
+    from mpiddp.launch.plan.starters import STARTERS
+    from mpiddp.launch.run.outcome_file import Report
 
     folder = os.environ["LIGHT_CLIENTS_FOLDER"]
     mpirun = Path(folder, "mpirun")

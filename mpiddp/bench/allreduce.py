@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from mpiddp.arguments import duration, whole
 from mpiddp.bench.figures import Result, aligned, emit, option, shown
-from mpiddp.bench.jobs import Jobs, note
 from mpiddp.bench.machine import machine
+from mpiddp.bench.measured_jobs import Jobs, note
 from mpiddp.text import counted
 from mpiddp.text import shown as shown_input
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser, as_arguments, duration, examples
-from mpiddp.bench.jobs import BenchJobFailed, Jobs, note
 from mpiddp.bench.machine import machine
+from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, note
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
 from mpiddp.hosts.where import add_file, settle
-from mpiddp.launch.options import add_help, parse_options
-from mpiddp.launch.options import add_options as add_launch_options
-from mpiddp.launch.plan import make_plan
-from mpiddp.launch.variables import without_values
+from mpiddp.launch.plan.environment import without_values
+from mpiddp.launch.plan.job_plan import make_plan
+from mpiddp.launch.plan.options import add_help, parse_options
+from mpiddp.launch.plan.options import add_options as add_launch_options
 from mpiddp.text import as_json, counted
 
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypedDict
 
 from mpiddp.arguments import OUT, duration, whole
 from mpiddp.bench.figures import aligned, option, ratios, shown, turns, wholes
-from mpiddp.bench.jobs import BenchJobFailed, Jobs, progress, started, text_of
+from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, progress, started, text_of
 from mpiddp.errors import DONE, UserError
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import counted
-from mpiddp.watch.jobs import Job, running_jobs
+from mpiddp.watch.running_jobs import RunningJob, running_jobs
 
 # The first steps allocate memory and select kernels, so they do not count.
 WARMUP_STEPS = 3
@@ -37,7 +37,7 @@ class Options:
     seconds: float = option("time of the steps to measure in each job", type=duration, default=20.0)
 
 
-class Run(TypedDict):
+class ScalingRun(TypedDict):
     """One launch: the steps of its slowest rank in so many seconds."""
 
     ranks: int
@@ -47,7 +47,7 @@ class Run(TypedDict):
 
 
 class Results(TypedDict):
-    runs: list[Run]
+    runs: list[ScalingRun]
 
 
 def measure(options: Options, jobs: Jobs) -> Results:
@@ -56,7 +56,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
     sizes = options.ranks or (*powers, slots)
     if sizes[-1] > slots:
         raise UserError(f"--ranks {sizes[-1]} is more than the {slots} available slots.")
-    runs = list[Run]()
+    runs = list[ScalingRun]()
     for number, ranks in turns(sizes, options.rounds):
         folder = jobs.out.absolute() / f"{ranks}_ranks_{number}"
         script = [argument.replace(OUT, str(folder)) for argument in jobs.arguments]
@@ -74,7 +74,7 @@ class Reported(NamedTuple):
     at: float
 
 
-def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float) -> Run:
+def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float) -> ScalingRun:
     """Start a script on so many ranks, count its steps for so many seconds, and stop it.
 
     A script that ends earlier is measured until its end.
@@ -85,7 +85,7 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
     first: dict[int, Reported] = {}
     last: dict[int, Reported] = {}
     hosts = set[str]()
-    job: Job | None = None
+    job: RunningJob | None = None
     until = time.monotonic() + timeout_s
     with started(command, subprocess.DEVNULL) as (launcher, said):
         while launcher.poll() is None and time.monotonic() < until:
@@ -124,7 +124,7 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
     }
 
 
-def _facts_of(job: Job | None) -> dict[str, Any]:
+def _facts_of(job: RunningJob | None) -> dict[str, Any]:
     """What the launcher says of its job; {} while it starts, or if it has just ended."""
     with contextlib.suppress(UserError):
         return job.ask(VIEW_JOB) if job else {}

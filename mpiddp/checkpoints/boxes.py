@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its buckets
 
-from mpiddp.checkpoints.compare import Union
-from mpiddp.checkpoints.files import CODES, header_of, row_of, write_tensors
+from mpiddp.checkpoints.agreement import Union
 from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
 from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, key_of, mesh_of, name_of, own_part
+from mpiddp.checkpoints.tensor_files import CODES, header_of, row_of, write_tensors
 
 _SMALL = 1 << 14  # elements of a tensor that is copied in one block with others
 _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"

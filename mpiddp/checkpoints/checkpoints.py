@@ -21,19 +21,19 @@ import torch
 from mpiddp.checkpoints.bucket import Bucket, is_address, local_path, pull
 from mpiddp.checkpoints.contents import read
 from mpiddp.checkpoints.folder import COMPLETE, is_set_aside, list_steps, name_of_step
+from mpiddp.checkpoints.join_job import script_coordinator
 from mpiddp.checkpoints.records import RunRecords
 from mpiddp.checkpoints.resume import Candidate, bring, find
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import Retention, hold, set_aside
-from mpiddp.checkpoints.run import Options, Run, RunDir
+from mpiddp.checkpoints.run_folder import Run, RunDir, RunOptions
 from mpiddp.checkpoints.save import agree, start
 from mpiddp.checkpoints.schedule import SaveSchedule
-from mpiddp.checkpoints.script import script_coordinator
 from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError, named_by
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.log import log
+from mpiddp.runtime.rank_log import log
 from mpiddp.text import from_here, parse_interval
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
@@ -107,7 +107,7 @@ class Checkpoints:
             raise ValueError(f"every: {error}") from None
         self._config: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
         bucket = Bucket(str(folder)) if is_address(folder) else None
-        self._options = Options(
+        self._options = RunOptions(
             keep=Retention(keep, keep_every, best),
             must_succeed=on_save_error == "stop",
             is_guarded=not_finite != "keep",

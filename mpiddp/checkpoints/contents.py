@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mpiddp.checkpoints.boxes import with_layout
-from mpiddp.checkpoints.files import read_saved, read_tensors, reason_of, unpacked
 from mpiddp.checkpoints.folder import ABOUT, SHARDS, SUFFIX, TREE, About
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.sharded import ShardedValue
+from mpiddp.checkpoints.sharded_tensor import ShardedValue
 from mpiddp.checkpoints.state import Keys, key_of, mapped, shown_path
+from mpiddp.checkpoints.tensor_files import read_saved, read_tensors, reason_of, unpacked
 from mpiddp.errors import JobFailed, UserError, cause_of
 
 _NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it

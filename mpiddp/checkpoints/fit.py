@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from mpiddp.checkpoints.sharded import ShardedValue
+from mpiddp.checkpoints.sharded_tensor import ShardedValue
 from mpiddp.checkpoints.state import DICTS, LISTS, Keys, as_kind_of, is_sharded, mapped, shown_path
 from mpiddp.errors import UserError
-from mpiddp.runtime.log import log
+from mpiddp.runtime.rank_log import log
 from mpiddp.text import listed
 
 # Of DDP, torch.compile and activation checkpointing.

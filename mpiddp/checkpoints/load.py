@@ -13,7 +13,6 @@ import torch
 from mpiddp.checkpoints.boxes import write_whole
 from mpiddp.checkpoints.bucket import local_path, pull
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.files import DAMAGE, read_tensors
 from mpiddp.checkpoints.fit import placed
 from mpiddp.checkpoints.folder import (
     SUFFIX,
@@ -28,6 +27,7 @@ from mpiddp.checkpoints.folder import (
 )
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import hold
+from mpiddp.checkpoints.tensor_files import DAMAGE, read_tensors
 from mpiddp.errors import JobFailed, UserError, cause_of, named_by
 
 _MAX_RELISTS = 1000  # of a run that removes checkpoints faster than they are opened

@@ -21,7 +21,7 @@ from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.session import current, script_session
-from mpiddp.runtime.log import log
+from mpiddp.runtime.rank_log import log
 from mpiddp.runtime.sinks import SinkRun, number_of, open_sinks
 from mpiddp.text import from_here
 from mpiddp.world import World

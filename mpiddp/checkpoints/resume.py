@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from mpiddp.checkpoints.files import reason_of
 from mpiddp.checkpoints.folder import (
     INDEX,
     About,
@@ -29,10 +28,11 @@ from mpiddp.checkpoints.folder import (
     step_of,
     verify,
 )
-from mpiddp.checkpoints.run import Run
+from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, send_files
+from mpiddp.checkpoints.tensor_files import reason_of
 from mpiddp.errors import JobFailed, UserError, named_by
-from mpiddp.runtime.log import log
+from mpiddp.runtime.rank_log import log
 from mpiddp.text import counted, from_here
 
 

@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpiddp.checkpoints import compare
+from mpiddp.checkpoints import agreement
+from mpiddp.checkpoints.agreement import Union, is_of_each_rank
 from mpiddp.checkpoints.boxes import Copies, boxes_of
-from mpiddp.checkpoints.compare import Union, is_of_each_rank
 from mpiddp.checkpoints.contents import rng_states
-from mpiddp.checkpoints.files import packed, reason_of
 from mpiddp.checkpoints.folder import (
     INDEX,
     TREE,
@@ -40,14 +39,15 @@ from mpiddp.checkpoints.folder import (
     step_of,
 )
 from mpiddp.checkpoints.retention import prune
-from mpiddp.checkpoints.run import Run
+from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, shown_path
+from mpiddp.checkpoints.tensor_files import packed, reason_of
 from mpiddp.errors import JobFailed, NoAnswer
 from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.log import log
+from mpiddp.runtime.rank_log import log
 from mpiddp.runtime.reports import saving
 from mpiddp.text import from_here
 
@@ -66,9 +66,9 @@ def start(
         )
     if step == run.step:
         return
-    union = compare.union_of(run, flat, agreed.digests)
+    union = agreement.union_of(run, flat, agreed.digests)
     if agreed.values_differ:
-        compare.compare_values(run, flat)
+        agreement.compare_values(run, flat)
     run.free()
     run.num_saves += 1
     tensors = [tensor.detach().to("cpu", copy=True) for tensor in per_rank.tensors]
@@ -118,9 +118,9 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
     problem = before[1].result() if before else ""
     digest = values = ""
     if flat is not None and run.world_size > 1:
-        digest = compare.digest_of(flat)
-        if compare.compares_values(run.num_saves + 1):
-            values = compare.digest_of_values(run, flat)
+        digest = agreement.digest_of(flat)
+        if agreement.compares_values(run.num_saves + 1):
+            values = agreement.digest_of_values(run, flat)
     own_buffers = flat is not None and any(map(is_of_each_rank, flat.paths))
     unloaded = {entry: sorted(names) for entry, names in run.unloaded.items()}
     is_first = step is not None and run.num_saves == 0
@@ -143,7 +143,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
             log.warning(f"warning: {host}: {text}")
     if before and not any(problems):
         run.step = before[0]
-    compare.require_every_tensor_loaded([answer[4] for answer in answers])
+    agreement.require_every_tensor_loaded([answer[4] for answer in answers])
     not_finite, scores, has_own_buffers = answers[0][5]
     run.records.scores |= {int(step): score for step, score in scores.items()}
     differ = len({answer[3] for answer in answers}) > 1

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from mpiddp.checkpoints.files import HashedFile
 from mpiddp.checkpoints.folder import Entry
+from mpiddp.checkpoints.tensor_files import HashedFile
 from mpiddp.files import flush
 
 CHUNK_BYTES = 4 << 20  # of each file that is under way

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from mpiddp.hosts.gpus import Gpu
-from mpiddp.hosts.network import blocked
+from mpiddp.hosts.reachability import blocked
 from mpiddp.text import all_of, differences, names_by_value, size_text
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"

@@ -28,19 +28,19 @@ from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, as_arguments
 from mpiddp.doctor import compare, there
-from mpiddp.doctor import job as small_job
+from mpiddp.doctor import trial_job as small_job
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
 from mpiddp.errors import DONE, FAILED, UserError
-from mpiddp.hosts import files, interfaces, network
+from mpiddp.hosts import interfaces, program_files, reachability
 from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.where import add_file, settle
-from mpiddp.launch import plan, preflight
-from mpiddp.launch.network import find_network
-from mpiddp.launch.options import add_options, parse_options
-from mpiddp.launch.starters import find_starter
+from mpiddp.launch.plan import job_plan, preflight
+from mpiddp.launch.plan.job_network import find_network
+from mpiddp.launch.plan.options import add_options, parse_options
+from mpiddp.launch.plan.starters import find_starter
 from mpiddp.text import all_of, as_json, counted, escaped
 from mpiddp.world import leave_enclosing_job
 
@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
     job = [*where, "--npernode", "1", "--hang-timeout", str(_HANG_S), "-m", small_job.__name__]
     launch = parse_options(job)
     folders = _folders(options)
-    hosts = plan.read_hosts(launch, os.environ)
-    starter = find_starter(hosts.starter, launch.mpirun, plan.PYTHON, os.environ)
+    hosts = job_plan.read_hosts(launch, os.environ)
+    starter = find_starter(hosts.starter, launch.mpirun, job_plan.PYTHON, os.environ)
     resolve_all([host.name for host in hosts.usable])
     lines = list[Line]()
 
@@ -75,11 +75,11 @@ def main(argv: list[str]) -> int:
             print(text(found), flush=True)
 
     with closing(Logins()) as logins:
-        checked = plan.run_preflight(launch, hosts, starter, os.environ, logins)
+        checked = job_plan.run_preflight(launch, hosts, starter, os.environ, logins)
         add(_of_preflight(checked, starter.name))
         if not options.quick:
             ask = partial(
-                ask_hosts, python=str(plan.PYTHON), transport=hosts.transport, logins=logins
+                ask_hosts, python=str(job_plan.PYTHON), transport=hosts.transport, logins=logins
             )
             asked = [host for host in hosts.usable if host not in checked.silent]
             library = os.environ.get("MPI4PY_LIBMPI", "") if launch.mpirun is None else ""
@@ -145,7 +145,7 @@ def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
 
 def _folders(options: argparse.Namespace) -> list[str]:
     """The folders that every host needs: the working folder, which has the script, and that of the data."""
-    folder, script = plan.working_folder(os.environ), options.script or ""
+    folder, script = job_plan.working_folder(os.environ), options.script or ""
     if script and not os.path.isfile(Path(folder, script)):  # noqa: PTH113 - it raises nothing
         raise UserError(f"--script {script} not found (looked in {folder}).")
     return [folder, *([] if options.data is None else [str(Path(folder, options.data))])]
@@ -159,11 +159,11 @@ def _facts_program(
     wanted = {
         "names": [host.name for host in hosts.usable],
         "folders": folders,
-        "program": ("script" if script else "", script, folder, files.import_folders()),
+        "program": ("script" if script else "", script, folder, program_files.import_folders()),
         "library": library,
-        "packages": [str(Path(folder, each)) for each in files.python_path(os.environ)],
+        "packages": [str(Path(folder, each)) for each in program_files.python_path(os.environ)],
     }
-    return program_that_prints((interfaces, files, there), f"facts({wanted!a})")
+    return program_that_prints((interfaces, program_files, there), f"facts({wanted!a})")
 
 
 def _of_facts(
@@ -197,8 +197,8 @@ def _pairs(ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str]) -> lis
     known = {host.name: addresses[host.name] for host in hosts if host.name in addresses}
     reached: dict[str, Any] = {}
     for port in random.sample(_PORTS, _MOST_PORTS):
-        program = program_that_prints((interfaces, network), f"meet({known!a}, {port})")
-        work_s = 2 * network.longest_s(len(known))
+        program = program_that_prints((interfaces, reachability), f"meet({known!a}, {port})")
+        work_s = 2 * reachability.longest_s(len(known))
         answers = ask([each for each in hosts if each.name in known], program, work_s=work_s)
         met = {host.name: each.value for host, each in answers.items() if not each.why}
         if None not in met.values():  # the port is free on all hosts

@@ -17,8 +17,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from mpiddp.hosts.files import files_of
 from mpiddp.hosts.interfaces import interfaces, own_addresses, resolved
+from mpiddp.hosts.program_files import files_of
 
 _RESOLVERS = 64
 

@@ -47,7 +47,7 @@ UNDISTURBED = "undisturbed"
 
 
 @dataclass(frozen=True)
-class Plan:
+class FaultPlan:
     """When a fault hits in the ranks of one rehearsal. The process that runs it has written the plan.
 
     fault: its name in the table. last: the step after which the script ends; 0 for where it ends by itself.
@@ -62,14 +62,14 @@ class Plan:
         (folder / "plan.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Plan:
+    def read(cls, folder: Path) -> FaultPlan:
         return cls(**json.loads((folder / "plan.json").read_text(encoding="utf-8")))
 
 
 class PlannedFault:
     """The fault in one rank, in one attempt."""
 
-    def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
+    def __init__(self, plan: FaultPlan, folder: Path, rank: int) -> None:
         self._plan, self._rank, self._fired = plan, rank, folder / FIRED
         self._row = next((fault for fault in FAULTS if fault.name == plan.fault), None)
         self._is_over = self._row is None or self._fired.exists()  # in an earlier attempt

@@ -17,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mpiddp.arguments import OUT, whole
-from mpiddp.drill.command import Command, read_command
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
+from mpiddp.drill.findings import Result, judge, judge_undisturbed
+from mpiddp.drill.launch_command import LaunchCommand, read_command
 from mpiddp.drill.rehearse import Drill
-from mpiddp.drill.verdict import Result, judge, judge_undisturbed
 from mpiddp.errors import DONE, FAILED, UserError, named_by, print_error
-from mpiddp.launch.options import LaunchOptions, option_parser
+from mpiddp.launch.plan.options import LaunchOptions, option_parser
 from mpiddp.text import align_columns, as_json, counted
 
 _HEAD = ("fault", "result", "steps lost", "weights at the end")
@@ -93,7 +93,7 @@ def _row(result: Result) -> tuple[str, ...]:
     return result.fault, _VERDICTS[result.passed], lost, _ENDS[result.weights_equal]
 
 
-def _parse(argv: list[str]) -> tuple[argparse.Namespace, Command]:
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, LaunchCommand]:
     """The options of the drill, and the command that it runs."""
     parser = option_parser()
     names = LaunchOptions.__dataclass_fields__
@@ -135,7 +135,7 @@ def _faults(text: str) -> tuple[Fault, ...]:
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 
-def _new_folder(named: str | None, command: Command) -> Path:
+def _new_folder(named: str | None, command: LaunchCommand) -> Path:
     """The folder that the user names, else a temporary one. Several hosts share the working folder."""
     with named_by("--work" if named else ""):
         if named is None:

@@ -2,7 +2,7 @@
 
 The start of a rank imports this module by the name in MPIDDP_OBSERVER and calls `observe`. It appends one
 line of JSON per event to a file of its own in the folder MPIDDP_DRILL: the state before the first step,
-each step, each torch.save. See `mpiddp.drill.records` for what reads it.
+each step, each torch.save. See `mpiddp.drill.history` for what reads it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mpiddp.drill.faults import Plan, PlannedFault
-from mpiddp.drill.records import RATE, History, file_of, find, read_attempts
+from mpiddp.drill.faults import FaultPlan, PlannedFault
+from mpiddp.drill.history import RATE, History, file_of, find, read_attempts
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
 
@@ -39,7 +39,7 @@ def observe() -> None:
             f"mpiddp drill: {socket.gethostname()} does not see {folder}. Name a new folder that all hosts "
             "share: --work DIR"
         )
-    observer = _Observer(folder, int(os.environ["RANK"]), Plan.read(folder))
+    observer = _Observer(folder, int(os.environ["RANK"]), FaultPlan.read(folder))
     register_optimizer_step_pre_hook(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
     nn.modules.module.register_module_forward_pre_hook(observer.before_forward)
@@ -53,7 +53,7 @@ def observe() -> None:
 
 
 class _Observer:
-    def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
+    def __init__(self, folder: Path, rank: int, plan: FaultPlan) -> None:
         self._folder, self._rank, self._plan = folder, rank, plan
         self._fault = PlannedFault(plan, folder, rank)
         self._step = 0  # of the run: that of the resume until the first one of this process

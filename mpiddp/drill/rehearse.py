@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mpiddp.drill.command import Command
-from mpiddp.drill.faults import FIRED, Fault, Plan, flip_newest_save
-from mpiddp.drill.records import Recording, read
+from mpiddp.drill.faults import FIRED, Fault, FaultPlan, flip_newest_save
+from mpiddp.drill.history import Recording, read
+from mpiddp.drill.launch_command import LaunchCommand
 from mpiddp.errors import DONE
 from mpiddp.hosts.processes import descendants, kill_marked, marked, signal_all
 from mpiddp.protocol.variables import DRILL, OBSERVER
@@ -54,13 +54,13 @@ class Drill:
     last: the step that ends every run; 0 for where the script ends.
     """
 
-    command: Command
+    command: LaunchCommand
     work: Path
     last: int
     seed: int
 
     def undisturbed(self) -> Rehearsal:
-        return self._rehearse(None, Plan(last=self.last), UNDISTURBED_S)
+        return self._rehearse(None, FaultPlan(last=self.last), UNDISTURBED_S)
 
     def run(self, fault: Fault, undisturbed: Rehearsal) -> Rehearsal:
         """The fault hits after the second save, if there is one, and before the end of the script."""
@@ -69,13 +69,13 @@ class Drill:
         # A damaged newest checkpoint can give way to an older one. In the later half, a run has ended epochs.
         early = max(length // 2, saved[min(1, len(saved) - 1)] + 1 if saved else 0)
         step = max(1, rng.randint(min(early, length - 1), length - 1))
-        plan = Plan(fault.name, rng.randrange(self.command.ranks), step, self.last)
+        plan = FaultPlan(fault.name, rng.randrange(self.command.ranks), step, self.last)
         return self._rehearse(fault, plan, max(_LEAST_S, 4 * undisturbed.seconds))
 
     def _random(self, fault: Fault) -> random.Random:
         return random.Random(f"{self.seed} {fault.name}")
 
-    def _rehearse(self, fault: Fault | None, plan: Plan, limit_s: float) -> Rehearsal:
+    def _rehearse(self, fault: Fault | None, plan: FaultPlan, limit_s: float) -> Rehearsal:
         """The run, and its resume if it has not come to its end. Each has `limit_s`."""
         folder = self.work / plan.fault
         records, out = folder / "records", folder / "out"

@@ -12,7 +12,7 @@ import os
 
 from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, UserError
-from mpiddp.hosts import keys, pull, push, run, where
+from mpiddp.hosts import keys, pull, push, run_command, where
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.text import align_columns, counted
 
@@ -21,7 +21,7 @@ OVER_SSH = {
     "keys": (keys, "Make ssh reach every host without a password"),
     "push": (push, "Make a folder, with its environment, the same on every host"),
     "pull": (pull, "Bring the folder of a run home from every host"),
-    "run": (run, "Run a command on every host"),
+    "run": (run_command, "Run a command on every host"),
 }
 
 

@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mpiddp.hosts.network import CONNECT_S, meet, reason
 from mpiddp.hosts.processes import kill_marked
+from mpiddp.hosts.reachability import CONNECT_S, meet, reason
 from mpiddp.protocol.channel import HOST, NO_MESSAGE, introduce, member_key
 
 # Not /dev/shm: logind empties it at a user's last logout. Hosts may share this folder.

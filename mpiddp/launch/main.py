@@ -33,13 +33,13 @@ from mpiddp.errors import (
 )
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.launch import log
-from mpiddp.launch.command import LEFT_OUT
-from mpiddp.launch.control import Exchange
-from mpiddp.launch.options import LaunchOptions, parse_options
-from mpiddp.launch.outcome import Outcome
-from mpiddp.launch.output import open_closed_streams
-from mpiddp.launch.report import Report, check
-from mpiddp.launch.variables import parse_exports, without_values
+from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.plan.command import LEFT_OUT
+from mpiddp.launch.plan.environment import parse_exports, without_values
+from mpiddp.launch.plan.options import LaunchOptions, parse_options
+from mpiddp.launch.run.control import Exchange
+from mpiddp.launch.run.outcome_file import Report, check
+from mpiddp.launch.run.output import open_closed_streams
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
 from mpiddp.text import all_of
@@ -86,7 +86,7 @@ def _launch(argv: list[str]) -> int:
     leave_launchers(os.environ)
     if options.dry_run:
         # Imported here, so that --help and a wrong option answer at once.
-        from mpiddp.launch.plan import make_plan
+        from mpiddp.launch.plan.job_plan import make_plan
 
         plan = make_plan(options, os.environ)
         command = plan.starter.compose(plan.request)
@@ -117,7 +117,7 @@ def _launch(argv: list[str]) -> int:
 
 def _run_and_report(options: LaunchOptions, report: Report) -> int:
     """Run the job, and say how it has ended and what resumes it."""
-    from mpiddp.launch.job import run  # a dry run needs no sockets and secrets
+    from mpiddp.launch.run.job import run  # a dry run needs no sockets and secrets
 
     try:
         outcome = run(options, report)
@@ -165,7 +165,7 @@ def launch_function(argv: list[str]) -> int:
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     exchange = Exchange(function)
     try:
-        from mpiddp.launch.job import run
+        from mpiddp.launch.run.job import run
 
         leave_enclosing_job(os.environ)
         leave_launchers(os.environ)

@@ -22,7 +22,7 @@ launcher's stdin.
 
 A rank's script is a process of its own, with a second connection. "stop" has the signal that the launcher has
 got, and goes to the script once that is connected. The script of `mpiddp.spawn` asks for its "function", and
-sends its "answer", see `mpiddp.launch.control.Exchange`.
+sends its "answer", see `mpiddp.launch.run.control.Exchange`.
 
 After a failure the launcher may "hold" the ranks: each ends its script, says that it is "held", and waits.
 "again" begins the next attempt, in which it connects anew, with a key derived from the last one.

@@ -32,7 +32,7 @@ class Event:
     """What a rank has said, what the server sees of its connection, or what the launcher does.
 
     `kind` is one of the protocol's messages, "leave", "claim", "lost", or one of HANDED_OVER or of VIEWS; or
-    one of the launcher's (`mpiddp.launch.events`). An "answer" brings facts["body"], and a view
+    one of the launcher's (`mpiddp.launch.judge.events`). An "answer" brings facts["body"], and a view
     facts["viewer"], the peer that waits for it. "claim": the rank begins to fail, and reports it later.
     "lost": the connection ended, and facts["silent"] is whether the host stopped answering. HANDED_OVER:
     facts["connection"] belongs to the receiver; that of "output" brings facts["stream"] (1 or 2) of the rank

@@ -18,9 +18,9 @@ from mpiddp.hosts.processes import name_process, signal_at_parents_end
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.protocol.channel import AGENT_NAME
 from mpiddp.protocol.terminal import give_size
-from mpiddp.runtime.attempt import Attempt
 from mpiddp.runtime.program import MODULE, SCRIPT, parse
 from mpiddp.runtime.rank import Rank, python_by_hand
+from mpiddp.runtime.rank_attempt import RankAttempt
 from mpiddp.world import is_joined
 
 _SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
@@ -49,13 +49,13 @@ def run(rank: Rank) -> int:
     allow_open(_SOCKETS_PER_RANK * rank.world.world_size + OPEN_BESIDES)
     if rank.launcher is None:
         give_size(1)
-    attempt = Attempt(rank)
+    attempt = RankAttempt(rank)
     try:
         while True:
             code = attempt.run()
             if attempt.again is None:
                 return code
-            attempt = Attempt(attempt.rank.next(attempt.again), attempt.spare)
+            attempt = RankAttempt(attempt.rank.next(attempt.again), attempt.spare)
     finally:
         if attempt.spare is not None:
             attempt.spare.discard()

@@ -39,9 +39,9 @@ from mpiddp.protocol.channel import LINE_LIMIT, STREAMS, Lines, is_shown
 from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
-from mpiddp.runtime.output import Input, Stream
 from mpiddp.runtime.program import COMMAND, command_environment, mpi_environment, script_environment
 from mpiddp.runtime.rank import Rank
+from mpiddp.runtime.streams import Input, Stream
 from mpiddp.text import escaped
 
 # A user's signal.py in the working folder, which -c puts first, is not Python's own.

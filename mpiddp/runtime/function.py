@@ -1,7 +1,7 @@
 """The function of `mpiddp.spawn` in a rank, which runs it and answers with its result.
 
 It is the module that `mpiddp launch` runs on every rank. Function and answer travel over the connection of
-the rank's script to the launcher, see `mpiddp.launch.control.Exchange`.
+the rank's script to the launcher, see `mpiddp.launch.run.control.Exchange`.
 """
 
 from __future__ import annotations

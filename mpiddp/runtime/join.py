@@ -38,7 +38,7 @@ from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.job.stopping import stop_on
-from mpiddp.runtime.log import log_to_console
+from mpiddp.runtime.rank_log import log_to_console
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
 from mpiddp.world import World
 

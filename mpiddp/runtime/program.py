@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mpiddp.errors import UserError, check_program, named_by
-from mpiddp.hosts.files import files_of, import_folders
+from mpiddp.hosts.program_files import files_of, import_folders
 from mpiddp.protocol.variables import AGENT_STORE, GPUS, PLACEMENT, RUN_ID
 from mpiddp.world import RANK_SOURCES
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import LOG_TO
-from mpiddp.runtime.log import log
+from mpiddp.runtime.rank_log import log
 from mpiddp.text import escaped, shown
 
 # Takes a step, and numbers by name, NaN and infinities among them.

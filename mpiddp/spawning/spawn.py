@@ -32,7 +32,7 @@ from typing import IO, Any, TypeAlias, TypeVar
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, JobFailed, RankFailed, UserError
 from mpiddp.hosts.allocations import in_slurm_terminal
-from mpiddp.hosts.files import imported_by, is_local, modules_at, sources_of
+from mpiddp.hosts.program_files import imported_by, is_local, modules_at, sources_of
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
 from mpiddp.runtime.function import said
@@ -207,7 +207,7 @@ def _own_modules(source: str, text: str, path: Sequence[str]) -> dict[str, bytes
 def _launched(
     call: bytes, cwd: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], dict[int, bytes]]:
-    """Run a launcher with this call, see `mpiddp.launch.control.Exchange`, and show what it prints.
+    """Run a launcher with this call, see `mpiddp.launch.run.control.Exchange`, and show what it prints.
 
     Returns the job's outcome, and the answers by rank, as pickles: the results of all ranks, or the error of
     the one that has failed first. Nothing of the job is left then.

@@ -55,7 +55,7 @@ class DetachedJob:
         return self.folder / "report.json"
 
     def report(self) -> dict[str, Any]:
-        """What `mpiddp.launch.report` has written, {} if that cannot be read."""
+        """What `mpiddp.launch.run.outcome_file` has written, {} if that cannot be read."""
         with suppress(OSError, ValueError):
             report = json.loads(self.report_path.read_bytes())
             return report if isinstance(report, dict) else {}

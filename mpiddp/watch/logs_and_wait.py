@@ -7,7 +7,7 @@ import select
 
 from mpiddp.errors import DONE, FAILED, INTERRUPTED, print_error
 from mpiddp.watch.detached import DetachedJob, read_log
-from mpiddp.watch.jobs import find_detached, job_parser
+from mpiddp.watch.running_jobs import find_detached, job_parser
 
 _EVERY_S = 0.2
 _DEFAULT = "the only one that runs, or else the latest"

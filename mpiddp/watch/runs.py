@@ -74,7 +74,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSummary:
     """A run, as its folder shows it.
 
     Attributes:
@@ -136,7 +136,7 @@ class Run:
         }
 
 
-def _runs(folders: Sequence[Path]) -> list[Run]:
+def _runs(folders: Sequence[Path]) -> list[RunSummary]:
     """Those folders that are runs, or cannot be read: one may be another user's, or lost+found."""
     runs = []
     for folder in folders:
@@ -144,7 +144,7 @@ def _runs(folders: Sequence[Path]) -> list[Run]:
             if is_run(folder):
                 runs.append(read_run(folder))
         except OSError as error:
-            runs.append(Run(folder, f"({error.strerror})"))
+            runs.append(RunSummary(folder, f"({error.strerror})"))
     return runs
 
 
@@ -155,7 +155,7 @@ def is_run(folder: Path) -> bool:
     return (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunSummary:
     """Read the folder of a run. Raises OSError if its records cannot be read."""
     config, summary, metrics = (
         folder / name for name in ("config.json", "summary.json", "metrics.jsonl")
@@ -182,7 +182,7 @@ def read_run(folder: Path) -> Run:
         state = "failed" if (folder / "owner.json").exists() else UNKNOWN
     steps = [*_saves(folder / "checkpoints"), step, starts[-1].step if starts else None]
     values |= {name: value for name in results if (value := number(results, name)) is not None}
-    return Run(
+    return RunSummary(
         folder,
         state,
         step=max((each for each in steps if each is not None), default=None),

@@ -11,7 +11,7 @@ from mpiddp.errors import DONE, UserError
 from mpiddp.hosts.processes import opened
 from mpiddp.protocol.channel import VIEW_STACKS
 from mpiddp.text import counted, escaped
-from mpiddp.watch.jobs import HasEnded, find_job, job_parser
+from mpiddp.watch.running_jobs import HasEnded, find_job, job_parser
 
 
 def stacks(argv: list[str]) -> int:

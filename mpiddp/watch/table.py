@@ -17,7 +17,15 @@ from mpiddp.arguments import OneSentenceParser
 from mpiddp.errors import DONE, INTERRUPTED, UserError
 from mpiddp.protocol.channel import VIEW_JOB
 from mpiddp.text import align_columns, as_json, counted, duration, escaped, seconds, size_text
-from mpiddp.watch.jobs import Facts, HasEnded, Job, find_job, hosts_of, job_parser, running_jobs
+from mpiddp.watch.running_jobs import (
+    Facts,
+    HasEnded,
+    RunningJob,
+    find_job,
+    hosts_of,
+    job_parser,
+    running_jobs,
+)
 
 _EVERY_S = 1.0
 _HOME, _ERASE_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[2K", "\x1b[J"
@@ -68,7 +76,7 @@ def ps(argv: list[str]) -> int:
     return DONE
 
 
-def job_lines(jobs: list[Job]) -> str:
+def job_lines(jobs: list[RunningJob]) -> str:
     """A line for each job."""
     rows = [["PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE"]]
     for job in jobs:

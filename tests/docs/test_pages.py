@@ -23,7 +23,7 @@ import mpiddp
 from docs import troubleshooting
 from mpiddp import cli, errors
 from mpiddp.cli import VERBS
-from mpiddp.launch.options import option_parser
+from mpiddp.launch.plan.options import option_parser
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.train.train import option_parser as train_parser
 from tests.support.own_script import EXAMPLE, PLAIN

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mpiddp.bench.jobs import BenchJobFailed, output_of
+from mpiddp.bench.measured_jobs import BenchJobFailed, output_of
 from mpiddp.train.train import option_parser as train_parser
 from tests.support.ranks import ROOT, run_command
 

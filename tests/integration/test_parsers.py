@@ -26,14 +26,14 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
 
 from mpiddp.checkpoints import folder as checkpoint_folder
-from mpiddp.checkpoints.files import DAMAGE, read_saved, read_tensors
 from mpiddp.checkpoints.folder import BrokenCheckpoint
+from mpiddp.checkpoints.tensor_files import DAMAGE, read_saved, read_tensors
 from mpiddp.errors import UserError
 from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, find_allocation
 from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile
 from mpiddp.hosts.names import expand_nodelist
-from mpiddp.launch.starters import STARTERS
-from mpiddp.launch.variables import parse_env_file
+from mpiddp.launch.plan.environment import parse_env_file
+from mpiddp.launch.plan.starters import STARTERS
 from mpiddp.protocol.channel import MESSAGES, is_valid
 from mpiddp.world import RANK_SOURCES, World, likely_ranks
 

@@ -18,13 +18,13 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from mpiddp.cli import main
-from mpiddp.launch.control import Console
-from mpiddp.launch.events import Record
-from mpiddp.launch.status import job_facts
+from mpiddp.launch.judge.events import Record
+from mpiddp.launch.run.control import Console
+from mpiddp.launch.run.status import job_facts
 from mpiddp.protocol.channel import VIEW_JOB, VIEW_STACKS, viewed_folders
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer, Event
-from mpiddp.watch import jobs
+from mpiddp.watch import running_jobs
 from tests.support.channels import progress
 from tests.support.errors import error
 from tests.support.ranks import ROOT, clean_env, mpiddp
@@ -97,7 +97,7 @@ def test_the_stack_of_a_rank(job):
 
 def test_a_launcher_that_starts_does_not_answer(folder, monkeypatch, capsys):
     for limit in ("_ANSWER_S", "_STACKS_S"):
-        monkeypatch.setattr(jobs, limit, 0.5)
+        monkeypatch.setattr(running_jobs, limit, 0.5)
     with ExitStack() as open_ones:
         open_ones.callback(Console("viewed.py").close)
         for verb in ("top", "stacks"):
@@ -144,7 +144,7 @@ ONLY_JOB = f"""
 import sys
 from mpiddp import cli
 from mpiddp.watch import stop_and_stacks
-from mpiddp.watch.jobs import find_job
+from mpiddp.watch.running_jobs import find_job
 stop_and_stacks.find_job = lambda name: find_job("{PID}")
 sys.exit(cli.main(["stop"]))
 """
@@ -180,4 +180,4 @@ def test_a_folder_that_others_may_enter_is_no_job():
     others = viewed_folders()[0].with_name("job-0")
     others.mkdir(parents=True)
     others.chmod(0o777)
-    assert others / "job" not in jobs.sockets()
+    assert others / "job" not in running_jobs.sockets()

@@ -83,7 +83,9 @@ def test_doctor_names_a_hang_of_its_job(hosts):
     job = hosts.start("doctor", *hosts.where(2))
 
     def stopped() -> list[Process]:
-        found = [each for each in hosts.processes("mpiddp.doctor.job") if each.host == "node1"]
+        found = [
+            each for each in hosts.processes("mpiddp.doctor.trial_job") if each.host == "node1"
+        ]
         scripts = [each for each in found if "runtime.script" in each.command]
         for process in scripts:
             hosts.kill(process, signal.SIGSTOP)

@@ -1,6 +1,6 @@
 """Any ssh, any network: settings of users, logins that fail, IPv6, sets of names.
 
-Holds mpiddp/hosts/ssh.py and mpiddp/launch/network.py.
+Holds mpiddp/hosts/ssh.py and mpiddp/launch/plan/job_network.py.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Records of attempts (`mpiddp.launch.events`): judge one again, and record those of tests/data/records.
+"""Records of attempts (`launch.judge.events`): judge one again, and record those of tests/data/records.
 
     python -m tests.support.records replay attempt_1.jsonl    # what the launcher says of what it has recorded
     python -m tests.support.records record hang exit_code      # run these real jobs again; all without a name
@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpiddp.launch.events import Record
-from mpiddp.launch.hangs import find_hang, missing_sentence
-from mpiddp.launch.stragglers import find_stragglers, straggler_sentence
-from mpiddp.launch.verdict import verdict
+from mpiddp.launch.judge.events import Record
+from mpiddp.launch.judge.hangs import find_hang, missing_sentence
+from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
+from mpiddp.launch.judge.verdict import verdict
 from mpiddp.protocol.server import Event
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT, clean_env

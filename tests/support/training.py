@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import mpiddp
-from mpiddp.checkpoints.files import read_tensors
+from mpiddp.checkpoints.tensor_files import read_tensors
 from mpiddp.train.data import Data, DeviceImages
 from mpiddp.train.train import Config, State, build_state, parse, resolve
 

@@ -11,9 +11,9 @@ from mpiddp.doctor import main as doctor
 from mpiddp.doctor.compare import FAIL, UNKNOWN
 from mpiddp.drill import main as drill
 from mpiddp.drill.faults import FAULTS
-from mpiddp.drill.records import Attempt, History, Recording, State
+from mpiddp.drill.findings import judge, last_error
+from mpiddp.drill.history import History, RecordedAttempt, Recording, State
 from mpiddp.drill.rehearse import Ended, Rehearsal
-from mpiddp.drill.verdict import judge, last_error
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import Transport
 from tests.support.errors import error
@@ -34,7 +34,7 @@ def rehearsal(*spans: tuple[int, int, str], code: int = 0, **entries: str) -> Re
     for first, last, run in spans:
         more = entries if len(attempts) == len(spans) - 1 else {}
         steps = [state(step, run, **more) for step in range(first + 1, last + 1)]
-        attempts.append(Attempt(state(first, run), steps, [{"step": 2, "path": "/x/a.pt"}]))
+        attempts.append(RecordedAttempt(state(first, run), steps, [{"step": 2, "path": "/x/a.pt"}]))
     ended = [Ended(1, "")] * (len(spans) - 1) + [Ended(code, "")]
     return Rehearsal(True, ended, 1.0, Recording([History(attempts)]))
 

@@ -25,7 +25,7 @@ import mpiddp
 from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.boxes import Box, Copies
 from mpiddp.checkpoints.folder import BrokenCheckpoint
-from mpiddp.checkpoints.run import RunDir, RunLock
+from mpiddp.checkpoints.run_folder import RunDir, RunLock
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.errors import UserError
 from mpiddp.files import is_locked, read_limited
@@ -154,7 +154,7 @@ def test_shards_are_read_as_they_are_used(tmp_path):
 OWNS = """
 import sys
 from pathlib import Path
-from mpiddp.checkpoints.run import RunDir, RunLock
+from mpiddp.checkpoints.run_folder import RunDir, RunLock
 from mpiddp.files import is_locked
 owner = RunLock(RunDir(Path(sys.argv[1])))
 print("owns", flush=True)

@@ -1,6 +1,6 @@
 """The parts of `mpiddp.spawn` that need no ranks: its options, pickles, refusals and errors, its connections.
 
-Tests mpiddp/spawning/, mpiddp/runtime/function.py, mpiddp/launch/control.py.
+Tests mpiddp/spawning/, mpiddp/runtime/function.py, mpiddp/launch/run/control.py.
 """
 
 import functools
@@ -18,7 +18,7 @@ import pytest
 
 import mpiddp
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.launch.control import ControlServer, Exchange, listen
+from mpiddp.launch.run.control import ControlServer, Exchange, listen
 from mpiddp.protocol.channel import SCRIPT, mac, member_key
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET

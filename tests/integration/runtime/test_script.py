@@ -159,7 +159,7 @@ def test_a_crash_shows_the_threads_that_the_user_asks_for(tmp_path, value, shows
 
 LOGS_MESSAGES = """
 import sys
-from mpiddp.runtime.log import log, log_to_console
+from mpiddp.runtime.rank_log import log, log_to_console
 log_to_console(rank=int(sys.argv[1]))
 log.info("a line")
 log.warning("warning: a warning")

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from mpiddp.doctor import there
-from mpiddp.hosts import facts, files, gpu_health, gpus, interfaces, network, processes
-from mpiddp.hosts.files import files_of, import_folders
+from mpiddp.hosts import facts, gpu_health, gpus, interfaces, processes, program_files, reachability
+from mpiddp.hosts.program_files import files_of, import_folders
 from mpiddp.hosts.ssh import CHECK_PYTHON, program_that_prints
-from mpiddp.launch.preflight import TRAVELLING, Needs
+from mpiddp.launch.plan.preflight import TRAVELLING, Needs
 from tests.support.patience import PATIENCE_S
 
 TRAIN = """\
@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_read_has_no_digest(tmp_path):
     assert files_of("script", "gone.py", str(tmp_path)) == [("gone.py", "")]
 
 
-SENT = (interfaces, gpus, gpu_health, files, facts, network, there, processes)
+SENT = (interfaces, gpus, gpu_health, program_files, facts, reachability, there, processes)
 
 
 def run_bare(program, folder):

@@ -1,6 +1,6 @@
 """A signal reaches the process that was checked, or none: never another one with the same pid.
 
-Tests mpiddp/hosts/processes.py and mpiddp/launch/mpirun.py.
+Tests mpiddp/hosts/processes.py and mpiddp/launch/run/mpirun.py.
 """
 
 import os

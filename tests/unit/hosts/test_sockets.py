@@ -9,7 +9,7 @@ import time
 import pytest
 
 from mpiddp.errors import JobFailed, UserError
-from mpiddp.hosts import network, sockets
+from mpiddp.hosts import reachability, sockets
 from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
@@ -34,13 +34,13 @@ def test_a_name_that_cannot_be_one(monkeypatch):
 
 def test_a_busy_program_is_no_fault_of_the_network(monkeypatch):
     """Nobody accepts the connection, and the kernel has confirmed what was sent."""
-    monkeypatch.setattr(network, "CONNECT_S", 0.1)
+    monkeypatch.setattr(reachability, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        found = network._reach("127.0.0.1", port, time.monotonic() + PATIENCE_S)
+        found = reachability._reach("127.0.0.1", port, time.monotonic() + PATIENCE_S)
         assert found == {"error": "", "large": ""}
     # Without a listener, the connection itself fails.
-    assert network._reach("127.0.0.1", port, time.monotonic())["error"] == "Connection refused"
+    assert reachability._reach("127.0.0.1", port, time.monotonic())["error"] == "Connection refused"
 
 
 def test_one_process_listens_on_a_port(monkeypatch):

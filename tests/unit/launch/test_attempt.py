@@ -16,19 +16,19 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch import attempt
-from mpiddp.launch.agents import Agents, Launcher, Turn
-from mpiddp.launch.attempt import Attempt
-from mpiddp.launch.command import Command, Request, Starter
-from mpiddp.launch.control import Console, ControlServer, SignalQueue, listen
-from mpiddp.launch.events import Announcement
-from mpiddp.launch.mpirun import MpirunProcess
-from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.output import JobOutput
-from mpiddp.launch.place import Past
-from mpiddp.launch.plan import Plan
-from mpiddp.launch.preflight import Checked
-from mpiddp.launch.starters import STARTERS
+from mpiddp.launch.judge.events import Announcement
+from mpiddp.launch.plan.command import Command, Request, Starter
+from mpiddp.launch.plan.job_plan import Plan
+from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.plan.placement import Past
+from mpiddp.launch.plan.preflight import Checked
+from mpiddp.launch.plan.starters import STARTERS
+from mpiddp.launch.run import attempt
+from mpiddp.launch.run.agents import Agents, Launcher, Turn
+from mpiddp.launch.run.attempt import Attempt
+from mpiddp.launch.run.control import Console, ControlServer, SignalQueue, listen
+from mpiddp.launch.run.mpirun import MpirunProcess
+from mpiddp.launch.run.output import JobOutput
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import Event
 from tests.support.errors import error

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mpiddp.launch.collectives import find_wait
-from mpiddp.launch.events import Record
-from mpiddp.launch.hangs import find_hang, next_look_at, sentence_at_failure
-from mpiddp.launch.stragglers import find_stragglers, straggler_sentence
+from mpiddp.launch.judge.calls import find_wait
+from mpiddp.launch.judge.events import Record
+from mpiddp.launch.judge.hangs import find_hang, next_look_at, sentence_at_failure
+from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
 from mpiddp.protocol.server import Event
 from tests.support.channels import calls, progress
 

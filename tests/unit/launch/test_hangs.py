@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import mpiddp
-from mpiddp.launch.events import Record
-from mpiddp.launch.hangs import find_hang, next_look_at
-from mpiddp.launch.stacks import place_of, shown_stack
+from mpiddp.launch.judge.events import Record
+from mpiddp.launch.judge.hangs import find_hang, next_look_at
+from mpiddp.launch.judge.stacks import place_of, shown_stack
 from mpiddp.protocol.server import Event
 from tests.support.channels import calls, progress
 
@@ -269,7 +269,7 @@ def test_ranks_that_answer_late_are_asked_again():
         # A save that the other ranks do not make: the script's line, in a folder of any name.
         ([("/home/mpiddp/checkpoints/train.py", 8, "<module>", "checkpoints.save(1, state)"),
           (f"{OURS}/checkpoints/checkpoints.py", 1, "save", "start(self._run, step)"),
-          (f"{OURS}/checkpoints/run.py", 2, "gather", "return self.coordinator.all_gather_json(value)"),
+          (f"{OURS}/checkpoints/run_folder.py", 2, "gather", "return self.coordinator.gather(value)"),
           (f"{OURS}/runtime/job/coordinator.py", 3, "ask", "self._changed.wait()"),
           ("/usr/lib/python3.11/threading.py", 4, "wait", "waiter.acquire()")],
          "<module> (train.py:8): checkpoints.save(1, state)"),

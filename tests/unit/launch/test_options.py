@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.launch.options import (
+from mpiddp.launch.plan.environment import forwarded, is_secret, parse_env_file, without_values
+from mpiddp.launch.plan.job_plan import read_hosts
+from mpiddp.launch.plan.options import (
     LaunchOptions,
     launch_of_train,
     option_parser,
     parse_options,
 )
-from mpiddp.launch.plan import read_hosts
-from mpiddp.launch.variables import forwarded, is_secret, parse_env_file, without_values
 
 JOB = ("-m", "train", "--lr", "1")
 DEFAULTS = LaunchOptions(JOB)

@@ -1,6 +1,6 @@
 """What the preflight says about a host that cannot be used, and about hosts that differ.
 
-Tests mpiddp/launch/preflight.py and mpiddp/hosts/complaints.py. No host is contacted here.
+Tests mpiddp/launch/plan/preflight.py and mpiddp/hosts/complaints.py. No host is contacted here.
 """
 
 import re
@@ -13,7 +13,7 @@ from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.transport import QRSH, SSH
-from mpiddp.launch.preflight import HostInfo, Needs, _complaint
+from mpiddp.launch.plan.preflight import HostInfo, Needs, _complaint
 from tests.support.errors import error
 
 A = Host("a")

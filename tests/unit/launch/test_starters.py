@@ -15,13 +15,13 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.launch import network
-from mpiddp.launch.command import Request, Starter
-from mpiddp.launch.network import find_network
-from mpiddp.launch.options import LaunchOptions
-from mpiddp.launch.place import Past, choose, place
-from mpiddp.launch.preflight import HostInfo
-from mpiddp.launch.starters import STARTERS, find_starter
+from mpiddp.launch.plan import job_network
+from mpiddp.launch.plan.command import Request, Starter
+from mpiddp.launch.plan.job_network import find_network
+from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.plan.placement import Past, choose, place
+from mpiddp.launch.plan.preflight import HostInfo
+from mpiddp.launch.plan.starters import STARTERS, find_starter
 from tests.support.machine import an_mpirun
 
 # What their --version prints.
@@ -182,8 +182,10 @@ def test_the_network_by_the_routes_to_the_other_hosts(monkeypatch, routes, their
     """The routes are this machine's address and the host's. `theirs` are the names of their links."""
     hosts = parse_host_list("localhost:1,a.invalid:1,b.invalid:1")
     by_name = dict(zip(("a.invalid", "b.invalid"), routes, strict=True))
-    monkeypatch.setattr(network, "_route", lambda name, login, family: of(family, by_name[name]))
-    monkeypatch.setattr(network, "interfaces", lambda: [LO, ETH0, IB0, SIX])
+    monkeypatch.setattr(
+        job_network, "_route", lambda name, login, family: of(family, by_name[name])
+    )
+    monkeypatch.setattr(job_network, "interfaces", lambda: [LO, ETH0, IB0, SIX])
     infos = {
         host: HostInfo(
             host, True, True, True, "", "", "", None, (Interface(name, "10.0.0.2", "10.0.0.0/24"),)

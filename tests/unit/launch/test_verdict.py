@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mpiddp.launch.events import MPIRUN, MPIRUN_AT_END, Record
-from mpiddp.launch.outcome import MpirunEnd, Outcome
-from mpiddp.launch.verdict import verdict
+from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, Record
+from mpiddp.launch.judge.outcome import MpirunEnd, Outcome
+from mpiddp.launch.judge.verdict import verdict
 from mpiddp.protocol.server import Event
 from tests.support.channels import progress
 from tests.support.records import FOLDER, JOBS, events, replay

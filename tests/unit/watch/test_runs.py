@@ -41,7 +41,7 @@ def test_a_run_with_two_restarts(tmp_path, ahead_s):
 def test_a_run_goes_on_as_long_as_its_owner_lives(tmp_path):
     folder = write_run(tmp_path / "a", ends=False)
     code = (
-        "import sys; from pathlib import Path; from mpiddp.checkpoints.run import RunDir, RunLock; "
+        "import sys; from pathlib import Path; from mpiddp.checkpoints.run_folder import RunDir, RunLock; "
         f"lock = RunLock(RunDir(Path({str(folder)!r}))); print(flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -1,6 +1,6 @@
 """The tables of `mpiddp ps` and `mpiddp top`, the status on a terminal, and which job a name means.
 
-Tests mpiddp/watch, mpiddp/launch/status.py.
+Tests mpiddp/watch, mpiddp/launch/run/status.py.
 """
 
 import json
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.launch.events import Record
-from mpiddp.launch.status import job_facts, status_lines
+from mpiddp.launch.judge.events import Record
+from mpiddp.launch.run.status import job_facts, status_lines
 from mpiddp.protocol.channel import is_valid
 from mpiddp.protocol.server import Event
-from mpiddp.watch import jobs
+from mpiddp.watch import running_jobs
 from mpiddp.watch.detached import KEPT, DetachedJob, new_job
-from mpiddp.watch.jobs import Job
+from mpiddp.watch.running_jobs import RunningJob
 from mpiddp.watch.table import head_lines, rank_lines
 from tests.support.channels import progress
 from tests.support.errors import error
@@ -56,19 +56,21 @@ def test_every_rank_has_a_line(facts):
 
 
 def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
-    found = [Job(Path(), pid, name, {}) for pid, name in ((7, "a.py"), (8, "b.py"), (9, "b.py"))]
-    monkeypatch.setattr(jobs, "running_jobs", lambda: found)
-    assert jobs.find_job("a.py") is jobs.find_job("7") is found[0]
+    found = [
+        RunningJob(Path(), pid, name, {}) for pid, name in ((7, "a.py"), (8, "b.py"), (9, "b.py"))
+    ]
+    monkeypatch.setattr(running_jobs, "running_jobs", lambda: found)
+    assert running_jobs.find_job("a.py") is running_jobs.find_job("7") is found[0]
     for name, sentence in {
         None: error("several jobs", ": 7 (a.py), 8 (b.py), 9 (b.py)."),
         "b.py": error("several jobs", ": 8 (b.py), 9 (b.py)."),
         "c": error("There are", " c.", ": 7 (a.py), 8 (b.py), 9 (b.py)."),
     }.items():
         with pytest.raises(UserError, match=rf"^{sentence}$"):
-            jobs.find_job(name)
+            running_jobs.find_job(name)
     found.clear()
     with pytest.raises(UserError, match=error("yours runs")):
-        jobs.find_job(None)
+        running_jobs.find_job(None)
 
 
 class Kept(DetachedJob):
@@ -80,26 +82,26 @@ class Kept(DetachedJob):
 
 def test_logs_and_wait_mean_the_only_running_job_or_else_the_latest(monkeypatch):
     found = [Kept(Path(name)) for name in ("b-2", "a-2", "b-1", "a-1")]  # the latest first
-    monkeypatch.setattr(jobs, "detached_jobs", lambda: found)
-    monkeypatch.setattr(jobs, "running_jobs", lambda: [Job(Path(), 9, "c.py", {})])
-    assert jobs.find_detached("b-1").name == "b-1"  # it has ended
-    assert jobs.find_detached("8").name == "a-2"
+    monkeypatch.setattr(running_jobs, "detached_jobs", lambda: found)
+    monkeypatch.setattr(running_jobs, "running_jobs", lambda: [RunningJob(Path(), 9, "c.py", {})])
+    assert running_jobs.find_detached("b-1").name == "b-1"  # it has ended
+    assert running_jobs.find_detached("8").name == "a-2"
     for name, sentence in {
         None: error("several jobs", ": 8 (a-2), 7 (a-1)."),
         "9": error("without --detach", " 9 (c.py)"),
         "nosuch": error("no job called nosuch", ": b-2, a-2, b-1, a-1."),
     }.items():
         with pytest.raises(UserError, match=rf"^{sentence}$"):
-            jobs.find_detached(name)
+            running_jobs.find_detached(name)
     del found[3]
-    assert jobs.find_detached(None).name == "a-2"
+    assert running_jobs.find_detached(None).name == "a-2"
     del found[1]
-    assert jobs.find_detached(None).name == "b-2"
+    assert running_jobs.find_detached(None).name == "b-2"
     found.clear()
     with pytest.raises(UserError, match=error("no job called nosuch was started")):
-        jobs.find_detached("nosuch")
+        running_jobs.find_detached("nosuch")
     with pytest.raises(UserError, match=error("no job was started")):
-        jobs.find_detached(None)
+        running_jobs.find_detached(None)
 
 
 def test_a_name_stands_for_one_job(monkeypatch, tmp_path):

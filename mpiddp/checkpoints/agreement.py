@@ -1,0 +1,282 @@
+"""What all ranks together save: what they have under one key is the same, or refused before the save.
+
+In each save, the ranks compare keys, types, shapes, numbers, and small tensors of integers. In the first two
+saves and every tenth, they compare hashes of all other tensors, one pass over the memory: replicas that
+differ in the last bits are saved, those that differ by more are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpiddp.checkpoints.run_folder import Run
+from mpiddp.checkpoints.state import (
+    DICTS,
+    LISTS,
+    FlatState,
+    Keys,
+    as_kind_of,
+    is_sharded,
+    mesh_of,
+    own_part,
+    shown_path,
+)
+from mpiddp.errors import UserError
+from mpiddp.runtime.rank_log import log
+from mpiddp.text import counted, listed
+
+_SMALL = 1 << 16  # elements of a tensor of integers that is compared in each save
+_SHOWN = 4  # elements of one that a sentence shows
+_EVERY = 10  # saves
+_LONGEST = 80  # characters of what a rank has, in a sentence
+_TOLERANCE = 1e-3  # of the largest element: processors and kernels may round differently
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+# Each rank has its own in DDP, and those of the lowest rank are saved.
+_OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
+_HINT = "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
+
+
+@dataclass
+class Union:
+    """What all ranks together save.
+
+    Attributes:
+        tree: the state with a type in the place of each tensor.
+        savers: the ranks that save a tensor, by path: those of a DTensor's mesh, or the lowest that has a
+            plain one which not every writer has. {} if all ranks have the same.
+        has_stages: some ranks have tensors that others do not.
+    """
+
+    tree: Any
+    savers: dict[Keys, tuple[int, ...]] = field(default_factory=dict)
+    has_stages: bool = False
+
+
+def is_of_each_rank(path: Keys) -> bool:
+    return str(path[-1]).rpartition(".")[2] in _OF_EACH_RANK  # in "module.bn1.running_mean" as well
+
+
+def compares_values(number: int) -> bool:
+    """Whether the ranks compare all tensors in this save of the process, counted from 1."""
+    return number <= 2 or number % _EVERY == 0
+
+
+def digest_of(flat: FlatState) -> str:
+    """A hash that is the same on ranks that save the same keys, types, shapes and numbers."""
+    pairs = zip(flat.paths, flat.tensors, strict=True)
+    rows = [(_label_of(path, value), mesh_of(value)) for path, value in pairs]
+    return hashlib.sha256(repr((flat.tree, rows)).encode()).hexdigest()
+
+
+def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
+    """The union of what the ranks save. A collective if the digests of the ranks differ.
+
+    Raises ValueError, the same on all ranks, where ranks have different things under one key.
+    """
+    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    if len(first) == 1:
+        return Union(flat.tree)
+    pairs = zip(flat.paths, flat.tensors, strict=True)
+    leaves = [_Leaf(value.dtype, _label_of(path, value), mesh_of(value)) for path, value in pairs]
+    own = flat.with_tensors(leaves)
+    trees: dict[int, Any] = {}
+    for rank in sorted(first.values()):  # one of each kind, not those of a thousand ranks
+        sent = [own]
+        dist.broadcast_object_list(sent, rank, group=run.group)
+        trees[rank] = sent[0]
+    merge = _Merge(run, {first[digests[rank]] for rank in run.writers}, len(trees))
+    merge.union.tree = merge.merged(trees, ())
+    return merge.union
+
+
+def require_every_tensor_loaded(unloaded: Sequence[Mapping[str, Sequence[str]]]) -> None:
+    """Raise UserError if no rank has loaded a tensor. `unloaded`: of each rank, by entry: [world_size]."""
+    for entry in {entry for of_rank in unloaded for entry in of_rank}:
+        by_rank = [set(of_rank[entry]) for of_rank in unloaded if entry in of_rank]
+        if lost := set.intersection(*by_rank):
+            raise UserError(
+                f"{entry}: the checkpoint that the run resumes from also has {listed(sorted(lost), 4)}, "
+                f"which none of {counted(len(unloaded), 'rank')} has loaded: a save would lose it. Start as "
+                "many ranks as have saved it, or name another folder."
+            )
+
+
+class _Leaf(NamedTuple):
+    """A tensor of some ranks, without its values."""
+
+    dtype: torch.dtype
+    label: str  # what has to be the same on all ranks
+    mesh: tuple[int, ...]  # the ranks that share a DTensor; () for a plain one
+
+
+def _label_of(path: Keys, value: Any) -> str:
+    """Type, shape and placements; of a few integers, also their values."""
+    label = f"{value.dtype} {list(value.shape)}"
+    if is_sharded(value):
+        return f"{label} as {value.placements}"
+    is_compared = value.numel() <= _SMALL and not is_of_each_rank(path)
+    if not is_compared or value.is_floating_point() or value.is_complex():
+        return label
+    numbers = value.detach().cpu()
+    if value.numel() <= _SHOWN:
+        return f"{label} of {numbers.tolist()}"
+    return f"{label} of CRC {crc32(numbers.contiguous().view(torch.uint8).numpy()):08x}"
+
+
+class _Merge:
+    """The trees of several ranks become one."""
+
+    def __init__(self, run: Run, writers: set[int], num_trees: int) -> None:
+        self._run, self._writers, self._num_trees = run, writers, num_trees
+        self.union = Union(None)
+
+    def merged(self, by_rank: Mapping[int, Any], path: Keys) -> Any:
+        """The union of these trees. Raises ValueError."""
+        # A rank that has nothing, such as the state of an optimizer on rank 0 alone, gives None.
+        by_rank = {rank: tree for rank, tree in by_rank.items() if tree is not None}
+        if not by_rank:
+            return None
+        first = min(by_rank)
+        value = by_rank[first]
+        for rank, other in by_rank.items():
+            if _kind_of(other) != _kind_of(value):
+                kinds = {first: _kind_of(value)[:_LONGEST], rank: _kind_of(other)[:_LONGEST]}
+                _refuse(self._run, shown_path(path), kinds)
+        kind = type(value)
+        if kind is _Leaf:
+            self.union.has_stages |= len(by_rank) < self._num_trees
+            if value.mesh or not self._writers <= by_rank.keys():
+                self.union.savers[path] = value.mesh or (first,)
+            return value.dtype
+        if kind in LISTS:
+            rows = [
+                {rank: tree[row] for rank, tree in by_rank.items()} for row in range(len(value))
+            ]
+            return kind(self.merged(trees, (*path, row)) for row, trees in enumerate(rows))
+        if kind not in DICTS:
+            return value
+        by_key: dict[Any, dict[int, Any]] = defaultdict(dict)
+        for rank, tree in by_rank.items():
+            for key, entry in tree.items():
+                by_key[key][rank] = entry
+        items = {key: self.merged(trees, (*path, key)) for key, trees in by_key.items()}
+        return as_kind_of(value, items)
+
+
+def _kind_of(value: Any) -> str:
+    """What has to be the same on all ranks."""
+    kind = type(value)
+    if kind in DICTS:
+        return f"a {kind.__name__}"
+    if kind in LISTS:
+        return f"a {kind.__name__} of {len(value)}"
+    return value.label if kind is _Leaf else repr(value)
+
+
+def _refuse(run: Run, name: str, values: Mapping[int, str]) -> None:
+    both = ", and ".join(f"{what} on {run.coordinator.name(at)}" for at, what in values.items())
+    raise ValueError(f"{name} differs: {both}. {_HINT}")
+
+
+# The values of tensors
+
+
+def hashes_of(run: Run, flat: FlatState) -> dict[str, int]:
+    """A hash of each tensor, or part of one, that other ranks may have as well. Waits for a GPU."""
+    sums: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+    for path, value in zip(flat.paths, flat.tensors, strict=True):
+        part = _compared_part(run, path, value)
+        if part is not None:
+            name, tensor = part
+            sums[tensor.device].append((name, _hash(tensor)))
+    hashes: dict[str, int] = {}
+    for rows in sums.values():
+        values = torch.stack([value for _, value in rows]).tolist()
+        hashes |= dict(zip([name for name, _ in rows], values, strict=True))
+    return hashes
+
+
+def _compared_part(run: Run, path: Keys, value: Any) -> tuple[str, Tensor] | None:
+    """A name that other ranks have as well, and this rank's part; None for what is of one rank."""
+    mesh = mesh_of(value)
+    is_elsewhere = mesh and value.device_mesh.get_coordinate() is None
+    if is_of_each_rank(path) or is_elsewhere or len(mesh) == run.world_size:
+        return None
+    part, offsets = own_part(value)
+    name = shown_path(path)
+    return (f"{name} at {list(offsets)}" if mesh else name, part) if part.numel() else None
+
+
+def _hash(value: Tensor) -> Tensor:
+    """A sum of the bits of all elements, in which each row has a weight of its own."""
+    plain = value.detach().resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    bits = plain.view(_INTEGERS[plain.element_size()])
+    rows = (bits.sum(-1, dtype=torch.int64) if bits.ndim else bits.long()).reshape(-1)
+    weights = torch.arange(1, len(rows) + 1, device=rows.device)
+    return (rows * weights).sum()
+
+
+def digest_of_values(run: Run, flat: FlatState) -> str:
+    """A hash that is the same on ranks whose tensors have the same bits."""
+    return hashlib.sha256(repr(sorted(hashes_of(run, flat).items())).encode()).hexdigest()
+
+
+def compare_values(run: Run, flat: FlatState) -> None:
+    """Compare the tensors whose hashes differ between ranks. A collective: every rank must call it.
+
+    Raises ValueError, the same on all ranks, if one differs by more than the last bits.
+    """
+    gathered: list[Any] = [None] * run.world_size
+    dist.all_gather_object(gathered, hashes_of(run, flat), group=run.group)
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, hashes_there in enumerate(gathered):
+        for name in hashes_there:
+            ranks_of[name].append(rank)
+    pairs = zip(flat.paths, flat.tensors, strict=True)
+    parts = [_compared_part(run, path, value) for path, value in pairs]
+    own = dict(part for part in parts if part is not None)
+    rounded: list[str] = []
+    for name, ranks in ranks_of.items():
+        if len({gathered[rank][name] for rank in ranks}) == 1:
+            continue
+        value = own.get(name)
+        sent = [value.cpu() if value is not None and run.rank == ranks[0] else None]
+        dist.broadcast_object_list(sent, ranks[0], group=run.group)
+        problem = None
+        if sent[0] is not None and value is not None:
+            problem = _difference(sent[0], value.cpu())
+        answers = run.gather(problem)
+        for rank, answer in enumerate(answers):
+            if answer is not None:
+                _refuse(run, name, {ranks[0]: answer[0], rank: answer[1]})
+        rounded.append(name)
+    if rounded and run.rank == 0:
+        log.warning(
+            f"warning: {listed(rounded, 2)}: the ranks differ in the last bits. Those of the lowest rank are "
+            "saved."
+        )
+
+
+def _difference(first: Tensor, value: Tensor) -> list[str] | None:
+    """Where two tensors of one shape differ by more than rounding, and both values there; or None."""
+    first, value = (torch.view_as_real(t) if t.is_complex() else t for t in (first, value))
+    is_exact = not value.is_floating_point()
+    a, b = (t.reshape(-1).to(torch.int64 if is_exact else torch.float64) for t in (first, value))
+    gap = (a - b).abs()
+    gap = gap.masked_fill((a == b) | (a.isnan() & b.isnan()), 0).nan_to_num(float("inf"))
+    finite = a[a.isfinite()].abs()
+    largest = finite.max().item() if finite.numel() else 0.0
+    if gap.max().item() <= (0 if is_exact else _TOLERANCE * largest):
+        return None
+    index = int(gap.argmax())
+    return [f"element {index} is {a[index].item()}", f"{b[index].item()}"]

@@ -1,0 +1,277 @@
+"""The folder of a run, open: its paths, its one owner, and the ranks that write into it.
+
+    run = Run(RunDir(path), records, coordinator, options)
+
+The folder has one owner at a time, because two runs in one folder would remove each other's saves. The owner
+holds the kernel's lock on owner.json, which ends with its process. `ls runs/a` shows the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, BinaryIO
+
+from mpiddp.checkpoints import folder
+from mpiddp.checkpoints.bucket import Bucket
+from mpiddp.checkpoints.records import RunDir, RunRecords
+from mpiddp.checkpoints.retention import NO_LOCKS, Retention
+from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.files import WRITE_LOCK
+from mpiddp.protocol.variables import RUN_DIR, is_restart
+from mpiddp.runtime.job.coordinator import Coordinator, Value
+from mpiddp.runtime.patches import await_gloo_at_destroy, is_on
+from mpiddp.runtime.rank_log import log
+from mpiddp.text import escaped
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+# What a folder cannot do at the start, it cannot do after a restart either.
+_NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
+
+
+class RunLock:
+    """The lock of a run's folder. The kernel frees it when this process ends, over NFS as well.
+
+    Its owner is the open file: the process may open and close the same file elsewhere, as a script does that
+    copies its run's folder. (A lock of lockf would be lost then.)
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        """Raises UserError, or JobFailed in a restart, if another run holds it."""
+        self._path, self._pid = run.owner.resolve(), os.getpid()
+        self._file = run.owner.open("a+b", buffering=0)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, WRITE_LOCK)
+            if not os.fstat(self._file.fileno()).st_nlink:
+                # The run before is just ending, and has removed this file, whose lock would exclude nobody.
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                holder = _holder(self._file)
+                self._file.close()
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+                raise (JobFailed if is_restart(os.environ) else UserError)(
+                    f"{run}: {holder} writes there. Wait for its end, or name another folder."
+                ) from None
+            log.warning(
+                f"warning: {run}: its file system has no locks ({error.strerror}). "
+                "Nothing keeps a second run out of this folder."
+            )
+        self._file.truncate(0)
+        self._file.write(json.dumps({"host": gethostname(), "pid": self._pid}).encode())
+        # A forked child, such as a worker of a DataLoader, shares the open file, and may outlive this.
+        os.register_at_fork(after_in_child=self._file.close)
+
+    def release(self) -> None:
+        """Give the folder up. In a forked child, or a second time, this does nothing."""
+        if os.getpid() != self._pid or self._file.closed:
+            return
+        # While it is locked: later, the file may be that of the next run, which has locked it.
+        with contextlib.suppress(OSError):  # a file server that is gone
+            self._path.unlink()
+        self._file.close()
+
+
+def _holder(file: BinaryIO) -> str:
+    try:
+        file.seek(0)
+        owner = json.loads(file.read(4096))
+        if (owner["pid"], owner["host"]) == (os.getpid(), gethostname()):
+            return "this process still"
+        return escaped(f"the process {owner['pid']} on {owner['host']}")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return "another run"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What `Checkpoints` was told.
+
+    Attributes:
+        keep: which checkpoints stay.
+        must_succeed: a failed save ends the run; else it causes a warning.
+        is_guarded: a checkpoint that is not finite counts only if there is no other.
+        timeout_s: how long to wait for a rank that does not answer.
+        bucket: the object storage that has a copy of the folder.
+    """
+
+    keep: Retention
+    must_succeed: bool
+    is_guarded: bool
+    timeout_s: float
+    bucket: Bucket | None = None
+
+
+class Run:
+    """The open folder of a run, and the ranks that share it, on one rank.
+
+    Attributes:
+        records: of the metrics.
+        group: all ranks, for tensors on the CPU; None for the script's own group, if that is of gloo. A
+            reference to it would keep it alive after the script has destroyed it: a rank that still waits
+            in a collective would not notice that this one has left.
+        writer_of: the writer of each rank's file system, the lowest rank there: [world_size].
+        nodes: the node of each rank: [world_size].
+        first: the step from which the run starts.
+        step: the latest one that is on the disk, or from which the run resumes; -1 if there is none.
+        unloaded: the tensors of the checkpoint resumed from that this rank has not loaded, by entry.
+        num_saves: that this process has begun.
+        pending: the step of the save in flight, and why it fails, or "".
+        is_warned: of a state that is not finite.
+        ring: all ranks, for copies of shards.
+        held: the checkpoint resumed from, until the first save.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, records: RunRecords, coordinator: Coordinator, options: RunOptions
+    ) -> None:
+        """Create the run's folder on every host, and become its owner. All ranks must call this."""
+        self.dir, self.records, self.coordinator = run_dir, records, coordinator
+        self.options = options
+        self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
+        assert coordinator.world.local_rank is not None, "the ranks have joined"
+        self.local_rank = coordinator.world.local_rank
+        self.group = self._new_group()
+        self.first, self.step, self.num_saves, self.is_warned = 0, -1, 0, False
+        self.unloaded: Mapping[str, set[str]] = {}
+        self.pending: tuple[int, Future[str]] | None = None
+        self.ring: dist.ProcessGroup | None = None
+        self.held: list[BinaryIO] = []
+        self.prefix = coordinator.unique_prefix("saves")  # of the keys of its exchanges
+        self._verified: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
+        self._lock: RunLock | None = None  # on the ranks that write
+        if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
+            with self.together():
+                if not any(self.gather(run_dir.checkpoints.exists())):  # its server may be away
+                    raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
+        with self.writing_together():
+            if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
+                raise UserError(
+                    f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
+                )
+            folders = (run_dir.checkpoints, run_dir.path)
+            self._created = [path for path in folders if not path.exists()]
+            run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.writer_of = self._find_writers()
+        self.nodes = self.gather(coordinator.world.node_rank)
+        try:
+            with self.writing_together():
+                if self.is_writer:
+                    self._lock = RunLock(run_dir)
+                    folder.remove_leftovers(run_dir.checkpoints)
+                    folder.probe_rename(run_dir.checkpoints)
+                    if options.bucket:
+                        options.bucket.pull(run_dir.path)
+        except BaseException:
+            self.close(removes_new=True)
+            raise
+
+    @property
+    def writers(self) -> list[int]:
+        """One rank for each file system, rank 0 first."""
+        return sorted(set(self.writer_of))
+
+    @property
+    def bucket(self) -> Bucket | None:
+        """The object storage, on the one rank that completes what is there."""
+        return self.options.bucket if self.rank == 0 else None
+
+    @property
+    def is_writer(self) -> bool:
+        return self.writer_of[self.rank] == self.rank
+
+    def gather(self, value: Value) -> list[Value]:
+        """The values of all ranks: [world_size]. All ranks must call this."""
+        return self.coordinator.all_gather_json(value, timeout_s=self.options.timeout_s)
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Run the body on every rank; it succeeds on all ranks or raises the same error on all."""
+        return self.coordinator.all_or_none(timeout_s=self.options.timeout_s, exits=False)
+
+    @contextlib.contextmanager
+    def writing_together(self) -> Iterator[None]:
+        """The same for a body that writes into the folder."""
+        with self.together():
+            try:
+                yield
+            except OSError as error:
+                kind = UserError if error.errno in _NEVER else cause_of(error)
+                hint = " Name another folder." if kind is UserError else ""
+                raise kind(f"{self.dir} cannot be written: {error.strerror}.{hint}") from None
+
+    def is_verified(self, checkpoint: Path, *, is_new: bool = False) -> bool:
+        """Hash a checkpoint the first time; afterwards, and if it is new, compare sizes only."""
+        if is_new or checkpoint not in self._verified:
+            self._verified[checkpoint] = is_new or folder.is_verified(checkpoint)
+        return self._verified[checkpoint] and folder.is_verified(checkpoint, with_hashes=False)
+
+    def wait(self) -> None:
+        """Wait for the save in flight, whether it succeeds or not. Not a collective."""
+        if (pending := self.pending) is not None:
+            wait(pending[1:])
+
+    def free(self) -> None:
+        """No longer hold the checkpoint resumed from: the first save may remove it."""
+        while self.held:
+            with self.held.pop() as file, contextlib.suppress(OSError):
+                # To close it is not enough, because a DataLoader's worker has inherited the open file.
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+    def close(self, *, removes_new: bool = False) -> None:
+        """Give the folder up; with `removes_new`, also what it has created, if that is empty."""
+        self.free()
+        if self._lock is not None:
+            self._lock.release()
+        for path in self._created if removes_new else ():
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    def _new_group(self) -> dist.ProcessGroup | None:
+        if self.world_size == 1:
+            return None
+        import torch.distributed as dist
+
+        with self.together():
+            has_group = dist.is_available() and dist.is_initialized()
+            found = (dist.get_rank(), dist.get_world_size()) if has_group else None
+            if found != (self.rank, self.world_size):
+                raise UserError(
+                    f"mpiddp.Checkpoints needs a process group of all {self.world_size} ranks. Call "
+                    "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
+                )
+        if is_on("gloo_end"):  # a script's last save may precede the end of its group by a moment
+            await_gloo_at_destroy()
+        return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def _find_writers(self) -> list[int]:
+        """The writer of each rank's file system on which the folder lies: [world_size].
+
+        One rank of each host creates a file in the folder, and every rank looks for these files. The lowest
+        rank whose file it sees is its writer. The next run removes what a killed one leaves.
+        """
+        root, seen = self.dir.checkpoints, list[int]()
+        own = folder.hidden(root, f"seen-by-rank-{self.rank}-{secrets.token_hex(8)}")
+        try:
+            with self.writing_together():
+                if self.local_rank == 0:
+                    own.touch()
+            marks = self.gather(own.name)
+            with self.writing_together():
+                seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
+            return self.gather(seen[0])
+        finally:
+            with contextlib.suppress(OSError):
+                own.unlink(missing_ok=True)

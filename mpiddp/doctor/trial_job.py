@@ -1,0 +1,42 @@
+"""The small real job of `mpiddp doctor`: one rank on each host, an all-reduce with a known result.
+
+mpiddp launch -H node1:1,node2:1 -m mpiddp.doctor.trial_job
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+PROOF = "mpiddp-doctor "
+COUNT = 4 << 20  # floats: 16 MB
+
+
+def main() -> None:
+    """Sum a tensor over all ranks. Rank 0 prints what each rank says of itself."""
+    import torch
+    import torch.distributed as dist
+
+    device = "cpu"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)  # one rank on each host
+        device = "cuda"
+    dist.init_process_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    values = torch.full((COUNT,), float(rank + 1), device=device)
+    dist.barrier()
+    began = time.perf_counter()
+    dist.all_reduce(values)
+    wrong = int((values != size * (size + 1) / 2).sum())
+    own = {"hostname": socket.gethostname(), "wrong": wrong, "seconds": time.perf_counter() - began}
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, own)
+    if rank == 0:
+        print(PROOF + json.dumps(gathered), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

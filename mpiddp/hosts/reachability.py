@@ -1,0 +1,158 @@
+"""Whether hosts reach each other: all run this program at the same time, and each connects to each.
+
+A host listens on its address on the job's network alone, and says no more than that bytes have arrived. The
+source of this file travels. It needs Python 3.8 and the standard library.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from mpiddp.hosts.interfaces import interfaces
+
+CONNECT_S = 3.0
+START_S, START_S_PER_HOST = 10.0, 0.2
+LARGE = 256 << 10  # bytes: more than a link's MTU, so a path that loses large packets stops here
+_CONNECTIONS = 64  # at once
+_PAUSE_S = 0.02
+_OF_TCP = 128  # bytes of tcp_info, up to those of Linux 4.1
+
+
+def longest_s(hosts: int) -> float:
+    """The time until all hosts have started: logins take longer where they are many."""
+    return START_S + START_S_PER_HOST * hosts
+
+
+def meet(
+    addresses: dict[str, str], port: int, start_s: float = 0.0, most: int = 0
+) -> dict[str, dict[str, str]] | None:
+    """Connect to other hosts at once, and answer them. The errors for each name, "" for none.
+
+    None if another program has the port on this host. Every host calls it with the same arguments. Of more
+    than `most` hosts, each connects to the first one and to those beside it.
+    """
+    from concurrent.futures import ThreadPoolExecutor  # 10 ms
+
+    until = time.monotonic() + (start_s or longest_s(len(addresses)))
+    of_this_host = {each.address for each in interfaces()}
+    me = next(name for name, address in addresses.items() if address in of_this_host)
+    names, own = [*addresses], addresses[me]
+    at = names.index(me)
+    near = {names[0], names[at - 1], names[(at + 1) % len(names)]}
+    # The first one connects to all, so each host connects to those that connect to it.
+    has_all = at == 0 or len(names) <= (most or len(names))
+    others = {each: addresses[each] for each in names if each != me and (has_all or each in near)}
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    try:
+        listener = socket.create_server((own, port), family=family, backlog=512)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    served = threading.Semaphore(0)
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=_serve, args=(connection, served), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    with ThreadPoolExecutor(_CONNECTIONS) as threads:
+        answers = threads.map(lambda each: _reach(each, port, until), others.values())
+        found = dict(zip(others, answers))
+    for _ in others:  # they may have started later
+        served.acquire(timeout=max(0.0, until - time.monotonic()))
+    return found
+
+
+def _reach(address: str, port: int, until: float) -> dict[str, str]:
+    """The error of a connection, and that of many bytes. The host may not listen before `until`."""
+    part = "error"
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+                _send(connection, 1)
+                part = "large"
+                _send(connection, LARGE)
+                return {"error": "", "large": ""}
+        except OSError as error:
+            if not isinstance(error, ConnectionRefusedError) or time.monotonic() > until:
+                return {"error": "", "large": "", part: reason(error)}
+        time.sleep(_PAUSE_S)
+
+
+def _send(connection: socket.socket, size: int) -> None:
+    """Send `size` bytes. Returns when the other end has them.
+
+    On a busy host, the program there may be late. The network is fine if the kernel there has confirmed the
+    bytes, or a packet of full size.
+    """
+    packet, before = _confirmed(connection)
+    try:
+        connection.sendall(bytes(size))
+        if not connection.recv(1):
+            raise OSError("the connection was closed")
+    except TimeoutError:
+        if _confirmed(connection)[1] - before < min(size, packet):
+            raise
+
+
+def _confirmed(connection: socket.socket) -> tuple[int, int]:
+    """The bytes of a packet of full size, and those that the other end's kernel has confirmed."""
+    facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OF_TCP)  # linux/tcp.h
+    return struct.unpack_from("I", facts, 16)[0], struct.unpack_from("Q", facts, 120)[0]
+
+
+def _serve(connection: socket.socket, served: Any) -> None:
+    """The other end: it says when all bytes have arrived."""
+    with connection, connection.makefile("rb") as stream:
+        connection.settimeout(5 * CONNECT_S)
+        with suppress(OSError):
+            for size in (1, LARGE):
+                if len(stream.read(size)) < size:
+                    return
+                connection.sendall(b"k")
+            served.release()
+
+
+def reason(error: OSError) -> str:
+    """Why a connection failed."""
+    if isinstance(error, socket.timeout):
+        return f"no answer in {CONNECT_S:g} s"
+    # A route of the kind "blackhole" is an invalid argument to connect(2).
+    is_routed = error.errno not in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH)
+    return error.strerror or str(error) if is_routed else "no route"
+
+
+def blocked(
+    found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], port: int
+) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """What is wrong by what `meet` has returned on each host: the host or both, the fact, and its fix."""
+    at = {name: f"{address} tcp/{port}" for name, address in addresses.items()}
+    errors = {(a, b): answer["error"] for a in found for b, answer in found[a].items()}
+    unreached = {
+        name
+        for name in found
+        if len(found) > 2 and all(error for pair, error in errors.items() if pair[1] == name)
+    }
+    for name in sorted(unreached):
+        error = next(error for pair, error in errors.items() if pair[1] == name)
+        fact = f"no other host reaches {name} ({at.get(name)}): {error}"
+        yield (name,), fact, f"allow TCP on {name} from the other hosts; see: ssh {name} ip addr"
+    for (here, there), error in errors.items():
+        answer = found[here][there]
+        if error and there not in unreached:
+            way = "" if errors.get((there, here), "-") else f"; {there} → {here} is open"
+            fact = f"{here} → {there} ({at.get(there)}) fails: {error}{way}"
+            see = f"see: ssh {here} ip route get {addresses[there]}"
+            yield (there, here), fact, f"allow TCP from {here} on {there}; {see}"
+        elif answer["large"]:
+            fact = f"{here} → {there} carries small messages but no large ones ({answer['large']})"
+            yield (there, here), fact, "set the same MTU on the hosts and the switch"

@@ -1,0 +1,1 @@
+"""What happened in an attempt, and what it means: hangs, stragglers, who failed first, the exit code."""

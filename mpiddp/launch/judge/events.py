@@ -1,0 +1,292 @@
+"""The record of one attempt: what its ranks say and what the launcher does, in order, each with its time.
+
+Every judgement is a function of this record: the phase, the verdict, a hang, stragglers, what is shown. So a
+failure in the field is judged again from the file that --log-dir keeps, attempt_1.jsonl, with a line for each
+event. In memory, it has the latest event of each kind and rank, and what the events before it add up to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from mpiddp.errors import STOPPED
+from mpiddp.launch import log
+from mpiddp.launch.judge.calls import Call, Group, calls_of
+from mpiddp.launch.judge.gpu_use import GpuUse
+from mpiddp.launch.judge.pace import Pace
+from mpiddp.protocol.server import LAUNCHER, Event
+from mpiddp.text import escaped
+
+MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, until all have joined, and then
+_LARGEST = 16 << 20  # bytes of a file, which then has no more steps
+_NAMED = 4  # ranks in one sentence
+_CLOCKS = 6  # messages of a rank, by which its clock is read
+CHRONIC = 3  # windows of steps in a row that name the same straggler
+
+ENDS = frozenset(["done", "exited", "failed", "lost"])
+# The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and what the server sees of their connections.
+OF_RANKS = ENDS | {
+    *("started", "joining", "log", "announce", "run_dir", "saved", "supports_stop"),
+    *("progress", "saving", "stopped", "stacks", "calls", "gpus", "claim", "held"),
+}
+# What the launcher does, and its facts.
+OF_LAUNCHER: dict[str, tuple[str, ...]] = {
+    # `here` are the ranks on mpirun's own host.
+    "began": ("hosts", "here", "attempt", "hang_timeout_s"),
+    "limit": ("seconds",),  # from now on, for all ranks to join, or for the first one to start
+    "late": (),  # that time is over
+    "asked": ("ranks",),  # for their stacks
+    "looked": (),  # at the stacks of a job that may hang, and has told what they show
+    "printed": (),  # the job has written something, before its first step
+    "window": ("ranks", "share"),  # the stragglers, and in which share of time the others wait
+    "stop": ("by", "reason", "signal"),  # is requested by somebody of `Stop`
+    "kill": (),  # without a save: the user has requested it again
+    "grace": (),  # from now on, the ranks have limited time to stop
+    "overdue": ("clause",),  # that time is over, for the ranks that the clause names
+    # The launcher ends the ranks: because one has failed, or for the reason `why`.
+    "end": ("failed", "why"),
+    "hold": (),  # it ends the scripts, whose agents wait for the next attempt
+    "mpirun": ("name", "code", "proves_signals", "was_ended"),  # has ended, see `MpirunEnd`
+    "tail": ("lines",),  # the last of stderr, of MPIRUN, MPIRUN_AT_END or a rank
+}
+KINDS = OF_RANKS | OF_LAUNCHER.keys()
+
+
+class Phase(IntEnum):
+    """What the ranks are doing. An attempt only moves on, never back."""
+
+    STARTING = 0  # some have not joined the job
+    RUNNING = 1  # all have joined. With `--grow` they may be asked to stop after their present step
+    STOPPING = 2  # the user has asked them to stop, or to grow they have made their last step
+    ENDING = 3  # they are being ended
+
+
+class Stop(IntEnum):
+    """Who has requested a stop of the ranks. A later request outweighs an earlier one."""
+
+    NONE = 0
+    TO_GROW = 1  # by the launcher, which restarts the job on more hosts
+    BY_USER = 2
+    AT_ONCE = 3  # by the user, without a save
+
+
+class Announcement(NamedTuple):
+    """What the job announces for its restarts, see `mpiddp.runtime.reports.announce`."""
+
+    resume_args: tuple[str, ...] = ()
+    global_batch_size: int | None = None
+    max_ranks: int | None = None
+    run_dir: str = ""
+    world_size: int = 0  # of the attempt that announced the global batch
+    checkpoint: str = ""  # the newest that is complete
+
+    def after(self, later: Announcement) -> Announcement:
+        """This one after a later attempt. The first of each kind counts, and the last checkpoint."""
+        first = {name: value for name, value in self._asdict().items() if value}
+        first["checkpoint"] = later.checkpoint or self.checkpoint
+        return later._replace(**first)
+
+
+class Record:
+    """The events so far, which began `at` this time.
+
+    `hosts` has the requested host of each rank, `facts` are those of "began". `path` is the file to write the
+    events to, if it can be created.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        path: Path | None = None,
+        *,
+        at: float | None = None,
+        **facts: Any,
+    ) -> None:
+        self.hosts, self.world_size = hosts, len(hosts)
+        self._file: TextIO | None = None
+        self._size = 0  # of the file, in characters
+        if path is not None:
+            with contextlib.suppress(OSError):  # a machine without ranks may have no such folder
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("w", encoding="utf-8", buffering=1)
+        # The latest event of each rank, by kind.
+        self.latest: dict[str, dict[int, Event]] = defaultdict(dict)
+        self.done: dict[int, Event] = {}  # the ranks that have ended without an error
+        self.failures: dict[int, Event] = {}  # the others: the first event that says so
+        self.saving: dict[int, float] = {}  # the ranks that save, and since when
+        self.last_saved_at = 0.0  # when a rank last ended a save
+        self.paces: dict[int, Pace] = {}  # of the latest steps
+        self.gpus: dict[int, GpuUse] = {}  # of the ranks
+        self.shown: dict[str, Any] = {}  # what rank 0 says of its training
+        self.announcement = Announcement()
+        self.stacks: dict[int, Mapping[str, Any]] = {}  # that were asked for last
+        # Of torch's collectives; and by how many seconds a rank's clock is behind this one at most, by its
+        # latest messages: clocks drift.
+        self.calls: dict[Group, dict[int, dict[int, Call]]] = defaultdict(dict)
+        self.clocks: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_CLOCKS))
+        self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest ones, for stragglers
+        facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
+        self.began_at = time.monotonic() if at is None else at
+        self.add(Event("began", facts=facts, at=self.began_at))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def note(self, kind: str, **facts: object) -> None:
+        """The launcher does this now."""
+        self.add(Event(kind, facts=facts))
+
+    def add(self, event: Event) -> None:
+        assert event.kind in KINDS, event
+        self._write(event)
+        rank, kind, facts = event.rank, event.kind, event.facts
+        if kind in ("saving", "stopped") and facts.get("active", True):
+            self.saving[rank] = event.at  # a script that has stopped saves, and leaves
+        elif kind in ENDS | {"saving"} and self.saving.pop(rank, None) is not None:
+            self.last_saved_at = event.at
+        # Only the rank knows whether its command succeeds: it may start the script again.
+        if event.from_script and kind in ENDS:
+            return
+        self.latest[kind][rank] = event
+        match kind:
+            case "progress":
+                self.paces.setdefault(rank, Pace()).add(event.at, facts)
+                if rank == 0:
+                    self.shown.update(facts.get("shown", {}))
+            case "gpus":
+                for of_rank in facts["ranks"]:
+                    self.gpus.setdefault(of_rank["rank"], GpuUse()).add(of_rank)
+            case "asked":
+                self.stacks = {}
+            case "stacks" if event.from_script or rank not in self.stacks:
+                # An agent answers in the place of a script, whose own answer may come later.
+                self.stacks[rank] = facts
+            case "calls":
+                # The message that was the fastest tells the rank's clock best.
+                self.clocks[rank].append(event.at - facts["now_us"] / 1e6)
+                for name, ranks in [*self.calls.items()]:
+                    if ranks.pop(rank, None) is not None and not ranks:
+                        del self.calls[name]  # the script has destroyed this group
+                for group, calls in calls_of(facts, min(self.clocks[rank])).items():
+                    self.calls[group][rank] = calls
+            case "window":
+                self.windows.append(event)
+            case "announce":
+                size = self.world_size if facts["global_batch_size"] else 0
+                known = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}
+                self.announcement = self.announcement._replace(**known)
+            case "run_dir":
+                self.announcement = self.announcement._replace(run_dir=facts["path"])
+            case "saved":
+                self.announcement = self.announcement._replace(checkpoint=facts["path"])
+            case "failed" if facts["code"] == STOPPED and rank in self.latest["stopped"]:
+                self.done[rank] = event
+            case "failed" | "lost" if rank not in self.done:
+                self.failures.setdefault(rank, event)
+            case "done" | "exited":
+                self.done[rank] = event
+                self.failures.pop(rank, None)
+
+    def _write(self, event: Event) -> None:
+        is_frequent = event.kind in ("progress", "calls", "gpus")
+        if self._file is None or (is_frequent and self._size > _LARGEST):
+            return
+        try:
+            self._size += self._file.write(json.dumps(vars(event)) + "\n")
+        except OSError as error:
+            log.error(f"--log-dir: {self._file.name} ends here: {error.strerror}.")
+            self._file = None
+
+    # --- what the launcher has done ---
+
+    def own(self, kind: str) -> Event | None:
+        """The latest event of the launcher of this kind."""
+        return self.latest[kind].get(LAUNCHER)
+
+    def fact(self, kind: str, name: str, default: Any = None) -> Any:
+        """A fact of the latest event of the launcher of this kind; `default` without one."""
+        event = self.own(kind)
+        return default if event is None else event.facts[name]
+
+    @property
+    def phase(self) -> Phase:
+        if self.own("end"):
+            return Phase.ENDING
+        if self.own("grace"):
+            return Phase.STOPPING
+        has_joined = len(self.latest["joining"]) == self.world_size
+        return Phase.RUNNING if has_joined else Phase.STARTING
+
+    @property
+    def stop(self) -> Stop:
+        """Who has requested a stop of the ranks."""
+        return Stop.AT_ONCE if self.own("kill") else Stop[self.fact("stop", "by", "NONE")]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the latest limit of time for the ranks to join, or for the first one to start, is over."""
+        late, limit = self.own("late"), self.own("limit")
+        return bool(late and limit and late.at >= limit.at)
+
+    # --- the ranks ---
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not joined; or those that have not started, for which the others wait."""
+        joining, everyone = self.latest["joining"], range(self.world_size)
+        here = joining or self.latest["started"]
+        left = [rank for rank in everyone if rank not in here]
+        return left or [rank for rank in everyone if rank not in joining]
+
+    @property
+    def mute(self) -> set[int]:
+        """The ranks that have been asked for their stacks, and have neither answered nor ended."""
+        asked = {*self.fact("asked", "ranks", ())}
+        return asked - self.stacks.keys() - self.done.keys() - self.failures.keys()
+
+    @property
+    def left(self) -> list[int]:
+        """The ranks that have not ended without an error."""
+        return [rank for rank in range(self.world_size) if rank not in self.done]
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step of any rank, 0 before the first."""
+        return max((pace.step for pace in self.paces.values()), default=0)
+
+    @property
+    def silent_hosts(self) -> set[str]:
+        """Those of `hosts` that stopped answering."""
+        return {self.hosts[rank] for rank, event in self.failures.items() if is_silent(event)}
+
+    @property
+    def complaints(self) -> str:
+        """What agents that wait have found wrong with their hosts since the failure."""
+        errors = [event.facts["error"] for event in self.latest["held"].values()]
+        return "\n".join(dict.fromkeys(filter(None, errors)))
+
+    def host_of(self, rank: int) -> str:
+        """The rank's own name of its host, once it has reported it; else the requested host."""
+        started = self.latest["started"].get(rank)
+        return escaped(str(started.facts["host"] if started else self.hosts[rank]))
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} on {self.host_of(rank)}"
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """The ranks with their hosts; only the first few of many."""
+        shown = ", ".join(map(self.name, ranks[:_NAMED]))
+        return shown if len(ranks) <= _NAMED else f"{shown} and {len(ranks) - _NAMED} other ranks"
+
+
+def is_silent(event: Event) -> bool:
+    return event.kind == "lost" and bool(event.facts["silent"])

@@ -1,0 +1,206 @@
+"""Ranks that hang, and ranks that do not join, by the record of an attempt. Nothing here acts.
+
+A hang is a collective of torch that some ranks have entered and others have not, for WAIT_S. Any other
+silence, such as an evaluation, a save or a wait in native code, is told without a judgement: no rank has made
+a step for QUIET_S, and where each rank is. With --hang-timeout, a silence of that length ends the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from mpiddp.launch.judge.calls import Wait, called_at, find_wait
+from mpiddp.launch.judge.events import Record
+from mpiddp.launch.judge.stacks import frames_of, place_of, shown_stack
+
+WAIT_S = 60.0  # in a collective, until the ranks that have not entered it are named
+QUIET_S = 300.0  # without a step, until the places of the ranks are told
+BETWEEN_LOOKS_S = 10.0  # if ranks have not answered a question for their stacks
+_NAMED = 4  # ranks of one place, and stacks below a sentence
+
+
+class Hang(NamedTuple):
+    """What is to be said of a job that may hang."""
+
+    about: str  # the same for each wait at the same place, as in each evaluation: it is named once
+    sentence: str  # followed by stacks
+    is_over: bool  # the time of --hang-timeout, so the job is to be ended
+
+
+def next_look_at(record: Record) -> float:
+    """When to ask the ranks for their stacks and their calls; infinity while nothing tells that they wait."""
+    asked, looked = record.own("asked"), record.own("looked")
+    coming = [at for at in _due(record) if looked is None or at > looked.at]
+    at = min(coming, default=float("inf"))
+    return at if asked is None else max(at, asked.at + BETWEEN_LOOKS_S)
+
+
+def find_hang(record: Record) -> Hang | None:
+    """What the latest stacks and calls show; None if the job goes on."""
+    asked, limit_s = record.own("asked"), record.fact("began", "hang_timeout_s")
+    if asked is None:
+        return None
+    is_quiet = asked.at >= _quiet_at(record)
+    wait = find_wait(record.calls, record.world_size, _told(record))
+    is_over = is_quiet and limit_s is not None
+    if wait is not None and (is_quiet or asked.at >= _since(record, wait) + WAIT_S):
+        sentence = _wait_sentence(record, wait, asked.at)
+        functions = [_place(record, rank).partition(" (")[0] for rank in wait.missing]
+        stacks = _stacks_of(record, wait.missing or record.left)
+        return Hang(f"{wait.missing} {functions} {is_quiet}", f"{sentence}{stacks}", is_over)
+    if not is_quiet:
+        return None
+    since = _quiet_since(record)
+    what = "made a step" if record.paces else "made a step or printed anything"
+    sentence = f"no rank has {what} for {asked.at - since:.0f} s: {places_sentence(record)}"
+    return Hang(
+        f"{since}", sentence + (_stacks_of(record, record.left) if is_over else ""), is_over
+    )
+
+
+def sentence_at_failure(record: Record) -> str:
+    """Who had not come to a collective when a rank lost patience; "" if all had, or nothing tells."""
+    asked, everyone = record.own("asked"), range(record.world_size)
+    wait = find_wait(record.calls, record.world_size, everyone, is_over=True)
+    if asked is None or wait is None:
+        return ""
+    # The latest calls of a rank that has ended are not known.
+    if {*wait.missing, *wait.others} & record.failures.keys() - _told(record):
+        return ""
+    return _wait_sentence(record, wait, asked.at)
+
+
+# --- since when ---
+
+
+def _due(record: Record) -> Iterator[float]:
+    everyone = range(record.world_size)
+    if (wait := find_wait(record.calls, record.world_size, everyone)) is not None:
+        yield _since(record, wait) + WAIT_S
+    yield _quiet_at(record)
+
+
+def _quiet_at(record: Record) -> float:
+    """When the silence is to be told. Without a limit, a job that makes no steps is never called quiet."""
+    limit_s = record.fact("began", "hang_timeout_s")
+    if limit_s is None and not record.paces:
+        return float("inf")
+    return _quiet_since(record) + (limit_s or QUIET_S)
+
+
+def _quiet_since(record: Record) -> float:
+    """When a rank last made a step, called a collective, began or ended a save, or ended itself.
+
+    Before the first step, what the job prints counts as well.
+    """
+    signs = [pace.since for pace in record.paces.values()]
+    signs += [record.last_saved_at, *record.saving.values(), *called_at(record.calls).values()]
+    events = [*record.latest["joining"].values(), *record.done.values()]
+    if not record.paces:
+        events += record.latest["printed"].values()
+    return max(record.began_at, *signs, *(event.at for event in events))
+
+
+def _since(record: Record, wait: Wait) -> float:
+    """Since when these ranks wait.
+
+    If a rank makes other collectives meanwhile, only one of its threads waits, as in a background save.
+    """
+    called = called_at(record.calls)
+    return max(wait.since, min(called[rank] for rank in wait.waiting))
+
+
+def _told(record: Record) -> set[int]:
+    """The ranks that have told their calls since the stacks were asked for."""
+    asked = record.own("asked")
+    told = record.latest["calls"].items()
+    return {rank for rank, event in told if asked is not None and event.at >= asked.at}
+
+
+# --- in words ---
+
+
+def _wait_sentence(record: Record, wait: Wait, now: float) -> str:
+    """Who waits for whom, and in which lines the ranks are that have not come."""
+    if wait.others:
+        calls = ", ".join(f"{call} of {record.names(of)}" for call, of in wait.calls.items())
+        return f"the ranks have called different collectives: {calls}; {places_sentence(record)}"
+    seconds, (first, *others) = f"{now - wait.since:.0f} s", wait.waiting
+    waited = f"rank {first} has waited {seconds}"
+    if others:
+        few = f"ranks {', '.join(map(str, wait.waiting))}"
+        who = few if len(wait.waiting) <= 2 * _NAMED else f"{len(wait.waiting)} ranks"
+        waited = f"{who} have waited {seconds}"
+    names, is_one = record.names(wait.missing), len(wait.missing) == 1
+    sentence = f"{names} {'has' if is_one else 'have'} not entered {wait.call}, for which {waited}"
+    if is_one:
+        return f"{sentence}; it {_clauses(record, wait.missing[0])[0]}."
+    return f"{sentence}; {places_sentence(record, wait.missing)}"
+
+
+def places_sentence(record: Record, ranks: Sequence[int] | None = None) -> str:
+    """Where the ranks are: "15 ranks are in step (train.py:88): all_reduce(x); rank 11 on gpu03 is in …"."""
+    clauses, everyone = [], range(record.world_size)
+    for (one, several), members in _groups(record, everyone if ranks is None else ranks):
+        are_many = len(members) > _NAMED
+        who = f"{len(members)} ranks" if are_many else ", ".join(map(record.name, members))
+        clauses.append(f"{who} {one if len(members) == 1 else several}")
+    return "; ".join(clauses) + "."
+
+
+def _stacks_of(record: Record, ranks: Sequence[int]) -> str:
+    """The Python stack of one rank of each place, the rarest places first."""
+    firsts = [members[0] for _, members in _groups(record, ranks)]
+    shown = [rank for rank in reversed(firsts) if rank in record.stacks][:_NAMED]
+    texts = [(rank, shown_stack(record.stacks[rank]["text"])) for rank in shown]
+    return "".join(f"\nThe Python stack of rank {rank}:\n{text}" for rank, text in texts)
+
+
+def _groups(record: Record, ranks: Sequence[int]) -> list[tuple[tuple[str, str], list[int]]]:
+    """The ranks by what is said of their places, the largest group first."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(_clauses(record, rank), []).append(rank)
+    return sorted(groups.items(), key=lambda group: -len(group[1]))
+
+
+def _clauses(record: Record, rank: int) -> tuple[str, str]:
+    """What is said of the place of this rank, and what of several."""
+    if rank in record.done:
+        return "has finished", "have finished"
+    if place := _place(record, rank):
+        return f"is in {place}", f"are in {place}"
+    silent = "not answer: stopped, or stuck in native code"
+    return f"does {silent}", f"do {silent}"
+
+
+def _place(record: Record, rank: int) -> str:
+    """The line of the script that a rank executes, "" if it has sent no stack."""
+    stacks = record.stacks.get(rank)
+    return "" if stacks is None or rank in record.done else place_of(stacks["text"])
+
+
+def missing_sentence(record: Record, timeout_s: float) -> str:
+    """A sentence that names the ranks that did not join, with the line that the first of them executes."""
+    first, *others = missing = record.missing
+    names = ", ".join(map(record.name, missing))
+    owner = f"The last words of rank {first}" if others else "Its last words"
+    started, stacks = record.latest["started"], record.stacks.get(first)
+    frames = [] if stacks is None else frames_of(stacks["text"])
+    lines = [frame for frame in frames if not frame.file.startswith("<frozen ")]  # import system
+    if first not in started:
+        words = "none; its Python has not started."
+    elif first in record.done:
+        words = "none; it has ended, with exit code 0."
+    elif stacks is None:
+        pid = started[first].facts["pid"]
+        words = f"none; it started (pid {pid}) but does not answer: it is stopped, or stuck in native code."
+    elif lines:
+        words = "in {}, line {}, in {}: {}".format(*lines[-1])
+    else:
+        words = "none; its Python stack shows no line of a script."
+    return (
+        f"only {record.world_size - len(missing)} of {record.world_size} ranks joined in {timeout_s:g} s. "
+        f"Missing: {names}. {owner}: {words}"
+    )

@@ -1,0 +1,354 @@
+"""The verdict on an attempt: the rank that failed first, the sentence, the exit code, the host at fault.
+
+`verdict` is a function of the attempt's record (`launch.judge.events`). A job has succeeded when every rank
+has reported success. mpirun's exit code counts only if no rank has reported: it is 0 after a killed daemon or
+a cut link, and 255 or 143 whatever the script returned. The agent of each rank reports its end as wait()
+tells it. So a rank that ends without a report has lost its agent: by a signal, or with its host.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED
+from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, Record, Stop, is_silent
+from mpiddp.launch.judge.hangs import sentence_at_failure
+from mpiddp.launch.judge.outcome import MpirunEnd, Outcome
+from mpiddp.protocol.channel import is_consequence
+from mpiddp.protocol.server import Event
+from mpiddp.text import escaped, signal_name, size_text
+
+# An error that follows from the end of another rank comes at about the same time as that is noticed.
+_CONSEQUENCE_S = 0.3
+_SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
+_AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
+_LOST_DAEMON = re.compile(
+    r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
+    r"|Connection to(?= \S+ closed by)|Timeout, server(?= \S+ not responding)) +(\S+)"
+)
+HUNG_UP = "the terminal has hung up (SIGHUP)"
+_LEFT_EARLY = "ended early, with exit code 0"
+
+# Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
+_OF_THE_HOST = frozenset(
+    ["cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed"]
+)
+
+# Rows whose cause is another rank, which has not come to a collective, or has called another one.
+_OF_COLLECTIVES = frozenset(["gloo-timeout", "nccl-timeout", "torch-collectives-differ"])
+
+
+def verdict(record: Record) -> Outcome:
+    """The verdict, with the known cause of a failure."""
+    end = record.own("mpirun")  # None: its agents wait for the next attempt
+    mpirun = MpirunEnd(**end.facts) if end else MpirunEnd("mpirun", DONE, was_ended=True)
+    first = min(record.failures.values(), key=lambda each: _began(record, each), default=None)
+    found = _judge(record, mpirun, first)._replace(
+        stop=record.stop,
+        announcement=record.announcement,
+        made_steps=bool(record.paces),
+        gpus=[{"rank": rank, **gpu.summary} for rank, gpu in sorted(record.gpus.items())],
+    )
+    return _with_cause(record, found, first) if found.code == FAILED else found
+
+
+def _with_cause(record: Record, found: Outcome, first: Event | None) -> Outcome:
+    """The verdict with the known cause of a failure. `first` failed first, as far as is known."""
+    named = first if found.rank is not None else None
+    if named and (sentence := _lack_of_memory(record, named)):
+        # The job needs more memory than it was given.
+        return found._replace(known_cause=sentence, host_at_fault="")
+    if (named and is_silent(named)) or _LEFT_EARLY in found.sentence:
+        return found  # it names what precedes every error
+    least = MPIRUN_AT_END
+    if found.is_complete:  # what mpirun says of the end of a rank is no cause
+        least = MPIRUN if named is None else 0
+    tails = record.latest["tail"].items()
+    printed = {rank: event.facts["lines"] for rank, event in tails if rank >= least}
+    row, sentence = explained(named, printed) if named or printed else ("", "")
+    if named and row in _OF_THE_HOST:
+        found = found._replace(host_at_fault=record.hosts[named.rank])
+    if row in _OF_COLLECTIVES:
+        # NCCL's timeout kills the rank that has waited.
+        found = found._replace(host_at_fault="")
+        sentence = sentence_at_failure(record) or sentence
+    return found._replace(known_cause=sentence)
+
+
+def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
+    """The verdict by the first row that applies. `first` failed first."""
+    stop, end = record.own("stop"), record.own("end")
+    # A request after a failure explains nothing, unless a scheduler has sent SIGTERM to the rank as well.
+    was_signalled = first is not None and first.facts.get("signal") == signal.SIGTERM
+    is_late = stop and end and end.at < stop.at and not was_signalled
+    is_requested = record.stop >= Stop.BY_USER and not is_late
+    # Some ranks may have had less to do than others, and finished before the request.
+    all_done = not record.left
+    if all_done and record.latest["stopped"]:
+        # An MPI that has lost a daemon sends SIGTERM to the other ranks.
+        daemon = _lost_daemon(record) if record.stop is Stop.NONE else None
+        if daemon is None:
+            return Outcome(STOPPED, "stopped on request.")
+        host, lost = record.hosts[daemon], f"the MPI daemon on {record.host_of(daemon)} was lost."
+        return Outcome(FAILED, lost, is_complete=False, host_at_fault=host)
+    if why := record.fact("end", "why"):
+        has_all = len(record.missing) == record.world_size
+        host = "" if has_all else _only_host(record, record.missing)
+        return Outcome(FAILED, f"{_left_early(record)}{why}", host_at_fault=host)
+    if is_requested and record.fact("end", "failed") and first and first.kind == "failed":
+        # It failed while it saved and stopped, rather than being ended by the request.
+        has_reason = bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
+        if has_reason and first.rank in record.latest["supports_stop"]:
+            return _of_failure(record, mpirun, first)
+    if is_requested and not (all_done and record.latest["supports_stop"]):
+        clause = record.fact("overdue", "clause")
+        what = f"{clause}; the job was killed" if clause else "the job was stopped"
+        if record.fact("stop", "reason") == HUNG_UP:
+            nohup = "With nohup before its command, a job outlives its terminal"
+            what = f"{HUNG_UP}, and {what}. {nohup}"
+        return Outcome(INTERRUPTED, f"interrupted: {what}.")
+    if all_done:
+        return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
+    if first is not None and (found := _not_started(record, mpirun, first)):
+        return found
+    # An mpirun that is killed ends its ranks by a signal.
+    has_said_why = first is not None and first.kind == "failed" and not first.facts.get("signal")
+    if first is not None and (mpirun.code >= 0 or mpirun.was_ended or has_said_why):
+        return _of_failure(record, mpirun, first)
+    # Ranks that refuse may not report.
+    if not record.latest["started"] and mpirun.code in (BAD_INPUT, STOPPED):
+        return Outcome(mpirun.code, is_complete=False)
+    cause = f"{mpirun.name} ended with exit code {mpirun.code}"
+    if mpirun.code < 0:
+        cause = f"{mpirun.name} was killed by {signal_name(-mpirun.code)}"
+    elif mpirun.rank_signal:
+        cause = f"a rank was killed by {mpirun.rank_signal}"
+    elif mpirun.code == DONE and not record.latest["started"]:
+        cause = "mpirun ended, but no rank ever reported"
+    elif not record.latest["started"] and len(record.fact("began", "here")) < record.world_size:
+        cause += " before any rank had started. To check the hosts: mpiddp doctor"
+        return Outcome(FAILED, f"the job failed: {cause}", is_complete=False)
+    return Outcome(FAILED, f"the job failed: {cause}.", is_complete=False)
+
+
+def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | None:
+    """The verdict where a rank has ended, without a signal of its own, before the others had started."""
+    missing = [rank for rank in range(record.world_size) if rank not in record.latest["started"]]
+    has_begun = first.kind == "lost" and 0 < len(missing) < record.world_size
+    if not has_begun or mpirun.rank_signal or not mpirun.proves_signals or is_silent(first):
+        return None
+    host, others = "", record.names(missing)
+    if mpirun.was_ended or mpirun.code < 0:  # an mpirun that hangs tells nothing
+        why = f"{record.name(first.rank)} ended before {others} had started"
+    else:
+        why = f"{mpirun.name} could not start {others} (exit code {mpirun.code})"
+        host = _only_host(record, missing)
+    sentence = f"{why}. To check the hosts: mpiddp doctor"
+    return Outcome(FAILED, sentence, is_complete=False, host_at_fault=host)
+
+
+def _only_host(record: Record, ranks: Sequence[int]) -> str:
+    """The host of these ranks, "" for several."""
+    hosts = {record.hosts[rank] for rank in ranks}
+    return hosts.pop() if len(hosts) == 1 else ""
+
+
+def _began(record: Record, message: Event) -> float:
+    """The estimated time when this rank's failure began. The ends of its peers may overtake its report."""
+    # A silent host stopped answering long before it was noticed.
+    if message.kind == "lost":
+        return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
+    if message.facts.get("passed"):  # an MPI's SIGTERM, after another rank's failure
+        return message.at + _CONSEQUENCE_S
+    began = record.latest["claim"].get(message.rank, message).at
+    return began + _CONSEQUENCE_S if _may_follow(message) else began
+
+
+def _may_follow(failure: Event) -> bool:
+    """Whether a rank reports what happens to it when another rank has ended."""
+    facts = failure.facts
+    return bool(facts.get("traceback") and is_consequence(facts["error"]))
+
+
+def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
+    """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
+    facts, failures = first.facts, [each for _, each in sorted(record.failures.items())]
+    # Code 2 without a word, in the middle of the job, is no refusal, as argparse's: steps were made, or it
+    # leaves ranks behind. Their handlers of atexit may take longer than they have.
+    claims = record.latest["claim"].keys() - {
+        each.rank for each in failures if each.kind == "failed"
+    }
+    is_amid = bool(record.paces or claims) or any(map(_may_follow, failures))
+    is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
+    if facts.get("code") == STOPPED or is_refusal:
+        return _of_own_end(record, first)
+    # These, or their scripts, were killed: they have ended without a word of their own.
+    killed = [each for each in failures if each.kind == "lost" or each.facts.get("signal")]
+    # Those that vanished together with the first.
+    gone = [each for each in killed if first in killed and each.at - first.at < _AT_ONCE_S]
+    hosts = list(dict.fromkeys(record.host_of(each.rank) for each in gone))
+    others, is_complete, daemon = _others(record), True, _lost_daemon(record)
+    before = _left_early(record, first.at, is_needed=_may_follow(first))
+    # SIGTERM comes from somebody, and is no fault of a host.
+    is_own = len(hosts) == 1 and facts.get("signal") != signal.SIGTERM
+    host_at_fault = record.hosts[first.rank] if is_own else ""
+    if is_silent(first):
+        before, sentence = "", _silence(record, first)
+        host_at_fault = record.hosts[first.rank]
+    elif first.kind == "failed":
+        sentence = _report(record, first)
+    elif mpirun.rank_signal:
+        sentence = f"{record.name(first.rank)} was killed by {mpirun.rank_signal}."
+    elif len(hosts) == 1 and daemon is None:
+        # Unless a signal is known, mpirun may know how the rank has ended.
+        is_complete = False
+        how = "it was killed, crashed in native code, or called os._exit."
+        sentence = f"{record.name(first.rank)} ended first, without an error: {how}"
+    else:
+        is_complete, before, others = False, "", ""
+        cause = "as when the MPI daemon on one of these hosts is killed"
+        if daemon is not None:
+            cause = f"because the MPI daemon on {record.host_of(daemon)} was lost"
+            host_at_fault = record.hosts[daemon]
+        where = ", ".join(hosts)
+        sentence = f"the ranks on {where} ended at the same moment without an error, {cause}."
+    sentence, newline, table = sentence.partition("\n")
+    sentence = f"{before}{sentence}{others}{newline}{table}"
+    outcome = Outcome(FAILED, sentence, is_complete=is_complete, host_at_fault=host_at_fault)
+    return _naming(record, first, outcome)
+
+
+def _naming(record: Record, first: Event, outcome: Outcome) -> Outcome:
+    """The outcome with the rank that failed first, unless its error is a verdict: it may name another."""
+    if first.facts.get("is_verdict", False):
+        return outcome
+    return outcome._replace(rank=first.rank, host=record.host_of(first.rank))
+
+
+def _others(record: Record) -> str:
+    return " The other ranks were stopped." if record.world_size > 1 else ""
+
+
+def _of_own_end(record: Record, first: Event) -> Outcome:
+    """The verdict on a rank that has stopped, or refused its input, before all others."""
+    code, error = first.facts["code"], str(first.facts.get("error", ""))
+    has_said_why = error or first.rank in record.latest["tail"]
+    if code == STOPPED:  # the others may have left in the same way
+        left = {rank for rank, each in record.failures.items() if each.facts.get("code") == STOPPED}
+        has_said_why = error or len(left | record.done.keys()) == record.world_size
+    sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record)}"
+    return _naming(record, first, Outcome(code, error if has_said_why else sentence))
+
+
+def _silence(record: Record, first: Event) -> str:
+    """The sentence on a host that has stopped answering."""
+    host = record.host_of(first.rank)
+    silent = [rank for rank, each in sorted(record.failures.items()) if is_silent(each)]
+    there = [str(rank) for rank in silent if record.host_of(rank) == host]
+    numbers = f"rank{'s' if len(there) > 1 else ''} {', '.join(there)}"
+    return f"lost {host} ({numbers}): the host stopped answering."
+
+
+def _report(record: Record, first: Event) -> str:
+    """The sentence on a rank that has reported how it ended."""
+    facts, name, error = first.facts, record.name(first.rank), str(first.facts["error"])
+    if facts.get("is_verdict", False):
+        return error
+    if number := facts.get("signal"):
+        return f"{name} was killed by {signal_name(number)}."
+    if facts["traceback"]:
+        file = record.latest["log"].get(first.rank)
+        where = f" (its traceback: {escaped(file.facts['path'])})" if file else ""
+        return f"{name} failed first: {_in_one_line(error)}{where}."
+    reason = f": {_in_one_line(error)}" if error.strip() else ""
+    return f"{name} ended first, with exit code {facts['code']}{reason}."
+
+
+def _in_one_line(error: str) -> str:
+    """The first line of an error, and if that only wraps another one, of a worker for example, that too."""
+    head, *rest = filter(None, map(str.strip, error.splitlines()))
+    if any("Traceback (most recent call last)" in line for line in rest):
+        return f"{head.rstrip('.:')}: {rest[-1].rstrip('.')}"
+    return f"{head} {rest[0]}".rstrip(".") if head.endswith(":") and rest else head.rstrip(".")
+
+
+def _lost_daemon(record: Record) -> int | None:
+    """A rank on the host whose MPI daemon was lost, if Open MPI, Intel MPI or their ssh tells it."""
+    tail = record.latest["tail"].get(MPIRUN_AT_END)
+    text = "\n".join(tail.facts["lines"]) if tail else ""
+    if not (found := _LOST_DAEMON.search(text)):
+        return None
+    ranks = range(record.world_size)
+    return next((n for n in ranks if found[1] in (record.hosts[n], record.host_of(n))), None)
+
+
+def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool = False) -> str:
+    """A sentence that names the ranks that left without an error, "" for none. Another sentence follows.
+
+    `is_needed`: what failed then needed another rank, so each that was done counts. It notices the end of a
+    script before the launcher does.
+    """
+    exited = [each for each in record.done.values() if each.kind == "exited" and each.at <= before]
+    how = " (os._exit)" if exited else ""
+    if is_needed and not exited:
+        exited = [each for each in record.done.values() if each.at <= before + _CONSEQUENCE_S]
+    early = record.names(sorted(each.rank for each in exited))
+    return f"{early} {_LEFT_EARLY}{how}. Then " if early else ""
+
+
+# --- known causes ---
+
+
+def _lack_of_memory(record: Record, first: Event) -> str:
+    """What the kernel's count of its kills says, which each rank's agent has read again at the end.
+
+    The kernel may kill the agent too. Then those of the other ranks of the host tell.
+    """
+    place, tell = f"of rank {first.rank}", [first]
+    if first.kind == "lost":
+        host = record.hosts[first.rank]
+        place = f"on {record.host_of(first.rank)}"
+        tell = [each for each in record.failures.values() if record.hosts[each.rank] == host]
+    facts = next((each.facts for each in tell if each.facts.get("oom_kills")), None)
+    if facts is None:
+        return ""
+    count, limit = facts["oom_kills"], facts["memory_limit"]
+    killed = "a process" if count == 1 else f"{count} processes"
+    full = f"its control group's limit of {size_text(limit)}" if limit else "its host's memory"
+    return (
+        f"the kernel has killed {killed} {place}, because {full} was reached (oom_kill). "
+        "Fix: a smaller batch, fewer DataLoader workers, or more memory. "
+        "More: mpiddp explain system-out-of-memory"
+    )
+
+
+def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tuple[str, str]:
+    """The row of the table of failures that explains the end of the job, and its sentence; "" without one.
+
+    `printed` are the last lines on stderr, by rank.
+
+    The words of the rank that failed first count before those of the others. An exception of its own that no
+    row knows is its cause: then whatever the others have printed is none.
+    """
+    try:  # the table takes some 50 ms to load
+        from mpiddp.explain.explain import explain
+        from mpiddp.explain.failures import Weight
+    except (ImportError, OSError):  # no files left, or the installation has changed
+        return "", ""
+    error = str(first.facts.get("error", "")) if first else ""
+    own = [*error.splitlines(), *(printed.get(first.rank, ()) if first else ())]
+    found = explain(own)
+    weight = found.failure.weight if found else Weight.EXCEPTION
+    if weight is not Weight.CAUSE:
+        if error and weight is Weight.EXCEPTION:
+            return "", ""
+        found = explain([*own, *(line for lines in printed.values() for line in lines)])
+    if found is None or found.failure.weight not in (Weight.CAUSE, Weight.SYMPTOM):
+        return "", ""
+    row = found.failure
+    # The error line has said the rest of its line.
+    line = next((text for text in row.says if text in error), found.line)
+    sentence = f'"{line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
+    return row.id, sentence

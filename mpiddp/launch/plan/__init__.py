@@ -1,0 +1,1 @@
+"""From the options of `mpiddp launch` to the command that starts its ranks."""

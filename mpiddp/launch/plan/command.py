@@ -1,0 +1,167 @@
+"""What a starter is given and what it makes of it: Request and Command, each flag with its reason.
+
+`launch.plan.starters` has a row for each kind of starter. `mpiddp launch --dry-run` prints the reason of
+every flag.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import NamedTuple
+
+from mpiddp.hosts.allocations import leading_schedulers
+from mpiddp.hosts.hostfile import Hosts
+from mpiddp.hosts.interfaces import Interface
+from mpiddp.hosts.ssh import ssh_config
+from mpiddp.text import all_of
+
+LEFT_OUT = "…"  # stands for a value in what is printed
+_LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class JobNetwork(NamedTuple):
+    """The network of a job."""
+
+    interface: Interface | None = None  # this machine's, None if no single one leads to all hosts
+    # Those that MPI must use on all hosts ("10.0.0.0/24", or the name of an interface that all have), empty
+    # if they are not known.
+    networks: tuple[str, ...] = ()
+    control_address: str = "127.0.0.1"  # this machine's for all ranks; "" in a dry run without one
+    addresses: Mapping[str, str] = _NOTHING  # in `networks`, of each host that tells its own
+
+    @property
+    def other_family(self) -> int:
+        """The version of IP that the job does not use."""
+        return 4 if ":" in self.control_address else 6
+
+
+class Request(NamedTuple):
+    """The job to start and its hosts, independent of the MPI."""
+
+    hosts: Hosts  # in the order of the ranks, each with its number, as mpirun gets its name
+    job: tuple[str, ...]  # the command of a rank
+    folder: str
+    variables: Mapping[str, str] = _NOTHING  # all that the ranks get
+    env: Mapping[str, str] = _NOTHING  # the user's environment, which mpirun inherits
+    network: JobNetwork = JobNetwork()
+    bind: str = "none"
+    mpi_args: tuple[str, ...] = ()  # the user's own arguments for mpirun
+
+    @property
+    def names_of_ranks(self) -> list[str]:
+        """The name of each rank's host."""
+        return [host.name for host in self.hosts.hosts for _ in range(host.ranks)]
+
+    @property
+    def aliases_of_ranks(self) -> list[str]:
+        """The same, as mpirun takes them."""
+        return [host.alias for host in self.hosts.hosts for _ in range(host.ranks)]
+
+    @property
+    def why_pinned(self) -> str:
+        """The reason of flags that keep an mpirun from following a scheduler's variables; "" without any."""
+        schedulers = all_of(leading_schedulers(self.env))
+        why = "the hosts, and the way to them, are those of this command; mpirun would follow"
+        return f"{why} {schedulers}" if schedulers else ""
+
+
+@dataclass
+class Command:
+    """A command line, the variables to set in its environment, and the files to write for it, in `folder`."""
+
+    program: str
+    flags: list[tuple[str, ...]]  # for each its reason, and then its arguments
+    job: tuple[str, ...]
+    variables: set[str] = field(default_factory=set)  # the names of those that the ranks get
+    folder: str = "."
+    settings: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # their texts by their paths
+
+    def add(self, reason: str, *arguments: str) -> None:
+        """Add arguments that belong together, unless there is no reason for them."""
+        if reason:
+            self.flags.append((reason, *arguments))
+
+    def file(self, name: str, lines: Sequence[str]) -> str:
+        """The path of a new file of these lines."""
+        path = str(PurePath(self.folder, name))
+        self.files[path] = "".join(f"{line}\n" for line in lines)
+        return path
+
+    def host_file(self, lines: Sequence[str]) -> str:
+        """A file of these lines, if they are too long for an argument, with commas between; else ""."""
+        is_short = len(",".join(lines)) <= _LONGEST_ARGUMENT
+        return "" if is_short else self.file("mpiddp-hosts", lines)
+
+    def ssh_arguments(self, hosts: Hosts) -> str:
+        """The arguments of ssh for the job's configuration; "" if the job needs no ssh."""
+        here = socket.gethostname().lower()  # by this name alone mpirun gets this machine
+        is_here = all(host.key in (here, here.partition(".")[0]) for host in hosts.hosts)
+        if is_here or not hosts.transport.is_ssh:
+            return ""
+        lines = ssh_config(hosts.hosts, hosts.transport).splitlines()
+        return f"-F {self.file('mpiddp-ssh_config', lines)}"
+
+    @property
+    def argv(self) -> list[str]:
+        return [self.program, *(each for _, *flag in self.flags for each in flag), *self.job]
+
+    def explained(self, hidden: Collection[str] = ()) -> str:
+        """The command ready to paste, without the values of `hidden`, and then each flag with its reason."""
+        lines = []
+        for path, text in self.files.items():
+            lines += [f"cat > {shlex.quote(path)} <<'END'", f"{text}END"]
+        assignments = [
+            f"{name}={LEFT_OUT if name in hidden else shlex.quote(value)}"
+            for name, value in self.settings.items()
+        ]
+        lines += [" ".join([*assignments, shlex.join(self.argv)]), ""]
+        # Several flags in a row often share a reason: print it once, below the last of them.
+        for reason, flags in groupby(self.flags, itemgetter(0)):
+            lines += [*(f"  {shlex.join(flag)}" for _, *flag in flags), f"      {reason}"]
+        return "\n".join(lines)
+
+
+class Starter(NamedTuple):
+    """A program that starts ranks, with all that is particular to its kind."""
+
+    name: str  # of the kind, and the version of an installed one
+    version: re.Pattern[str]  # in its --version output
+    add_flags: Callable[[Request, Command], None]  # adds variables and files too
+    library: str = ""  # the file name of its libmpi, "" if the ranks need none
+    daemon: str = ""  # the program that it starts on the other hosts, in the folder of mpirun
+    # A scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is left of a job,
+    # and may let a start wait.
+    has_scheduler: bool = False
+    # What ends it. Open MPI's takes SIGHUP like SIGTERM, and can do without SIGTERM. Hydra's survives a
+    # SIGTERM to all processes of a job until the ranks have saved. Intel MPI's, a shell script, cannot be
+    # shielded. srun passes SIGTERM on to its tasks.
+    stop_signal: signal.Signals = signal.SIGTERM
+    # Its exit code 128 + N proves that signal N has killed a rank. Elsewhere that may be the starter's own
+    # code, or that of a rank that it has ended.
+    proves_signals: bool = False
+    cuts_own_name: bool = False  # it always cuts this machine's name at the first dot
+    program: Path = Path()  # of an installed one, an absolute path
+    libmpi: Path | None = None  # the same; None: mpi4py finds the library itself
+
+    def compose(self, request: Request, scratch: str = ".") -> Command:
+        """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
+        variables, env = request.variables, request.env
+        # The others are inherited from the user's environment.
+        own = {name: value for name, value in variables.items() if env.get(name) != value}
+        command = Command(str(self.program), [], request.job, {*variables}, scratch)
+        self.add_flags(request, command)
+        if request.mpi_args:
+            command.add("--mpi-args, as you wrote them", *request.mpi_args)
+        command.settings = {**own, **command.settings, **own}
+        return command

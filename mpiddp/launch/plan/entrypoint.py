@@ -1,0 +1,118 @@
+"""What each rank runs, as typed: a script, -m and a module, or -- and any program, with its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.program_files import import_folders, texts_of
+from mpiddp.text import all_of
+
+_HELP = ("-h", "--help")
+_HAS_HELP = re.compile(r"\b(argparse|\w*ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
+# With these, a field, a parameter or a line of a docstring is an option.
+_TAKES_NAMES = re.compile(r"\b(HfArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
+
+
+def refuse_misplaced(
+    job: Sequence[str], options: Mapping[str, argparse.Action], before: Sequence[str], verb: str
+) -> None:
+    """Raise UserError for options of the launcher behind a script or a module that does not take them itself.
+
+    What is behind a command, behind "--", or behind a module without source files here, is left alone.
+
+    Args:
+        job: as `read_job` returns it.
+        options: of the launcher, by spelling.
+        before: what was typed before the job, without secrets, because it is printed.
+        verb: such as "mpiddp launch".
+    """
+    kind, *names = {"-m": ["module"], "--": ["command"]}.get(job[0], ["script", job[0]])
+    name, *arguments = [*names, *job[1:]]
+    if kind == "command" or name == "mpiddp":  # whose verbs refuse what they do not take
+        return
+    flags = [word.partition("=")[0] for word in itertools.takewhile("--".__ne__, arguments)]
+    flags = [flag for flag in flags if flag in options and not _is_named(flag, kind, name)]
+    if flags:
+        moved, kept = split(arguments, {flag: options[flag] for flag in flags})
+        program = ["-m", name] if kind == "module" else [name]
+        right = shlex.join([*verb.split(), *before, *moved, *program, *kept])
+        python = shlex.join(["python", *program, *arguments])
+        come, they_go, them = "comes", "it goes", "it"
+        if len(flags) > 1:
+            come, they_go, them = "come", "they go", "them"
+        raise UserError(
+            f"{all_of(flags)} {come} after {name}, so {they_go} to {name}, which does not mention {them}. "
+            f"Write: {right}. If {name} takes {them} all the same: mpiddp launch … -- {python}"
+        )
+
+
+def split(
+    arguments: Sequence[str], options: Mapping[str, argparse.Action]
+) -> tuple[list[str], list[str]]:
+    """These options with their values, up to "--", and the other arguments."""
+    taken, others, rest = list[str](), list[str](), iter(arguments)
+    for word in rest:
+        flag, equals, _ = word.partition("=")
+        if flag in options:
+            taken.append(word)
+            if options[flag].nargs is None and not equals:
+                taken += itertools.islice(rest, 1)
+        else:
+            others += [word, *rest] if word == "--" else [word]
+    return taken, others
+
+
+def _is_named(flag: str, kind: str, name: str) -> bool:
+    """Whether the text of a script or a module, or of a file that it imports, has this option."""
+    texts = texts_of(kind, name, str(Path.cwd()), import_folders())
+    if not texts:
+        return True  # nobody can tell
+    bare = re.escape(flag.lstrip("-").replace("_", "-"))
+    for text in (text.decode(errors="replace").replace("_", "-") for text in texts):
+        if re.search(rf"[\"']-*{bare}[\"'=]", text) or (flag in _HELP and _HAS_HELP.search(text)):
+            return True
+        if _TAKES_NAMES.search(text) and re.search(rf"(?<![\w-]){bare}(?![\w-])", text):
+            return True
+    return False
+
+
+def value_of(arguments: Sequence[str], option: str) -> str:
+    """The value of an option among the arguments of a script: the last one, "" without any."""
+    value = ""
+    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        if word == option:
+            value = following
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
+    """The job of these arguments, of which a script has to exist. Raises UserError."""
+    # argparse gives no option a "--", nor what follows it.
+    job = script if module is None else ["-m", *module, *script]
+    program = "".join(job[:1])
+    if not job[program in ("-m", "--") :]:
+        raise UserError(
+            "nothing to launch. Name a script or a module. Example: mpiddp launch -n 2 train.py, or: "
+            "mpiddp launch -n 2 -m mpiddp train"
+        )
+    if ":" in job:
+        raise UserError('an argument of the job is ":", where an mpirun begins another program.')
+    files = (program, os.path.join(program, "__main__.py"))  # noqa: PTH118
+    if not (program in ("-m", "--") or any(map(os.path.isfile, files))):
+        if os.path.exists(program):  # noqa: PTH110 - no error
+            raise UserError(f"{program} is not a regular file. Expected a Python script.")
+        hint = (
+            f" To start any program: mpiddp launch … -- {program}" if shutil.which(program) else ""
+        )
+        raise UserError(f"script {program} not found (looked in {Path.cwd()}).{hint}")
+    return tuple(job)

@@ -1,0 +1,315 @@
+"""The plan of a job: from the options of `mpiddp launch` to the request for one command.
+
+options -> read_hosts -> run_preflight -> choose -> place -> find_network -> Request
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from mpiddp.errors import JobFailed, UserError, cause_of
+from mpiddp.hosts.gpu_health import read_health
+from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
+from mpiddp.hosts.hostfile import Host, Hosts, hosts_between_commas
+from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
+from mpiddp.hosts.program_files import python_path
+from mpiddp.hosts.ssh import Logins
+from mpiddp.hosts.where import named_hosts
+from mpiddp.launch import log
+from mpiddp.launch.plan import placement
+from mpiddp.launch.plan.command import Request, Starter
+from mpiddp.launch.plan.environment import forwarded, gpu_table, told
+from mpiddp.launch.plan.job_network import find_network, requested_network
+from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.plan.placement import Past
+from mpiddp.launch.plan.preflight import Checked, Needs, check_gpus, preflight
+from mpiddp.launch.plan.starters import find_starter
+from mpiddp.protocol import variables as names
+from mpiddp.text import all_of, listed, shown
+
+# This Python. Links are not resolved: its path identifies a virtual environment.
+PYTHON = Path(sys.executable).absolute()
+# What it runs as a rank. A user's signal.py in the working folder is not Python's own.
+AGENT: tuple[str, ...] = ("-P", "-m", "mpiddp")
+if sys.version_info < (3, 11):
+    AGENT = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
+THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
+
+
+class Plan(NamedTuple):
+    """One attempt at a job: the starter, and the request for it."""
+
+    options: LaunchOptions
+    starter: Starter
+    request: Request
+    past: Past
+    hosts: Hosts  # the chosen ones, before their ranks were placed
+    checked: Checked
+
+    @property
+    def named(self) -> Hosts:
+        """The hosts to choose from."""
+        return self.past.named
+
+    @property
+    def used(self) -> list[str]:
+        """The keys of the hosts that take ranks, as in the list of hosts."""
+        return [self.key_of(host.name) for host in self.request.hosts.hosts]
+
+    def key_of(self, name: str) -> str:
+        """The key, in that list, of a host that mpirun got as `name`: this machine under its own name."""
+        here = (host.key for host in self.named.hosts if is_this_host(host.name))
+        return next(here, name.lower()) if is_this_host(name) else name.lower()
+
+
+def make_plan(
+    options: LaunchOptions,
+    env: Mapping[str, str],
+    past: Past | None = None,
+    logins: Logins | None = None,
+) -> Plan:
+    """Find the hosts, the starter and the network, and log the choices that the user should know.
+
+    past: None for the first attempt, which reads the hosts and pushes. logins: gets
+    those of the preflight. Raises UserError for bad input and JobFailed if a machine failed.
+    """
+    is_first = past is None
+    named = past.named if past else read_hosts(options, env)
+    starter = find_starter(named.starter, options.mpirun, PYTHON, env)
+    # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
+    needing = (options.min_hosts if starter.has_scheduler else options.wait_s) or options.spares
+    if (needing or options.grow_s) and (starter.has_scheduler or not options.check):
+        raise UserError(
+            "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
+            "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
+        )
+    resolve_all([host.name for host in named.hosts])
+    if past is None:
+        past = Past(named, {})
+    _, least = placement.wanted_hosts(options, past)
+    if options.push and is_first and not options.dry_run:
+        _push(named, working_folder(env), least)
+    waits = options.wait_s or 0.0, len(named.usable) if is_first else least
+    checked = run_preflight(options, named, starter, env, logins, waits)
+    return _plan(options, env, starter, past, checked)
+
+
+def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
+    """The plan for the hosts that are left, without those that failed since, by the names mpirun got.
+
+    Raises UserError as the preflight does if too few are left.
+    """
+    by_key = {plan.key_of(name): why for name, why in failures.items()}
+    new = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
+    checked = plan.checked._replace(complaints={**plan.checked.complaints, **new}, notes={})
+    return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
+
+
+def _plan(
+    options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked
+) -> Plan:
+    """The plan by what the preflight has found."""
+    wanted, least = placement.wanted_hosts(options, past)
+    chosen = placement.choose(past, checked.complaints, wanted, least)
+    for host in chosen.usable if past.enough is None else ():  # said once
+        for note in checked.notes.get(host, ()):
+            log.info(note)
+    placed = placement.place(chosen, checked.gpus, starter, options, past, wanted)
+    infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
+    network = find_network(placed, infos, options.interface, dry_run=options.dry_run)
+    if options.verbose:
+        log.info(f"{starter.name}, {starter.program}")
+        if len(placed.hosts) > 1 and not starter.has_scheduler:
+            log.info(f"{placed.transport.name} reaches the other hosts")
+        if own := network.interface:
+            log.info(f"{own.name} ({own.address}) leads to the other hosts")
+    if options.verbose or options.dry_run:
+        last = -1
+        for host in placed.hosts:
+            first, last = last + 1, last + host.ranks
+            ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+            log.info(f"{host.name}: {ranks}")
+    run = ("-m", "mpiddp", "run")
+    job = options.job[3:] if options.job[:3] == run else options.job
+    request = Request(
+        hosts=placed,
+        job=(str(PYTHON), *AGENT, "run", *job),
+        folder=working_folder(env),
+        env=env,
+        network=network,
+        bind=options.bind,
+        mpi_args=options.mpi_args,
+    )
+    request = request._replace(variables=rank_variables(options, starter, request))
+    if options.dry_run and len(placed.hosts) > 1:
+        for sentence in told(env, request.variables):
+            log.info(sentence)
+    return Plan(options, starter, request, past, chosen, checked)
+
+
+def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
+    """The hosts that the user names, else those of an allocation, else this machine.
+
+    Once the job has begun (not `is_first`), a host of --exclude may be gone from an edited hostfile.
+    """
+    named = named_hosts(options.hostfile, options.host_list, env, options.login_s)
+    hosts = named or THIS_MACHINE
+    if options.exclude is not None:
+        hosts = _without(options.exclude, hosts, is_first=is_first)
+    if (most := options.max_hosts) is not None:
+        first, listed_hosts = hosts.usable[:most], len(hosts.usable)
+        if listed_hosts < most and is_first:
+            need = f"--nnodes {options.min_hosts}:{most} needs a list of {most} hosts"
+            raise UserError(f"{need}; {hosts.source} has {listed_hosts}.")
+        hosts = replace(hosts, hosts=first)
+    for host in hosts.hosts:
+        if host.gpus is not None and (chosen := sorted({*VISIBLE} & options.variables.keys())):
+            both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
+            raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
+    return hosts
+
+
+def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
+    """The hosts without those of --exclude."""
+    excluded = {host.key for host in hosts_between_commas("--exclude", exclude)}
+    unknown = sorted(excluded - {host.key for host in hosts.hosts})
+    if unknown and is_first:
+        known = listed([host.name for host in hosts.hosts])
+        raise UserError(
+            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {known}.'
+        )
+    left = tuple(host for host in hosts.hosts if host.key not in excluded)
+    if all(host.slots == 0 for host in left):
+        raise UserError(f"--exclude {exclude} leaves no slots in {hosts.source}.")
+    return replace(hosts, hosts=left)
+
+
+def _is_local(named: Hosts) -> bool:
+    """Whether this machine alone takes ranks."""
+    return all(is_this_host(host.name) for host in named.usable)
+
+
+def _push(named: Hosts, folder: str, least: int) -> None:
+    """Push `folder` and the environment of this Python to the other hosts, to `least` in all."""
+    from mpiddp.hosts import push  # few jobs need it
+
+    if not named.transport.is_ssh:
+        reaches = f"{named.transport.name} reaches the hosts of this job"
+        raise UserError(f"--push needs ssh, and {reaches}.")
+    since = time.monotonic()
+    folders, transport = push.default_folders(folder), named.transport
+    sent, failures = push.push(named.usable, folders, min_hosts=least, transport=transport)
+    for sentence in failures.values():
+        log.error(f"not pushed: {sentence}")
+    if any(sent.values()):
+        log.info(push.summary(sent, time.monotonic() - since).replace("\n", "; "))
+
+
+def run_preflight(
+    options: LaunchOptions,
+    named: Hosts,
+    starter: Starter,
+    env: Mapping[str, str],
+    logins: Logins | None = None,
+    waits: tuple[float, int] = (0.0, 0),
+) -> Checked:
+    """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
+
+    `waits`: how many seconds to wait at most, and until how many hosts answer. Hosts with slots=0 take no
+    rank and are not checked.
+    """
+    kind, is_alone, exports = options.job[0], _is_local(named), options.variables
+    uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
+    has_none = starter.has_scheduler or options.dry_run or not options.check
+    if has_none or (is_alone and not uses_gpus):
+        return Checked()
+    if is_alone:  # this machine takes all ranks, and is asked nothing else
+        host, gpus = named.usable[0], read_health(env.get("PATH"))
+        if gpus is None:
+            return Checked(complaints={host: NO_ANSWER.format(name=host.name)})
+        return check_gpus(Checked(gpus={host: gpus}), env, exports)
+    interface = requested_network(options.interface)[1] if options.interface else ()
+    needs = Needs(
+        python=str(PYTHON),
+        mpirun=str(starter.program),
+        daemon=str(starter.program.with_name(starter.daemon)),
+        folder=working_folder(env),
+        path=env.get("PATH", os.defpath),
+        packages=python_path({**env, **exports}),
+        interface=",".join(interface) or None,
+        program=options.job[1] if kind == "--" else None,
+        script=None if kind in ("--", "-m") else kind,
+        uses_gpus=uses_gpus,
+    )
+    checked = preflight(named.usable, needs, named.transport, waits=waits, logins=logins)
+    return check_gpus(checked, env, exports) if uses_gpus else checked
+
+
+def working_folder(env: Mapping[str, str]) -> str:
+    """This folder by the shell's name for it, a link that may lead to a different folder on each host."""
+    try:
+        here = Path.cwd()
+    except OSError as error:  # at a restart it may be gone, or its file server
+        raise cause_of(error)(f"the working folder cannot be used: {error.strerror}.") from None
+    logical = Path(env.get("PWD", ""))
+    with contextlib.suppress(OSError, ValueError):
+        if logical.is_absolute() and logical.is_dir() and logical.samefile(here):
+            return str(logical)
+    return str(here)
+
+
+def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
+    """All variables that the ranks get. The launcher's own, and its options, precede -x and --env-file."""
+    hosts, env, exports = request.hosts.hosts, request.env, options.variables
+    library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
+    networks = ",".join(request.network.networks)
+    # Its default, which the environment may hold, does not precede -x.
+    timeout_s = None if names.TIMEOUT in exports else options.timeout_s
+    own = {
+        names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
+        names.NETWORKS: networks,
+        # A scheduler chooses the GPUs of each host itself.
+        names.GPUS: "" if starter.has_scheduler else gpu_table(hosts, env, exports),
+        names.INTERFACE: networks if options.interface else "",
+        names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
+        names.LOG_DIR: options.log_dir,
+        names.LOG_TO: shlex.join(options.log_to),
+        "MASTER_ADDR": options.master_addr,
+    }
+    given = {name: value for name, value in own.items() if value}
+    return {**forwarded(env, env_all=options.env_all), **library, **exports, **given}
+
+
+# --- hosts that can join a running job ---
+
+
+def search_once(plan: Plan, avoided: Collection[str] = ()) -> list[str]:
+    """Search once for hosts that `plan` could use, except those `avoided`: ["node1 can join"], or [].
+
+    It contacts hosts that could add ranks, and the first of the job, whose versions they must have. A list of
+    hosts in error, as while it is edited, and a machine that fails, are for the next search.
+    """
+    options = plan.options
+    if options.n is not None and plan.request.hosts.world_size >= options.n:
+        return []
+    used = {host.key for host in plan.hosts.hosts}
+    try:
+        listed = read_hosts(options, os.environ, is_first=False).usable
+        new = [host for host in listed if host.key not in {*used, *avoided}]
+        if not new or len(listed) - options.spares <= len(plan.hosts.usable):
+            return []
+        forget_addresses()
+        together = replace(plan.named, hosts=(*plan.hosts.usable[:1], *new))
+        checked = run_preflight(options, together, plan.starter, os.environ)
+    except (UserError, JobFailed, OSError):
+        return []
+    joining = [host.name for host in new if host not in checked.complaints]
+    return [f"{all_of(joining)} can join"] if joining else []

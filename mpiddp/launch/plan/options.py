@@ -1,0 +1,384 @@
+"""The options of `mpiddp launch`: a record whose fields have their spellings and help.
+
+mpiddp launch --help-all
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+from mpiddp.arguments import OneSentenceParser, duration, whole
+from mpiddp.errors import UserError
+from mpiddp.hosts.transport import SSH
+from mpiddp.hosts.where import refuse_both
+from mpiddp.launch import log
+from mpiddp.launch.plan import entrypoint
+from mpiddp.launch.plan.environment import parse_exports, read_env_file, without_values
+from mpiddp.protocol import variables as names
+from mpiddp.protocol.channel import DEFAULT_RANKS
+from mpiddp.protocol.terminal import Terminal
+from mpiddp.text import shown
+
+_HIDDEN = argparse.SUPPRESS
+# torchrun's words for one rank per GPU, which is what slots are by default.
+_BY_GPU = ("gpu", "auto")
+_RANK = "(0|[1-9][0-9]{0,8})"
+# Those of its options that one host does not need.
+_OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
+
+
+def _ranks(text: str) -> str:
+    """The ranks of --log-ranks, for `mpiddp.protocol.channel.is_shown`."""
+    if re.fullmatch(f"all|none|{DEFAULT_RANKS}|{_RANK}(,{_RANK})*", text):
+        return text
+    raise UserError(f"--log-ranks {shown(text)}: expected all, none, or ranks such as 0,5.")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """The words of the text, as a shell splits it."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: {str(error).lower()}") from None
+
+
+def _command(text: str) -> tuple[str, ...]:
+    if words := _words(text):
+        return words
+    raise argparse.ArgumentTypeError("expected a command")
+
+
+def _mpi_args(text: str) -> str:
+    first = "".join(_words(text)[:1])
+    if first.startswith("-") or not first:
+        return text
+    raise argparse.ArgumentTypeError(
+        f'"{shown(first)}" is not an option, and mpirun would start it as a program. '
+        "Example: --mpi-args='--mca pml ucx'"
+    )
+
+
+# What the values of options are, by what the help calls them. Others are texts.
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "N": lambda text: text if text in _BY_GPU else whole(1)(text),
+    "H": whole(1),
+    "K": whole(0),
+    "TIME": duration,
+    "RANKS": _ranks,
+    "COMMAND": _command,
+    "ARGS": _mpi_args,
+}
+
+# The variables that hold another default of an option.
+_DEFAULTS = {"log_ranks": names.LOG_RANKS, "timeout_s": names.TIMEOUT}
+
+# The groups of the help, by their first options.
+_GROUPS = {
+    "hostfile": "where (default: the scheduler's allocation, or this machine)",
+    "mpirun": "how",
+    "max_restarts": "when something fails",
+    "stop_after_s": "when to stop",
+    "log_ranks": "output",
+}
+
+
+def option(default: Any, flags: str, help: str, *, is_common: bool = False) -> Any:
+    """A field that is an option.
+
+    `flags` are its spellings, those of other launchers in parentheses, then what the help calls the value,
+    or the {values} to choose from. A switch has no value.
+    """
+    return field(default=default, metadata={"flags": flags, "help": help, "is_common": is_common})
+
+
+common = partial(option, is_common=True)  # of the short help
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The whole command line. Durations are in seconds; None is "not given"."""
+
+    # What each rank runs: a script, -m and a module, or -- and any program, each with its arguments.
+    job: tuple[str, ...] = ()
+    backend: str | None = None  # that the job's own options request, if known
+    # Those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
+    variables: Mapping[str, str] = field(default_factory=dict)
+    max_hosts: int | None = None  # the first hosts of the list, by --nnodes MIN:MAX
+    prefix: str = "auto"  # of MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
+
+    # fmt: off
+    hostfile: str | None = common(None, "--hostfile (--machinefile) FILE",
+        "file of hosts and slots, one host per line")
+    host_list: str | None = common(None, "-H (--host) (--hosts) HOSTS",
+        "hosts and slots on the command line: node1:2,node2:4")
+    n: int | None = common(None, "-n (-np) N",
+        "number of ranks (default: all slots)")
+    npernode: int | None = option(None, "--npernode (--nproc-per-node) N",
+        "number of ranks on each host (default: all slots)")
+    needs_gpus: bool = False  # --nproc-per-node gpu
+    exclude: str | None = option(None, "--exclude HOSTS",
+        "hosts to leave out: node3,node4")
+    push: bool = option(False, "--push",
+        "first make this folder and its environment the same on every host, as mpiddp hosts push does")
+    bind: str = option("none", "--bind {none,numa,core}",
+        "bind each rank to nothing, a NUMA node, or a core (default: none)")
+    mpirun: str | None = option(None, "--mpirun PATH",
+        "mpirun of the MPI to use (its library is used too)")
+    master_addr: str | None = option(None, "--master-addr ADDR",
+        "rank 0's address, as the other ranks reach it")
+    interface: str | None = common(None, "--interface NAME",
+        "the job's network: an interface, an address or a network")
+    exports: tuple[str, ...] = common((), "-x VAR[=VALUE]",
+        "pass this environment variable to the ranks (repeatable)")
+    env_files: tuple[str, ...] = common((), "--env-file FILE",
+        "pass the variables of this file of lines NAME=VALUE")
+    env_all: bool = option(False, "--env-all",
+        "pass every variable of this environment, except those that may be secrets")
+    mpi_args: tuple[str, ...] = option((), "--mpi-args ARGS",
+        "options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
+    check: bool = option(True, "--no-check",
+        "skip the preflight checks of the hosts")
+    wait_s: float | None = option(None, "--wait-for-hosts TIME",
+        "wait up to this long until all names resolve and all hosts answer (default: not at all)")
+    login_s: float = option(SSH.login_s, "--login-timeout TIME",
+        "time that a login over ssh may take (default: 15 s)")
+    timeout_s: float | None = option(None, "--timeout TIME",
+        "time in which all ranks must join (default: 60 s)")
+    max_restarts: int = common(0, "--max-restarts K",
+        "restart a failed job up to K times, from its checkpoint")
+    min_hosts: int | None = common(None, "--min-hosts H",
+        "leave out hosts that fail, as long as H hosts remain")
+    spares: int = option(0, "--spares K",
+        "keep the last K hosts in reserve; each takes the place of a host that fails the preflight")
+    grow_s: float | None = option(None, "--grow TIME",
+        "how often to look for hosts that are back or new in the hostfile, to save and restart on them "
+        "(default: they join at the next restart)")
+    stop_after_s: float | None = option(None, "--stop-after TIME",
+        "after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
+        "code is 75")
+    grace_s: float = option(30.0, "--grace TIME",
+        "time that the ranks have to stop before they are killed; one that is saving has up to 10 "
+        "minutes (default: 30 s)")
+    failed_grace_s: float = option(names.FAILED_GRACE_S, "--failed-grace TIME",
+        "time that a rank has after SIGTERM when another one has failed; one that is saving has up to 10 "
+        "minutes (default: 3 s)")
+    hang_timeout_s: float | None = option(None, "--hang-timeout TIME",
+        "end the job if no rank makes a step for this long (default: never)")
+    log_ranks: str = option(DEFAULT_RANKS, "--log-ranks RANKS",
+        "the ranks whose output is shown: all, none, or numbers such as 0,5 (default: stdout of rank 0, "
+        "stderr of all ranks)")
+    timestamps: bool = option(False, "--timestamps",
+        "write the date and the time before each line of a rank")
+    stdin: str = option("rank0", "--stdin {rank0,none}",
+        "who reads this program's stdin; none leaves it to the shell, as in while read (default: rank0)")
+    log_dir: str | None = common(None, "--log-dir DIR",
+        "write all output of each rank to files in DIR on its host")
+    log_to: tuple[str, ...] = option((), "--log-to NAME[:WHERE]",
+        "also write the numbers of mpiddp.log_metrics to tensorboard, wandb, mlflow or trackio (repeatable)")
+    report: str | None = option(None, "--report FILE",
+        "write how the job ended to FILE, as JSON")
+    on_end: tuple[str, ...] | None = option(None, "--on-end COMMAND",
+        "run this command when the job has ended, with the path of its report")
+    detach: bool = common(False, "--detach",
+        "go on without this terminal; mpiddp ps, logs and wait follow")
+    dry_run: bool = common(False, "--dry-run",
+        "start nothing; print the command and its reasons")
+    quiet: bool = option(False, "-q --quiet",
+        "print only errors from mpiddp: no hints, no status")
+    verbose: bool = option(False, "-v --verbose",
+        "print each choice and its reason, and the host of every rank")
+    # fmt: on
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The job without its -m or --."""
+        return self.job[self.job[0] in ("-m", "--") :]
+
+    @property
+    def terminal(self) -> Terminal:
+        """This process's terminal, as the ranks are to know it."""
+        terminal = Terminal.of_this_process()
+        if self.timestamps:
+            terminal = terminal.behind(log.stamp())
+        if self.stdin == "none":
+            terminal = terminal._replace(files=terminal.files.replace("0", ""))
+        return terminal
+
+    @property
+    def names_hosts(self) -> bool:
+        return (self.hostfile, self.host_list) != (None, None)
+
+
+def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Action]:
+    """Add the options, each with all of its spellings. `only`: first words of groups, or names of fields."""
+    group: Any = None
+    added = []
+    for each in fields(LaunchOptions):
+        name, default = each.name, each.default
+        if name in _GROUPS:
+            group = parser.add_argument_group(_GROUPS[name])
+        if not each.metadata or (only and not {group.title.split()[0], name} & {*only}):
+            continue
+        *spellings, value = each.metadata["flags"].split()
+        more: dict[str, Any] = {"metavar": value, "type": _PARSERS.get(value)}
+        if isinstance(default, bool):
+            spellings.append(value)
+            more = {"action": "store_false" if default else "store_true"}
+        elif value.startswith("{"):
+            more = {"choices": value.strip("{}").split(",")}
+        elif default == ():
+            default, more["action"] = [], "append"
+        elif name in _DEFAULTS:
+            default = os.environ.get(_DEFAULTS[name]) or default
+        every = [flag.strip("()") for flag in spellings]
+        every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
+        action = group.add_argument(
+            *every, dest=name, default=default, help=each.metadata["help"], **more
+        )
+        # argparse would list the spellings of other launchers in the help.
+        action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
+        added.append(action)
+    return added
+
+
+# What users of other launchers type, and what does the same here (docs/migration.md).
+_ELSEWHERE = {
+    "--nnodes|--num-machines": "The list of hosts says it: -H node1:8,node2:8",
+    "--(node|machine)-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
+    "--rdzv-.*": "Leave it out: rank 0 binds a free port and announces it",
+    "--master-port": "Leave it out: rank 0 binds a free port; the variable MASTER_PORT names one",
+    "--num-processes|--nproc": "Write: -n N",
+    "--(num-)?gpus": "The slots of a host are its GPUs: -H node1:8",
+    "--env": "Write: -x NAME=VALUE",
+    "--tee|--redirects|-[rt]": "Write: --log-dir DIR --log-ranks 0,5",
+    "--local-ranks-filter": "Write: --log-ranks 0,5",
+    "--numa-binding": "Write: --bind numa",
+    "--module": "Write: -m MODULE",
+    "--(role|monitor-interval|start-method|local-addr|run-path|signals-to-handle)": "Leave it out",
+    "--allow-run-as-root": "Leave it out",
+    "--map-by": "Ranks fill the slots of the hosts in order; an option of mpirun: --mpi-args='--map-by …'",
+    "--bind-to": "Write: --bind core, or leave it out for none",
+    "--oversubscribe": "Write the number of ranks as the slots of a host: -H localhost:4",
+    "--mca": "Write: --mpi-args='--mca NAME VALUE'",
+    "--no-python": "Write -- before the command",
+    "-[bBdEIOPRsSuWX].*": "For options of python: mpiddp launch … -- python -O train.py",
+    "--local": "Write: -H localhost",
+}
+
+
+_EXAMPLES = """\
+  mpiddp launch -n 2 train.py --lr 0.1               two ranks on this machine
+  mpiddp launch -H node1:8,node2:8 train.py          16 ranks, over ssh
+  mpiddp launch --hostfile hosts.txt -m my.training  a module
+  mpiddp launch --dry-run -H node1:8 -- ./program    what a command would run"""
+
+
+def option_parser() -> argparse.ArgumentParser:
+    """The parser. `module` or `script` of its values holds the job's command line."""
+    parser = OneSentenceParser(
+        prog="mpiddp launch",
+        usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
+        description=_EXAMPLES,
+        epilog="Exit codes: 0 done, 1 the job failed, 2 bad input, 75 stopped on request, 130 interrupted.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.elsewhere = _ELSEWHERE
+    add_help(parser)
+    add_options(parser)
+    parser.add_argument(
+        "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
+    )
+    # torchrun's own line for one host.
+    parser.add_argument("--nnodes", help=_HIDDEN)
+    for flag in _OF_ONE_HOST:
+        parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}", help=_HIDDEN)
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=_HIDDEN)
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=_HIDDEN)
+    return parser
+
+
+def add_help(parser: argparse.ArgumentParser) -> None:
+    """Add --help-all, and --help, which leaves out the options of `mpiddp launch` without a star."""
+    parser.add_argument("-h", "--help", action=_Help, help="show the most used options")
+    parser.add_argument("--help-all", action="help", help="show every option")
+
+
+class _Help(argparse._HelpAction):
+    """Print the short help, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        rare = [each.name for each in fields(LaunchOptions) if not each.metadata.get("is_common")]
+        left_out = (*rare, "help", "help_all")
+        actions = [action for action in parser._actions if action.dest not in left_out]
+        parser._action_groups = []
+        parser.add_argument_group("options (--help-all shows every one)")._group_actions = actions
+        super().__call__(parser, *rest)
+
+
+def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
+    """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
+    parser = option_parser()
+    given = vars(parser.parse_args(argv))
+    _as_torchrun(parser, given)
+    job = entrypoint.read_job(given.pop("module"), given.pop("script"))
+    command = job[job[0] in ("-m", "--") :]
+    before = without_values(argv[: -len(command)], given["exports"])
+    before = before[: -1 if before[-1:] == ["-m"] else None]
+    entrypoint.refuse_misplaced(job, _spellings(parser), before, verb)
+    if job[:3] == ("-m", "mpiddp", "train"):
+        given["backend"] = entrypoint.value_of(job[3:], "--backend") or "auto"
+    prefix = os.environ.get(names.PREFIX) or "auto"
+    if prefix not in ("auto", "always", "never"):
+        raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
+    if given["log_dir"] == "":
+        raise UserError('--log-dir "": expected a folder.')
+    refuse_both(given["hostfile"], given["host_list"])
+    given["mpi_args"] = [word for text in given["mpi_args"] for word in _words(text)]
+    variables: dict[str, str] = {}
+    for path in given["env_files"]:
+        variables |= read_env_file(path, os.environ)
+    variables |= parse_exports(given["exports"], os.environ)  # these take precedence
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return LaunchOptions(job, variables=variables, prefix=prefix, **given)
+
+
+def _spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Each option by each of its spellings, also of other launchers."""
+    return {flag: each for flag, each in parser._option_string_actions.items() if flag != "-m"}
+
+
+def launch_of_train(arguments: Sequence[str]) -> list[str] | None:
+    """The arguments of `mpiddp launch` for those of `mpiddp train`; None if none is an option of a launch."""
+    taken, others = entrypoint.split(arguments, _spellings(option_parser()))
+    return [*taken, "-m", "mpiddp", "train", *others] if taken else None
+
+
+def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
+    """Accept torchrun's options for one host and for a range of hosts, and refuse those for each host."""
+    nnodes = given.pop("nnodes")
+    if hosts := re.fullmatch("([1-9][0-9]{0,5}):([1-9][0-9]{0,5})", nnodes or ""):
+        least, most = map(int, hosts.groups())
+        if least > most or given["min_hosts"] not in (None, least):
+            parser.error(f"--nnodes {nnodes}: expected MIN:MAX, and no other --min-hosts")
+        if most > 1:
+            given["min_hosts"], given["max_hosts"] = least, most
+    elif nnodes not in (None, "1"):
+        parser.error("unrecognized arguments: --nnodes")
+    if nnodes in ("1", "1:1") and (given["hostfile"], given["host_list"]) == (None, None):
+        given["host_list"] = "localhost"
+    for flag in _OF_ONE_HOST:
+        is_given = given.pop(flag[2:].replace("-", "_")) is not None
+        if is_given and not (nnodes or given["host_list"] == "localhost"):
+            parser.error(f"unrecognized arguments: {flag}")
+    given["needs_gpus"] = given["npernode"] == "gpu"
+    for name in ("n", "npernode"):
+        given[name] = None if given[name] in _BY_GPU else given[name]

@@ -1,0 +1,200 @@
+"""The preflight: check every host before anything starts, so that a broken host causes an error, not a hang.
+
+It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there. With
+`--wait-for-hosts 10m` it asks those that do not answer again: the pods of a cluster start one by one, and a
+name may not resolve at first. A host whose GPUs have a fault is not used, as one with another complaint. What
+may only disturb the job is said once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names
+from mpiddp.hosts.complaints import Answer, ssh_line
+from mpiddp.hosts.gpu_faults import faults
+from mpiddp.hosts.gpu_faults import notes as notes_on
+from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus, hides_all_gpus
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.interfaces import Interface
+from mpiddp.hosts.names import is_this_host
+from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
+from mpiddp.hosts.transport import SSH, Transport
+from mpiddp.launch import log
+from mpiddp.launch.plan.environment import of_host
+from mpiddp.text import all_of, differences, duration, listed
+
+PAUSE_S = 1.0  # between two attempts to reach a host
+LEAST_START_S, LONGEST_START_S = 3.0, 60.0  # for a program to start on all hosts
+_ANYWAY = "To start anyway: --no-check"
+_PUSH = "Copy it there: mpiddp launch --push …, or mpiddp hosts push HOSTFILE"
+_NEW_KEY = "Host key verification failed"
+
+# The modules that are sent to the hosts, each after those that it imports. They need only a Python.
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, gpu_health, facts)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What every host must have. It travels there as JSON. Paths are absolute."""
+
+    python: str
+    mpirun: str
+    daemon: str  # the program that mpirun starts there
+    folder: str
+    path: str  # the PATH that the ranks will have
+    packages: Sequence[str] = ()  # the folders of the ranks' PYTHONPATH
+    interface: str | None = None  # by name, address or network
+    program: str | None = None  # that the ranks run, by its path or on `path`
+    script: str | None = None  # of Python, by its path
+    uses_gpus: bool = True  # False with gloo, or if a variable of the ranks hides them all
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """The probe's result for one host, see `mpiddp.hosts.facts.host_info`."""
+
+    host: Host
+    has_folder: bool
+    has_daemon: bool
+    has_program: bool
+    mpirun: str | None  # the first line of its --version
+    torch: str | None
+    mpi4py: str | None
+    gpus: Sequence[Gpu] | None  # None if the vendor's tool does not answer
+    interfaces: tuple[Interface, ...]
+    python: str = ""  # its version
+    has_script: bool = True
+    address: str = ""  # of this host, to which ssh has connected
+    machine: str = ""  # equal for two names of one machine; "" if it is not known
+
+    @classmethod
+    def of_json(cls, host: Host, fields: dict[str, Any]) -> HostInfo:
+        """What a host has sent as JSON."""
+        gpus = fields["gpus"] and [Gpu.of_json(*each) for each in fields["gpus"]]
+        own = tuple(Interface(**each) for each in fields["interfaces"])
+        return cls(host, **{**fields, "gpus": gpus, "interfaces": own})
+
+
+class Checked(NamedTuple):
+    """What a preflight has found; nothing if none was run."""
+
+    infos: Mapping[Host, HostInfo] = MappingProxyType({})  # what each host has
+    complaints: Mapping[Host, str] = MappingProxyType({})  # why some cannot be used, in a sentence
+    silent: Mapping[Host, str] = MappingProxyType({})  # of these, those of hosts without an answer
+    gpus: Mapping[Host, Sequence[Gpu]] = MappingProxyType({})  # of each host that was asked
+    notes: Mapping[Host, Sequence[str]] = MappingProxyType({})  # about GPUs that can be used
+    start_s: float = LEAST_START_S  # for a program to start on all hosts, by the latest logins
+
+
+def preflight(
+    hosts: Sequence[Host],
+    needs: Needs,
+    transport: Transport = SSH,
+    *,
+    waits: tuple[float, int] = (0.0, 0),
+    logins: Logins | None = None,  # gets those of the hosts that answer, which remain open
+) -> Checked:
+    """Ask each host, and again for at most `waits[0]` seconds, until `waits[1]` hosts have answered."""
+    program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
+    ask = partial(ask_hosts, program=program, python=needs.python, work_s=facts.LONGEST_S)
+    answers, began_at = dict[Host, Answer](), time.monotonic()
+    waits_until, waiting, said = began_at + waits[0], [*hosts], list[Host]()
+    while True:
+        answers |= ask(waiting, transport=transport, logins=logins)
+        silent = [h for h, each in answers.items() if each.why and not each.has_failed_there]
+        # Only people change a host's key.
+        waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
+        left_s = waits_until - time.monotonic()
+        if left_s <= 0 or len(hosts) - len(waiting) >= waits[1]:
+            break
+        if waiting != said:
+            said, some = waiting, listed([host.name for host in waiting], most=3)
+            log.info(f"waiting for {some} (up to {duration(max(1.0, left_s))})")
+        time.sleep(min(PAUSE_S, left_s))
+        names.forget_addresses()  # a name may resolve by now
+    infos, complaints = dict[Host, HostInfo](), dict[Host, str]()
+    first: HostInfo | None = None  # without a complaint
+    for host, answer in answers.items():
+        if not (complaint := answer.why):
+            info = infos[host] = HostInfo.of_json(host, answer.value)
+            complaint = _complaint(info, first or info, needs)
+            first = first or (None if complaint else info)
+        if complaint:
+            complaints[host] = complaint
+    if transport.hint and silent:
+        complaints[silent[-1]] += f"\n{transport.hint}"
+    return Checked(
+        infos,
+        {**_twins(infos), **complaints},
+        silent={host: complaints[host] for host in silent},
+        gpus={host: info.gpus or () for host, info in infos.items()},
+        start_s=min(LEAST_START_S + 2 * (time.monotonic() - began_at), LONGEST_START_S),
+    )
+
+
+def check_gpus(checked: Checked, env: Mapping[str, str], exports: Mapping[str, str]) -> Checked:
+    """`checked` with a complaint for each host with a fault, and with notes, about the GPUs of its ranks.
+
+    exports: the variables of -x.
+    """
+    broken, noted = dict[Host, str](), dict[Host, list[str]]()
+    for host, known in checked.gpus.items():
+        if known and not hides_all_gpus(own := of_host(host, env, exports)):
+            chosen = chosen_gpus(known, own, host.gpus)
+            if found := [f"{each} {_ANYWAY}" for each in faults(host.name, known, chosen)]:
+                broken[host] = "\n".join(found)
+            ssh = "" if is_this_host(host.name) else ssh_line(host)
+            noted[host] = [*notes_on(host.name, known, chosen, ssh)]
+    return checked._replace(complaints={**broken, **checked.complaints}, notes=noted)
+
+
+def _twins(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
+    """A sentence for each host that is another one under a second name."""
+    found, names = dict[Host, str](), dict[str, str]()
+    for host, info in infos.items():
+        first = names.setdefault(info.machine or host.name, host.name)
+        if first != host.name:
+            found[host] = f"{host.name} and {first} are the same machine. Merge them into one."
+    return found
+
+
+def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
+    """The problem of this host, as one sentence; "" if it has none.
+
+    Its versions must be those of the first host without a problem.
+    """
+    name, interface, program = info.host.name, needs.interface, needs.program
+    here, there = (".".join(each.split(".")[:2]) for each in (sys.version, info.python))
+    if there and there != here:
+        problem = f"{needs.python} is Python {there} there, {here} here. Install the same Python"
+        return f"{name}: {problem} at the same path on every host."
+    if not info.has_folder:
+        problem = f"the working folder {needs.folder} is missing"
+        return f"{name}: {problem}. {_PUSH}, or launch from a folder that every host has."
+    if info.mpirun is None or not info.has_daemon:
+        problem = f"{needs.daemon if info.mpirun else needs.mpirun} is missing or does not run."
+        return f"{name}: {problem} Install the same MPI at the same path on every host."
+    if not info.has_program:
+        where = "missing or not executable" if os.sep in str(program) else "not on PATH"
+        return f"{name}: {program} is {where}. Install it on every host."
+    if not info.has_script:
+        return f"{name}: {needs.script} is missing. {_PUSH}."
+    if info.gpus is None and needs.uses_gpus:
+        return NO_ANSWER.format(name=name)
+    if interface and not any(each.matches(interface) for each in info.interfaces):
+        present = all_of(list(dict.fromkeys(each.name for each in info.interfaces)))
+        return f'interface "{interface}" is not on {name}, which has {present}.'
+    for own in ("torch", "mpi4py", "mpirun"):
+        what, same = (needs.mpirun, "MPI") if own == "mpirun" else (own, "version")
+        versions = {each.host.name: getattr(each, own) or "missing" for each in (first, info)}
+        if fact := differences(what, versions):
+            return f"{fact}. Install the same {same} on every host."
+    return ""

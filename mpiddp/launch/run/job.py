@@ -1,0 +1,274 @@
+"""One job over all of its attempts: it restarts after a failure, and to grow, on the hosts usable then.
+
+Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
+allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops, saves
+and restarts. A restart receives the job's announcement (see `mpiddp.runtime.reports`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from enum import Enum, auto
+
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.hosts.hostfile import Hosts
+from mpiddp.hosts.names import forget_addresses
+from mpiddp.hosts.ssh import Logins
+from mpiddp.launch import log
+from mpiddp.launch.judge.events import Announcement, Stop
+from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
+from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.plan.placement import Past
+from mpiddp.launch.run.agents import Launcher, Turn, start
+from mpiddp.launch.run.attempt import Attempt
+from mpiddp.launch.run.control import Console, Exchange, SignalQueue
+from mpiddp.launch.run.handover import CutOff
+from mpiddp.launch.run.outcome_file import Report
+from mpiddp.protocol.channel import DEFAULT_RANKS
+from mpiddp.text import all_of, counted
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
+def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None) -> Outcome:
+    """Plan the job, run it, and restart it after each failure, at most `--max-restarts` times, and to grow.
+
+    Raises UserError or JobFailed if the first attempt cannot be started, and KeyboardInterrupt before it has.
+    """
+    logins = Logins()
+    stop_at = time.monotonic() + (options.stop_after_s or float("inf"))
+    with closing(logins), ExitStack() as stack:
+        signals = stack.enter_context(closing(SignalQueue()))
+        console = stack.enter_context(closing(Console(report.name)))
+        with signals.interrupting():
+            plan = make_plan(options, os.environ, logins=logins)
+        log_dir = options.log_dir or report.folder
+        job = Job(Launcher(signals, console, stop_at, exchange, log_dir, logins), plan, report)
+        stack.enter_context(closing(job))
+        outcome = job.attempt()
+        while (move := job.next_move(outcome)) is not Move.END:
+            outcome = job.go_on(move, outcome)
+        if outcome.code == DONE and job.lost:
+            lost = f"all ranks are done, but not all of their {job.lost} could be written."
+            outcome = outcome._replace(code=FAILED, sentence=lost)
+        outcome = outcome._replace(announcement=job.known)
+        return outcome._replace(hint=_not_shown(job.plan, outcome))
+
+
+class Move(Enum):
+    """What the job does next."""
+
+    END = auto()
+    RESTART = auto()  # because of a failure that counts
+    GROW = auto()  # restart on more hosts
+    SHRINK = auto()  # return to the hosts that it had before it grew
+
+
+class Job:
+    """One job over all of its attempts.
+
+    Of its signals, the first requests a stop of the ranks. The second kills all processes of the job on this
+    host, and its daemons on other hosts then end too.
+    """
+
+    def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:
+        self.launcher, self.signals, self.report = launcher, launcher.signals, report
+        self.plan, self.options = plan, plan.options  # the plan of the latest attempt
+        self.waiting: Attempt | None = None  # the latest, if its agents wait for the next one
+        self.attempts = 0  # that have begun
+        self.failures: list[Outcome] = []  # that count, see `next_move`
+        self.known = Announcement()  # by the attempts so far
+        self.lost = ""  # the stream of which something could not be written
+        self.at_fault = ""  # the host that ended the latest attempt, by its key
+        self.doubts: dict[str, str] = {}  # see Past
+        self.enough = len(plan.hosts.usable)
+        self.may_grow = self.options.grow_s is not None
+        self.grown_from: Plan | None = None  # until a job on more hosts makes a step
+
+    def close(self) -> None:
+        """End the agents that wait for an attempt."""
+        if self.waiting is not None:
+            self.waiting.end()
+            self.waiting = None
+
+    def attempt(self) -> Outcome:
+        """Run the latest plan, and learn from it. A host that ended two in a row is avoided from now on."""
+        self.attempts += 1
+        began_at = time.time()
+        try:
+            attempt = self._begin()
+            outcome = attempt.run()
+            self.waiting = attempt if attempt.are_waiting else None
+            self.lost = self.lost or attempt.output.lost
+        except KeyboardInterrupt:  # before mpirun has started
+            outcome = Outcome(INTERRUPTED, "interrupted.") if self.attempts == 1 else _INTERRUPTED
+        except (UserError, JobFailed) as error:
+            if self.attempts == 1:
+                raise
+            outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
+        self.known = self.known.after(outcome.announcement)
+        outcome = outcome._replace(announcement=self.known)
+        if outcome.made_steps:
+            self.grown_from = None
+        if self.grown_from and self.may_grow and outcome.code == INTERRUPTED:
+            # The job stopped to grow, and had saved its steps.
+            outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
+        plan = self.plan
+        at_fault = outcome.host_at_fault and plan.key_of(outcome.host_at_fault)
+        if at_fault and at_fault == self.at_fault:
+            self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
+        self.at_fault = at_fault
+        self.report.add(began_at, plan.request.names_of_ranks, outcome)
+        return outcome
+
+    def _begin(self) -> Attempt:
+        """Begin an attempt by the latest plan, in the agents that wait if it is theirs.
+
+        Hosts that the others do not reach are left out if enough are left. Else CutOff is raised.
+        """
+        avoided = tuple(self.doubts)
+        turn = Turn(self.attempts, self.known, self._may_hold, self.may_grow, avoided)
+        if self.waiting is not None:
+            agents = self.waiting.agents
+            if agents.plan is self.plan and agents.begin_again(turn):
+                return Attempt(agents, turn)
+            self.close()
+            if self.signals.has_stop():  # which has come to agents that have not begun
+                raise KeyboardInterrupt
+        while True:
+            try:
+                return Attempt(start(self.launcher, self.plan, turn), turn)
+            except CutOff as cut_off:
+                try:
+                    self.plan = plan_without(self.plan, cut_off.failures)
+                except UserError:  # too few are left
+                    raise cut_off from None
+
+    @property
+    def _may_hold(self) -> bool:
+        """Whether a failure of the next attempt may be followed by a restart in the same agents.
+
+        A host that was left out may join at a restart, which then needs new agents.
+        """
+        has_all = len(self.plan.hosts.hosts) == len(self.plan.named.hosts)
+        return has_all and len(self.failures) < self.options.max_restarts
+
+    def next_move(self, latest: Outcome) -> Move:
+        """What follows the latest outcome."""
+        if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED):
+            return Move.END
+        if latest.stop is Stop.TO_GROW:
+            return Move.GROW
+        if self.grown_from and latest.code in (FAILED, BAD_INPUT):
+            return Move.SHRINK
+        is_left = latest.code == FAILED and len(self.failures) < self.options.max_restarts
+        return Move.RESTART if is_left else Move.END
+
+    def go_on(self, move: Move, latest: Outcome) -> Outcome:
+        """Make the next attempt, as the move says. Its outcome, or why it has not begun."""
+        interrupted, before, count, pause_s = _INTERRUPTED, self.plan, "", 0.0
+        if move is Move.GROW and latest.code == STOPPED:
+            interrupted = _STOPPED  # all ranks have saved, so a stop loses no step
+        else:
+            latest.log()
+            self.may_grow = self.may_grow and move is Move.RESTART
+        if move is Move.RESTART:
+            self.failures.append(latest)
+            pause_s = _pause_s(self.failures)
+            count = f" (restart {len(self.failures)} of {self.options.max_restarts})"
+        try:
+            if move is Move.SHRINK and self.grown_from is not None:
+                self.plan, self.grown_from = self.grown_from, None
+            else:
+                self.plan = self._plan_again(pause_s)
+        except KeyboardInterrupt:
+            return interrupted
+        except (UserError, JobFailed) as error:
+            if move is Move.RESTART:  # a host may be usable after the next pause
+                return Outcome(FAILED, str(error))
+            log.error(str(error))  # the hosts of before have just worked
+        hosts, known = self.plan.request.hosts, self.known
+        if move is Move.GROW and hosts.world_size > before.request.hosts.world_size:
+            self.grown_from = before
+        elif move is Move.GROW:  # each search in vain costs a stop and a start
+            self.may_grow = False
+            log.info("the job has not grown. From now on, hosts join only at a restart.")
+        log.info(f"restarting on {all_of([host.name for host in hosts.hosts])}{count}.")
+        if known.global_batch_size is not None and hosts.world_size != known.world_size:
+            ranks = f"{counted(hosts.world_size, 'rank')} instead of {known.world_size}"
+            log.info(f"{ranks}; the global batch stays at {known.global_batch_size}.")
+        return self.attempt()
+
+    def _plan_again(self, pause_s: float) -> Plan:
+        """The plan for the hosts that are listed and usable after a pause.
+
+        A list that is in error is ignored; that of the latest attempt stays in force. Raises
+        KeyboardInterrupt if the user stops the job meanwhile, and UserError or JobFailed if there is no plan.
+        """
+        self._heed_stop(pause_s)
+        forget_addresses()
+        with self.signals.interrupting():
+            named = self.plan.named
+            try:
+                named = read_hosts(self.options, os.environ, is_first=False)
+            except (UserError, JobFailed) as error:
+                log.error(f"{error} The hosts of before are used until the list is right.")
+            if self._fits(named):
+                return self.plan
+        self.close()  # as a whole: a signal ends their wait, too
+        with self.signals.interrupting():
+            past = Past(named, self.doubts, self.enough, self.known.max_ranks)
+            plan = make_plan(self.options, os.environ, past, self.launcher.logins)
+        self._heed_stop()
+        return plan
+
+    def _fits(self, named: Hosts) -> bool:
+        """Whether the agents that wait can make the next attempt, on these hosts."""
+        plan, waiting, most = self.plan, self.waiting, self.known.max_ranks
+        if waiting is None or named != plan.named or plan is not waiting.agents.plan:
+            return False
+        if complaints := waiting.record.complaints:
+            log.error(complaints)
+        is_doubted = len(plan.used) > 1 and not self.doubts.keys().isdisjoint(plan.used)
+        size = plan.request.hosts.world_size
+        return not (complaints or is_doubted or size > (most or size))
+
+    def _heed_stop(self, within_s: float = 0.0) -> None:
+        """Raise KeyboardInterrupt at a requested stop, by a signal or --stop-after, now or in `within_s`."""
+        stop_at = self.launcher.stop_at
+        until = min(time.monotonic() + within_s, stop_at)
+        while self.waiting is not None and not self.signals.has_stop() and time.monotonic() < until:
+            self.waiting.wait(until)  # viewers may ask
+        if self.signals.has_stop(until - time.monotonic()) or until == stop_at:
+            raise KeyboardInterrupt
+
+
+def _pause_s(failures: Sequence[Outcome]) -> float:
+    """The seconds to pause before the restart that follows the last of these failures.
+
+    The first restart begins at once. The pause doubles with each failure that follows another without a step
+    between them.
+    """
+    in_a_row = 0
+    for failure in failures:
+        in_a_row = 1 if failure.made_steps else in_a_row + 1
+    doubled = _FIRST_PAUSE_S * 2 ** min(in_a_row - 2, 10)
+    return min(doubled, _LONGEST_PAUSE_S) if in_a_row > 1 else 0.0
+
+
+def _not_shown(plan: Plan, outcome: Outcome) -> str:
+    """What another rank than 0 has printed before it failed, and nobody has seen; "" if it was kept."""
+    options, last = plan.options, plan.request.hosts.world_size - 1
+    is_kept = options.log_ranks != DEFAULT_RANKS or options.log_dir or outcome.announcement.run_dir
+    if is_kept or not outcome.rank or outcome.code != FAILED:
+        return ""
+    ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
+    return f"the stdout of {ranks} was not shown. To show it: --log-ranks all. To keep it: --log-dir DIR"
+
+
+_INTERRUPTED = Outcome(INTERRUPTED, "interrupted before a restart.")
+_STOPPED = Outcome(STOPPED, "stopped on request.")

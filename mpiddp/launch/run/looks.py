@@ -1,0 +1,118 @@
+"""What the launcher asks of its ranks while they run, and says of it: late ranks, hangs, stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpiddp.launch.judge.events import Phase, Record
+from mpiddp.launch.judge.hangs import (
+    Hang,
+    find_hang,
+    missing_sentence,
+    next_look_at,
+    places_sentence,
+)
+from mpiddp.launch.judge.pace import WINDOW_S
+from mpiddp.launch.judge.stacks import shown_stack
+from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
+from mpiddp.launch.run.agents import Agents
+from mpiddp.protocol.group import Peer
+from mpiddp.protocol.server import Event
+
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an interrupt
+
+
+class Looks:
+    """The looks at one attempt. `end_job` ends it, for the reason that it is given."""
+
+    def __init__(self, agents: Agents, record: Record, end_job: Callable[[str], None]) -> None:
+        self._options, self._console = agents.plan.options, agents.launcher.console
+        self._server, self._output = agents.server, agents.output
+        self._record, self._end_job = record, end_job
+        self._timers = agents.server.selector
+        self._viewers: list[Peer] = []  # that wait for the stacks
+        self._has_asked_at_failure = False
+
+    def see(self, now: float) -> None:
+        """Look at the steps of ranks that run."""
+        record = self._record
+        since = record.windows[-1].at if record.windows else record.began_at
+        is_over = now >= since + WINDOW_S
+        late = find_stragglers(record.calls, record.world_size, since, now) if is_over else None
+        if late is not None:
+            record.note("window", **late)
+            found, sentence = straggler_sentence(record)
+            if found:  # each is named once
+                self._output.log(sentence, about=f"stragglers {sorted(found)}")
+        printed, copied_at = record.own("printed"), self._output.copied_at
+        if not record.newest_step and (printed is None or printed.at != copied_at):
+            record.add(Event("printed", at=copied_at))
+        if now >= next_look_at(record):
+            self.ask_for_stacks()
+
+    def answer(self, viewer: Peer) -> None:
+        """Send a viewer the stacks, once they are there."""
+        self._viewers.append(viewer)
+        self.ask_for_stacks()
+
+    def see_early(self) -> None:
+        """See the stacks as soon as all have come."""
+        if self._see_stacks in self._timers.timers and not self._record.mute:
+            self._see_stacks()
+
+    def ask_for_calls(self) -> None:
+        """Ask the scripts for their collectives, again and again."""
+        self._server.ask(self._server.scripts, "calls")
+        self._timers.after(WINDOW_S, self.ask_for_calls)
+
+    def ask_for_stacks(self) -> None:
+        """Ask the ranks for their stacks, unless they are on their way."""
+        if self._see_stacks in self._timers.timers:
+            return
+        self._record.note("asked", ranks=sorted(self._server.connected))
+        self._server.ask(self._server.connected, "stacks")
+        self._timers.after(STACKS_S, self._interrupt)
+        self._timers.after(STACKS_S + INTERRUPTED_S if self._record.mute else 0.0, self._see_stacks)
+
+    def ask_at_failure(self) -> None:
+        """Ask once, before the ranks are gone, for what the verdict says of their collectives."""
+        if not self._has_asked_at_failure:
+            self._has_asked_at_failure = True
+            self.ask_for_stacks()
+
+    def _interrupt(self) -> None:
+        """Have agents interrupt scripts that do not answer, but only if the job is to be ended.
+
+        A script that is only slow must not be interrupted.
+        """
+        hang = self._find_hang()
+        if self._is_late or (hang is not None and hang.is_over):
+            self._server.ask(self._record.mute, "stacks", agents=True)
+
+    def _see_stacks(self) -> None:
+        """All stacks are there, or the time is over."""
+        self._timers.cancel(self._interrupt, self._see_stacks)
+        record = self._record
+        stacks = {rank: shown_stack(facts["text"]) for rank, facts in record.stacks.items()}
+        while self._viewers:
+            viewer, sentence = self._viewers.pop(), places_sentence(record)
+            self._console.answer(viewer, sentence=sentence, stacks=stacks)
+        if self._is_late:
+            sentence = missing_sentence(record, record.fact("limit", "seconds"))
+            has_started = len(record.latest["started"]) == record.world_size
+            others_wait = record.latest["joining"] or not has_started
+            (self._end_job if others_wait else self._output.log)(sentence)
+        if (hang := self._find_hang()) is not None:
+            record.note("looked")
+            self._output.log(hang.sentence, hang.about, is_error=True)
+            if hang.is_over:
+                self._end_job("the job hung and was stopped.")
+
+    def _find_hang(self) -> Hang | None:
+        is_running = self._record.phase is Phase.RUNNING and bool(self._record.left)
+        return find_hang(self._record) if is_running else None
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether ranks are to be named that have not joined in time."""
+        return self._record.phase is Phase.STARTING and self._record.is_late

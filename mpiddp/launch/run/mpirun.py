@@ -1,0 +1,99 @@
+"""Start and stop mpirun and all that it starts on this host, and leave nothing behind.
+
+mpirun gets its own session, so that a Ctrl-C reaches it once, from this process. This process adopts
+mpirun's orphans, so that none of them outlives the job. Those that have ended are zombies until it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from mpiddp.errors import DONE, JobFailed, cause_of
+from mpiddp.hosts.facts import with_own_folder
+from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
+from mpiddp.launch.judge.outcome import MpirunEnd
+from mpiddp.launch.plan.command import Command, Starter
+from mpiddp.protocol.channel import AGENT_NAME
+
+
+class MpirunProcess:
+    """One mpirun, and all that it starts on this host. `streams` are its stdout and stderr.
+
+    If the starter's stop signal is not SIGTERM, mpirun is shielded from SIGTERM: a service manager or a batch
+    system may send one to every process of a job, whose ranks still save.
+    """
+
+    def __init__(
+        self, starter: Starter, command: Command, env: Mapping[str, str] = os.environ
+    ) -> None:
+        self.starter = starter
+        self.was_ended = False  # by this launcher
+        # Children of the shell that this process may have replaced by exec.
+        self._strangers = frozenset(descendants(os.getpid()))
+        adopt_orphans()
+
+        def prepare_child() -> None:
+            # If this process is killed, the job must end with it.
+            signal_at_parents_end(starter.stop_signal)
+            signal.signal(starter.stop_signal, signal.SIG_DFL)  # which nohup ignores
+            if starter.stop_signal != signal.SIGTERM:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+        for path, text in command.files.items():
+            try:
+                Path(path).write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise JobFailed(f"{path} cannot be written: {error.strerror}.") from None
+        try:
+            self._process = subprocess.Popen(
+                command.argv,
+                env={**with_own_folder(starter.program, env), **command.settings},
+                stdin=subprocess.DEVNULL,  # rank 0 gets it from `JobOutput`
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=prepare_child,
+            )
+        except OSError as error:  # one cause: a host list of more than 128 KiB
+            raise cause_of(error)(f"cannot start {command.argv[0]}: {error.strerror}.") from None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.streams = self._process.stdout, self._process.stderr
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, -N if signal N killed it, None while it runs."""
+        return self._process.poll()
+
+    @property
+    def end(self) -> MpirunEnd:
+        """How it has ended."""
+        name, proves_signals = self.starter.program.name, self.starter.proves_signals
+        return MpirunEnd(name, self.code or DONE, proves_signals, self.was_ended)
+
+    def stop(self) -> None:
+        """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.
+
+        The whole process group gets it, because Intel's mpirun is a shell script around another program.
+        """
+        self.was_ended = True
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, self.starter.stop_signal)
+
+    def kill_all(self) -> None:
+        """Kill all processes of the job on this host. Its daemons on other hosts then end too.
+
+        The ranks' agents end by themselves, once they have sent what the ranks wrote.
+        """
+        self.was_ended = True
+        signal_all(self.left, signal.SIGKILL)
+
+    def left(self, *, agents: bool = False) -> list[int]:
+        """The job's processes here without the ranks' agents; or these, which may still send output."""
+        found = descendants(os.getpid(), but=self._strangers)
+        return [pid for pid, name in found.items() if (name == AGENT_NAME) is agents]

@@ -1,0 +1,132 @@
+"""The outcome of a job for programs: one JSON document, for `--report`, `--on-end` and `mpiddp wait`.
+
+    {"version": 1, "cause": "failed", "exit_code": 1, "rank": 3, "host": "node2", "error": "rank 3 on …", …}
+
+It is written when the job begins, after each attempt and at the end, each time as a whole. docs/reference.md
+has its keys.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError, cause_of
+from mpiddp.files import part_of, replace_file
+from mpiddp.launch import log
+from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.text import as_json, shown
+
+_CAUSES = {
+    DONE: "done",
+    FAILED: "failed",
+    BAD_INPUT: "bad_input",
+    STOPPED: "stopped",
+    INTERRUPTED: "interrupted",
+}
+_UNKNOWN = "exit_code error known_cause rank host run_dir checkpoint resume ended_at"
+
+
+def check(path: str | None, on_end: Sequence[str] | None) -> None:
+    """Raise UserError or JobFailed if the report cannot be written, or the command is no program.
+
+    Before a detached job leaves the terminal, where nobody would read it.
+    """
+    if on_end and not shutil.which(on_end[0]):
+        raise UserError(f"--on-end: {shown(on_end[0])} is not a program.")
+    if path is not None:
+        try:
+            part_of(Path(path)).write_text("\n", encoding="utf-8")  # fails on a full disk
+        except OSError as error:
+            raise cause_of(error)(_unwritten(error, path)) from None
+
+
+class Report:
+    """The report of one job, in these files. The command of `on_end` runs once, with the path of the first.
+
+    `folder`: that of a detached job, for all else that is kept of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str] = (),
+        paths: Sequence[Path] = (),
+        on_end: Sequence[str] = (),
+        folder: Path | None = None,
+    ) -> None:
+        self.name, self.command, self.folder = name, command, folder
+        self._paths, self._on_end = list(paths), on_end
+        self._attempts: list[dict[str, Any]] = []
+        self._facts = {
+            "name": name,
+            "command": list(command),
+            "launched_on": socket.gethostname(),
+            "pid": os.getpid(),
+            "began_at": time.time(),
+            "cause": "running",
+            **dict.fromkeys(_UNKNOWN.split()),
+            "hosts": [],
+            "attempts": self._attempts,
+        }
+        self._write()
+
+    def add(self, began_at: float, hosts: Sequence[str], outcome: Outcome) -> None:
+        """Add an attempt that has just ended, and the host of each rank."""
+        span = {"began_at": began_at, "ended_at": time.time()}
+        self._facts["hosts"] = list(dict.fromkeys(hosts))
+        ranks = {"hosts": self._facts["hosts"], "world_size": len(hosts)}
+        self._attempts.append(span | ranks | {"gpus": outcome.gpus} | _ending(outcome))
+        self._write()
+
+    def end(self, outcome: Outcome, resume: str | None) -> None:
+        """The job has ended; `resume` is the command that resumes it. Runs the command of `on_end`."""
+        run, known = outcome.announcement.run_dir or None, outcome.announcement.checkpoint or None
+        more = {"run_dir": run, "checkpoint": known, "resume": resume, "ended_at": time.time()}
+        self._facts |= _ending(outcome) | more
+        if not self._on_end:
+            self._write()
+            return
+        from tempfile import TemporaryDirectory  # takes 10 ms
+
+        with TemporaryDirectory(prefix="mpiddp-report-") as folder:
+            self._paths = self._paths or [Path(folder, "report.json")]
+            self._write()
+            command = [*self._on_end, str(self._paths[0])]
+            try:
+                code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+            except OSError as error:
+                log.error(f"--on-end: cannot run {command[0]}: {error.strerror}.")
+            else:
+                if code:
+                    log.error(f"--on-end: {command[0]} has ended with code {code}.")
+
+    def _write(self) -> None:
+        content = as_json("launch", self._facts) + "\n"
+        for path in self._paths:
+            try:
+                replace_file(path, content.encode())
+            except OSError as error:  # the job is worth more
+                log.error(_unwritten(error, path))
+
+
+def _ending(outcome: Outcome) -> dict[str, Any]:
+    """How a job, or one attempt at it, has ended."""
+    return {
+        "cause": _CAUSES[outcome.code],
+        "exit_code": outcome.code,
+        "error": outcome.sentence or None,
+        "known_cause": outcome.known_cause or None,
+        "rank": outcome.rank,
+        "host": outcome.host,
+    }
+
+
+def _unwritten(error: OSError, path: str | Path) -> str:
+    return f"--report: cannot write {path}: {error.strerror}."

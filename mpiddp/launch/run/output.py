@@ -1,0 +1,327 @@
+"""Copy what the ranks, mpirun and the launcher itself write to this process's stdout and stderr.
+
+Each stream that is shown of a rank has a connection from the rank's agent (`runtime.streams`). What MPI
+and ssh print comes through mpirun's own pipes, which this process reads until the end: mpirun aborts when the
+reader of its output goes away, as `tee` does at the Ctrl-C of `… 2>&1 | tee log`.
+
+The event loop copies, and never waits for a reader. While one does not take all that was written, no stream
+is read: a slow reader slows the ranks, loses nothing, and needs little memory here.
+
+A thread sends stdin to rank 0, over a connection of its own, to its end. mpirun gets none of it: Open MPI 5
+never passes its end on, Open MPI forgets it once a rank's own stdout and stderr have ended, and Slurm gives
+it to every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import selectors
+import socket
+import termios
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from mpiddp.launch import log
+from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END
+from mpiddp.launch.log import GROWTH_S, Screen, Source
+from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.protocol.channel import STREAMS, is_shown, notice_silence
+from mpiddp.protocol.group import TimedSelector
+from mpiddp.protocol.terminal import Manners, prefix_of
+
+_CHUNK = 1 << 16  # bytes, the size of a pipe
+_MOST_HELD = 1 << 16  # bytes that wait for the verdict
+_LATEST, _TAIL = 256, 1 << 14  # bytes that are kept of what each rank has written last
+_CTRL_D = b"\x04"
+# Open MPI warns where an ssh that it has started was faster than its own next line.
+_HARMLESS = re.compile(rb"\[[^]\n]*\] plm:[rs]sh: Warning: setpgid\([^\n]*\n")
+OUTPUT_S = 5.0  # that neither continues nor ends
+_BACKGROUND_S = 0.5  # until the next question whose the terminal is
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null in place of a closed stdin, stdout or stderr: another file would get its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Stream(Source):
+    """A stream of a rank, or what mpirun itself writes: MPIRUN, or MPIRUN_AT_END, which is held."""
+
+    file: socket.socket | IO[bytes]
+    number: int
+    held: bytes = b""
+
+
+class JobOutput:
+    """The job's stdout and stderr: at first `streams`, which are mpirun's.
+
+    `selector` reports what can be copied with this object as its data; then `copy` is to be called.
+    has_prefix: each line of a rank begins with the rank and its host.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        world_size: int,
+        selector: TimedSelector,
+        streams: Sequence[IO[bytes]],
+        *,
+        has_prefix: bool = False,
+    ) -> None:
+        self._options, self._has_prefix = options, has_prefix
+        is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
+        shown = {
+            each: sum(is_shown(options.log_ranks, rank, each) for rank in range(world_size))
+            for each in (1, 2)
+        }
+        if is_one:
+            shown[1] = max(shown.values())
+        stdout, stderr = (
+            Screen(each, STREAMS[each], is_shared=shown[each] > 1, has_stamps=options.timestamps)
+            for each in (1, 2)
+        )
+        self._screens = {1: stdout, 2: stdout if is_one else stderr}
+        # One terminal has room for a status.
+        self.shows_status = is_one and stdout.is_terminal and not log.is_quiet
+        self._of_mpirun: list[_Stream] = []
+        self._streams: dict[int, _Stream] = {}  # that have not ended, by file
+        self._said: set[str] = set()  # what the sentences of the launcher were about
+        self.latest: dict[int, bytes] = {}  # the end of what each rank has printed last
+        self._tails: dict[int, bytes] = {}  # the same of its stderr
+        self._is_ending = False
+        self._copied_at = time.monotonic()  # the latest
+        self._blocked: set[Screen] = set()  # whose readers have not taken all
+        self.blocked_since: float | None = None  # by time.monotonic()
+        self._input: socket.socket | None = None  # of rank 0, which another thread writes
+        self._manners = Manners.of(0) if os.isatty(0) else None  # of the launcher's own terminal
+        self._selector = selector
+        self._readable = select.epoll()  # all streams: the selector has them as one file
+        selector.register(self._readable, selectors.EVENT_READ, self)
+        for number, file in enumerate(streams, 1):
+            os.set_blocking(file.fileno(), False)
+            self._of_mpirun.append(_Stream(rank=MPIRUN, file=file, number=number))
+            self._register(self._of_mpirun[-1])
+
+    def add(self, stream: int, rank: int, host: str, connection: socket.socket) -> None:
+        """Show a stream of a rank, which comes through this connection."""
+        if self._is_ending:  # its rank was given up
+            connection.close()
+            return
+        connection.setblocking(False)
+        text = prefix_of(rank, host) if self._has_prefix else ""
+        prefix = text.encode(errors="backslashreplace")
+        self._register(_Stream(rank=rank, prefix=prefix, file=connection, number=stream))
+
+    def send_stdin(self, connection: socket.socket) -> None:
+        """Send stdin to rank 0, which reads this connection. A later attempt goes on where this one stops."""
+        if self._options.stdin == "none":
+            connection.close()
+            return
+        self._input = connection
+        threading.Thread(target=_send_stdin, args=(connection,), daemon=True).start()
+
+    def follow(self, manners: Manners | None) -> None:
+        """Let the terminal of stdin behave as rank 0's script has set its own, for a password for example."""
+        # In the background, the kernel would stop this process.
+        if self._manners and manners and not _is_in_background():
+            with suppress(OSError, termios.error):  # it is gone
+                manners.set(0)
+
+    def _register(self, stream: _Stream) -> None:
+        self._streams[stream.file.fileno()] = stream
+        self._readable.register(stream.file, select.EPOLLIN)
+
+    def log(self, sentence: str, about: str = "", *, is_error: bool = False) -> None:
+        """Print a sentence of the launcher on stderr, one of each text, or of what it is `about`."""
+        is_new = (about or sentence) not in self._said
+        if is_new and (is_error or not log.is_quiet):
+            self._said.add(about or sentence)
+            self._screens[2].show_lines(log.line(sentence))
+            self._wait_for_readers()
+
+    def show_status(self, lines: Sequence[str]) -> None:
+        """Show these lines below all others there."""
+        self._screens[2].show_status(lines)
+        self._wait_for_readers()
+
+    def hold_mpirun(self) -> None:
+        """All ranks have joined, or the job ends: what mpirun prints from now on waits for the verdict."""
+        for stream in self._of_mpirun:
+            stream.rank = MPIRUN_AT_END
+        self.show_status([])
+
+    def begin_again(self) -> None:
+        """Another attempt begins. What was said in earlier ones is said again, and explains nothing."""
+        self.follow(self._manners)  # a script that was killed may have hidden what is typed
+        self._said.clear()
+        self.latest.clear()
+        self._tails.clear()
+
+    @property
+    def last_errors(self) -> dict[int, list[str]]:
+        """The last lines on stderr of each rank, MPIRUN and MPIRUN_AT_END."""
+        tails = self._tails.items()
+        return {rank: text.decode("utf-8", "replace").splitlines() for rank, text in tails}
+
+    @property
+    def open_ranks(self) -> list[int]:
+        """The ranks with a stream that has not ended."""
+        return sorted({each.rank for each in self._streams.values() if each.rank >= 0})
+
+    @property
+    def copied_at(self) -> float:
+        """When something was copied last, by time.monotonic(): now, while a reader delays it."""
+        return time.monotonic() if self._blocked else self._copied_at
+
+    @property
+    def lost(self) -> str:
+        """The name of a stream that could not be written, "" if both could."""
+        return next((each.name for each in self._screens.values() if each.has_failed), "")
+
+    # --- copying ---
+
+    def copy(self) -> None:
+        """Write what the readers take now. If that is all, read what the streams have brought."""
+        for screen in self._blocked:
+            screen.flush()
+        self._wait_for_readers()
+        for file, _ in () if self._blocked else self._readable.poll(0):
+            if not self._take(self._streams[file]):
+                self._end(file)
+            self._copied_at = time.monotonic()
+            if any(screen.is_blocked for screen in self._screens.values()):
+                break
+        self._wait_for_readers()
+        if self._grow not in self._selector.timers:
+            self._grow()
+
+    def _grow(self) -> None:
+        """Show how open lines grow, as long as there are some."""
+        if any(screen.grows for screen in self._screens.values()):
+            self._selector.after(GROWTH_S, self._grow)
+        for screen in () if self._blocked else self._screens.values():
+            screen.show_growth()
+        self._wait_for_readers()
+
+    def _wait_for_readers(self) -> None:
+        """Let the selector report when the readers take more, and no stream before they have taken all."""
+        before, self._blocked = self._blocked, {s for s in self._screens.values() if s.is_blocked}
+        if self._blocked and not before:
+            self.blocked_since = time.monotonic()
+            self._selector.unregister(self._readable)
+        if before and not self._blocked:
+            self.blocked_since = None
+            self._selector.register(self._readable, selectors.EVENT_READ, self)
+        for screen in self._blocked - before:
+            self._selector.register(screen.file, selectors.EVENT_WRITE, self)
+        for screen in before - self._blocked:
+            self._selector.unregister(screen.file)
+
+    def _take(self, stream: _Stream, *, is_last: bool = False) -> bool:
+        """Take what a stream has brought, and keep the end of that. False at its end."""
+        try:
+            chunk = os.read(stream.file.fileno(), _CHUNK)
+        except BlockingIOError:
+            return not is_last
+        except OSError:  # the host is gone
+            return False
+        if not chunk:
+            return False
+        rank = stream.rank
+        if rank < 0:
+            # Open MPI ends some messages by a zero byte, and grep sees no text then.
+            chunk = _HARMLESS.sub(b"", chunk.replace(b"\0", b""))
+        self.latest[rank] = (self.latest.get(rank, b"") + chunk)[-_LATEST:]
+        if stream.number == 2:
+            self._tails[rank] = (self._tails.get(rank, b"") + chunk)[-_TAIL:]
+        if rank == MPIRUN_AT_END:
+            chunk, stream.held = stream.held + chunk, b""
+            if len(chunk) <= _MOST_HELD:
+                stream.held = chunk
+                return True
+        self._screens[stream.number].show(stream, chunk)
+        return True
+
+    def _end(self, file: int) -> None:
+        stream = self._streams.pop(file)
+        self._readable.unregister(file)
+        stream.file.close()
+        self._screens[stream.number].end(stream)
+
+    # --- the end ---
+
+    def give_up(self) -> None:
+        """Read no more of the ranks, whose agents then end: nobody reads what is shown."""
+        for file in [file for file, stream in self._streams.items() if stream.rank >= 0]:
+            self._end(file)
+
+    def end(self) -> None:
+        """Take what mpirun has still written, and end all streams."""
+        self._is_ending = True
+        for file, stream in list(self._streams.items()):
+            while stream.rank < 0 and self._take(stream, is_last=True):
+                pass
+            self._end(file)
+        self._wait_for_readers()
+        if self._input is not None:
+            with suppress(OSError):  # it has ended
+                self._input.shutdown(socket.SHUT_RDWR)
+        self.follow(self._manners)
+
+    def settle(self, *, is_said: bool) -> None:
+        """Show what mpirun has said at the end; if the verdict says it, write it to --log-dir instead."""
+        log_dir = self._options.log_dir
+        if frames := sum(screen.left_out for screen in set(self._screens.values())):
+            where = "They are in" if log_dir else "To keep them: --log-dir"
+            self.log(f"{frames} lines of C++ were not shown. {where} {log_dir or 'DIR'}")
+        left_out = b""
+        for stream in self._of_mpirun:
+            if is_said and not self._options.verbose:
+                left_out += stream.held
+            elif stream.held.strip():
+                self._screens[stream.number].show(stream, stream.held)
+        for screen in set(self._screens.values()):
+            screen.close()
+        self._readable.close()
+        if left_out and log_dir is not None:
+            path = Path(log_dir, "mpirun.log")
+            with suppress(OSError):  # the ranks say why nothing can be written there
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(left_out)
+
+
+def _send_stdin(connection: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    poll.register(0, select.POLLIN)
+    with connection, suppress(OSError):  # the rank has ended, or the terminal is gone
+        connection.setblocking(True)
+        notice_silence(connection, is_read_slowly=True)
+        while connection.fileno() not in dict(poll.poll()):
+            if _is_in_background():
+                time.sleep(_BACKGROUND_S)
+            elif chunk := os.read(0, _CHUNK):
+                connection.sendall(chunk)
+            elif os.isatty(0):  # Ctrl-D ends what is being read, and another input may follow
+                connection.sendall(_CTRL_D)
+            else:
+                return
+
+
+def _is_in_background() -> bool:
+    """Whether a shell runs this process by `&`. A process that reads its terminal's input then is stopped."""
+    try:
+        return os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:  # no terminal
+        return False

@@ -1,0 +1,104 @@
+"""What is shown of an attempt: the status below the output on a terminal, and the facts for `mpiddp top`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from mpiddp.hosts.gpus import CHANGING
+from mpiddp.launch.judge.events import Phase, Record
+from mpiddp.launch.judge.gpu_use import find_idle
+from mpiddp.launch.judge.stragglers import straggler_sentence
+from mpiddp.text import counted, duration, escaped, size_text
+
+# What people look at first, as a narrow terminal cuts the rest.
+_FIRST = ("epoch", "train_loss", "loss", "test_accuracy", "accuracy", "lr")
+_QUIET_STEPS, _QUIET_S = 10, 3.0  # without a step: a rank is quiet after the longer of these
+_LONGEST_LINE = 200  # characters of a rank's last line
+
+
+def status_lines(record: Record, now: float) -> list[str]:
+    """The lines of the status; none before the first step."""
+    if not record.paces:
+        return []
+    step, shown = record.newest_step, dict(record.shown)
+    total = shown.pop("total", None)
+    has_total = type(total) is int and total >= max(step, 1)
+    training = [f"step {step:,}/{total:,} ({step / total:.0%})" if has_total else f"step {step:,}"]
+    times = [time[0] for pace in record.paces.values() if (time := pace.step_time)]
+    if times:
+        training.append(f"{1 / max(times):.3g} steps/s")
+        if has_total and step < total:
+            training.append(f"{duration((total - step) * max(times))} left")
+    for name in sorted(shown, key=lambda name: [*_FIRST, name].index(name)):
+        value = shown[name]
+        training.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    hosts = counted(len(set(record.hosts)), "host")
+    machines = [f"{counted(record.world_size, 'rank')} on {hosts}"]
+    if (attempt := record.fact("began", "attempt")) > 1:
+        machines.append(f"attempt {attempt}")
+    machines.append(f"{size_text(max(pace.memory for pace in record.paces.values()))} a rank")
+    if straggler := straggler_sentence(record)[1]:
+        machines.append(straggler.partition(":")[0])
+    uses = [use for gpu in record.gpus.values() if (use := gpu.facts["use"]) is not None]
+    if uses:
+        machines.append(f"GPUs {sum(uses) / len(uses):.0f}% in use")
+    if record.saving:
+        machines.append("saving")
+    elif record.last_saved_at:
+        machines.append(f"saved {duration(now - record.last_saved_at)} ago")
+    return [escaped("  ".join(training)), escaped("  ".join(machines))]
+
+
+def idle_sentence(record: Record) -> str:
+    """A sentence about the ranks whose GPUs have idled for some readings, "" for none."""
+    idle, others = find_idle(record.gpus, record.left if record.phase is Phase.RUNNING else [])
+    they = "the GPU of {} idles" if len(idle) == 1 else "the GPUs of {} idle"
+    return f"{they.format(record.names(idle))}{others}." if idle else ""
+
+
+def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
+    """The state of the job and of each rank: seconds, and bytes. `latest` ends with the rank's last line."""
+    table = [
+        _rank_facts(record, rank, latest.get(rank, b""), now) for rank in range(record.world_size)
+    ]
+    return {
+        "attempt": record.fact("began", "attempt"),
+        "phase": record.phase.name.lower(),
+        "straggler": straggler_sentence(record)[1],
+        "idle_gpus": idle_sentence(record),
+        "ranks": table,
+        "step": record.newest_step if record.paces else None,
+        "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
+    }
+
+
+def _rank_facts(record: Record, rank: int, latest: bytes, now: float) -> dict[str, Any]:
+    states: dict[str, Collection[int]] = {
+        "failed": record.failures,
+        "done": record.done,
+        "saving": record.saving,
+        "running": record.latest["joining"],
+        "joining": record.latest["started"],
+    }
+    # Of the last line that is not empty, what a terminal shows.
+    line = latest.decode(errors="replace").rstrip().replace("\r", "\n").rpartition("\n")[2]
+    facts = {
+        "rank": rank,
+        "host": record.host_of(rank),
+        "state": next((state for state, of in states.items() if rank in of), "starting"),
+        "line": escaped(line[-_LONGEST_LINE:]),
+    }
+    if gpu := record.gpus.get(rank):
+        told = {name: gpu.facts[name] for name in CHANGING}
+        facts |= {f"gpu_{name}": each for name, each in told.items() if each not in (None, "")}
+    if pace := record.paces.get(rank):
+        ago_s = now - pace.since
+        facts |= {"step": pace.step, "ago_s": ago_s, "memory": pace.memory}
+        if time_of_step := pace.step_time:
+            step_s, own_s, cpu_s = time_of_step
+            if facts["state"] == "running" and ago_s > max(_QUIET_STEPS * step_s, _QUIET_S):
+                facts["state"], step_s = "quiet", ago_s
+            facts |= {"rate": 1 / step_s, "own_s": own_s, "wait_s": max(0.0, step_s - own_s)}
+            facts["cores"] = cpu_s / step_s
+    return facts

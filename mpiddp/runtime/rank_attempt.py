@@ -1,0 +1,421 @@
+"""One attempt of a rank: start the program, meet the other ranks, and wait in one loop until it has ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from mpiddp.errors import (
+    DONE,
+    FAILED,
+    STOPPED,
+    JobFailed,
+    NoAnswer,
+    UserError,
+    named_by,
+    print_error,
+)
+from mpiddp.hosts.processes import adopt_orphans
+from mpiddp.protocol import variables
+from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
+from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
+from mpiddp.protocol.variables import SAVE_GRACE_S
+from mpiddp.runtime import sinks
+from mpiddp.runtime.child import Child, caught_signals, reap
+from mpiddp.runtime.gpu import limit_threads, prepare
+from mpiddp.runtime.gpu_readings import GpuReadings
+from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
+from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
+from mpiddp.runtime.rank import Rank
+from mpiddp.runtime.store_port import StorePort
+
+_END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
+_GPUS_S = 5.0  # for a look at the GPUs before the next attempt
+_WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
+_WAIT_FOR_TORCH_MS = 200  # another process takes longer to import torch
+_REQUESTS = frozenset(
+    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+)
+
+
+class RankAttempt:
+    """One attempt of a rank, from the start of its program to its end.
+
+    `spare` is the child that an earlier attempt has started for this one.
+    docs/architecture.md has its states, and what each event does in each.
+    """
+
+    def __init__(self, rank: Rank, spare: Child | None = None) -> None:
+        self.rank, self.world = rank, rank.world
+        self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
+        self.spare: Child | None = None  # that imports torch for the next attempt
+        if spare is not None and not spare.answers():
+            spare.discard()
+            spare = None
+        self.child = spare or Child(rank)
+        self._store = StorePort()
+        self.coordinator = Coordinator(self.world)
+        # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
+        name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
+        self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
+        self._ended_by = EndedBy.SCRIPT
+        self._code = FAILED  # of this rank
+        self._ends_at: float | None = None  # when the program ends for what has happened elsewhere
+        self._signals: int | None = None  # that have arrived, once the ranks have met
+        self._readings = ExitStack()  # of the GPUs of this host
+
+    def run(self) -> int:
+        """Make the attempt. Returns the exit code of this rank, unless it is to begin `again`."""
+        stops = False
+        try:
+            self._begin()
+            stops = self._serve()
+        except EndedFromOutside:
+            self._end_script()
+            self._clear(_END_S if self.child.is_command else 0.0)
+        except BaseException as error:
+            ending = ending_of(error)
+            if self.rank.launcher is not None or not isinstance(error, Refused):
+                self._report(ending)
+            ranks = self.coordinator
+            if isinstance(error, JobFailed | UserError) and (ranks.has_launcher or ranks.hostnames):
+                return ending.code  # it has been reported
+            raise
+        finally:
+            if self.child.runs:  # this rank could not begin
+                self.child.end(0.0)
+            self._error_file.unlink(missing_ok=True)
+            self._store.close()
+        if self._ended_by is EndedBy.HOLD:
+            self._wait_for_launcher()
+        elif self._ended_by is not EndedBy.OTHERS and (stops or self._code == DONE):
+            # The first rank that exits with a code other than 0 ends the others, which may still save.
+            self.coordinator.leave(waits=stops)
+        else:
+            self._await_others()
+        return self._code
+
+    def _end_script(self) -> None:
+        """Let the script end for what has happened elsewhere: after a save, by SIGTERM, in its grace."""
+        child = self.child
+        if child.is_command or not child.has_begun:
+            return
+        self._ends_at = time.monotonic()
+        while child.saves and child.runs and time.monotonic() < self._ends_at + SAVE_GRACE_S:
+            self._wait()
+        # should_stop() takes SIGTERM for a request, on which the ranks cannot agree any more.
+        if "supports_stop" in child.said:
+            return
+        child.pass_on(signal.SIGTERM)
+        child.pass_on(signal.SIGCONT)
+        deadline = time.monotonic() + self.rank.failed_grace_s
+        while child.runs and time.monotonic() < deadline:
+            self._wait()
+
+    def _await_others(self) -> None:
+        """Wait until no rank runs a script: the first that exits makes the MPI end the others at once."""
+        ranks = self.coordinator
+        limit_s = None if ranks.has_launcher else GRACE_S + self.rank.failed_grace_s + _END_S
+        ranks.give("ended", None, timeout_s=limit_s)
+        with suppress(NoAnswer):
+            while ranks.connection and not (ranks.is_lost or ranks.given("ended")):
+                if self.rank.daemon not in (None, os.getppid()):
+                    break
+                self._wait()
+
+    def _wait_for_launcher(self) -> None:
+        """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
+        self.child.close()
+        if self.spare is not None:
+            self.spare.hurry()
+        self._ends_at = None
+        wrong = []
+        if (self.coordinator.world.local_rank or 0) == 0:  # one rank of each host looks
+            from mpiddp.hosts.gpu_faults import wrong_here
+
+            wrong = wrong_here(os.environ, timeout_s=_GPUS_S)
+        self.coordinator.send("held", error="\n".join(wrong)[:TEXT_LIMIT])
+        while self.again is None and self._ended_by is EndedBy.HOLD:
+            self._wait()
+        if self.again is not None and self.coordinator.connection is not None:
+            self.coordinator.connection.close()
+
+    def _begin(self) -> None:
+        """Start the script, and meet the other ranks meanwhile."""
+        child, world, rank = self.child, self.world, self.rank
+        os.environ.clear()  # of what an earlier attempt has set
+        os.environ.update({**rank.variables, **rank.own})
+        problem: UserError | JobFailed | None = None
+        try:
+            prepare(world)
+            rank.program.check()
+            if world.rank == 0 and not child.is_command:
+                sinks.require(os.environ)
+            if not (child.is_command or child.runs):
+                child.start(os.environ)
+        except (UserError, JobFailed) as error:
+            problem = error
+        if rank.launcher is not None:
+            self._connect(rank.launcher)
+        if isinstance(problem, JobFailed):  # else all ranks refuse it
+            raise problem
+        # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
+        from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
+
+        files = [] if world.local_world_size == world.world_size else rank.program.files
+        try:
+            env, store = meet(self.coordinator, str(problem or ""), files)
+        finally:
+            if rank.kept:  # all ranks have taken it
+                from mpiddp.hosts import private
+
+                private.remove(rank.kept)
+        # Adopt orphans from here on: the channel process, where no launcher serves, must not be ours.
+        adopt_orphans()
+        self._signals = caught_signals()
+        ranks = self.coordinator
+        if ranks.connection is not None:
+            key = ranks.server.member_key(world.rank, CHANNEL_SCRIPT)
+            env |= {variables.CHANNEL: ranks.server.address, variables.CHANNEL_SECRET: key}
+        env[variables.LAUNCHER] = world.launcher.name
+        if world.launcher.name != "torchrun":
+            env[variables.ERROR_FILE] = str(self._error_file)
+        if threads := limit_threads(ranks.world):  # only now known
+            env["OMP_NUM_THREADS"] = str(threads)
+        os.environ.update(env)
+        self._join(joining_timeout_s())
+        self._store.take(store)
+        if child.is_command:
+            self._store.leave()
+            with ranks.all_or_none():
+                child.start(os.environ)
+            return
+        child.go(rank, env, store)
+
+    def _see_torch(self) -> None:
+        """Once the script has imported torch, start the Python that imports it for the next attempt.
+
+        Until then, a process that the script starts may be the one that needs torch's store.
+        """
+        child, spare = self.child, self.spare
+        if "torch" in child.said:
+            self._store.close()
+            told = child.said.pop("torch")
+            if self.rank.holds and spare is None:
+                self.spare = Child(self.rank)
+                self.spare.import_ahead(os.environ, told["ahead"])
+                child.others.add(self.spare.pid)
+        elif self._store.listens and child.has_children:
+            self._store.leave()
+        if child.said.pop("mpi", None):  # no later process of this rank can start it
+            self.rank = self.rank._replace(holds=False)
+        if spare is not None:
+            spare.hear()
+            if spare.status is not None and child.status is None:
+                child.forget_kills()
+
+    def _connect(self, launcher: Server) -> None:
+        """Connect to the launcher: the messages, and the streams that it shows."""
+        world = self.world
+        self.coordinator.connect(world, launcher)
+        self.coordinator.has_launcher = True
+        self.coordinator.on_news = self._obey
+        self.coordinator.send("started", host=world.hostname, pid=os.getpid())
+        self.child.connect(launcher)
+        if folder := os.environ.get(variables.LOG_DIR):
+            self._log_to(Path(folder).absolute(), "--log-dir")
+
+    def _log_to(self, folder: Path, option: str = "") -> None:
+        """Write the streams to files of this folder. That of stderr will contain a traceback."""
+        stem = f"rank_{self.world.rank:05d}"
+        paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}
+        with named_by(option):
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream in self.child.outputs:
+                stream.write_to(paths[stream.number])
+        self.coordinator.send("log", path=str(paths[2]))
+
+    def _join(self, timeout_s: float) -> None:
+        """Wait until the scripts of all ranks have imported torch, unless that of this one has ended."""
+        child, ranks = self.child, self.coordinator
+        while child.runs and "ready" not in child.said:
+            self._wait()
+        if child.status is not None:
+            return
+        ranks.send("joining", timeout_s=timeout_s)
+        ranks.give("joined", None, timeout_s=None if ranks.has_launcher else timeout_s, calls=False)
+        while ranks.connection and child.status is None and not ranks.given("joined", timeout_s):
+            self._wait()
+
+    def _serve(self) -> bool:
+        """Wait for all that may happen until the program has ended. Returns whether it ends on request."""
+        child = self.child
+        self._read_gpus()
+        while child.status is None:
+            self._wait()
+        ending = child.ending()
+        if self._ended_by is EndedBy.SCRIPT and not ending.is_failure:
+            self._readings.close()  # whose processes are not the program's
+            child.name_what_is_left()
+        stops = self._report(ending)
+        if self._ended_by is not EndedBy.OTHERS:
+            self._code = ending.code
+        self._clear(_END_S)
+        return stops
+
+    def _clear(self, grace_s: float) -> None:
+        """End the program with all that it has started, and read the rest of its output."""
+        child = self.child
+        child.end(grace_s)
+        # Now, because whoever still has the streams may outlive this process.
+        self._error_file.unlink(missing_ok=True)
+        self._readings.close()
+        while child.pid and not all(stream.is_done for stream in child.streams):
+            self._wait()
+
+    def _read_gpus(self) -> None:
+        """Read what the GPUs of this host do from now on, if this is its first rank."""
+        ranks = self.coordinator
+        if self.rank.launcher is not None and ranks.world.local_rank == 0:
+            readings = GpuReadings(ranks.ranks_here, os.environ, ranks.send)
+            readings.start()
+            self._readings.callback(readings.stop)
+
+    def _wait(self) -> None:
+        """Act on what happens next. Raises EndedFromOutside."""
+        child, channel = self.child, self.coordinator
+        connection = None if channel.is_lost else channel.connection
+        poll = select.poll()
+        for stream in child.streams:
+            stream.register(poll)
+        for file in (child.control, self._signals, connection):
+            if file is not None:
+                poll.register(file, select.POLLIN)
+        wait_ms = _WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS
+        ready = dict(
+            poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self._store.listens else wait_ms)
+        )
+        for stream in child.streams:
+            if manners := stream.act(ready):
+                channel.send("terminal", **manners._asdict())
+        reap()  # first: a script writes its last words before it ends
+        child.hear()
+        if log := child.said.pop("log_to", None):
+            self._log_to(Path(log["folder"]))
+        if (hidden := child.said.pop("hidden", None)) and child.outputs:
+            child.outputs[-1].keep(hidden["text"])
+        if stopping := child.said.pop("stopping", None):
+            self._note_request(stopping["signal"])
+        self._see_torch()
+        if connection is not None and connection.fileno() in ready:
+            channel.receive()
+        self._see_others()
+        if self._signals is not None and self._signals in ready:
+            for number in os.read(self._signals, 4096):
+                if number != signal.SIGCHLD:
+                    child.pass_on(number)
+
+    def _obey(self, facts: Mapping[str, Any]) -> None:
+        match facts:
+            case {"type": "end", "code": int(code)}:
+                self._cut(EndedBy.OTHERS, code)
+            case {"type": "hold"} if not self.rank.holds:
+                self._cut(EndedBy.OTHERS)
+            case {"type": "hold"} if self._signals is None:
+                self._cut(EndedBy.HOLD)
+            case {"type": "hold"} if self.child.status is None:
+                self._ends_at = time.monotonic() + GRACE_S
+            case {"type": "again"}:
+                self.again = facts
+            case {"type": "stop", "signal": int(number)}:
+                if self._ended_by is EndedBy.SCRIPT:
+                    self.child.pass_on(number)
+                self._note_request(number)
+            case {"type": "size", "columns": int(columns), "rows": int(rows)}:
+                self._resize(columns, rows)
+            case {"type": "stacks"}:
+                if (text := self.child.stack()) is not None:  # else the script answers
+                    self.coordinator.send("stacks", text=text[-TEXT_LIMIT:])
+
+    def _note_request(self, number: int) -> None:
+        """The launcher has requested a stop by this signal."""
+        self.child.passed.add(number)
+        if self._ended_by is EndedBy.SCRIPT:
+            self._ended_by = EndedBy.STOP_REQUEST
+
+    def _resize(self, columns: int, rows: int) -> None:
+        """Give the script's terminals the launcher's new size, and tell the script as a terminal does."""
+        self.rank = self.rank.resized(columns, rows)
+        for child in (self.child, self.spare):
+            for stream in child.streams if child else ():
+                stream.resize(self.rank.terminal)
+        self.child.pass_on(signal.SIGWINCH)
+
+    def _see_others(self) -> None:
+        """End with the daemon of the MPI. End some time after the launcher holds, or a failure elsewhere."""
+        ranks, child, now = self.coordinator, self.child, time.monotonic()
+        if self._ended_by is EndedBy.OTHERS:
+            return
+        if self.rank.daemon not in (None, os.getppid()):
+            self._cut(EndedBy.OTHERS)
+        elif ranks.code_of_failure or ranks.is_lost:
+            self._ends_at = self._ends_at or now + GRACE_S
+            if now >= self._ends_at:
+                self._cut(EndedBy.OTHERS, ranks.code_of_end())
+        elif self._ends_at and child.status is None:
+            if "over" in child.said:  # it has failed itself, and has only to end
+                child.end(0.0)
+            elif now >= self._ends_at:
+                self._cut(EndedBy.HOLD)
+
+    def _cut(self, ended_by: EndedBy, code: int = FAILED) -> None:
+        """End for this reason, with this code. Raises EndedFromOutside, unless the program has ended."""
+        is_over = self.child.status is not None or self._ended_by in (EndedBy.HOLD, EndedBy.OTHERS)
+        if self._ended_by is not EndedBy.OTHERS:
+            self._ended_by, self._code = ended_by, code
+        if not is_over:
+            raise EndedFromOutside
+
+    def _report(self, ending: Ending) -> bool:
+        """Tell the launcher, or else the other ranks, how this rank ends. Returns whether on request."""
+        if self._ended_by is EndedBy.OTHERS:
+            return False
+        child, has_launcher = self.child, self.rank.launcher is not None
+        # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
+        # so its ranks look at that alone.
+        was_asked = (
+            self._ended_by is EndedBy.STOP_REQUEST if has_launcher else child.passed & _REQUESTS
+        )
+        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in child.passed)}
+        # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
+        is_exit = not (ending.signal or ending.traceback or ending.error)
+        # If scripts within a command agree on a stop, its agent is not told.
+        says_so = child.is_command or "stopped" in child.said
+        has_stopped = ending.code == STOPPED and says_so
+        stops = has_stopped or bool(was_asked and (ending.code in ends or is_exit))
+        if stops or not ending.is_failure:
+            if ending.code == STOPPED and "stopped" not in child.said:
+                self.coordinator.send("stopped")
+            # Not by os._exit(0) in the middle of its work.
+            has_left = child.is_command or "left" in child.said or ending.is_failure
+            self.coordinator.send("done" if has_left else "exited")
+            return stops
+        if has_launcher:
+            passed = {"passed": True} if ending.signal in child.passed else {}
+            self.coordinator.send("failed", **ending.facts, **child.lack_of_memory, **passed)
+        elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
+            line = ending.line(self.coordinator.name(self.world.rank))
+            if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
+                print_error(line)
+        if self.rank.holds and self._ended_by is EndedBy.SCRIPT:
+            self._ended_by = EndedBy.HOLD
+        else:
+            self.coordinator.send("fail", code=ending.code)
+        return False

@@ -1,0 +1,208 @@
+"""The jobs of this user whose launchers run on this machine: find them, and get what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mpiddp.arguments import OneSentenceParser
+from mpiddp.errors import UserError
+from mpiddp.hosts.private import is_private
+from mpiddp.hosts.processes import state_of
+from mpiddp.protocol.channel import NAMED_AT, VIEW_JOB, VIEWED_AT, encode, viewed_folders
+from mpiddp.text import listed, shown
+from mpiddp.watch.detached import DetachedJob, detached_jobs
+
+Facts = Mapping[str, Any]
+NO_ANSWER = "no answer"
+
+_ANSWER_S = 3.0  # an answer takes a launcher a few milliseconds
+_LATE_ANSWER_S = 0.01  # after the wait for others, an answer is there
+_STACKS_S = 15.0  # it waits up to 5 s for the stacks of its ranks
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """A launcher that listens."""
+
+    path: Path
+    pid: int  # 0 if it runs in another container
+    name: str
+    facts: dict[str, Any]  # what it says of its job, {} if it does not answer
+
+    @property
+    def title(self) -> str:
+        return f"{self.pid or '-'} ({self.name})"
+
+    @property
+    def gone(self) -> UserError:
+        """The error about a job that has ended meanwhile."""
+        return UserError(f"job {self.title} has ended.")
+
+    def connected(self) -> socket.socket:
+        """A connection to the same process as before. Raises UserError if it has ended."""
+        connection, pid = _connected(self.path)
+        if connection is None or pid != self.pid:
+            raise self.gone
+        return connection
+
+    def ask(self, view: str) -> dict[str, Any]:
+        """What it says of its job, or its stacks. Raises UserError if it has ended or does not answer."""
+        connection = self.connected()
+        _ask(connection, view)
+        if facts := _answer(connection, _ANSWER_S if view == VIEW_JOB else _STACKS_S):
+            return facts
+        why = "it starts, restarts or ends now" if self.silence == NO_ANSWER else "it is suspended"
+        raise UserError(f"job {self.title} does not answer: {why}.")
+
+    @property
+    def silence(self) -> str:
+        """The phase of a job that does not answer."""
+        return "suspended" if state_of(self.pid) == "T" else NO_ANSWER
+
+
+_AnyJob = TypeVar("_AnyJob", RunningJob, DetachedJob)
+
+
+def job_parser(
+    verb: str, purpose: str, default: str = "the only one that runs"
+) -> OneSentenceParser:
+    """The parser of a verb that takes a job."""
+    parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose, allow_abbrev=False)
+    parser.add_argument("job", nargs="?", metavar="JOB", help=f"pid or name (default: {default})")
+    return parser
+
+
+def running_jobs() -> list[RunningJob]:
+    """All jobs of this user on this machine, the oldest first. They are asked at once: one may be silent."""
+    jobs, asked = [], []
+    for path in sockets():
+        connection, pid = _connected(path)
+        if connection is not None:
+            _ask(connection, VIEW_JOB)
+            asked.append((path, pid, connection))
+    until = time.monotonic() + _ANSWER_S
+    for path, pid, connection in asked:
+        facts = _answer(connection, max(_LATE_ANSWER_S, until - time.monotonic()))
+        with contextlib.suppress(OSError):  # it has just ended
+            name = path.with_name(NAMED_AT).read_text(encoding="utf-8")
+            jobs.append(RunningJob(path, pid, name, facts))
+    return sorted(jobs, key=lambda job: (-job.facts.get("age_s", 0.0), job.pid))
+
+
+class HasEnded(UserError):
+    """The job has ended. The sentence says how, for one that was started with --detach."""
+
+
+# Every verb has one rule for the job that JOB means: it has this pid or name. Without JOB, it is the only job
+# that runs. `logs` and `wait` know the jobs of --detach alone. If none of those runs, they mean the latest.
+
+
+def find_job(name: str | None) -> RunningJob:
+    """The running job that `name` means.
+
+    Raises HasEnded for one that was detached and has ended, UserError for none or several.
+    """
+    jobs = running_jobs()
+    if job := _meant(name, jobs):
+        return job
+    for detached in detached_jobs() if name else ():
+        if detached.name == name:
+            where = detached.report().get("launched_on")
+            if detached.is_running:
+                is_here = where == socket.gethostname()
+                state = "starts or ends now." if is_here else f"runs on {where}. Log in there."
+                raise UserError(f"job {name} {state}")
+            raise HasEnded(detached.ending)
+    if not jobs:
+        raise UserError(
+            "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
+        )
+    titles = listed([job.title for job in jobs])
+    raise UserError(f"no job of yours is called {shown(str(name))}. There are: {titles}.")
+
+
+def find_detached(name: str | None) -> DetachedJob:
+    """The job of --detach that `name` means. Raises UserError for none or several."""
+    jobs = detached_jobs()
+    if job := _meant(name, [job for job in jobs if name or job.is_running]):
+        return job
+    if name is None and jobs:
+        return jobs[0]
+    for attached in running_jobs() if name else ():
+        if name in (attached.name, str(attached.pid)):
+            raise UserError(
+                f"job {attached.title} was started without --detach: its output is where it was started."
+            )
+    called = "" if name is None else f" called {shown(name)}"
+    there = f" There are: {listed([job.name for job in jobs])}." if jobs else ""
+    raise UserError(f"no job{called} was started with mpiddp launch --detach.{there}")
+
+
+def _meant(name: str | None, jobs: Sequence[_AnyJob]) -> _AnyJob | None:
+    """The job with this name or pid. Without a name, the only job. None if there is none."""
+    found = [job for job in jobs if name in (None, job.name, str(job.pid))]
+    if len(found) > 1:
+        titles = listed([job.title for job in found])
+        raise UserError(f"several jobs run here: {titles}. Name one of them by its number.")
+    return found[0] if found else None
+
+
+def hosts_of(facts: Facts) -> list[str]:
+    """The hosts of a job, in the order of their ranks."""
+    return list(dict.fromkeys(str(rank["host"]) for rank in facts["ranks"]))
+
+
+def sockets() -> list[Path]:
+    """The sockets of all launchers of this user, and those that dead ones have left."""
+    found = []
+    for folder in (each for path in viewed_folders() for each in path.parent.glob(f"{path.name}*")):
+        with contextlib.suppress(OSError):
+            if is_private(folder):  # another user may make a folder of any name in /tmp
+                found.append(folder / VIEWED_AT)
+    return found
+
+
+def _connected(path: Path) -> tuple[socket.socket | None, int]:
+    """A connection to the launcher, of this user, that listens there, and its pid.
+
+    What a dead one has left is removed.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_ANSWER_S)
+    with contextlib.suppress(OSError):  # it has just ended, or too many viewers wait for it
+        if (error := connection.connect_ex(str(path))) == 0:
+            ucred = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid, uid, _ = struct.unpack("3i", ucred)  # linux/socket.h
+            if uid == os.getuid():
+                return connection, pid
+        elif error == errno.ECONNREFUSED:
+            shutil.rmtree(path.parent, ignore_errors=True)
+    connection.close()
+    return None, 0
+
+
+def _ask(connection: socket.socket, view: str) -> None:
+    with contextlib.suppress(OSError):  # then it answers nothing, either
+        connection.sendall(encode(view))
+
+
+def _answer(connection: socket.socket, within_s: float) -> dict[str, Any]:
+    """What the launcher answers, {} if it answers nothing in time. The connection is closed."""
+    with connection, contextlib.suppress(OSError, ValueError):
+        connection.settimeout(within_s)
+        with connection.makefile("rb") as lines:
+            lines.readline()  # a challenge, which is for ranks
+            facts: dict[str, Any] = json.loads(lines.readline())
+            return facts
+    return {}
