@@ -20,12 +20,10 @@ from typing import NamedTuple
 import pytest
 
 import mpiddp
-from docs import troubleshooting
+from docs import command_line, troubleshooting
 from mpiddp import cli, errors
 from mpiddp.cli import VERBS
 from mpiddp.launch.plan.options import option_parser
-from mpiddp.protocol.channel import DEFAULT_RANKS
-from mpiddp.train.train import option_parser as train_parser
 from tests.support.own_script import EXAMPLE, PLAIN
 from tests.support.ranks import ROOT, clean_env
 
@@ -91,8 +89,9 @@ def test_pages_name_only_files_that_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_the_page_that_is_written_by_a_program_is_current():
-    assert troubleshooting.PAGE.read_text() == troubleshooting.text()
+@pytest.mark.parametrize("module", [command_line, troubleshooting], ids=lambda each: each.__name__)
+def test_a_page_that_is_written_by_a_program_is_current(module):
+    assert module.PAGE.read_text() == module.text(), f"run: python -m {module.__name__}"
 
 
 def test_the_example_of_a_test_is_one():
@@ -100,14 +99,26 @@ def test_the_example_of_a_test_is_one():
     assert example in (ROOT / "tests/promises/test_output.py").read_text()
 
 
-def test_every_variable_in_use_has_a_row():
+def test_each_guarantee_names_a_test():
+    promised = rows("docs/guarantees.md", "| you can rely on this | test |")
+    assert len(promised) == 30
+    for sentence, cell in promised:
+        for chapter, tests in re.findall(r"(\w+): ((?:`test_\w+`(?:, )?)+)", cell):
+            text = (ROOT / f"tests/promises/test_{chapter}.py").read_text()
+            for name in re.findall(r"`(\w+)`", tests):
+                assert f"def {name}(" in text, sentence
+        assert set(re.findall(r"`(test_\w+)`", cell)), sentence
+
+
+def test_every_variable_in_use_is_on_the_page():
     page = (ROOT / "docs/reference.md").read_text()
-    table = re.findall(r"^\| `(MPIDDP_[A-Z_]+)` \|(?: [^|]*\|){1,3}$", page, re.MULTILINE)
+    section = page.partition("## Environment variables")[2].partition("\n## ")[0]
+    listed = re.findall(r"(?:^\| |[:,]\s)`(MPIDDP_[A-Z_]+)`", section, re.MULTILINE)
     files = [ROOT / "run.sh", *sorted((ROOT / "mpiddp").rglob("*.py"))]
     named = re.findall(r"\bMPIDDP_[A-Z_]*[A-Z]", "".join(path.read_text() for path in files))
-    assert sorted(table) == sorted(set(named))
+    assert sorted(listed) == sorted(set(named))
     for other in PAGES:
-        assert set(re.findall(r"\bMPIDDP_(?!TEST_)[A-Z_]*[A-Z]", other.read_text())) <= set(table)
+        assert set(re.findall(r"\bMPIDDP_(?!TEST_)[A-Z_]*[A-Z]", other.read_text())) <= set(listed)
 
 
 # ---- options, defaults, exit codes, names
@@ -121,70 +132,9 @@ def rows(page: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in cells]
 
 
-def flags(cell: str) -> list[str]:
-    return re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", " ".join(re.findall(r"`([^`]*)`", cell)))
-
-
 def defaults(parser: argparse.ArgumentParser) -> dict[str, object]:
     listed = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     return {flag: action.default for action in listed for flag in action.option_strings}
-
-
-def numbers_of_help(parser: argparse.ArgumentParser) -> dict[str, float]:
-    """The defaults that only the help says, because the ranks fill them in."""
-    found = {
-        flag: re.search(r"\(default: (\d+)(?: s)?\)", action.help or "")
-        for action in parser._actions
-        for flag in action.option_strings
-    }
-    return {flag: float(match[1]) for flag, match in found.items() if match is not None}
-
-
-def is_default(written: str, actual: object) -> bool:
-    """Whether a cell says the default. A text without a number describes what is done without the option."""
-    written = written.strip("` ")
-    if actual is None or isinstance(actual, bool) or actual in ("", [], DEFAULT_RANKS):
-        return not re.fullmatch(r"[\d.]+( \w+)?", written)
-    if isinstance(actual, int | float):
-        found = re.match(r"([\d.]+)(?: (s|min))?", written)
-        return found is not None and float(found[1]) * (60 if found[2] == "min" else 1) == actual
-    return written.split(":")[0].strip("`") == str(actual)
-
-
-def test_the_table_of_launch_has_every_option_with_its_default():
-    actual = defaults(option_parser()) | numbers_of_help(option_parser())
-    left_out = {"-h", "--help", "-m", "--verbose", "--help-all"}
-    written: dict[str, str] = {}
-    for cell, default, *_ in rows("docs/launch.md", "| option | default | meaning |"):
-        options = flags(cell)
-        each = default.split(", ")
-        if len(each) != len(options):
-            each = [default] * len(options)
-        written |= dict(zip(options, each, strict=True))
-    assert written.keys() == actual.keys() - left_out
-    assert [flag for flag, text in written.items() if not is_default(text, actual[flag])] == []
-
-
-def test_the_table_of_train_has_no_other_option():
-    actual = defaults(train_parser())
-    for cell, default, *_ in rows("docs/train.md", "| option | default | meaning |"):
-        options = flags(cell)
-        assert set(options) <= actual.keys(), cell
-        each = [part.strip() for part in default.split(", ")]
-        if len(options) == len(each) and re.fullmatch(r"[\w.`]+", "".join(each)):
-            pairs = zip(options, each, strict=True)
-            assert [flag for flag, text in pairs if not says(text, actual[flag])] == [], cell
-
-
-def says(text: str, actual: object) -> bool:
-    off = actual is None or actual is False
-    return text.strip("`") in (("off", "none") if off else (str(actual),))
-
-
-def test_the_table_of_python_has_every_public_name():
-    cells = [name for name, _ in rows("docs/reference.md", "| name | does |")]
-    names = [name for cell in cells for name in re.findall(r"\w+(?=`)", cell)]
-    assert sorted(names) == mpiddp.__all__
 
 
 def test_the_exit_codes_are_those_of_the_program():
