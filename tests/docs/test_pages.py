@@ -24,7 +24,13 @@ import mpiddp
 from docs import charts, command_line, troubleshooting
 from mpiddp import cli, errors
 from mpiddp.cli import VERBS
-from mpiddp.launch.plan.options import option_parser
+from mpiddp.launch.judge import events, hangs, pace, stragglers
+from mpiddp.launch.plan.options import LaunchOptions, option_parser
+from mpiddp.launch.run import job
+from mpiddp.protocol import variables as names
+from mpiddp.runtime.job import coordinator
+from mpiddp.runtime.torch.process_group import COLLECTIVE_TIMEOUT_S
+from mpiddp.train.train import AVERAGE_EVERY
 from tests.support.own_script import EXAMPLE, PLAIN
 from tests.support.ranks import ROOT, clean_env
 
@@ -111,6 +117,32 @@ def test_the_readme_says_what_was_measured():
             assert float(accuracy) >= int(least)
             assert int(cpu_s) / 2 < 4 * 60  # "in under four minutes on two CPU cores"
     assert readme.count("under four minutes on two CPU cores") == 1
+
+
+TIMES = [  # of the program, in sentences of the pages
+    ("hangs", "have waited in a collective for {:.0f} s", hangs.WAIT_S),
+    ("hangs", "no rank makes a step for {:.0f} min", hangs.QUIET_S / 60),
+    ("hangs", "wait in collectives for {:.0f} s", events.CHRONIC * pace.WINDOW_S),
+    ("hangs", "A rank is reported from {:.0f} %", 100 * stragglers._LEAST_SHARE),
+    ("hangs", "It is {:.0f} min if mpiddp forms", COLLECTIVE_TIMEOUT_S / 60),
+    ("hangs", "within `--timeout` ({:.0f} s)", names.JOIN_TIMEOUT_S),
+    ("failures", "`--failed-grace` ({:.0f} s)", names.FAILED_GRACE_S),
+    ("failures", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
+    ("failures", "is saving has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),
+    ("failures", "After {:.0f} s, their scripts get SIGTERM", coordinator.GRACE_S),
+    ("containers", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
+    ("restarts", "waits, at first for {:.0f} s", job._FIRST_PAUSE_S),
+    ("restarts", "at most for {:.0f} s", job._LONGEST_PAUSE_S),
+    ("hosts", "`--login-timeout TIME` (default: {:.0f} s)", LaunchOptions.login_s),
+    ("reference", "in which all join (default: {:.0f})", names.JOIN_TIMEOUT_S),
+    ("train", "averages the weights every {} steps", AVERAGE_EVERY),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence", "figure"), TIMES)
+def test_a_time_on_a_page_is_that_of_the_program(page, sentence, figure):
+    text = " ".join((ROOT / f"docs/{page}.md").read_text().split())
+    assert sentence.format(figure) in text
 
 
 def test_the_pages_say_how_large_an_installation_is():
