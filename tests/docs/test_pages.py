@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 
 import mpiddp
-from docs import charts, command_line, troubleshooting
+from docs import charts, command_line, python_names, troubleshooting
 from mpiddp import cli, errors
 from mpiddp.cli import VERBS
 from mpiddp.launch.judge import events, hangs, pace, stragglers
@@ -96,7 +96,9 @@ def test_pages_name_only_files_that_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("module", [command_line, troubleshooting], ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "module", [command_line, python_names, troubleshooting], ids=lambda each: each.__name__
+)
 def test_a_page_that_is_written_by_a_program_is_current(module):
     assert module.PAGE.read_text() == module.text(), f"run: python -m {module.__name__}"
 
