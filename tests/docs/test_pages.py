@@ -7,6 +7,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import json
 import re
 import shlex
 import subprocess
@@ -27,6 +28,7 @@ from mpiddp.cli import VERBS
 from mpiddp.launch.judge import events, hangs, pace, stragglers
 from mpiddp.launch.plan.options import LaunchOptions, option_parser
 from mpiddp.launch.run import job
+from mpiddp.launch.run.outcome_file import Report
 from mpiddp.protocol import variables as names
 from mpiddp.runtime.job import coordinator
 from mpiddp.runtime.torch.process_group import COLLECTIVE_TIMEOUT_S
@@ -206,6 +208,15 @@ def rows(page: str, header: str) -> list[list[str]]:
 def defaults(parser: argparse.ArgumentParser) -> dict[str, object]:
     listed = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     return {flag: action.default for action in listed for flag in action.option_strings}
+
+
+def test_the_keys_of_an_outcome_are_on_the_page(tmp_path):
+    report = tmp_path / "report.json"
+    Report("train.py", paths=[report])
+    cells = [cell for cell, _ in rows("docs/reference.md", "| key | holds |")]
+    listed = [key for cell in cells for key in re.findall(r"`(\w+)`", cell)]
+    assert listed, cells
+    assert sorted(listed) == sorted(json.loads(report.read_text()).keys() - {"kind", "version"})
 
 
 def test_the_exit_codes_are_those_of_the_program():
