@@ -51,25 +51,29 @@ def text() -> str:
     return "\n".join(parts) + "\n"
 
 
-class _Printed(BaseException):
-    """Leaves a verb where it would print its help."""
+class _Made(BaseException):
+    """Leaves a verb when its parser is made."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self.parser = parser
 
 
 def parser_of(*words: str) -> argparse.ArgumentParser:
-    """The parser of a verb, which the verb makes before it prints its help."""
+    """The parser of a verb, before it parses anything."""
 
-    def printed(parser: argparse.ArgumentParser, *_: object) -> None:
-        raise _Printed(parser)
+    def made(parser: argparse.ArgumentParser, *_: object) -> None:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parser = action.choices[words[-1]]
+        raise _Made(parser)
 
-    with mock.patch.object(argparse.ArgumentParser, "print_help", printed):
+    names = ("parse_known_args", "print_help")
+    with mock.patch.multiple(argparse.ArgumentParser, **dict.fromkeys(names, made)):
         try:
-            cli.main([*words, "--help-all" if words == ("launch",) else "--help"])
-        except _Printed as caught:
+            cli.main([*words, "--help"])
+        except _Made as caught:
             return caught.parser
-    raise AssertionError(f"mpiddp {' '.join(words)} --help prints no help")
+    raise AssertionError(f"mpiddp {' '.join(words)} has no parser")
 
 
 def _table(parser: argparse.ArgumentParser) -> str:
