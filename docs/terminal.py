@@ -2,12 +2,12 @@
 
     python -m docs.terminal PICTURE.svg [--shell PROGRAM] [--setup 'COMMAND; '] 'a command' …
 
-It needs tmux. Text stays text, so a search finds it. README's picture, as root:
+It needs tmux. Text stays text, so a search finds it. A test of tests/promises/test_page_commands.py runs the
+commands of README's picture again. To record it, as root:
 
     mkdir -p /tmp/demo
-    sed -e 's/STEPS = 2000/STEPS = 1500/; s/step % 100 == 0/step % 250 == 0/' \\
-        examples/ddp_with_checkpoints.py > /tmp/demo/train.py
-    python -m docs.terminal docs/pictures/launch.svg --interrupt-at 'step 750' \\
+    sed 's/STEPS = 2000/STEPS = 600/' examples/ddp_with_checkpoints.py > /tmp/demo/train.py
+    python -m docs.terminal docs/pictures/launch.svg --interrupt-at 'step 300' \\
         --shell "$PWD/.venv/bin/python -m tests.support.cluster --cwd /tmp/demo 2" \\
         --setup "export TERM=xterm PATH=$PWD/.venv/bin:\\$PATH; unset MPIDDP_LOG_RANKS MPIDDP_PREFIX; " \\
         'mpiddp launch -H node0:2,gpu7:2 train.py' \\

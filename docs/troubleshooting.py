@@ -31,7 +31,7 @@ Fix: …
 ```
 
 `mpiddp explain ID` prints one entry. See also
-[error lines of mpiddp](failures.md#read-the-error-line-of-a-failed-job).
+[error lines of mpiddp](failures.md#read-the-error-line).
 """
 
 

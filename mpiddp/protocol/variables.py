@@ -1,4 +1,4 @@
-"""The names of this project's environment variables. docs/reference.md says what each holds."""
+"""The names of this project's environment variables. docs/reference.md says which a user may set."""
 
 from __future__ import annotations
 

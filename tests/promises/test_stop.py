@@ -418,9 +418,9 @@ def test_requeue_and_scancel(hosts, batch):
 
 
 def test_the_batch_script_of_the_page(hosts, batch):
-    """The batch script of docs/clusters.md makes your own script save before the job's time limit."""
-    page = (ROOT / "docs" / "clusters.md").read_text()
-    (text,) = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
+    """The batch script of docs/slurm.md makes your own script save before the job's time limit."""
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    text, *_ = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
     shutil.copy(program("stops.py"), hosts.folder / "train.py")
     # The nodes lack GPUs.
     script = hosts.script(text.replace("--gpus-per-node=8", "--output=%j.out"), "job.sbatch")

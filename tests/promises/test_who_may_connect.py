@@ -1,6 +1,6 @@
 """Who may connect: the processes of a job reach each other, and nobody else does.
 
-docs/clusters.md has the table of what listens.
+docs/security.md has the table of what listens.
 """
 
 import sys
