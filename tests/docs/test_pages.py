@@ -268,12 +268,9 @@ def help_text(*verb: str) -> str:
     return done.stdout
 
 
-# Those of `train` and `report` are longer.
+# The help of `train` is longer.
 ON_ONE_SCREEN = [
-    *(
-        [verb]
-        for verb in sorted(VERBS.keys() - {"train", "report", "bench", "hosts", "checkpoints"})
-    ),
+    *([verb] for verb in sorted(VERBS.keys() - {"train", "bench", "hosts", "checkpoints"})),
     *(["hosts", verb] for verb in ("--help", "check", "keys", "push", "pull", "run")),
     *(["bench", verb] for verb in ("--help", "allreduce", "scaling")),
     *(["checkpoints", verb] for verb in ("--help", "list", "verify", "prune", "pin", "export")),

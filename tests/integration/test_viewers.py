@@ -84,17 +84,6 @@ def a_job(folder):
         yield folder
 
 
-def test_the_stack_of_a_rank(job):
-    (own,) = job.glob("mpiddp/*/*")
-    assert own.stat().st_mode & 0o777 == 0o700
-    stacks = mpiddp("stacks", PID, "--rank", "1")
-    shown = f"both wait.\n\n{STACK}\n\nthread 2:\n".replace("\x1b", "\\x1b")
-    assert (stacks.stdout, stacks.stderr) == (shown, "")
-    refused = mpiddp("stacks", PID, "--rank", "7")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--rank 7: there is no such rank" in refused.stderr
-
-
 def test_a_launcher_that_starts_does_not_answer(folder, monkeypatch, capsys):
     for limit in ("_ANSWER_S", "_STACKS_S"):
         monkeypatch.setattr(running_jobs, limit, 0.5)

@@ -16,7 +16,7 @@ import pytest
 from tests.support.cluster import faults, lacking
 from tests.support.cluster.program import stat_of
 from tests.support.machine import reserved, tool
-from tests.support.place import MPIS, Done, Here, Place, eventually, every_mpi, program
+from tests.support.place import Done, Here, Place, eventually, every_mpi, program, two_mpis
 from tests.support.ranks import LAUNCH, mpirun_command
 
 OTHERS = " The other ranks were stopped."
@@ -82,15 +82,14 @@ def test_who_failed_first(here, how, script, mpi):
 
 
 @every_mpi
-@pytest.mark.parametrize("how", ["exit", "kill"])
-def test_every_mpi_ends_the_job(hosts, mpi, how):
-    """Under every MPI, a rank that exits or is killed ends the job on all hosts within a minute."""
-    failing(hosts, "alone.py", how, mpi=mpi)
+def test_every_mpi_ends_the_job(hosts, mpi):
+    """Under every MPI, a rank that is killed ends the job on all hosts within a minute."""
+    failing(hosts, "alone.py", "kill", mpi=mpi)
 
 
-@every_mpi
+@two_mpis
 def test_every_rank_leaves(here, mpi):
-    """Under every MPI, a job succeeds if all of its ranks end by os._exit(0)."""
+    """A job succeeds if all of its ranks end by os._exit(0)."""
     done = here.run("launch", *here.where(2), here.script("import os\nos._exit(0)"), mpi=mpi)
     assert (done.code, done.said) == (0, [])
 
@@ -223,8 +222,9 @@ JOINS = {
 }
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize("joins", JOINS)
+@pytest.mark.parametrize(
+    ("joins", "method"), [("torch", "spawn"), ("mpiddp", "forkserver"), ("nothing", "spawn")]
+)
 def test_a_missing_main_guard(here, joins, method):
     """A script that its DataLoader's workers run again is told that, and not of a port that is in use."""
     loader = f"DataLoader([1, 2], num_workers=1, multiprocessing_context='{method}')"
@@ -634,9 +634,6 @@ def test_the_save_of_a_survivor(here, how, grace, saved):
     assert not here.processes()
 
 
-WAITS = "import time\nprint('ready\\n', end='', flush=True)\ntime.sleep(6000)\n"
-
-
 def is_program(command: str, name: str) -> bool:
     return command.partition(" ")[0].rpartition("/")[2].startswith(name)
 
@@ -658,13 +655,13 @@ def test_orphans(hosts):
 @pytest.mark.parametrize(
     ("mpi", "end", "reason"),
     [
-        *((mpi, "exit 3", "ended first, with exit code 3") for mpi in MPIS),
+        *((mpi, "exit 3", "ended first, with exit code 3") for mpi in ("openmpi5", "mpich")),
         ("openmpi5", "kill -SEGV $$", "was killed by SIGSEGV"),
     ],
     indirect=["mpi"],
 )
 def test_a_command(here, mpi, end, reason):
-    """Under every MPI, a command that fails ends the job, and every process that the commands started."""
+    """A command that fails ends the job, and every process that the commands started."""
     text = f"if [ $RANK = 0 ]; then setsid sleep 6000 & sleep 6001; fi; sleep 1; {end}"
     done = here.run("launch", *here.where(2), "--", "bash", "-c", text, mpi=mpi)
     assert done.code == 1

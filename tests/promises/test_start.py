@@ -464,25 +464,6 @@ ALONE = {
 }  # without a launcher's variables, `mpiddp run` is `mpiddp launch`
 
 
-@pytest.mark.parametrize("how", ["script", "link", "module"])
-def test_a_script_runs_as_under_python(here, how):
-    """A script sees the sys.argv, sys.path, __main__ and working folder that Python gives it."""
-    scripts = here.folder / "scripts"
-    scripts.mkdir()
-    cwd = scripts if how == "module" else here.folder
-    (cwd / "data.txt").write_text("42")
-    for name in ("facts.py", "identity.py"):
-        shutil.copy(program(name), scripts)
-    (here.folder / "link.py").symlink_to(scripts / "facts.py")
-    job = {"script": ["scripts/facts.py"], "link": ["link.py"], "module": ["-m", "facts"]}[how]
-    arguments = [*job, "--", "--flag", "-m", "--", "a b"]
-    plain = here.run("python", *arguments, cwd=cwd, env=ALONE)
-    done = here.run("run", *arguments, cwd=cwd, env=ALONE)
-    assert plain.code == done.code == 3, plain.stderr
-    assert done.records == plain.records
-    assert [record["spawned"] for record in done.records] == [42]
-
-
 ENDS = {
     "exit": "import sys\nsys.exit('a last message')",
     "raise": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise OSError('a bug') from e",

@@ -22,7 +22,7 @@ import pytest
 from tests.support.cluster import Cluster, slurm
 from tests.support.cluster.slurm import Slurm
 from tests.support.patience import PATIENCE_S
-from tests.support.place import Here, Job, Place, eventually, every_mpi, program
+from tests.support.place import Here, Job, Place, eventually, every_mpi, program, two_mpis
 from tests.support.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, mpirun_command
 
 LONG_GRACE = ("--grace", "600")  # a slow machine may need minutes to reach the agreed step
@@ -340,9 +340,9 @@ def test_a_raw_mpirun(here, number):
 # --- any command ---
 
 
-@every_mpi
+@two_mpis
 def test_a_command(here, mpi):
-    """Under every MPI, a command gets one SIGTERM and the time to save, even if other ranks have ended."""
+    """A command gets one SIGTERM and the time to save, even if other ranks have ended."""
     text = (
         'if [ $RANK = 0 ]; then trap "echo TERM; sleep 4; echo saved; exit 75" TERM; fi; '
         "echo ready; while :; do sleep 0.1; done"

@@ -44,6 +44,8 @@ STORE_PORT = 29500  # of ranks on hosts of a test cluster, where nothing else ta
 DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sge_qmaster", "sge_execd")
 
 every_mpi = pytest.mark.parametrize("mpi", MPIS, indirect=True)
+# A rule that does not depend on the MPI holds under all of them if it holds under two of different kinds.
+two_mpis = pytest.mark.parametrize("mpi", ["openmpi5", "mpich"], indirect=True)
 here_and_on_hosts = pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
 every_mpi_on_hosts = pytest.mark.parametrize(
     ("place", "mpi"), [("here", "openmpi5"), *(("hosts", mpi) for mpi in MPIS)], indirect=True
