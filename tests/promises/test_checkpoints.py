@@ -311,6 +311,13 @@ def test_lost_last_save_is_a_failure(here, launcher, how):
     assert steps_kept(here.folder / "run") == [1]
 
 
+def test_a_failed_save_that_stops_the_job(here):
+    """With on_save_error="stop", all ranks end with exit code 1 at the save after one that has failed."""
+    done = here.run("launch", *here.where(2), program("last_save.py"), "run", "full stop")
+    assert (done.code, "went on" in done.stdout) == (1, False), done.stderr
+    assert steps_kept(here.folder / "run") == [1]
+
+
 def test_records_of_a_script(here):
     """mpiddp.log_metrics keeps one record for each step, even after a resume, and writes NaN as null."""
     here.fork(program("records.py"), "run", "1", "4").assert_ok()

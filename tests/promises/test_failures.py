@@ -16,6 +16,7 @@ import pytest
 from tests.support.cluster import faults, lacking
 from tests.support.cluster.program import stat_of
 from tests.support.machine import reserved, tool
+from tests.support.patience import within
 from tests.support.place import Done, Here, Place, eventually, every_mpi, program, two_mpis
 from tests.support.ranks import LAUNCH, mpirun_command
 
@@ -29,8 +30,7 @@ ENDS = {
     "kill": KILLED,
     "crash": KILLED.replace("SIGKILL", "SIGSEGV"),
 }
-# For what takes 3 to 30 s, on a slow machine too. Ranks that nothing ends run for hours.
-LIMIT_S = 180.0
+ENDED_S = 20.0  # for a job to end after a failure. Ranks that nothing ends run for hours.
 
 
 def verdict(done: Done) -> str:
@@ -48,13 +48,12 @@ def is_named(place: Place, done: Done, how: str) -> bool:
 
 
 def failing(place: Place, script: str, how: str, *, mpi: str | None = None) -> Done:
-    """A job whose rank 1 ends so. It ends with code 1 within a minute, and leaves no process."""
+    """A job whose rank 1 ends so. It ends with code 1 in time, and leaves no process."""
     job = place.start("launch", *place.where(2), program(script), how, mpi=mpi)
     job.until("ready", times=2)
-    since = time.monotonic()
-    done = job.wait()
+    with within(ENDED_S):
+        done = job.wait()
     assert done.code == 1, done.stderr
-    assert time.monotonic() - since < LIMIT_S
     assert is_named(place, done, how), done.stderr
     eventually(lambda: not place.processes())
     return done
@@ -83,7 +82,7 @@ def test_who_failed_first(here, how, script, mpi):
 
 @every_mpi
 def test_every_mpi_ends_the_job(hosts, mpi):
-    """Under every MPI, a rank that is killed ends the job on all hosts within a minute."""
+    """Under every MPI, a rank that is killed ends the job on all hosts within 20 s."""
     failing(hosts, "alone.py", "kill", mpi=mpi)
 
 
@@ -367,13 +366,12 @@ def test_ranks_leave(here, who, how):
     ("mpi", "script"), [("openmpi5", "one_fails.py"), ("mpich", "alone.py")], indirect=["mpi"]
 )
 def test_a_cut_link(hosts, mpi, script):
-    """A host whose network link is cut is named as lost, and the ranks on it end as well."""
+    """A host whose network link is cut is named as lost within 40 s, and the ranks on it end as well."""
     job = hosts.start("launch", *hosts.where(3), program(script), "never", mpi=mpi)
     job.until("ready", times=3)
-    since = time.monotonic()
     with faults.unreachable(hosts["node1"]):
-        done = job.wait()
-        assert time.monotonic() - since < LIMIT_S  # 15 s to notice it, the rest to end mpirun
+        with within(40):  # of which it takes 12 s to notice it, and the rest to end mpirun
+            done = job.wait()
         eventually(lambda: not [each for each in hosts.processes() if "python" in each.command])
     assert done.code == 1
     assert verdict(done) == f"lost node1 (rank 1): the host stopped answering.{OTHERS}"
@@ -398,10 +396,8 @@ def test_a_host_that_is_lost_at_the_start(hosts):
     """A host whose link is cut between the preflight and its ranks is named within 40 s."""
     job = hosts.start("launch", *hosts.where(3), program("alone.py"), "never")
     eventually(lambda: hosts.processes("--map-by seq"))  # mpirun
-    with faults.unreachable(hosts["node1"]):
-        since = time.monotonic()
+    with faults.unreachable(hosts["node1"]), within(40):
         done = job.wait()
-        assert time.monotonic() - since < LIMIT_S
     assert done.code == 1
     # Its rank may have started before, on a loaded machine.
     assert re.match(r"lost node1 (before its ranks started: ssh node1: |\(rank 1\))", verdict(done))
@@ -422,10 +418,8 @@ def private_files(mark: str) -> list[Path]:
 def test_a_firewall(hosts, host, verdict_of_it):
     """A firewall that passes only ssh is named within 20 s, with both hosts and the port. Nothing starts."""
     mark = f"MARK={hosts.folder.name}"  # in the private files of this job, of all in /tmp
-    since = time.monotonic()
-    with faults.firewall(hosts[host], verdict_of_it):
+    with faults.firewall(hosts[host], verdict_of_it), within(20):
         done = hosts.run("launch", "-x", mark, *hosts.where(3), program("alone.py"), "never")
-    assert time.monotonic() - since < LIMIT_S
     assert (done.code, done.stdout) == (1, "")
     address = re.escape(hosts[host].address)
     why = "no answer in 3 s" if verdict_of_it == "drop" else "Connection refused"
@@ -454,10 +448,9 @@ def test_a_host_that_is_lost_in_the_preflight(hosts):
     options = (*hosts.where(3), "--min-hosts", "2")
     job = hosts.start("launch", *options, program("identity.py"), env=env)
     eventually(lambda: hosts.processes("sleep 1000"))
-    since = time.monotonic()
     with faults.unreachable(hosts["node1"]):
-        job.until("ssh node1: it does not answer any more (node0 → node1 tcp/22)")
-        assert time.monotonic() - since < LIMIT_S
+        with within(20):
+            job.until("ssh node1: it does not answer any more (node0 → node1 tcp/22)")
         done = job.wait().assert_ok()
     assert [rank["host"] for rank in done.records] == ["node0", "node2"]
 
@@ -483,20 +476,19 @@ PROGRAMS = {
 @pytest.mark.parametrize("mpi", PROGRAMS)
 @pytest.mark.parametrize("part", ["daemon", "mpirun", "launcher"])
 def test_a_killed_part_of_the_launcher(hosts, mpi, part):
-    """If a daemon of the MPI, mpirun or the launcher is killed, the whole job ends within a minute."""
+    """If a daemon of the MPI, mpirun or the launcher is killed, the whole job ends within 20 s."""
     script = program("one_fails.py" if part == "daemon" else "alone.py")
     job = hosts.start("launch", *hosts.where(2), script, "never", mpi=mpi)
     job.until("ready", times=2)
-    since = time.monotonic()
-    if part == "launcher":
-        job.signal(signal.SIGKILL)
-    else:
-        host, name = PROGRAMS[mpi][part]
-        found = [each for each in hosts.processes() if is_program(each.command, name)]
-        hosts.kill(next(each for each in found if each.host == host))
-    done = job.wait()
-    eventually(lambda: not hosts.processes())
-    assert time.monotonic() - since < LIMIT_S
+    with within(ENDED_S):
+        if part == "launcher":
+            job.signal(signal.SIGKILL)
+        else:
+            host, name = PROGRAMS[mpi][part]
+            found = [each for each in hosts.processes() if is_program(each.command, name)]
+            hosts.kill(next(each for each in found if each.host == host))
+        done = job.wait()
+        eventually(lambda: not hosts.processes())
     assert done.code == (-signal.SIGKILL if part == "launcher" else 1), done.stderr
     # The ranks of a killed daemon end with it, and are named, for none of them said anything.
     said = {"daemon": "MPI daemon|rank 1 on node1 ", "mpirun": "mpirun was killed by SIGKILL"}
@@ -662,8 +654,11 @@ def test_orphans(hosts):
 )
 def test_a_command(here, mpi, end, reason):
     """A command that fails ends the job, and every process that the commands started."""
-    text = f"if [ $RANK = 0 ]; then setsid sleep 6000 & sleep 6001; fi; sleep 1; {end}"
-    done = here.run("launch", *here.where(2), "--", "bash", "-c", text, mpi=mpi)
+    text = (
+        f"if [ $RANK = 0 ]; then setsid sleep 6000 & trap '' TERM; sleep 6001; fi; sleep 1; {end}"
+    )
+    with within(ENDED_S):  # rank 0 ignores SIGTERM, and gets SIGKILL after 3 s
+        done = here.run("launch", *here.where(2), "--", "bash", "-c", text, mpi=mpi)
     assert done.code == 1
     assert verdict(done) == f"rank 1 on {here.hosts[0]} {reason}.{OTHERS}"
     eventually(lambda: not here.processes())

@@ -438,6 +438,17 @@ def test_stdin_that_is_left_to_the_shell(here):
     assert done.lines == ["''"] * 2
 
 
+@pytest.mark.parametrize(
+    ("value", "ranks", "is_there"),
+    [("auto", 1, False), ("auto", 2, True), ("always", 1, True), ("never", 2, False)],
+)
+def test_the_prefix(here, value, ranks, is_there):
+    """MPIDDP_PREFIX writes the rank in front of each line: always, never, or if there are several ranks."""
+    env = {"MPIDDP_LOG_RANKS": "0", "MPIDDP_PREFIX": value}
+    done = here.run("launch", *here.where(ranks), here.script("print('a line')"), env=env)
+    assert done.assert_ok().lines == [f"[rank 0 {HOST}] a line" if is_there else "a line"]
+
+
 def test_timestamps(here):
     """--timestamps writes the date and the time before each line of a rank."""
     script = here.script("import os\nos.write(1, b'one\\ntwo\\n')")
