@@ -580,7 +580,9 @@ finally:
 def test_a_survivor(here):
     """A survivor of a failure gets SIGTERM, as under torchrun. Its shared memory is free in a restart."""
     name = f"test-{here.mark}"
-    done = here.run("launch", *here.where(2), "--max-restarts", "1", here.script(SURVIVES), name)
+    options = (*here.where(2), "--max-restarts", "1")
+    with within(20):  # each survivor gets SIGTERM after one second
+        done = here.run("launch", *options, here.script(SURVIVES), name)
     assert (done.code, done.stderr.count("failed first: ValueError: rank 1 fails")) == (1, 2)
     assert done.lines == ["finally 0", "atexit 0"]
     assert not Path("/dev/shm", name).exists()
@@ -657,7 +659,7 @@ def test_a_command(here, mpi, end, reason):
     text = (
         f"if [ $RANK = 0 ]; then setsid sleep 6000 & trap '' TERM; sleep 6001; fi; sleep 1; {end}"
     )
-    with within(ENDED_S):  # rank 0 ignores SIGTERM, and gets SIGKILL after 3 s
+    with within(10):  # rank 0 ignores SIGTERM, and gets SIGKILL after 3 s
         done = here.run("launch", *here.where(2), "--", "bash", "-c", text, mpi=mpi)
     assert done.code == 1
     assert verdict(done) == f"rank 1 on {here.hosts[0]} {reason}.{OTHERS}"

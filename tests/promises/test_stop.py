@@ -293,7 +293,7 @@ def test_ctrl_c_ends_the_reader_as_well(here):
 
 @pytest.mark.parametrize("reader", ["pipe", "terminal", "ctrl_s"])
 def test_a_reader_that_reads_no_more(here, reader):
-    """A job stops within 20 s on request even if nobody reads its output: a pager, or Ctrl-S."""
+    """A job stops within 15 s on request even if nobody reads its output: a pager, or Ctrl-S."""
     ours, theirs = os.pipe() if reader == "pipe" else pty.openpty()
     job = flooding(here, theirs)
     eventually(lambda: have_left(here, "ready"))
@@ -303,7 +303,7 @@ def test_a_reader_that_reads_no_more(here, reader):
         full = 16_000 if reader == "pipe" else 2_000
         eventually(lambda: waiting_bytes(ours) > full)  # soon it is full
     job.send_signal(signal.SIGTERM)
-    with within(20):
+    with within(15):
         assert job.wait(PATIENCE_S) == 75  # it would not end
     os.close(ours)
     os.close(theirs)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 PATIENCE_S = 600.0
 PROGRAM = (sys.executable, "-c", "import argparse, json, socket")
-STARTS, IDLE_S = 10, 0.3  # the program's starts, and their seconds on the idle machine
+STARTS, IDLE_S = 5, 0.15  # the program's starts, and their seconds on the idle machine
 T = TypeVar("T")
 
 
