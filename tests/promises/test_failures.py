@@ -16,7 +16,7 @@ import pytest
 from tests.support.cluster import faults, lacking
 from tests.support.cluster.program import stat_of
 from tests.support.machine import reserved, tool
-from tests.support.patience import within
+from tests.support.patience import slowness, within
 from tests.support.place import Done, Here, Place, eventually, every_mpi, program, two_mpis
 from tests.support.ranks import LAUNCH, mpirun_command
 
@@ -587,6 +587,37 @@ def test_a_survivor(here):
     assert done.lines == ["finally 0", "atexit 0"]
     assert not Path("/dev/shm", name).exists()
     assert not here.processes()
+
+
+NOTES_TIMES = """
+import os, signal, sys, time
+def note(name):
+    with open(name, "a") as file:
+        print(time.time(), file=file)
+if os.environ["RANK"] == "1":
+    while not os.path.exists("alive"):
+        time.sleep(0.02)
+    note("failed")
+    sys.exit(3)
+signal.signal(signal.SIGTERM, lambda *_: note("told"))
+while True:
+    note("alive")
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("command", [(), ("--", sys.executable)], ids=["script", "command"])
+def test_the_time_of_a_survivor(here, command):
+    """One second after a failure, the others get SIGTERM, and 3 s later SIGKILL: scripts and commands."""
+    here.run("launch", *here.where(2), *command, here.script(NOTES_TIMES))
+    times = {name: (here.folder / name).read_text().split() for name in ("failed", "told", "alive")}
+    failed, told, killed = (
+        float(times["failed"][0]),
+        float(times["told"][0]),
+        float(times["alive"][-1]),
+    )
+    assert 0.9 < told - failed < 2 * slowness()
+    assert 2.5 < killed - told < 4 * slowness()
 
 
 SAVES_LATE = """

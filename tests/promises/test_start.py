@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import shlex
@@ -87,15 +88,19 @@ def test_unequal_slots(hosts, how):
     assert {rank["WORLD_SIZE"] for rank in ranks} == {len(expected)}
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 1), (2, 2), (75, 75)])
-def test_exit_codes(here, code, expected):
+@pytest.mark.parametrize(
+    ("code", "expected", "cause"),
+    [(0, 0, "done"), (3, 1, "failed"), (2, 2, "bad_input"), (75, 75, "stopped")],
+)
+def test_exit_codes(here, code, expected, cause):
     """`mpiddp launch` exits with 0 if every rank succeeded, 2 for bad input, 75 to be resumed, or else 1.
-    Bad input is not restarted.
+    Bad input is not restarted. The report of the job has the cause.
     """
-    options = ("--max-restarts", "2") if code == 2 else ()
+    options = ("--report", "report.json", *(("--max-restarts", "2") if code == 2 else ()))
     script = here.script(f"raise SystemExit({code})")
     done = here.run("launch", *here.where(2), *options, script)
     assert done.code == expected, done.stderr
+    assert json.loads((here.folder / "report.json").read_text())["cause"] == cause
     assert "restart" not in done.stderr
     assert ("exit code 3" in done.stderr) == (code == 3)
     assert ("to resume: mpiddp launch -H localhost:2" in done.stderr) == (code == 75)
