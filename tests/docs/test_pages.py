@@ -268,9 +268,12 @@ def help_text(*verb: str) -> str:
     return done.stdout
 
 
-# The help of `train` is longer.
+# Those of `train` and `report` are longer.
 ON_ONE_SCREEN = [
-    *([verb] for verb in sorted(VERBS.keys() - {"train", "bench", "hosts", "checkpoints"})),
+    *(
+        [verb]
+        for verb in sorted(VERBS.keys() - {"train", "report", "bench", "hosts", "checkpoints"})
+    ),
     *(["hosts", verb] for verb in ("--help", "check", "keys", "push", "pull", "run")),
     *(["bench", verb] for verb in ("--help", "allreduce", "scaling")),
     *(["checkpoints", verb] for verb in ("--help", "list", "verify", "prune", "pin", "export")),
