@@ -1,6 +1,7 @@
 """Package metadata. The versions to install are pinned in constraints.txt, the tools in pyproject.toml.
 
-A release has the version of its tag, in MPIDDP_VERSION (.github/workflows/release.yml).
+A release has the version of its tag, in MPIDDP_VERSION (.github/workflows/release.yml). It is refused while
+REPOSITORY is a placeholder.
 """
 
 import os
@@ -10,14 +11,19 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-REPOSITORY = "https://github.com/OWNER/mpiddp"  # this file alone names it, until there is one
+# The only place with the address of the project. OWNER is a placeholder, until the project has an address.
+REPOSITORY = "https://github.com/OWNER/mpiddp"
 
 
 def version() -> str:
-    """That of the sources of a release, else of the release that is made, else that before the first."""
+    """The version of a release's sources, else of the release that is made, else the one before the first."""
     info = HERE / "PKG-INFO"
-    made = re.search("^Version: (.+)$", info.read_text("utf-8"), re.M) if info.exists() else None
-    return made[1] if made else os.environ.get("MPIDDP_VERSION", "0.1.0.dev0")
+    written = re.search("^Version: (.+)$", info.read_text("utf-8"), re.M) if info.exists() else None
+    if written:
+        return written[1]
+    if "MPIDDP_VERSION" in os.environ and "/OWNER/" in REPOSITORY:
+        raise SystemExit(f"setup.py: a release needs the project's address, not {REPOSITORY}.")
+    return os.environ.get("MPIDDP_VERSION", "0.1.0.dev0")
 
 
 def description() -> str:

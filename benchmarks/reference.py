@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
+from benchmarks import host_cores
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, option, ratios, read_results, shown, turns, wholes
@@ -27,7 +28,7 @@ from mpiddp.errors import UserError
 from mpiddp.text import counted
 from mpiddp.train.train import STARTUP_STEPS
 from tests.support import cluster
-from tests.support.cluster import cpus, links
+from tests.support.cluster import links
 from tests.support.ranks import ROOT
 
 LINKS = {"no limit": None, "1 Gbit/s": 1000, "100 Mbit/s": 100}
@@ -77,7 +78,7 @@ def _name(hosts: int, link: str) -> str:
 
 
 def measure(options: Options, jobs: Jobs) -> Result:
-    if reason := cluster.why_not() or cpus.why_not():
+    if reason := cluster.why_not() or host_cores.why_not():
         raise UserError(f"{reason}.")
     every = variants(options.hosts)
     load = os.getloadavg()[0]
@@ -115,14 +116,14 @@ def _run(hosts: cluster.Cluster, variant: Variant, options: Options, timeout_s: 
     command = [*launch_command("-H", variant.where), *job, *variant.training]
     with contextlib.ExitStack() as stack:
         for host in used:
-            stack.enter_context(cpus.limited(host, options.cores * variant.workers_per_host))
+            stack.enter_context(host_cores.limited(host, options.cores * variant.workers_per_host))
         if variant.mbit is not None:
             stack.enter_context(links.limited(used, mbit=variant.mbit))
         sent = [-links.sent_bytes(host) for host in used]
         started = time.monotonic()
         try:
             done = used[0].run(
-                cpus.within(used[0], command), cwd=ROOT, env=ENV, timeout_s=timeout_s
+                host_cores.within(used[0], command), cwd=ROOT, env=ENV, timeout_s=timeout_s
             )
         except subprocess.TimeoutExpired:
             raise BenchJobFailed(1, f"a job did not end within {timeout_s:g} s.") from None

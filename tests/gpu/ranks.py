@@ -4,8 +4,8 @@
     mpirun -np 2 python tests/gpu/ranks.py train --use-syn …       # any verb of mpiddp
 
 test_gpu.py forks its trainings from one process that has imported torch, and has not touched a GPU.
-`mpiddp` gives each rank a GPU of its own, so its choice of the device is replaced. Without a GPU the ranks
-use gloo as ever. Rank 0 sends what it has found by `mpiddp.bench.figures.emit`.
+`mpiddp` gives each rank a GPU of its own, so its choice of the device is replaced. Rank 0 sends what it has
+found by `mpiddp.bench.figures.emit`.
 """
 
 import os

@@ -9,38 +9,12 @@ import sys
 import pytest
 
 from mpiddp.bench.measured_jobs import BenchJobFailed, output_of
-from mpiddp.train.train import option_parser as train_parser
 from tests.support.ranks import ROOT, run_command
 
 
 def test_a_command_has_a_limit():
     with pytest.raises(BenchJobFailed, match=r"a job did not end within 0\.2 s\."):
         output_of([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.2)
-
-
-SCRIPTS = ("start", "restart", "step", "reference", "saving", "scale", "random_faults", "gpu")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_of_benchmarks_has_help_and_a_row(name):
-    done = run_command([sys.executable, "-m", f"benchmarks.{name}", "--help"])
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: python -m benchmarks.{name} ")
-    table = (ROOT / "benchmarks/README.md").read_text()
-    assert f"\n| {name} |" in table
-    for command in re.findall(rf"^\| {name} \|.*`{name} ?([^`]*)`", table, re.M):
-        known = set(re.findall(r"--[a-z][a-z-]*|-H", done.stdout))
-        if name in ("saving", "step"):
-            known |= set(train_parser()._option_string_actions)
-        assert set(re.findall(r"--[a-z][a-z-]*|-H", command)) <= known, command
-
-
-def test_light_clients_speak_the_language_of_the_launcher(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.scale", "--ranks", "16", "--out", str(tmp_path)]
-    done = run_command(command, ROOT)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^16 +\d", done.stdout, re.MULTILINE), done.stdout
 
 
 TINY = ("--arch=resnet20", "--batch-size=2", "--rounds=1")

@@ -74,6 +74,21 @@ def test_the_wheel_needs_nothing_and_names_the_extras(wheel):
     assert modules | {"mpiddp/py.typed"} <= {*files}
 
 
+@pytest.mark.parametrize("owner", ["OWNER", "somebody"])
+def test_a_release_needs_the_address_of_the_project(tmp_path, owner):
+    text = (ROOT / "setup.py").read_text()
+    text = re.sub(r"(REPOSITORY = .*)/\w+/mpiddp", rf"\1/{owner}/mpiddp", text)
+    (tmp_path / "setup.py").write_text(text)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    command = [sys.executable, "setup.py", "--version"]
+    done = run_command(command, tmp_path, MPIDDP_VERSION="1.2.3")
+    if owner == "OWNER":
+        assert done.returncode == 1
+        assert done.stderr.startswith("setup.py: a release needs the project's address, not https:")
+    else:
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "1.2.3"), done.stderr
+
+
 def test_the_launcher_works_in_a_bare_environment(bare, tmp_path):
     (tmp_path / "hosts").write_text("node1 slots=2\nnode1 slots=2\n")
     checked = run(bare / "mpiddp", "hosts", "check", tmp_path / "hosts")

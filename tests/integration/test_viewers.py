@@ -27,7 +27,7 @@ from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.watch import running_jobs
 from tests.support.channels import progress
 from tests.support.errors import error
-from tests.support.ranks import ROOT, clean_env, mpiddp
+from tests.support.ranks import ROOT, clean_env
 from tests.support.terminal import in_a_terminal
 
 PID = str(os.getpid())  # of the launcher, which is this process
@@ -84,17 +84,6 @@ def a_job(folder):
         yield folder
 
 
-def test_the_stack_of_a_rank(job):
-    (own,) = job.glob("mpiddp/*/*")
-    assert own.stat().st_mode & 0o777 == 0o700
-    stacks = mpiddp("stacks", PID, "--rank", "1")
-    shown = f"both wait.\n\n{STACK}\n\nthread 2:\n".replace("\x1b", "\\x1b")
-    assert (stacks.stdout, stacks.stderr) == (shown, "")
-    refused = mpiddp("stacks", PID, "--rank", "7")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--rank 7: there is no such rank" in refused.stderr
-
-
 def test_a_launcher_that_starts_does_not_answer(folder, monkeypatch, capsys):
     for limit in ("_ANSWER_S", "_STACKS_S"):
         monkeypatch.setattr(running_jobs, limit, 0.5)
@@ -112,16 +101,6 @@ def test_a_launcher_that_starts_does_not_answer(folder, monkeypatch, capsys):
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert [line[-3:] for line in lines if PID in line] == [["no", "answer", "-"]] * 20
     assert not [*folder.glob("mpiddp/*/*")]
-
-
-def test_what_a_killed_launcher_has_left_is_removed(job):
-    left = viewed_folders()[0].with_name("job-0")
-    left.mkdir(mode=0o700)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(left / "job"))
-    assert PID in mpiddp("ps").stdout
-    assert not left.exists()
-    assert len([*left.parent.iterdir()]) == 1
 
 
 def test_top_outlives_a_restart_and_ends_with_the_job(folder):

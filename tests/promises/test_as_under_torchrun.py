@@ -162,19 +162,6 @@ def test_variables_before_torch(here, folders, sets):
     assert same(here, folders, f"{sets}\n{READS}") == [{"level": "DebugLevel.DETAIL"}]
 
 
-FIRST = """
-import sys
-from saying import says
-says(torch="torch" in sys.modules, numpy="numpy" in sys.modules)
-import torch
-"""
-
-
-def test_what_must_come_before_torch(here, folders):
-    """A package that has to be imported before torch can be: nothing is imported ahead of a script."""
-    assert same(here, folders, FIRST) == [{"torch": False, "numpy": False}]
-
-
 LEFT_OPEN = """
 import os
 rank = os.environ.get("RANK", "0")
@@ -386,14 +373,6 @@ for options in ({}, {"preexec_fn": lambda: None}):
 def test_signals_of_children(here, folders):
     """What a script starts, or becomes, ignores no signal."""
     assert same(here, folders, TRAPS) == [{"line": "trapped\n", "code": 7}] * 2
-
-
-LEADS = "import os; from saying import says; says(leads=os.getsid(0) == os.getpid())"
-
-
-def test_sessions(here, folders):
-    """A script leads a session of its own, so each rank has a session's share of a busy machine's cores."""
-    assert same(here, folders, LEADS) == [{"leads": True}]
 
 
 FREES = """

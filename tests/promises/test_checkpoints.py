@@ -145,31 +145,6 @@ def test_killed_script_restarts(here, undisturbed):
     assert steps_kept(here.folder / "runs/ddp") == [35, 40]
 
 
-# The end of a model under DDP may wait for gloo's thread, and this for Python's lock: torch 2.13's, and rare.
-SAVES_LAST = """
-import os, torch, torch.distributed as dist, mpiddp
-def main():
-    dist.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    checkpoints = mpiddp.Checkpoints("run", keep=2)
-    saved = checkpoints.resume()
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    checkpoints.save(saved.step + 1 if saved else 1, {"model": model.module.state_dict()})
-    dist.destroy_process_group()
-main()
-raise SystemExit(os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "10")
-"""
-
-
-@pytest.mark.slow
-def test_a_save_just_before_a_group_ends(here):
-    """A script may save, destroy its group and end at once, and so again in each of 10 restarts."""
-    script = here.script(SAVES_LAST, "saves_last.py")
-    here.run("launch", *here.where(2), "--max-restarts", "10", script).assert_ok()
-
-
 def test_stopped_script_resumes_under_any_launcher(here, undisturbed):
     """A stop saves a script's last step, and any launcher resumes it with the same bits."""
     slow = '\n        __import__("time").sleep(0.1); print("made a step")\n'
@@ -333,6 +308,13 @@ def test_lost_last_save_is_a_failure(here, launcher, how):
     done = here.run(*start, program("last_save.py"), "run", how)
     assert done.code == 1, done.stderr
     assert re.search(r"run/checkpoints: .*step 2\b.*step_00000001", done.stderr), done.stderr
+    assert steps_kept(here.folder / "run") == [1]
+
+
+def test_a_failed_save_that_stops_the_job(here):
+    """With on_save_error="stop", all ranks end with exit code 1 at the save after one that has failed."""
+    done = here.run("launch", *here.where(2), program("last_save.py"), "run", "full stop")
+    assert (done.code, "went on" in done.stdout) == (1, False), done.stderr
     assert steps_kept(here.folder / "run") == [1]
 
 

@@ -156,15 +156,13 @@ def results(done: Done) -> dict[str, Any]:
 
 
 def test_drill_passes_a_script_that_resumes_exactly(here):
-    """`mpiddp drill` kills, stops and resumes a script, also on fewer ranks, and finds equal weights."""
-    options = ("-n", "2", "--only", "kill,sigterm,fewer", "--seed", "3", "--json")
+    """`mpiddp drill` kills and resumes a script, also on fewer ranks, and finds equal weights."""
+    options = ("-n", "2", "--only", "kill,fewer", "--seed", "3", "--json")
     done = here.run("drill", *options, DRILLED, "{out}")
     assert done.code == 0, done.stderr + done.stdout
     faults = results(done)
-    # A launcher that hears of the signal before its script has code 130.
-    assert faults["sigterm"]["codes"] in ([75, 0], [130, 0])
     assert [faults[name]["codes"] for name in ("none", "kill", "fewer")] == [[0], [1, 0], [1, 0]]
-    assert [faults[name]["weights_equal"] for name in ("kill", "sigterm")] == [True, True]
+    assert faults["kill"]["weights_equal"]
     assert faults["fewer"]["steps_lost"] > 0
 
 

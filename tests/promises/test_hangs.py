@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import within
 from tests.support.place import Here, Place, eventually, program
 from tests.support.ranks import ROOT, mpirun_command
 
@@ -107,7 +108,8 @@ def test_hang_timeout(place, how):
     """--hang-timeout ends a job that hangs, and shows the Python stack of the rank at fault."""
     sentence, frame = STUCK[how]
     options = ("--hang-timeout", "10", *place.where(2))
-    done = place.run("launch", *options, program("one_fails.py"), how)
+    with within(40):
+        done = place.run("launch", *options, program("one_fails.py"), how)
     assert done.code == 1
     call = r"all_reduce no\. \d+ \(float32, 1\), for which rank 0 has waited \d+ s"
     named = rf"rank 1 on {place.hosts_of(2)[1]} has not entered {call}; it {sentence}\."
@@ -219,7 +221,8 @@ def test_a_rank_that_does_not_join(place, mpi):
     """A rank whose Python does not start within --timeout is named. What a script imports comes later."""
     env = troubled(place, "trouble", SLEEP)
     script = place.script("import torch\nprint('ran', flush=True)")
-    done = place.run("launch", *place.where(2), "--timeout", "10", script, env=env, mpi=mpi)
+    with within(30):
+        done = place.run("launch", *place.where(2), "--timeout", "10", script, env=env, mpi=mpi)
     assert (done.code, done.stdout) == (1, "")
     where = place.hosts_of(2)[1]
     missing = f"only 1 of 2 ranks joined in 10 s. Missing: rank 1 on {where}. "

@@ -16,15 +16,13 @@ from tests.support.errors import error
 from tests.support.installs import mpirun_of
 from tests.support.machine import executable
 from tests.support.place import (
-    MPIS,
     Done,
     Here,
     Hosts,
     eventually,
-    every_mpi,
-    every_mpi_on_hosts,
     here_and_on_hosts,
     program,
+    two_mpis,
 )
 from tests.support.ranks import LAUNCH, find_mpirun
 from tests.support.terminal import in_a_terminal
@@ -51,7 +49,11 @@ def assert_whole(done: Done, hosts: list[str]) -> None:
         assert text.count("<") == len(hosts) * PARTS // 2
 
 
-@every_mpi_on_hosts
+@pytest.mark.parametrize(
+    ("place", "mpi"),
+    [("here", "openmpi5"), ("hosts", "openmpi5"), ("hosts", "mpich")],
+    indirect=True,
+)
 def test_lines_are_whole(place, mpi):
     """Lines arrive whole, with their rank in front. A killed rank loses none. Each host keeps log files."""
     logs = place.folder / "logs" if isinstance(place, Here) else Path("/run/tmp", place.folder.name)
@@ -358,7 +360,7 @@ def test_a_start_that_fails(here):
     assert len(named) == 1, done.stderr
 
 
-@every_mpi
+@two_mpis
 def test_an_mpi_whose_settings_are_wrong(here, mpi):
     """The ranks join without MPI, so settings of MPI that are wrong end no job."""
     env = {"OMPI_MCA_pml": "nonsense", "FI_PROVIDER": "nonsense"}
@@ -409,7 +411,7 @@ def test_a_log_on_a_full_disk(here):
 
 @pytest.mark.parametrize(
     ("mpi", "way"),
-    [*((mpi, ()) for mpi in MPIS), ("openmpi5", ("--", sys.executable))],
+    [("openmpi5", ()), ("mpich", ()), ("openmpi5", ("--", sys.executable))],
     indirect=["mpi"],
 )
 def test_stdin_is_that_of_rank_0(here, mpi, way):
@@ -434,6 +436,17 @@ def test_stdin_that_is_left_to_the_shell(here):
     launch = shlex.join([*LAUNCH, "--stdin", "none", "-H", "localhost:1", script])
     done = here.run("sh", "-c", f"while read lr; do {launch}; done", stdin="1\n2\n").assert_ok()
     assert done.lines == ["''"] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "ranks", "is_there"),
+    [("auto", 1, False), ("auto", 2, True), ("always", 1, True), ("never", 2, False)],
+)
+def test_the_prefix(here, value, ranks, is_there):
+    """MPIDDP_PREFIX writes the rank in front of each line: always, never, or if there are several ranks."""
+    env = {"MPIDDP_LOG_RANKS": "0", "MPIDDP_PREFIX": value}
+    done = here.run("launch", *here.where(ranks), here.script("print('a line')"), env=env)
+    assert done.assert_ok().lines == [f"[rank 0 {HOST}] a line" if is_there else "a line"]
 
 
 def test_timestamps(here):

@@ -107,8 +107,10 @@ def test_a_stop_before_a_restart(here):
     done = job.wait()
     assert (done.code, done.said[-2]) == (130, "interrupted before a restart.")
     assert done.said[-1].startswith(f"to resume: mpiddp {' '.join(launch)} ")
-    attempts = json.loads((here.folder / "r").read_text())["attempts"]
-    pauses = [later["began_at"] - one["ended_at"] for one, later in itertools.pairwise(attempts)]
+    report = json.loads((here.folder / "r").read_text())
+    assert report["cause"] == "interrupted"
+    times = itertools.pairwise(report["attempts"])
+    pauses = [later["began_at"] - before["ended_at"] for before, later in times]
     assert all(map(operator.gt, pauses, (0, 1, 2, 4, 8))), pauses
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import shlex
@@ -87,15 +88,19 @@ def test_unequal_slots(hosts, how):
     assert {rank["WORLD_SIZE"] for rank in ranks} == {len(expected)}
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 1), (2, 2), (75, 75)])
-def test_exit_codes(here, code, expected):
+@pytest.mark.parametrize(
+    ("code", "expected", "cause"),
+    [(0, 0, "done"), (3, 1, "failed"), (2, 2, "bad_input"), (75, 75, "stopped")],
+)
+def test_exit_codes(here, code, expected, cause):
     """`mpiddp launch` exits with 0 if every rank succeeded, 2 for bad input, 75 to be resumed, or else 1.
-    Bad input is not restarted.
+    Bad input is not restarted. The report of the job has the cause.
     """
-    options = ("--max-restarts", "2") if code == 2 else ()
+    options = ("--report", "report.json", *(("--max-restarts", "2") if code == 2 else ()))
     script = here.script(f"raise SystemExit({code})")
     done = here.run("launch", *here.where(2), *options, script)
     assert done.code == expected, done.stderr
+    assert json.loads((here.folder / "report.json").read_text())["cause"] == cause
     assert "restart" not in done.stderr
     assert ("exit code 3" in done.stderr) == (code == 3)
     assert ("to resume: mpiddp launch -H localhost:2" in done.stderr) == (code == 75)
@@ -462,25 +467,6 @@ ALONE = {
     "RANK": "0",
     "WORLD_SIZE": "1",
 }  # without a launcher's variables, `mpiddp run` is `mpiddp launch`
-
-
-@pytest.mark.parametrize("how", ["script", "link", "module"])
-def test_a_script_runs_as_under_python(here, how):
-    """A script sees the sys.argv, sys.path, __main__ and working folder that Python gives it."""
-    scripts = here.folder / "scripts"
-    scripts.mkdir()
-    cwd = scripts if how == "module" else here.folder
-    (cwd / "data.txt").write_text("42")
-    for name in ("facts.py", "identity.py"):
-        shutil.copy(program(name), scripts)
-    (here.folder / "link.py").symlink_to(scripts / "facts.py")
-    job = {"script": ["scripts/facts.py"], "link": ["link.py"], "module": ["-m", "facts"]}[how]
-    arguments = [*job, "--", "--flag", "-m", "--", "a b"]
-    plain = here.run("python", *arguments, cwd=cwd, env=ALONE)
-    done = here.run("run", *arguments, cwd=cwd, env=ALONE)
-    assert plain.code == done.code == 3, plain.stderr
-    assert done.records == plain.records
-    assert [record["spawned"] for record in done.records] == [42]
 
 
 ENDS = {

@@ -21,8 +21,8 @@ import pytest
 
 from tests.support.cluster import Cluster, slurm
 from tests.support.cluster.slurm import Slurm
-from tests.support.patience import PATIENCE_S
-from tests.support.place import Here, Job, Place, eventually, every_mpi, program
+from tests.support.patience import PATIENCE_S, within
+from tests.support.place import Here, Job, Place, eventually, every_mpi, program, two_mpis
 from tests.support.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, mpirun_command
 
 LONG_GRACE = ("--grace", "600")  # a slow machine may need minutes to reach the agreed step
@@ -57,7 +57,9 @@ def test_the_same_step(here, mpi):
     assert (len(saved), len(set(saved))) == (3, 1), done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+)
 def test_every_signal(here, number):
     """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop. The last line is the
     command that resumes the job, as it was typed.
@@ -138,13 +140,14 @@ def test_sigterm_to_every_process(hosts, mpi):
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_a_second_ctrl_c(here, mpi):
-    """A second Ctrl-C ends the job at once, even during a save. The exit code is 130."""
+    """A second Ctrl-C ends the job within 10 s, even during a save. The exit code is 130."""
     job = stopping(here, save_s=600, mpi=mpi)
     job.signal(signal.SIGINT)
     job.until("saving")
     time.sleep(CTRL_C_AGAIN_S)  # sooner, it would count as the same
-    job.signal(signal.SIGINT)
-    done = job.wait()
+    with within(10):
+        job.signal(signal.SIGINT)
+        done = job.wait()
     assert (done.code, saved_steps(done.stdout)) == (130, [])
     eventually(lambda: not here.processes())
 
@@ -158,9 +161,8 @@ def test_a_script_without_should_stop(here, grace, save_s, saved):
     script = (program("without_should_stop.py"), save_s)
     job = here.start("launch", "--grace", grace, *here.where(2), *script)
     job.until("ready", times=2).signal(signal.SIGTERM)
-    since = time.monotonic()
-    done = job.wait()
-    assert time.monotonic() - since < 120
+    with within(20):  # of which each end takes at most 10
+        done = job.wait()
     assert (done.code, done.lines.count("saved")) == (130, saved)
     if saved:
         assert sorted(done.lines) == ["SIGTERM"] * 2 + ["ready"] * 2 + ["saved"] * 2
@@ -291,7 +293,7 @@ def test_ctrl_c_ends_the_reader_as_well(here):
 
 @pytest.mark.parametrize("reader", ["pipe", "terminal", "ctrl_s"])
 def test_a_reader_that_reads_no_more(here, reader):
-    """A job stops within seconds on request even if nobody reads its output: a pager, or Ctrl-S."""
+    """A job stops within 15 s on request even if nobody reads its output: a pager, or Ctrl-S."""
     ours, theirs = os.pipe() if reader == "pipe" else pty.openpty()
     job = flooding(here, theirs)
     eventually(lambda: have_left(here, "ready"))
@@ -301,7 +303,8 @@ def test_a_reader_that_reads_no_more(here, reader):
         full = 16_000 if reader == "pipe" else 2_000
         eventually(lambda: waiting_bytes(ours) > full)  # soon it is full
     job.send_signal(signal.SIGTERM)
-    assert job.wait(PATIENCE_S) == 75  # it would not end
+    with within(15):
+        assert job.wait(PATIENCE_S) == 75  # it would not end
     os.close(ours)
     os.close(theirs)
     assert have_left(here, "saved")
@@ -340,9 +343,9 @@ def test_a_raw_mpirun(here, number):
 # --- any command ---
 
 
-@every_mpi
+@two_mpis
 def test_a_command(here, mpi):
-    """Under every MPI, a command gets one SIGTERM and the time to save, even if other ranks have ended."""
+    """A command gets one SIGTERM and the time to save, even if other ranks have ended."""
     text = (
         'if [ $RANK = 0 ]; then trap "echo TERM; sleep 4; echo saved; exit 75" TERM; fi; '
         "echo ready; while :; do sleep 0.1; done"

@@ -258,8 +258,6 @@ def test_hosts_with_unequal_ranks(hosts):
 
 # The average of the weights
 
-AVERAGED = ("--ema-decay=0.999",)
-
 
 def test_average_is_scored_and_saved(here):
     """With --ema-decay the test accuracy is that of the average, which the checkpoint has as well."""
@@ -275,39 +273,6 @@ def test_average_is_scored_and_saved(here):
         found[name] = torch.nn.functional.cross_entropy(model(batch), labels).item()
     assert records(run)[-1]["test_loss"] == pytest.approx(found["ema"], rel=1e-4)
     assert found["model"] != pytest.approx(found["ema"], rel=0.01)
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_average_resumes(here, parallel):
-    """A resumed run has the average of one without a stop: bit for bit, nearly so with other ranks."""
-    options = (*SYNTHETIC[:-2], *AVERAGED, "--global-batch-size=8", f"--parallel={parallel}")
-    options += ("--epochs=4", "--steps-per-epoch=10", "--lr=0.01")
-    for name, ranks in (("straight", 2), ("same", 2), ("other", 1)):
-        if name != "straight":
-            stop = here.train(*options, f"--out={name}", "--stop-at-step=34", ranks=2)
-            assert stop.code == 75, stop.stderr
-        here.train(*options, f"--out={name}", ranks=ranks).assert_ok()
-    assert unequal(contents(here.folder / "same", 40), contents(here.folder / "straight", 40)) == []
-    found = {}
-    for name in ("straight", "other"):
-        saved = mpiddp.load(here.folder / name)
-        full = {
-            key: getattr(each, "full_tensor", lambda each=each: each)()
-            for key, each in saved.state["ema"].items()
-        }
-        found[name] = full["fc.weight"], saved.state["model"]["fc.weight"]
-    torch.testing.assert_close(found["other"][0], found["straight"][0], rtol=1e-2, atol=1e-3)
-
-
-def test_average_begins_at_a_resume(here):
-    """A run that has had no average resumes with one, and the average begins as the model."""
-    options = (*SYNTHETIC, "--steps-per-epoch=5", "--out=run")
-    assert here.train(*options, "--stop-at-step=4").code == 75
-    before = contents(here.folder / "run", 4)["model"]
-    here.train(*options, "--ema-decay=0.999999999").assert_ok()
-    after = contents(here.folder / "run", 5)
-    assert unequal(after["ema"], before) == []
-    assert unequal(after["model"], before) != []
 
 
 # The same numbers each time
@@ -330,17 +295,6 @@ def test_weights(here):
     torch.testing.assert_close(after["layer3.2.conv2.weight"], saved["layer3.2.conv2.weight"])
     other = here.train(*options, "--use-syn", "--weights=before", "--arch=resnet32", "--out=other")
     assert (other.code, other.stderr.count("of another model than --arch resnet32")) == (2, 1)
-
-
-def test_seed(here):
-    """The same seed gives the same bits, and another seed gives others."""
-    found = {}
-    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
-        options = ("--steps-per-epoch=2", f"--seed={seed}", f"--out={name}")
-        here.train(*SYNTHETIC, *options).assert_ok()
-        found[name] = contents(here.folder / name, 2)
-    assert unequal(found["again"], found["one"]) == []
-    assert unequal(found["other"]["model"], found["one"]["model"]) != []
 
 
 # One processor becomes one without instructions for bf16.

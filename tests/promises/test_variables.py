@@ -219,44 +219,6 @@ def test_variables_of_the_user_are_kept(here):
     assert [rank["found"] for rank in ranks] == [own | {"WORLD_SIZE": "2"}] * 2
 
 
-def test_ranks_share_the_cores(here):
-    """By default, OMP_NUM_THREADS is the number of a host's cores divided by its ranks."""
-    launch = (*("env", "-u", "OMP_NUM_THREADS"), sys.executable, "-m", "mpiddp", "launch")
-    done = here.run(*launch, *here.where(2), program("variables.py"), "OMP_NUM_THREADS")
-    share = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert [rank["found"]["OMP_NUM_THREADS"] for rank in done.assert_ok().records] == [share] * 2
-
-
-# Allocates much memory at once and frees all of it, as a training's step does, and counts page faults.
-STEPS = """
-import json, os, resource
-from mpiddp.runtime.script import keep_freed_memory
-keep_freed_memory(os.environ)
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-def step():
-    return [b"x" * (8 << 20) for _ in range(6)]
-for _ in range(3):
-    step()
-before = faults()
-for _ in range(10):
-    step()
-print(json.dumps({"RANK": 0, "faults": faults() - before}))
-"""
-# Without kept memory, 10 steps cause at least these page faults: one for each huge page of 2 MiB.
-HUGE_PAGES = 10 * 6 * (8 << 20) // (2 << 20)
-
-
-def test_freed_memory_is_kept(here):
-    """`mpiddp train` keeps freed memory for its next step, unless MALLOC_ variables say otherwise."""
-    script = here.script(STEPS)
-    (rank,) = here.run("run", script).assert_ok().records
-    assert rank["faults"] < HUGE_PAGES / 3
-    own = {"MALLOC_TRIM_THRESHOLD_": "131072"}
-    (rank,) = here.run("run", script, env=own).assert_ok().records
-    assert rank["faults"] > HUGE_PAGES / 2
-
-
 OF_MPI = r"^(OMPI|OPAL|PMIX|PMI|PRTE|HYDI|HYDRA|MPI_LOCAL|I_MPI)\w*"
 OF_RANKS = ("MPIDDP_", "TORCHELASTIC_", "MASTER_", "ROLE_", "GROUP_", "GLOO_", "NCCL_")
 

@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.machine import executable
 
-Env = dict[str, str]
 # Slurm, sbatch(1), "Output environment variables". tests/unit/launch/test_starters.py has more of them.
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 # OpenPBS, pbsdsh(1B): "Each MPI rank gets a single line in the $PBS_NODEFILE"

@@ -27,10 +27,16 @@ def container(folder: Path, script: str, other_torch: Path | None = None) -> lis
         lacking("bubblewrap is not installed. Run: apt-get install bubblewrap")
     binds = {path: path for path in ("/usr", "/bin", "/lib", "/lib64") if Path(path).exists()}
     binds |= {sys.base_prefix: sys.base_prefix, str(folder): "/job"}
-    packages = {each.name: each for each in SITE.iterdir() if not each.name.startswith(_LEFT_OUT)}
+    packages = {
+        package.name: package
+        for package in SITE.iterdir()
+        if not package.name.startswith(_LEFT_OUT)
+    }
     if other_torch is not None:
-        kept = {name: each for name, each in packages.items() if not name.startswith(_OF_TORCH)}
-        packages = kept | {each.name: each for each in other_torch.iterdir()}
+        kept = {
+            name: package for name, package in packages.items() if not name.startswith(_OF_TORCH)
+        }
+        packages = kept | {package.name: package for package in other_torch.iterdir()}
     binds |= {str(path): f"/site/{name}" for name, path in packages.items()}
     binds[str(ROOT / "mpiddp")] = "/site/mpiddp"
     # A /tmp, a /proc and processes of its own; the network of the host.

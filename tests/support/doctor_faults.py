@@ -83,10 +83,10 @@ def doctor(hosts: Cluster, *arguments: str, names: str = NAMES) -> Report:
     done = hosts["node0"].run(command, cwd=WORK, env=env, timeout_s=2 * PATIENCE_S)
     assert done.stderr == ""
     result: dict[str, Any] = json.loads(done.stdout)
-    said: dict[str, list[str]] = {"ok": [], "warn": [], "fail": [], "unknown": []}
+    lines: dict[str, list[str]] = {"ok": [], "warn": [], "fail": [], "unknown": []}
     for line in result["lines"]:
-        said[line["status"]].append(" ".join(map(str, line.values())))
-    return Report(done.returncode, said["warn"] + said["fail"], said["unknown"])
+        lines[line["status"]].append(" ".join(map(str, line.values())))
+    return Report(done.returncode, lines["warn"] + lines["fail"], lines["unknown"])
 
 
 def shell(host: Host, script: str, stdin: str | None = None) -> None:
@@ -177,9 +177,9 @@ def filtered(host: Host, program: str) -> Iterator[None]:
 
 def foreign_libmpi(host: Host) -> AbstractContextManager[None]:
     """The library of mpi4py is that of Open MPI 4 at the path of Open MPI 5."""
-    (own,) = BIN.parent.glob("lib/libmpi.so.40")
+    (library,) = BIN.parent.glob("lib/libmpi.so.40")
     (other,) = (ROOT / ".mpi" / "openmpi4").rglob("libmpi.so.40")
-    return faults.mounted(host, own.resolve(), what=other.resolve())
+    return faults.mounted(host, library.resolve(), what=other.resolve())
 
 
 def other_name(host: Host, before: str, after: str) -> AbstractContextManager[None]:

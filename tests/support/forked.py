@@ -70,8 +70,8 @@ def in_children(
         ended = os.waitstatus_to_exitcode(status)
         code = code or ended
         if ended < 0:
-            for each in left:
-                os.kill(each, signal.SIGKILL)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
     return code
 
 
@@ -129,7 +129,9 @@ def _enter(host: int) -> None:
 
 def _called(arguments: Sequence[str]) -> int:
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [each for each in path if each and each not in sys.path]
+    sys.path[:0] = [
+        folder_name for folder_name in path if folder_name and folder_name not in sys.path
+    ]
     if arguments[0].endswith(".py"):
         sys.argv = [*arguments]
         sys.path.insert(0, str(Path(arguments[0]).parent))
@@ -177,5 +179,6 @@ if __name__ == "__main__":
         with open(out, "w", encoding="utf-8") as stdout, open(err, "w", encoding="utf-8") as stderr:  # noqa: PTH123
             files = stdout.fileno(), stderr.fileno()
             print(
-                in_children(arguments, [Rank(*each) for each in ranks], folder, *files), flush=True
+                in_children(arguments, [Rank(*fields) for fields in ranks], folder, *files),
+                flush=True,
             )

@@ -4,6 +4,7 @@ The other MPIs are in .mpi/ (400 MB). Frameworks, libraries that show runs, and 
 containers are in .frameworks/ (1.2 GB). Nothing of it needs root.
 
 python -m tests.support.installs             # lists what is installed
+python -m tests.support.installs resolve     # installs nothing; fails if pip cannot resolve the frameworks
 python -m tests.support.installs mpis        # installs the MPIs
 python -m tests.support.installs all
 """
@@ -88,12 +89,16 @@ def _install_mpis() -> None:
             subprocess.run([*_PIP, *options, package], check=True)
 
 
+def _pip_install_frameworks(*options: str) -> None:
+    packages = [f"{package}=={version}" for package, version in FRAMEWORKS.items()]
+    packages.append("moto[server]")  # an S3 server
+    pins = ("--constraint", str(ROOT / "constraints.txt"))
+    subprocess.run([*_PIP, *pins, "--prefix", str(_FOLDER), *options, *packages], check=True)
+
+
 def _install_frameworks() -> None:
     if not all(map(_has, FRAMEWORKS)):
-        packages = [f"{package}=={version}" for package, version in FRAMEWORKS.items()]
-        packages.append("moto[server]")  # an S3 server
-        options = ("--constraint", str(ROOT / "constraints.txt"), "--prefix", str(_FOLDER))
-        subprocess.run([*_PIP, *options, *packages], check=True)
+        _pip_install_frameworks()
     if not has_other_torch():
         # What it needs is in the virtual environment. Not every index has builds for CPUs alone.
         command = [*_PIP, "--no-deps", "--upgrade", "--target", str(OTHER_TORCH), f"torch=={TORCH}"]
@@ -106,6 +111,9 @@ def _install_frameworks() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["resolve"]:
+        _pip_install_frameworks("--dry-run")
+        sys.exit()
     if sys.argv[1:]:
         _install_mpis()
     if sys.argv[1:] == ["all"]:

@@ -44,6 +44,8 @@ STORE_PORT = 29500  # of ranks on hosts of a test cluster, where nothing else ta
 DAEMONS = ("munged", "slurmctld", "slurmd", "slurmstepd", "sge_qmaster", "sge_execd")
 
 every_mpi = pytest.mark.parametrize("mpi", MPIS, indirect=True)
+# A rule that does not depend on the MPI holds under all of them if it holds under two of different kinds.
+two_mpis = pytest.mark.parametrize("mpi", ["openmpi5", "mpich"], indirect=True)
 here_and_on_hosts = pytest.mark.parametrize("place", ["here", "hosts"], indirect=True)
 every_mpi_on_hosts = pytest.mark.parametrize(
     ("place", "mpi"), [("here", "openmpi5"), *(("hosts", mpi) for mpi in MPIS)], indirect=True
@@ -174,8 +176,8 @@ class Place(ABC):
 
     def hosts_of(self, ranks: int) -> list[str]:
         """The host of each rank that `where` places: as many on each host, the first ones one more."""
-        each, more = divmod(ranks, len(self.hosts))
-        counts = [each + (index < more) for index in range(len(self.hosts))]
+        share, more = divmod(ranks, len(self.hosts))
+        counts = [share + (index < more) for index in range(len(self.hosts))]
         return [host for host, count in zip(self.hosts, counts, strict=True) for _ in range(count)]
 
     def run(self, *argv: Arg, **how: Any) -> Done:
@@ -222,11 +224,11 @@ class Place(ABC):
 
     def _fork(self, argv: tuple[Arg, ...], ranks: list[forked.Rank]) -> Done:
         out, err = self.folder / ".fork.out", self.folder / ".fork.err"
-        code = forked.run([os.fspath(each) for each in argv], ranks, self.folder, out, err)
+        code = forked.run([os.fspath(argument) for argument in argv], ranks, self.folder, out, err)
         return Done(code, _text(out), _text(err))
 
     def _command(self, argv: tuple[Arg, ...], mpi: str | None) -> list[str]:
-        first, *rest = [os.fspath(each) for each in argv]
+        first, *rest = [os.fspath(word) for word in argv]
         if first in (*VERBS, "help", "--version", "--help"):
             mpirun = [] if mpi is None else ["--mpirun", mpirun_of(mpi)]
             return [sys.executable, "-m", "mpiddp", first, *mpirun, *rest]
@@ -248,15 +250,15 @@ class Here(Place):
         return ("-H", f"localhost:{ranks}")
 
     def processes(self, marker: str = "") -> list[Process]:
-        found = []
+        processes = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended
                 if f"TEST_PLACE={self.mark}".encode() in (entry / "environ").read_bytes():
                     command = (entry / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
                     text = command.decode(errors="replace")
                     if marker in text:
-                        found.append(Process(self.hosts[0], int(entry.name), text))
-        return found
+                        processes.append(Process(self.hosts[0], int(entry.name), text))
+        return processes
 
     def kill(self, process: Process, number: int = signal.SIGKILL) -> None:
         with suppress(ProcessLookupError):
@@ -267,21 +269,23 @@ class Here(Place):
 
         With 0, it has no variables of a rank, as without a launcher.
         """
-        own = clean_env(env)
+        variables = clean_env(env)
         if not ranks:
-            return self._fork(argv, [forked.Rank(own)])
+            return self._fork(argv, [forked.Rank(variables)])
         with reserved("127.0.0.1") as reservation:
             of_ranks = forked.variables(["localhost"] * ranks, *reservation.getsockname())
-            return self._fork(argv, [forked.Rank({**own, **each}) for each in of_ranks])
+            return self._fork(argv, [forked.Rank({**variables, **of_rank}) for of_rank in of_ranks])
 
     def train(self, *options: Arg, ranks: int = 0, env: Mapping[str, str] | None = None) -> Done:
         """Run `mpiddp train OPTIONS…` so."""
         return self.fork("train", *options, ranks=ranks, env=env)
 
     def popen(self, argv: list[str], env: Mapping[str, str], **how: Any) -> subprocess.Popen[str]:
-        own = clean_env({"TEST_PLACE": self.mark, **env})
+        variables = clean_env({"TEST_PLACE": self.mark, **env})
         # In a session of its own: a Ctrl-C at the terminal of the tests is not one of the job.
-        return subprocess.Popen(argv, env=own, **{"text": True, "start_new_session": True, **how})
+        return subprocess.Popen(
+            argv, env=variables, **{"text": True, "start_new_session": True, **how}
+        )
 
 
 @dataclass
@@ -319,22 +323,22 @@ class Hosts(Place):
 
     def fork(self, where: str, *argv: Arg, env: Mapping[str, str] | None = None) -> Done:
         """Run a verb of mpiddp, or a script, on ranks that are forks; `where`: "node0:2,node1:2"."""
-        counts = (each.split(":") for each in where.split(","))
+        counts = (part.split(":") for part in where.split(","))
         names = [name for name, count in counts for _ in range(int(count))]
-        own = {"OMP_NUM_THREADS": "1", **(env or {})}
+        variables = {"OMP_NUM_THREADS": "1", **(env or {})}
         of_ranks = forked.variables(names, self[names[0]].address, STORE_PORT)
         ranks = [
-            forked.Rank({**self[name].login(), **own, **each}, self[name].pid)
-            for name, each in zip(names, of_ranks, strict=True)
+            forked.Rank({**self[name].login(), **variables, **of_rank}, self[name].pid)
+            for name, of_rank in zip(names, of_ranks, strict=True)
         ]
         return self._fork(argv, ranks)
 
     def processes(self, marker: str = "") -> list[Process]:
         return [
-            Process(host.name, each.pid, each.command)
+            Process(host.name, process.pid, process.command)
             for host in self.cluster.hosts
-            for each in host.processes()
-            if marker in each.command and each.name not in DAEMONS
+            for process in host.processes()
+            if marker in process.command and process.name not in DAEMONS
         ]
 
     def kill(self, process: Process, number: int = signal.SIGKILL) -> None:

@@ -29,9 +29,9 @@ atexit.register(shutil.rmtree, _SESSIONS, ignore_errors=True)
 
 def find_mpirun() -> str:
     beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    assert found, "no mpirun beside this python and none on PATH: run ./run.sh test"
-    return found
+    path = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert path, "no mpirun beside this python and none on PATH: run ./run.sh test"
+    return path
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -30,8 +30,8 @@ _OTHER_ROOT = "/home/me/mpiddp"  # in a file, for that of this checkout
 def events(path: Path) -> Iterator[tuple[Record, Event]]:
     """The record in a file, after each of its events."""
     with path.open(encoding="utf-8") as lines:
-        own = (line.replace(_OTHER_ROOT, str(ROOT)) for line in lines)
-        began, *later = (Event(**json.loads(line)) for line in own)
+        texts = (line.replace(_OTHER_ROOT, str(ROOT)) for line in lines)
+        began, *later = (Event(**json.loads(line)) for line in texts)
     record = Record(**began.facts, at=began.at)
     for event in later:
         record.add(event)
@@ -40,26 +40,28 @@ def events(path: Path) -> Iterator[tuple[Record, Event]]:
 
 def replay(path: Path) -> str:
     """What a launcher says of the events of a record: a line for each sentence, and its exit code."""
-    said: dict[str, str] = {}  # by what it is about, each once
+    sentences: dict[str, str] = {}  # by what it is about, each once
     since = None
     for record, event in events(path):
         if event.kind == "window":
             began_at = since or record.began_at
-            found = find_stragglers(record.calls, record.world_size, began_at, event.at)
-            assert found == event.facts
+            stragglers = find_stragglers(record.calls, record.world_size, began_at, event.at)
+            assert stragglers == event.facts
             since = event.at
             ranks, sentence = straggler_sentence(record)
-            said.setdefault(f"stragglers {ranks}", sentence)
+            sentences.setdefault(f"stragglers {ranks}", sentence)
         if event.kind == "looked":
             hang = find_hang(record)
             assert hang is not None
-            said.setdefault(hang.about, hang.sentence)
+            sentences.setdefault(hang.about, hang.sentence)
         if event.kind == "end" and record.is_late and record.latest["started"]:
             assert missing_sentence(record, record.fact("limit", "seconds")) == event.facts["why"]
     outcome = verdict(record)
-    said |= {each: each for each in (outcome.sentence, outcome.known_cause)}
+    sentences |= {line: line for line in (outcome.sentence, outcome.known_cause)}
     fault = f"host at fault: {outcome.host_at_fault}\n" if outcome.host_at_fault else ""
-    text = "".join(f"{line}\n" for line in said.values() if line).replace(str(ROOT), _OTHER_ROOT)
+    text = "".join(f"{line}\n" for line in sentences.values() if line).replace(
+        str(ROOT), _OTHER_ROOT
+    )
     return f"{text}{fault}exit code: {outcome.code}\n"
 
 
@@ -185,13 +187,13 @@ def record(name: str) -> None:
         command += [*options.replace("{python}", sys.executable).split(), str(script)]
         subprocess.run(command, env=clean_env(), cwd=ROOT, timeout=PATIENCE_S * 3, check=False)
         text = Path(folder, "attempt_1.jsonl").read_text(encoding="utf-8")
-        for own, other in (
+        for here, other in (
             (folder, "/home/me"),
             (str(ROOT), _OTHER_ROOT),
             (sys.prefix, "/venv"),
             (sys.base_prefix, "/usr"),
         ):
-            text = text.replace(own, other)
+            text = text.replace(here, other)
     text = re.sub(rf"\b{socket.gethostname()}\b", "node0", text)
     path = FOLDER / f"{name}.jsonl"
     path.write_text(text)
@@ -201,7 +203,7 @@ def record(name: str) -> None:
 
 if __name__ == "__main__":
     verb, *names = sys.argv[1:]
-    for each in names or JOBS if verb == "record" else ():
-        record(each)
+    for name in names or JOBS if verb == "record" else ():
+        record(name)
     for path in names if verb == "replay" else ():
         print(replay(Path(path)), end="")

@@ -14,10 +14,10 @@ def test_a_cluster():
         for user in ("root", USER):
             there = node0.run(["ssh", "node1", "hostname; whoami"], user=user)
             assert there.stdout.split() == ["node1", user], there.stderr
-        for own in ("/etc/own", "/run/tmp/own", "/dev/shm/own", f"{node0.home()}/own"):
-            node0.run(["touch", own], check=True)
-            assert not node1.path(own).exists()
-            assert not Path(own).exists()
+        for file in ("/etc/own", "/run/tmp/own", "/dev/shm/own", f"{node0.home()}/own"):
+            node0.run(["touch", file], check=True)
+            assert not node1.path(file).exists()
+            assert not Path(file).exists()
         assert node0.run(["getent", "ahostsv4", "node0"]).stdout.startswith("127.0.1.1")
         with faults.no_sshd(node1):
             assert "refused" in node0.run(["ssh", "node1", "hostname"]).stderr

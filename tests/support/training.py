@@ -89,7 +89,9 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def losses(run: Path) -> dict[int, float]:
     """The training loss of each recorded step."""
-    return {each["step"]: each["train_loss"] for each in records(run) if "train_loss" in each}
+    return {
+        record["step"]: record["train_loss"] for record in records(run) if "train_loss" in record
+    }
 
 
 def summary(run: Path) -> dict[str, Any]:

@@ -26,13 +26,9 @@ from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.boxes import Box, Copies
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
-from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.errors import UserError
 from mpiddp.files import is_locked, read_limited
-from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
-from mpiddp.text import parse_interval
-from mpiddp.world import World
 from tests.support.patience import PATIENCE_S
 from tests.support.place import Here
 from tests.support.ranks import clean_env, script
@@ -87,68 +83,6 @@ def test_ranks_that_save_different_steps_are_refused(tmp_path):
     lines = [line for line in done.stdout.splitlines() if "saves step" in line]
     assert [bool(re.fullmatch(sentence, line)) for line in lines] == [True, True], done.stdout
     assert (tmp_path / "run/checkpoints/step_00000030").exists()
-
-
-SENT = """
-import sys, torch.distributed as dist, mpiddp
-from hashlib import sha256
-from pathlib import Path
-from mpiddp.checkpoints.folder import Entry
-from mpiddp.checkpoints.send import Transfer, send_files
-folder = Path(sys.argv[1])
-content = bytes(range(256)) * 40_000
-with mpiddp.process_group() as world:
-    if world.rank == 0:
-        (folder / "a.pt").write_bytes(content)
-    (folder / f"at{world.rank}").mkdir()
-    transfer = Transfer(0, folder / "a.pt", Entry(len(content), sha256(content).hexdigest()), (0, 2))
-    # Rank 1 keeps nothing, so it needs no group.
-    group = None if world.rank == 1 else dist.group.WORLD
-    send_files([transfer], world.rank, group, folder / f"at{world.rank}")
-    assert world.rank == 1 or (folder / f"at{world.rank}/a.pt").read_bytes() == content
-"""
-
-
-def test_a_file_travels_to_the_ranks_that_keep_it_alone(tmp_path):
-    Here(tmp_path).fork(script(tmp_path, SENT), tmp_path, ranks=3).assert_ok()
-    assert [(tmp_path / f"at{rank}/a.pt").exists() for rank in range(3)] == [True, False, True]
-
-
-SHARDED = """
-import sys, torch, mpiddp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-with mpiddp.process_group() as world:
-    checkpoints = mpiddp.Checkpoints(sys.argv[1])
-    mesh = init_device_mesh("cpu", (2,))
-    weight = distribute_tensor(torch.arange(2_000_000.0), mesh, [Shard(0)])
-    for step in (1, 2):
-        checkpoints.save(step, {"a": {"w": weight}, "b": {"w": weight}})
-    checkpoints.close()
-"""
-
-
-def bytes_read() -> int:
-    line = next(
-        each
-        for each in Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
-        if "rchar" in each
-    )
-    return int(line.split()[1])
-
-
-def test_shards_are_read_as_they_are_used(tmp_path):
-    Here(tmp_path).fork(script(tmp_path, SHARDED), "run", ranks=2).assert_ok()
-    folder = tmp_path / "run/checkpoints/step_00000002"
-    files = list(folder.glob("shard_*"))
-    size = sum(path.stat().st_size for path in files)
-    resumed = mpiddp.load(folder)
-    targets = {name: torch.nn.ParameterDict({"w": torch.empty(2_000_000)}) for name in "ab"}
-    before = bytes_read()
-    resumed.load_into(**targets)
-    assert bytes_read() - before < size / 2
-    for target in targets.values():
-        assert torch.equal(target["w"], torch.arange(2_000_000.0))
 
 
 OWNS = """
@@ -217,40 +151,6 @@ def test_a_copy_of_the_folder_keeps_the_lock(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_any_error_of_the_thread_is_a_warning(create, monkeypatch, capsys):
-    def fails(*_: Any) -> None:
-        raise MemoryError
-
-    checkpoints = create()
-    with monkeypatch.context() as patched:
-        patched.setattr("mpiddp.checkpoints.boxes.write_tensors", fails)
-        checkpoints.save(1, {"a": torch.ones(1)})
-        checkpoints._wait_for_own_save()
-    checkpoints.save(1, {"a": torch.ones(1)})
-    assert "step 1 cannot be saved: MemoryError" in capsys.readouterr().err
-    checkpoints.close()
-    assert mpiddp.load(checkpoints._dir.path).step == 1
-
-
-def schedule(every: str, first: int = 1, *, is_new: bool = False) -> SaveSchedule:
-    alone = Coordinator(World(0, 1, 0, 1))
-    return SaveSchedule(parse_interval(every), alone, first - 1, is_new=is_new, timeout_s=1)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_schedule_by_steps(first):
-    due = schedule("10", first)
-    assert [step for step in range(first, 41) if due.is_due(step)] == [10, 20, 30, 40]
-    due = schedule("1", first)
-    assert [step for step in range(first, 4) if due.is_due(step)] == list(range(first, 4))
-    due = schedule("10")  # a script may count samples
-    assert [step for step in range(4, 41, 4) if due.is_due(step)] == [12, 20, 32, 40]
-
-
-def test_a_schedule_by_the_clock_begins_with_a_new_run():
-    assert [schedule("1h", is_new=is_new).is_due(1) for is_new in (True, False)] == [True, False]
 
 
 def test_no_file_outside_of_the_checkpoint_is_touched(tmp_path):

@@ -30,7 +30,7 @@ from mpiddp.spawning.spawn import _refuse_within_a_job, pickled_call
 from mpiddp.world import World
 from tests.support.channels import connect, cut
 from tests.support.errors import error
-from tests.support.ranks import ROOT, clean_env, run_command, script
+from tests.support.ranks import ROOT, clean_env, run_command
 
 
 def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,28 +68,6 @@ def test_what_cannot_be_pickled_is_named():
         sentence = error("Create it", name, ": TypeError: ", "object. ")
         with pytest.raises(UserError, match=f"^{sentence}$"):
             pickled_call(functools.partial(function, *args))
-
-
-LARGE = """
-import importlib, sys
-from functools import partial
-from mpiddp.spawning.spawn import pickled_call
-for number in range(50):
-    importlib.import_module(f"large.part{number}")
-looks = []
-sys.addaudithook(lambda event, args: event == "os.scandir" and looks.append(str(args[0])))
-pickled_call(partial(len, ""))
-print(sum(each.endswith("large") for each in looks))
-"""
-
-
-def test_a_package_is_looked_at_once_for_all_its_modules(tmp_path):
-    """Each loaded module scanned its whole package: a call beside transformers took half a minute."""
-    (tmp_path / "large").mkdir()
-    for name in ("__init__", *(f"part{number}" for number in range(50))):
-        (tmp_path / "large" / f"{name}.py").touch()
-    done = run_command([sys.executable, script(tmp_path, LARGE)], PYTHONPATH=str(ROOT))
-    assert 1 <= int(done.stdout) <= 2, done.stderr  # a search of pathlib may look twice
 
 
 def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpiddp.errors import UserError
-from mpiddp.runtime.torch.divergence import differing_ranks, digest
+from mpiddp.runtime.torch.divergence import digest
 from mpiddp.runtime.torch.process_group import choose_backend
 from tests.support.errors import error
 
@@ -56,27 +56,6 @@ def test_the_layout_in_memory_does_not_count():
     ]
     assert {number(each) for each in same} == {number(images)}
     assert number(torch.empty(0)) == 0
-
-
-@pytest.mark.parametrize(
-    ("digests", "expected"),
-    [
-        ([[1, 2], [1, 3]], "a and b differ, first in w (1 of 2 tensors)"),
-        ([[1, 2], [4, 3]], "a and b differ, first in v (2 of 2 tensors)"),
-        (
-            [[1, 2], [1, 3], [1, 2]],
-            "b differs from the 2 ranks that agree, first in w (1 of 2 tensors)",
-        ),
-        ([[1, 2], [1, 3], [1, 4]], "a, b and c differ, first in w (1 of 2 tensors)"),
-        (
-            [[1, 2], [1, 2], [1, 2], [4, 2], [1, 7]],
-            "d and e differ from the 3 ranks that agree, first in v (2 of 2 tensors)",
-        ),
-    ],
-)
-def test_the_majority_is_right(digests, expected):
-    by_name = [dict(zip("vw", row, strict=True)) for row in digests]
-    assert differing_ranks("abcde"[: len(digests)], by_name) == expected
 
 
 @pytest.mark.parametrize("name", ["cpu:gloo,cuda:nccl", "GLOO", "mpi", ""])

@@ -6,7 +6,6 @@ Tests mpiddp/protocol/{channel,server}.py, mpiddp/runtime/job/coordinator.py, ru
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from mpiddp.errors import JobFailed, NoAnswer
+from mpiddp.errors import JobFailed
 from mpiddp.protocol.channel import LINE_LIMIT, RANK, SCRIPT, decode, encode, member_key
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.runtime.job.connection import AnotherScript, Server, connect_to_server
-from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost, Coordinator
-from mpiddp.runtime.rendezvous.by_hand import address_of_rank_0, connect_by_address
+from mpiddp.runtime.job.coordinator import ChannelLost, Coordinator
+from mpiddp.runtime.rendezvous.by_hand import connect_by_address
 from mpiddp.world import World
 from tests.support.channels import connect, cut, member_proof, progress
 from tests.support.errors import error
@@ -56,14 +55,6 @@ class Job:
         """As Ctrl-Z does to a launcher."""
         self._runs.clear()
         self._thread.join()
-
-    @contextmanager
-    def paused(self, messages: int) -> Iterator[None]:
-        """For a block, and until the messages of so many members have come meanwhile."""
-        self.pause()
-        yield
-        until(lambda: len(self.selector.select(0)) == messages)
-        self.start()
 
     def _run(self) -> None:
         while self._runs.is_set():
@@ -126,19 +117,6 @@ def job() -> Iterator[Job]:
 # --- what ranks agree on ---
 
 
-def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_come_late(job):
-    first, second, late = job.all()
-    with job.paused(2):  # else the first one's time may be over before the second one asks
-        calls = [
-            job.call(each.all_gather_json, 1, key="key", timeout_s=0.2) for each in (first, second)
-        ]
-    for call in calls:
-        with pytest.raises(NoAnswer, match=r"^rank 2 did not answer in 0\.2 s\.$"):
-            call.result(PATIENCE_S)
-    with pytest.raises(NoAnswer, match=r"^rank 2 did not answer"):
-        late.all_gather_json(1, key="key", timeout_s=600)
-
-
 def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
     first, second, third = job.all()
     second.leave()
@@ -151,18 +129,6 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
     second.give("again", 2)
     for each in (first, second):
         assert until(partial(each.given, "again")) == [1, 2, None]
-
-
-def test_the_first_to_fail_is_one_rank_and_ends_the_waits_for_others(job):
-    channels = job.all()
-    never = partial(channels[0].all_gather_json, 1, key="never", timeout_s=600)
-    waits = job.call(never)
-    until(lambda: job.selector.next_at < float("inf"))
-    claims = [job.call(each.claim_first_failure) for each in channels]
-    assert sorted(claim.result(PATIENCE_S) for claim in claims) == [False, False, True]
-    assert isinstance(waits.exception(PATIENCE_S), AnotherFailed)
-    with pytest.raises(AnotherFailed):
-        never()
 
 
 def test_the_n_th_scripts_are_a_group_of_their_own(job):
@@ -200,20 +166,6 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job):
 # --- how long they wait ---
 
 
-def test_a_server_that_is_stopped_ends_no_wait(job):
-    """What has arrived meanwhile counts before the time does."""
-    first, second, third = job.all()
-    early = job.call(first.all_gather_json, 0, key="key", timeout_s=1.0)
-    until(lambda: job.selector.next_at < float("inf"))
-    with job.paused(2):
-        others = [
-            job.call(each.all_gather_json, each.world.rank, key="key", timeout_s=1.0)
-            for each in (second, third)
-        ]
-        until(lambda: job.selector.next_at < time.monotonic())
-    assert [each.result(PATIENCE_S) for each in (early, *others)] == [[0, 1, 2]] * 3
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_in_the_thread_that_receives_ends_every_wait(job):
     """Nobody else would receive the answer."""
@@ -243,21 +195,6 @@ def test_news_that_ends_a_program_loses_no_later_news(job):
     with pytest.raises(InterruptedError):
         channel.receive()
     assert heard == ["hold", "end"]
-
-
-def test_the_end_of_the_server_ends_every_wait():
-    job = Job()
-    first, *_ = job.all()
-    waits = [
-        job.call(first.all_gather_json, 0, key="key", timeout_s=600),
-        job.call(first.all_gather_json, 0, key="another", timeout_s=600),
-    ]
-    until(lambda: job.selector.next_at < float("inf"))
-    job.close()
-    assert all(isinstance(each.exception(PATIENCE_S), ChannelLost) for each in waits)
-    with pytest.raises(ChannelLost, match=error("connection to", "rank 0 ")):
-        first.all_gather_json(0, key="b", timeout_s=1)
-    assert first.claim_first_failure()
 
 
 @pytest.mark.parametrize(
@@ -400,31 +337,6 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch
 
 
 ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-
-
-SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_NODELIST": "localhost",
-}
-
-
-@pytest.mark.parametrize(
-    ("env", "address"),
-    [
-        (ENV | {"MASTER_ADDR": "127.0.0.3", "MASTER_PORT": "1"}, "127.0.0.3"),
-        (ENV | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "127.0.0.1"),
-        (SRUN, "127.0.0.1"),
-        (SRUN | {"MASTER_ADDR": "127.0.0.4"}, "127.0.0.4"),
-    ],
-)
-def test_the_address_of_rank_0(env, address):
-    found, port = address_of_rank_0(World.from_env(env), env)
-    assert found == address
-    assert port == 1 if "MASTER_PORT" in env else 20000 <= port < 52768
 
 
 def test_a_rank_that_cannot_reach_rank_0_names_the_address(monkeypatch):

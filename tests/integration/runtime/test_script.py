@@ -167,13 +167,6 @@ log.info("100% done")
 """
 
 
-@pytest.mark.parametrize(("rank", "printed"), [(0, "a line\n100% done\n"), (1, "")])
-def test_only_rank_0_prints_and_every_rank_warns(rank, printed):
-    command = [sys.executable, "-c", LOGS_MESSAGES, str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "warning: a warning\n")
-
-
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_line_is_one_write(unbuffered):
     """Else the lines of two ranks that share a pipe are mixed. Of this kind of pipe, a read is one write."""

@@ -3,17 +3,13 @@
 Tests the first part of mpiddp/train/train.py.
 """
 
-import math
 import re
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from mpiddp import Announced
 from mpiddp.errors import UserError
-from mpiddp.train.train import FIXED, out_of_memory, parse, resolve, resume_args, split_batch
+from mpiddp.train.train import FIXED, out_of_memory, parse, resolve
 from tests.support.ranks import ROOT
 from tests.support.training import configured
 
@@ -85,42 +81,3 @@ def test_the_global_batch_is_split_over_the_ranks_also_unevenly():
     assert wish.batch_size == 1
     with pytest.raises(UserError, match=r"--global-batch-size 5 .* of 3 ranks .* Use 6 or more"):
         configured("--global-batch-size=5", ranks=3)
-
-
-@pytest.mark.parametrize(
-    ("options", "ranks_before"),
-    [
-        (["--batch-size", "4", "--seed", "1"], 3),
-        (["--batch_size=4", "--seed", "1"], 3),
-        (["--global-batch-size", "12", "--seed", "1"], 3),
-        (["--seed", "1", "--grad-accum-steps", "3", "--batch-size", "1"], 4),
-        (["--seed", "1", "--grad-accum-steps", "3", "--global-batch-size=12"], 1),
-    ],
-)
-@pytest.mark.parametrize(("ranks", "passes"), [(1, 3), (2, 2), (3, 1), (4, 1)])
-def test_a_restart_keeps_the_global_batch(options, ranks_before, ranks, passes):
-    """A pass has at most 4 images, as before. In the case with 1 image, it gets 2 where possible."""
-    written = parse(options)
-    before = Announced(global_batch_size=12, world_size=ranks_before)
-    if ranks == ranks_before:
-        passes = written.grad_accum_steps
-    elif written.batch_size == 1:
-        passes = max(1, 6 // ranks)  # two images per pass, which BatchNorm needs
-    assert split_batch(written, before, ranks, 64) == {
-        "global_batch_size": 12,
-        "grad_accum_steps": passes,
-        "batch_size": math.ceil(12 / (passes * ranks)),
-    }
-
-
-def test_the_arguments_that_resume_a_run(tmp_path):
-    out = tmp_path / "run"
-
-    def args(**options: Any) -> list[str]:
-        return resume_args(replace(configured(), **options), out)
-
-    assert args() == ["--out", str(out)]
-    assert args(out=str(out)) == []
-    assert args(out=str(out), resume=str(tmp_path / "other")) == []
-    back = str(out / "checkpoints" / "step_00000001")
-    assert args(out=str(out), resume=back) == ["--resume", "auto"]

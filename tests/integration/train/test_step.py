@@ -18,24 +18,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import mpiddp
-from mpiddp.train.data import Data, DeviceImages
-from mpiddp.train.muon import fast_dtype, orthogonal
+from mpiddp.train.data import DeviceImages
+from mpiddp.train.muon import fast_dtype
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.train import (
     Config,
     State,
     average_weight,
     backward,
-    build_model,
     build_optimizer,
     evaluate,
-    images_of,
     learning_rate,
-    load,
-    seconds_left,
     steps,
-    stride_as_gradients,
 )
 from tests.support.training import CPU, configured, images, state_of
 
@@ -102,14 +96,6 @@ def test_the_weight_of_the_model_in_its_average():
     assert average_weight(21, 10, replace(config, ema_decay=0.5)) == 1
 
 
-def test_the_default_begins_with_smaller_images():
-    """Half of the height and width in two thirds of 3/4 of the epochs, then 3/4."""
-    config = replace(configured("--batch-size=2"), epochs=12, low_res_epochs=9)
-    state = state_of(config, images(4))
-    sides = [next(images_of(state, [torch.arange(2)], epoch))[0].shape[2] for epoch in range(12)]
-    assert sides == [16] * 6 + [24] * 3 + [32] * 3
-
-
 # --- a step
 
 
@@ -137,20 +123,6 @@ def test_mixup_mixes_images_and_losses_by_one_draw_for_all_ranks():
     expected = part * losses[0] + (1 - part) * losses[1]
     assert backward(state, iter([(batch, labels)]), 5).item() == pytest.approx(expected.item())
     assert backward(state, iter([(batch, labels)]), 6).item() != pytest.approx(expected.item())
-
-
-@pytest.mark.parametrize(
-    ("amp", "dtype"), [("off", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_convolutions_compute_in_the_type_of_amp(amp, dtype):
-    state = state_of(configured(*SMALL, f"--amp={amp}"), images(8), images(8))
-    types = set[torch.dtype]()
-    convolution = state.model.get_submodule("layer1.0.conv1")
-    convolution.register_forward_hook(lambda _module, _inputs, out: types.add(out.dtype))
-    next(steps(state, 0))
-    evaluate(state, state.data.test)
-    assert types == {dtype}
-    assert state.scaler.is_enabled() == (amp == "fp16")
 
 
 def test_clipping_limits_the_norm_of_the_gradients():
@@ -219,24 +191,6 @@ def test_filters_keep_their_norm_and_other_parameters_are_those_of_sgd():
             torch.testing.assert_close(muon, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(128, 128, 3, 3), (64, 4, 3, 3), (16, 64, 1, 1)])
-def test_an_update_moves_the_weights_about_as_far_in_every_direction(shape, dtype, monkeypatch):
-    monkeypatch.setattr("mpiddp.train.muon.fast_dtype", lambda device: dtype)
-    torch.manual_seed(0)
-    gradient = torch.randn(shape) * torch.logspace(-1, 1, shape[0]).view(-1, 1, 1, 1)
-    update, other = orthogonal(torch.stack([gradient, 9 * gradient.flip(1)]))
-    assert update.shape == shape
-    assert torch.equal(update, update.bfloat16()) == (dtype is torch.bfloat16)
-    torch.testing.assert_close(other, orthogonal(gradient.flip(1)[None])[0], rtol=0, atol=0.02)
-    before, after = (
-        torch.linalg.svdvals(each.reshape(shape[0], -1)) for each in (gradient, update)
-    )
-    assert before.max() > 30
-    assert after.max() < 1.3
-    assert after.max() / after.min() < before.max() / before.min() / 3
-
-
 def test_a_first_step_that_overflows_leaves_no_momentum():
     """torch's fused SGD would leave an uninitialized one, and use it in later steps."""
     model = torch.nn.Linear(2, 2)
@@ -246,41 +200,6 @@ def test_a_first_step_that_overflows_leaves_no_momentum():
     scaler.step(optimizer)
     momenta = [state.get("momentum_buffer") for state in optimizer.state.values()]
     assert all(momentum is None or not momentum.any() for momentum in momenta)
-
-
-def test_momentum_is_restored_in_the_layout_of_the_parameters():
-    """The fused kernels pair elements by their position in memory, whatever their layout."""
-    image, config = (
-        torch.randn(2, 3, 8, 8),
-        configured("--optimizer=sgd", "--lr=0.1", "--batch-size=2"),
-    )
-    results = []
-    for later in (torch.channels_last, torch.contiguous_format):
-        torch.manual_seed(0)
-        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        optimizer = build_optimizer(model, config)
-        model(image).square().sum().backward()
-        optimizer.step()
-        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": {}}
-        state = with_model(config, model.to(memory_format=later))
-        load(state, mpiddp.Resumed(1, saved))
-        model(image).square().sum().backward()
-        state.optimizer.step()
-        results.append(model.weight.detach().clone())
-    # The weights are some hundreds. Each is a sum whose order depends on the layout, so a small one may
-    # lose all its digits. A misplaced momentum changes the weights by their own size.
-    torch.testing.assert_close(*results, rtol=0, atol=1e-5 * results[0].abs().max().item())
-
-
-def test_weights_of_1x1_convolutions_have_the_strides_of_their_gradients():
-    """As in torch's own warning: grad.sizes() = [64, 64, 1, 1], strides() = [64, 1, 64, 64]."""
-    model = ARCHS["resnet50"]()
-    before = {name: each.clone() for name, each in model.state_dict().items()}
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    stride_as_gradients(model)
-    weight = model.get_parameter("layer1.0.conv1.weight")
-    assert weight.stride() == (64, 1, 64, 64)
-    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
 
 # --- the model and its score
@@ -301,40 +220,6 @@ def test_an_evaluation_is_compiled_once_for_its_one_size(monkeypatch):
     logits = state.model.eval()(batch)
     assert score.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-4)
     assert score.accuracy == pytest.approx((logits.argmax(1) == labels).float().mean().item())
-
-
-def test_images_are_channels_last_whatever_the_weights_are():
-    """fully_shard takes contiguous weights; a GPU convolves such images at twice the speed all the same."""
-    config = configured("--parallel=fsdp", "--arch=resnet20")
-    source = images(4)
-    model = build_model(config, Data("", 10, source, None), CPU)
-    assert all(each.is_contiguous() for each in model.parameters())
-    ((batch, _),) = source.batches([torch.arange(4)], epoch=0)
-    assert batch.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_the_first_convolution_gives_uncorrelated_values_and_is_not_trained():
-    source = images(200)
-    state = state_of(configured("--batch-size=2"), source)
-    ((batch, _),) = source.batches([torch.arange(200)], epoch=0)
-    values = state.model.get_submodule("conv1")(batch).transpose(0, 1).flatten(1)[:12]
-    products = (values @ values.T / values.shape[1]).detach()
-    assert products.diagonal().min() > 0.5
-    assert (products - products.diagonal().diag()).abs().max() < 0.01
-    before = state.model.get_parameter("conv1.weight").clone()
-    next(steps(state, 0))
-    assert torch.equal(state.model.get_parameter("conv1.weight"), before)
-
-
-def test_the_time_that_is_left_counts_smaller_images_and_evaluations():
-    """A step on 32 pixels takes four times as long as one on 16. An evaluation takes a third of that."""
-    config = replace(configured("--global-batch-size=10"), epochs=4, low_res_epochs=3)
-    state = state_of(config, images(100), images(30))
-    left = partial(seconds_left, state)
-    assert left(5, 1.0, 0) == pytest.approx(15 * 1 + 10 * 9 / 4 + 10 * 4 + 4)
-    assert left(30, 9.0, 0) == pytest.approx(10 * 16 + 16)
-    assert left(40, 16.0, 30) == pytest.approx(16)
-    assert left(40, 16.0, 40) == 0
 
 
 def test_the_recipe_of_the_default_learns():

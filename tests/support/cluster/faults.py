@@ -61,8 +61,8 @@ def another_port(cluster: Cluster, host: Host, port: int) -> Iterator[None]:
         for other in cluster.hosts:
             for user in ("root", USER):
                 path = f"{other.home(user)}/.ssh/known_hosts"
-                known = other.path(path).read_text().splitlines()
-                (key,) = (line for line in known if line.startswith(f"{host.name},"))
+                keys = other.path(path).read_text().splitlines()
+                (key,) = (line for line in keys if line.startswith(f"{host.name},"))
                 there = f"[{host.name}]:{port},[{host.address}]:{port} {key.partition(' ')[2]}\n"
                 stack.enter_context(changed(other, path, lambda keys, there=there: keys + there))
         stack.enter_context(sshd_with(host, f"Port {port}\n"))
@@ -76,7 +76,7 @@ def another_user(host: Host) -> Iterator[None]:
     texts = {user: host.path(path).read_text() for user, path in keys.items()}
     with (
         changed(host, keys["root"], lambda _: ""),
-        changed(host, keys[USER], lambda own: own + texts["root"]),
+        changed(host, keys[USER], lambda keys: keys + texts["root"]),
     ):
         yield
 

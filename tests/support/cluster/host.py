@@ -133,10 +133,10 @@ class Host:
     def processes(self) -> list[Process]:
         """All processes of this host except its pid 1 and the listening sshd."""
         sshd = self.path("/run/sshd.pid")
-        own = {"1", sshd.read_text().strip() if sshd.exists() else ""}
-        found = []
+        hidden = {"1", sshd.read_text().strip() if sshd.exists() else ""}
+        processes = []
         for entry in self.path("/proc").iterdir():
-            if not entry.name.isdigit() or entry.name in own:
+            if not entry.name.isdigit() or entry.name in hidden:
                 continue
             try:
                 command = (entry / "cmdline").read_bytes()
@@ -147,8 +147,8 @@ class Host:
             if command:  # a zombie has none
                 text = command.rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
                 name, parent = head.partition("(")[2], int(tail.split()[1])
-                found.append(Process(int(entry.name), text, name, parent))
-        return sorted(found)
+                processes.append(Process(int(entry.name), text, name, parent))
+        return sorted(processes)
 
     def pid_here(self, pid: int) -> int:
         """The pid on this machine of a process of this host.
@@ -156,10 +156,10 @@ class Host:
         Raises:
             LookupError: it has ended.
         """
-        own = Path(f"/proc/{self.pid}/ns/pid").readlink()
+        namespace = Path(f"/proc/{self.pid}/ns/pid").readlink()
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has just ended
-                if Path(entry, "ns/pid").readlink() == own:
+                if Path(entry, "ns/pid").readlink() == namespace:
                     numbers = re.search(r"^NSpid:\t(.*)$", (entry / "status").read_text(), re.M)
                     if numbers and int(numbers[1].split()[-1]) == pid:
                         return int(entry.name)
@@ -167,11 +167,11 @@ class Host:
 
     def kill_processes(self) -> list[Process]:
         """Kill the processes that `processes` lists, wait until they have ended, and return them."""
-        found = left = self.processes()
+        killed = left = self.processes()
         while left:
             self.run(["kill", "-KILL", *(str(process.pid) for process in left)])
             left = self.processes()
-        return found
+        return killed
 
     def login(self, user: str = "root") -> dict[str, str]:
         """The variables of a login."""

@@ -67,6 +67,6 @@ def etc_hosts(layout: Layout, index: int, count: int) -> str:
     """The text of /etc/hosts on host number `index` of `count`."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
     for other in range(count):
-        own = layout.own_name_is_loopback and other == index
-        lines.append(f"{'127.0.1.1' if own else host_address(other)} {host_name(other)}")
+        is_loopback = layout.own_name_is_loopback and other == index
+        lines.append(f"{'127.0.1.1' if is_loopback else host_address(other)} {host_name(other)}")
     return "\n".join(lines) + "\n"

@@ -60,8 +60,8 @@ def session_members(session: int) -> list[int]:
     members = []
     for pid in (int(entry.name) for entry in Path("/proc").glob("[0-9]*")):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            state, _parent, _group, own, *_ = stat_of(pid)
-            if state != "Z" and own == str(session):
+            state, _parent, _group, member_session, *_ = stat_of(pid)
+            if state != "Z" and member_session == str(session):
                 members.append(pid)
     return members
 

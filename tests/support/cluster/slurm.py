@@ -127,10 +127,10 @@ def _daemon(hosts: Sequence[Host], daemon: Sequence[str]) -> None:
 def _exit_code(host: Host, job: str) -> tuple[int, ...]:
     """A job's exit code, or none until the job has ended."""
     stdout = host.run(["scontrol", "--oneliner", "show", "job", job], check=True).stdout
-    found = re.search(r"JobState=(\w+) .*ExitCode=(\d+):(\d+)", stdout)
-    if not found:
+    match = re.search(r"JobState=(\w+) .*ExitCode=(\d+):(\d+)", stdout)
+    if not match:
         raise RuntimeError(f"scontrol prints no state of job {job}: {stdout}")
-    state, code, signal = found.groups()
+    state, code, signal = match.groups()
     if state in _UNFINISHED:
         return ()
     return (-int(signal) if int(signal) else int(code),)

@@ -42,7 +42,7 @@ def configure_ssh(hosts: Sequence[Host]) -> None:
     """Let root and `USER` of every host log in to every host with `ssh NAME`."""
     host_keys = make_keys(len(hosts))
     user_keys = make_keys(2)
-    known = "".join(
+    known_hosts = "".join(
         f"{host.name},{host.address} {key.public}"
         for host, key in zip(hosts, host_keys, strict=True)
     )
@@ -59,7 +59,7 @@ def configure_ssh(hosts: Sequence[Host]) -> None:
             os.chown(host.path(folder), uid, uid)
             _write(host, f"{folder}/id_ed25519", key.private, uid)
             _write(host, f"{folder}/authorized_keys", key.public, uid)
-            _write(host, f"{folder}/known_hosts", known, uid)
+            _write(host, f"{folder}/known_hosts", known_hosts, uid)
 
 
 def start_sshd(hosts: Sequence[Host]) -> None:

@@ -169,19 +169,19 @@ def _connect(hosts: Sequence[Host], layout: Layout) -> None:
     hub = ["link add switch type bridge", "link set switch up"]
     commands: dict[int, list[str]] = {}
     for index, host in enumerate(hosts):
-        own = ["link set lo up"]
+        of_host = ["link set lo up"]
         for link in host_links(layout, index):
             port = f"{host.name}-{link.interface}"
             hub.append(f"link add {port} type veth peer name {link.interface} netns {host.pid}")
             if link.live:
                 hub.append(f"link set {port} master switch")
             hub.append(f"link set {port} up")
-            own.append(f"addr add {link.address} dev {link.interface}")
-            own.append(f"link set {link.interface} up")
+            of_host.append(f"addr add {link.address} dev {link.interface}")
+            of_host.append(f"link set {link.interface} up")
             if link.live:  # or each login would wait for two delayed acknowledgements of 40 ms
                 route = f"{NETWORK}.0/24 dev {link.interface} proto kernel src {host.address}"
-                own.append(f"route change {route} quickack 1")
-        commands[host.pid] = own
+                of_host.append(f"route change {route} quickack 1")
+        commands[host.pid] = of_host
     configure(hosts[0].hub_pid, hub)
-    for pid, own in commands.items():
-        configure(pid, own)
+    for pid, of_host in commands.items():
+        configure(pid, of_host)

@@ -7,7 +7,6 @@ the variables of ranks.
 """
 
 import os
-import queue
 import re
 import resource
 import subprocess
@@ -21,10 +20,8 @@ from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import Gpu, chosen_gpus, read_gpus
 from mpiddp.hosts.processes import marked
 from mpiddp.protocol.channel import AGENT_NAME
-from mpiddp.runtime import gpu_readings
-from mpiddp.runtime.gpu_readings import GpuReadings
 from tests.support.machine import GPU_ROW, SECOND_GPU, TWO_GPUS, nvidia_smi, tool
-from tests.support.patience import PATIENCE_S, eventually
+from tests.support.patience import eventually
 
 # As `rocm-smi --showproductname --showbus --showuse --showmeminfo vram --showtemp --json` of an MI210.
 ROCM = """
@@ -153,45 +150,6 @@ def test_a_tool_that_does_not_end_is_killed_with_its_children(tmp_path, monkeypa
     eventually(lambda: not marked(f"STARTED_BY={tmp_path}".encode()))
 
 
-BUSY = nvidia_smi({"utilization.gpu": "97"}, {**SECOND_GPU, "utilization.gpu": "3"})
-
-
-@pytest.fixture
-def read(tmp_path, monkeypatch):
-    """A function that gives this host a tool, and waits for so many readings, or until there are no more."""
-    monkeypatch.setattr(gpu_readings, "EVERY_S", 0.0)
-
-    def run(text, count=1, **env):
-        starts = tmp_path / "starts"
-        starts.write_text("")
-        path = tool(tmp_path, "nvidia-smi", f"echo start >>{starts}\n{text}")
-        found = queue.SimpleQueue()
-        readings = GpuReadings([4, 5], {"PATH": path, **env}, lambda kind, ranks: found.put(ranks))
-        readings.start()
-        if count:
-            read = [found.get(timeout=PATIENCE_S) for _ in range(count)]
-            readings.stop()
-        else:
-            readings.join(PATIENCE_S)
-            read = []
-        assert not readings.is_alive()
-        assert count or found.empty()
-        return read, len(starts.read_text().splitlines())
-
-    return run
-
-
-def test_each_rank_has_the_readings_of_its_gpu(read):
-    (first, *_), starts = read(BUSY, count=3)
-    assert starts >= 3
-    ranks = [(each["rank"], each["use"], each["memory_total"]) for each in first]
-    assert ranks == [(4, 97, 81559 << 20), (5, 3, 81559 << 20)]
-    (found,), _ = read(BUSY, CUDA_VISIBLE_DEVICES="1,GPU-18ac")
-    assert [each["use"] for each in found] == [3, 97]
-    (found,), _ = read(BUSY, CUDA_VISIBLE_DEVICES="MIG-aa01,1")
-    assert [each["rank"] for each in found] == [5]
-
-
 def test_a_tool_is_read_with_more_than_1024_open_files(tmp_path):
     """select() cannot: a launcher of 340 ranks has so many."""
     path = tool(tmp_path, "nvidia-smi", TWO_GPUS)
@@ -202,12 +160,6 @@ def test_a_tool_is_read_with_more_than_1024_open_files(tmp_path):
         for _ in range(1100):
             stack.callback(os.close, os.dup(0))
         assert len(read_gpus(path)) == 2
-
-
-def test_a_tool_that_fails_is_not_started_again(read, monkeypatch):
-    assert read("exit 9", count=0)[1] == 1
-    monkeypatch.setattr(gpu_readings, "LIMIT_S", 0.3)
-    assert read("exec sleep 6000", count=0)[1] == 1
 
 
 FIRST, SECOND = GPU_ROW["uuid"], SECOND_GPU["uuid"]

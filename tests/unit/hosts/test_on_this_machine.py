@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mpiddp.hosts import ssh
 from mpiddp.hosts.complaints import NO_PROGRAM
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.ssh import Logins, ask_hosts
@@ -67,35 +66,6 @@ def test_no_shell_interprets_the_program_or_its_input(tmp_path):
     (folder / "python").symlink_to(sys.executable)
     assert run_here("print('$HOME')\n", str(folder / "python")).stdout == "$HOME\n"
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-
-
-def test_lines_are_shown_as_they_come(tmp_path, monkeypatch):
-    """A host that does not end shows its whole lines, and hides no other host's."""
-    monkeypatch.setattr(ssh, "_TOGETHER_S", 0.05)
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    program = f"""
-import os, sys
-print("err", file=sys.stderr, flush=True)
-if "SLOW" in os.environ:
-    print("out\\nno end", end="", flush=True)
-    print(" of it", open({str(pipe)!r}).read())
-"""
-    script = 'case $0 in slow*) export SLOW=1 ;; esac; eval "$1"'
-    shell = Transport("shell", ("sh", "-c", script), "rsh", "--hostfile FILE")
-    quick, slow = Host("quick.invalid"), Host("slow.invalid")
-    shown, over = {quick: "", slow: ""}, []
-
-    def show(news, ended):
-        over.extend(ended)
-        for host, each in news.items():
-            shown[host] += each.stderr + each.stdout
-        if over == [quick] and shown[slow] == "err\nout\n":
-            pipe.write_text("now")  # only now the other one ends
-
-    ask_hosts([slow, quick], program, transport=shell._replace(login_s=PATIENCE_S), show=show)
-    assert over == [quick, slow]
-    assert shown == {quick: "err\n", slow: "err\nout\nno end of it now\n"}
 
 
 def test_logins_are_bounded(tmp_path, monkeypatch):

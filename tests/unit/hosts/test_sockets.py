@@ -10,14 +10,8 @@ import pytest
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts import reachability, sockets
-from mpiddp.hosts.interfaces import Interface, interfaces, own_addresses
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S
-
-
-@pytest.mark.parametrize(("text", "port"), [(None, 0), ("", 0), ("0", 0), ("65535", 65535)])
-def test_the_port_of_the_environment(text, port):
-    assert sockets.port_in({} if text is None else {"MASTER_PORT": text}) == port
 
 
 def test_a_name_that_cannot_be_one(monkeypatch):
@@ -41,23 +35,6 @@ def test_a_busy_program_is_no_fault_of_the_network(monkeypatch):
         assert found == {"error": "", "large": ""}
     # Without a listener, the connection itself fails.
     assert reachability._reach("127.0.0.1", port, time.monotonic())["error"] == "Connection refused"
-
-
-def test_one_process_listens_on_a_port(monkeypatch):
-    with sockets.bind("127.0.0.1", 0, "a") as listener:
-        port = listener.getsockname()[1]
-        monkeypatch.delenv("MASTER_PORT", raising=False)
-        in_use = error("Start it", f"port {port}, ", " a (", "MASTER_PORT")
-        with pytest.raises(JobFailed, match=in_use):
-            sockets.bind("127.0.0.1", port, "a")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        in_use = error("let mpiddp", f"MASTER_PORT={port} ", " a (")
-        with pytest.raises(UserError, match=in_use):
-            sockets.bind("127.0.0.1", port, "a")
-        foreign = error("runs. Unset", "192.0.2.1 ", " a, ", "MASTER_ADDR")
-        with pytest.raises(UserError, match=foreign):
-            sockets.bind("192.0.2.1", 0, "a")
-        assert sockets.reachable(["127.0.0.1"], [port]) == ["127.0.0.1"]
 
 
 def test_an_address_that_refuses_is_not_waited_for(monkeypatch):
@@ -91,29 +68,3 @@ def test_a_silent_address_is_waited_for_only_until_the_best_one_answers(monkeypa
         assert time.monotonic() - since < PATIENCE_S / 2
         for each in clients:
             each.close()
-
-
-@pytest.mark.parametrize(
-    ("requested", "is_meant"),
-    [
-        ("eth0", True),
-        ("10.0.0.5", True),
-        ("10.0.0.0/24", True),
-        ("10.0.0.9/16", True),
-        ("10.1.0.0/24", False),
-        ("eth1", False),
-        ("eth1,10.0.0.0/8", True),
-        ("eth0/24", False),
-        ("", False),
-    ],
-)
-def test_what_means_an_interface(requested, is_meant):
-    assert Interface("eth0", "10.0.0.5", "10.0.0.0/24").matches(requested) is is_meant
-
-
-def test_the_loopback_of_this_machine():
-    (loopback,) = (each for each in interfaces() if each.name == "lo")
-    assert (loopback.address, loopback.network) == ("127.0.0.1", "127.0.0.0/8")
-    assert loopback.is_loopback
-    assert not Interface("eth0", "10.0.0.5", "10.0.0.0/24").is_loopback
-    assert "127.0.0.1" in own_addresses()

@@ -52,21 +52,6 @@ class Job:
 ENTERED, LEFT = [(30, REDUCE, 9.0, True), (31, REDUCE, 10.0, False)], [(30, REDUCE, 9.0, True)]
 
 
-def test_who_has_not_come_is_named_60_s_later():
-    job = Job()
-    job.tells(12.0, ENTERED, LEFT, ENTERED, ENTERED)
-    assert next_look_at(job.record) == 70.0
-    texts = [WAITS, LOADS, WAITS, WAITS]
-    assert job.looks(69.0, texts, ENTERED, LEFT, ENTERED, ENTERED) == ""
-    assert job.looks(70.0, texts, ENTERED, LEFT, ENTERED, ENTERED) == (
-        "rank 1 on b has not entered all_reduce no. 31 (float32, 1,048,576), for which ranks 0, 2, 3 have "
-        "waited 60 s; it is in load (data.py:40): open(path)."
-    )
-    # It is another call, so nobody waits.
-    came = [*ENTERED[:1], (31, REDUCE, 90.0, True)]
-    assert job.looks(91.0, texts, came, came, came, came) == ""
-
-
 def test_a_call_that_all_ranks_have_entered_is_no_wait():
     """Its transfer is slow, or a GPU: nobody is missing. Two groups at once are no different calls."""
     record = Record(["a"] * 4, at=0.0)

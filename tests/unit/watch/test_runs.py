@@ -70,28 +70,3 @@ def test_a_loss_that_became_nan_is_shown(tmp_path, capsys):
     assert cli.main(["runs", "--json", str(tmp_path)]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["step"], run["train_loss"]) == (7, None)
-
-
-def test_lines_without_a_record_are_left_out(tmp_path):
-    folder = write_run(tmp_path / "a")
-    for name in ("metrics.jsonl", "attempts.jsonl"):
-        with (folder / name).open("a") as file:
-            file.write(
-                "not json\n[1]\n" + "[" * 100_000 + '\n{"step": "a", "at": []}\n{"step": 101, "l'
-            )
-    (folder / "config.json").write_text("[1]")
-    os.utime(folder / "config.json", times=(BEGAN,) * 2)
-    run = read_run(folder)
-    assert (run.state, run.step, run.seconds) == ("done", 100, 100)
-
-
-def test_only_the_end_of_long_records_is_read(tmp_path, capsys):
-    folder = write_run(tmp_path / "a", steps=10)
-    record = json.dumps({"step": 111, "loss": 0.25}).encode() + b"\n"
-    size = 1 << 40  # as a file with a hole, which a read from its beginning would not end
-    with (folder / "metrics.jsonl").open("r+b") as file:
-        file.seek(size)
-        file.write(b"\n" + record)
-    os.utime(folder / "metrics.jsonl")
-    assert cli.main(["runs", str(folder)]) == 0
-    assert "111" in capsys.readouterr().out

@@ -1,7 +1,7 @@
-"""Small hosts: all processes of a host share so many of this machine's cores, until the end of a block.
+"""Small hosts of the test cluster: all processes of a host share so many cores, until the end of a block.
 
-with cpus.limited(cluster["node0"], 0.4):
-    cluster["node0"].run(cpus.within(cluster["node0"], ["python", "train.py"]))
+with host_cores.limited(cluster["node0"], 0.4):
+    cluster["node0"].run(host_cores.within(cluster["node0"], ["python", "train.py"]))
 
 The kernel's cpu controller (of cgroup v1) stops the processes of a host for the rest of each 10 ms, once they
 have used their share.
