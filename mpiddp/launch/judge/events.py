@@ -7,17 +7,14 @@ event. In memory, it has the latest event of each kind and rank, and what the ev
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from mpiddp.errors import STOPPED
-from mpiddp.launch import log
 from mpiddp.launch.judge.calls import Call, Group, calls_of
 from mpiddp.launch.judge.gpu_use import GpuUse
 from mpiddp.launch.judge.pace import Pace
@@ -25,7 +22,7 @@ from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.text import escaped
 
 MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, until all have joined, and then
-_LARGEST = 16 << 20  # bytes of a file, which then has no more steps
+_LARGEST = 16 << 20  # bytes of lines; from then on, frequent events are not kept
 _NAMED = 4  # ranks in one sentence
 _CLOCKS = 6  # messages of a rank, by which its clock is read
 CHRONIC = 3  # windows of steps in a row that name the same straggler
@@ -97,25 +94,20 @@ class Announcement(NamedTuple):
 class Record:
     """The events so far, which began `at` this time.
 
-    `hosts` has the requested host of each rank, `facts` are those of "began". `path` is the file to write the
-    events to, if it can be created.
+    `hosts` has the requested host of each rank, `facts` are those of "began". `keep` is called with each
+    event as a line of JSON.
     """
 
     def __init__(
         self,
         hosts: Sequence[str],
-        path: Path | None = None,
+        keep: Callable[[bytes], None] | None = None,
         *,
         at: float | None = None,
         **facts: Any,
     ) -> None:
         self.hosts, self.world_size = hosts, len(hosts)
-        self._file: TextIO | None = None
-        self._size = 0  # of the file, in characters
-        if path is not None:
-            with contextlib.suppress(OSError):  # a machine without ranks may have no such folder
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._keep, self._size = keep, 0  # and the bytes of all lines
         # The latest event of each rank, by kind.
         self.latest: dict[str, dict[int, Event]] = defaultdict(dict)
         self.done: dict[int, Event] = {}  # the ranks that have ended without an error
@@ -136,18 +128,17 @@ class Record:
         self.began_at = time.monotonic() if at is None else at
         self.add(Event("began", facts=facts, at=self.began_at))
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def note(self, kind: str, **facts: object) -> None:
         """The launcher does this now."""
         self.add(Event(kind, facts=facts))
 
     def add(self, event: Event) -> None:
         assert event.kind in KINDS, event
-        self._write(event)
+        is_frequent = event.kind in ("progress", "calls", "gpus")
+        if self._keep is not None and not (is_frequent and self._size > _LARGEST):
+            line = json.dumps(vars(event)).encode() + b"\n"
+            self._size += len(line)
+            self._keep(line)
         rank, kind, facts = event.rank, event.kind, event.facts
         if kind in ("saving", "stopped") and facts.get("active", True):
             self.saving[rank] = event.at  # a script that has stopped saves, and leaves
@@ -195,16 +186,6 @@ class Record:
             case "done" | "exited":
                 self.done[rank] = event
                 self.failures.pop(rank, None)
-
-    def _write(self, event: Event) -> None:
-        is_frequent = event.kind in ("progress", "calls", "gpus")
-        if self._file is None or (is_frequent and self._size > _LARGEST):
-            return
-        try:
-            self._size += self._file.write(json.dumps(vars(event)) + "\n")
-        except OSError as error:
-            log.error(f"--log-dir: {self._file.name} ends here: {error.strerror}.")
-            self._file = None
 
     # --- what the launcher has done ---
 

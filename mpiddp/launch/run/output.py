@@ -25,13 +25,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.log import GROWTH_S, Screen, Source
 from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.protocol.channel import STREAMS, is_shown, notice_silence
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.terminal import Manners, prefix_of
@@ -75,10 +75,11 @@ class JobOutput:
         world_size: int,
         selector: TimedSelector,
         streams: Sequence[IO[bytes]],
+        logs: LogFolder | None = None,
         *,
         has_prefix: bool = False,
     ) -> None:
-        self._options, self._has_prefix = options, has_prefix
+        self._options, self._has_prefix, self._logs = options, has_prefix, logs
         is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
         shown = {
             each: sum(is_shown(options.log_ranks, rank, each) for rank in range(world_size))
@@ -241,6 +242,8 @@ class JobOutput:
         if rank < 0:
             # Open MPI ends some messages by a zero byte, and grep sees no text then.
             chunk = _HARMLESS.sub(b"", chunk.replace(b"\0", b""))
+        if self._logs is not None and (rank < 0 or stream.number == 2):
+            self._logs.add("mpirun.log" if rank < 0 else f"rank_{rank:05d}.err", chunk)
         self.latest[rank] = (self.latest.get(rank, b"") + chunk)[-_LATEST:]
         if stream.number == 2:
             self._tails[rank] = (self._tails.get(rank, b"") + chunk)[-_TAIL:]
@@ -279,26 +282,17 @@ class JobOutput:
         self.follow(self._manners)
 
     def settle(self, *, is_said: bool) -> None:
-        """Show what mpirun has said at the end; if the verdict says it, write it to --log-dir instead."""
+        """Show what mpirun has said at the end, unless the verdict says it."""
         log_dir = self._options.log_dir
         if frames := sum(screen.left_out for screen in set(self._screens.values())):
             where = "They are in" if log_dir else "To keep them: --log-dir"
             self.log(f"{frames} lines of C++ were not shown. {where} {log_dir or 'DIR'}")
-        left_out = b""
-        for stream in self._of_mpirun:
-            if is_said and not self._options.verbose:
-                left_out += stream.held
-            elif stream.held.strip():
+        for stream in () if is_said and not self._options.verbose else self._of_mpirun:
+            if stream.held.strip():
                 self._screens[stream.number].show(stream, stream.held)
         for screen in set(self._screens.values()):
             screen.close()
         self._readable.close()
-        if left_out and log_dir is not None:
-            path = Path(log_dir, "mpirun.log")
-            with suppress(OSError):  # the ranks say why nothing can be written there
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("ab") as file:
-                    file.write(left_out)
 
 
 def _send_stdin(connection: socket.socket) -> None:
