@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any
 
-# Calls of a group in a message, and its groups: more would be too long a line.
-_LATEST, _GROUPS = 128, 16
+# In a message, which 1,024 ranks may send every ten seconds: calls of all groups together, and groups.
+_MOST_CALLS, _MOST_GROUPS = 128, 32
 # torch's names, where they are not those of its Python.
 _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32",
@@ -61,13 +61,24 @@ def _calls(torch: Any) -> dict[str, Any]:
         _known.pop(key, None)  # the groups that were called last stand last
         _known[key] = {
             "ranks": None if own == everyone else own,
-            **_told(entries[-_LATEST:], backend=key[1]),
+            **_told(entries, backend=key[1]),
         }
     for key in [key for key in _known if not _is_of(groups.get(key[0]), key)]:
         del _known[key]
-    told = [{"name": ":".join(key), **facts} for key, facts in _known.items()]
+    latest = [*_known.items()][-_MOST_GROUPS:]
+    most = _MOST_CALLS // max(len(latest), 1)
+    told = [
+        {"name": ":".join(key), **facts, "calls": _shortened(facts["calls"], most)}
+        for key, facts in latest
+    ]
     # The launcher reads the clock of this rank by it: the later, the better.
-    return {"groups": told[-_GROUPS:], "now_us": time.time_ns() // 1000}
+    return {"groups": told, "now_us": time.time_ns() // 1000}
+
+
+def _shortened(calls: list[tuple[int, int, int, bool]], most: int) -> list[Any]:
+    """The latest calls, and before them the first that have not ended: in one of these, a rank may wait."""
+    waiting = [call for call in calls[:-most] if not call[3]]
+    return [*waiting[:most], *calls[-most:]]
 
 
 def _is_of(group: Any, key: tuple[str, str]) -> bool:

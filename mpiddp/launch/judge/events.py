@@ -12,10 +12,11 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from mpiddp.errors import STOPPED
-from mpiddp.launch.judge.calls import Call, Group, calls_of
+from mpiddp.launch.judge.calls import Group, RankCalls, Wait, calls_of, find_wait
 from mpiddp.launch.judge.gpu_use import GpuUse
 from mpiddp.launch.judge.pace import Pace
 from mpiddp.protocol.server import LAUNCHER, Event
@@ -119,9 +120,10 @@ class Record:
         self.shown: dict[str, Any] = {}  # what rank 0 says of its training
         self.announcement = Announcement()
         self.stacks: dict[int, Mapping[str, Any]] = {}  # that were asked for last
-        # Of torch's collectives; and by how many seconds a rank's clock is behind this one at most, by its
-        # latest messages: clocks drift.
-        self.calls: dict[Group, dict[int, dict[int, Call]]] = defaultdict(dict)
+        # Torch's collectives, and when each rank made its latest one, by this clock.
+        self.calls: dict[int, Mapping[Group, RankCalls]] = {}
+        self.called_at: dict[int, float] = {}
+        # By how many seconds a rank's clock is behind this one at most, by its latest messages: clocks drift.
         self.clocks: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_CLOCKS))
         self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest ones, for stragglers
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
@@ -164,11 +166,12 @@ class Record:
             case "calls":
                 # The message that was the fastest tells the rank's clock best.
                 self.clocks[rank].append(event.at - facts["now_us"] / 1e6)
-                for name, ranks in [*self.calls.items()]:
-                    if ranks.pop(rank, None) is not None and not ranks:
-                        del self.calls[name]  # the script has destroyed this group
-                for group, calls in calls_of(facts, min(self.clocks[rank])).items():
-                    self.calls[group][rank] = calls
+                made = calls_of(facts, min(self.clocks[rank]))
+                self.calls[rank] = made
+                self.called_at[rank] = max(
+                    (of.calls[of.last].at for of in made.values() if of.last), default=0.0
+                )
+                self.__dict__.pop("wait", None)  # it is found again when somebody asks
             case "window":
                 self.windows.append(event)
             case "announce":
@@ -227,6 +230,11 @@ class Record:
         here = joining or self.latest["started"]
         left = [rank for rank in everyone if rank not in here]
         return left or [rank for rank in everyone if rank not in joining]
+
+    @cached_property
+    def wait(self) -> Wait | None:
+        """The oldest wait in a collective, by the latest calls of all ranks."""
+        return find_wait(self.calls, self.world_size, range(self.world_size))
 
     @property
     def mute(self) -> set[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mpiddp.launch.judge.calls import Wait, called_at, find_wait
+from mpiddp.launch.judge.calls import Wait, find_wait
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.stacks import frames_of, place_of, shown_stack
 
@@ -75,9 +75,8 @@ def sentence_at_failure(record: Record) -> str:
 
 
 def _due(record: Record) -> Iterator[float]:
-    everyone = range(record.world_size)
-    if (wait := find_wait(record.calls, record.world_size, everyone)) is not None:
-        yield _since(record, wait) + WAIT_S
+    if record.wait is not None:
+        yield _since(record, record.wait) + WAIT_S
     yield _quiet_at(record)
 
 
@@ -95,7 +94,7 @@ def _quiet_since(record: Record) -> float:
     Before the first step, what the job prints counts as well.
     """
     signs = [pace.since for pace in record.paces.values()]
-    signs += [record.last_saved_at, *record.saving.values(), *called_at(record.calls).values()]
+    signs += [record.last_saved_at, *record.saving.values(), *record.called_at.values()]
     events = [*record.latest["joining"].values(), *record.done.values()]
     if not record.paces:
         events += record.latest["printed"].values()
@@ -107,8 +106,7 @@ def _since(record: Record, wait: Wait) -> float:
 
     If a rank makes other collectives meanwhile, only one of its threads waits, as in a background save.
     """
-    called = called_at(record.calls)
-    return max(wait.since, min(called[rank] for rank in wait.waiting))
+    return max(wait.since, min(record.called_at[rank] for rank in wait.waiting))
 
 
 def _told(record: Record) -> set[int]:

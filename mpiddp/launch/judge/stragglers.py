@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from mpiddp.launch.judge.calls import Calls
+from mpiddp.launch.judge.calls import Calls, by_group
 from mpiddp.launch.judge.events import CHRONIC, Record
 
 _LEAST_CALLS = 4  # that are compared
@@ -20,11 +20,11 @@ def straggler_sentence(record: Record) -> tuple[list[int], str]:
     windows = [window.facts for window in record.windows]
     if len(windows) < CHRONIC:
         return [], ""
-    found, share = windows[-1]["ranks"], windows[-1]["share"]
-    found = [rank for rank in found if all(rank in window["ranks"] for window in windows)]
-    are, them = ("is a straggler", "it") if len(found) == 1 else ("are stragglers", "them")
+    latest, share = windows[-1]["ranks"], windows[-1]["share"]
+    ranks = [rank for rank in latest if all(rank in window["ranks"] for window in windows)]
+    are, them = ("is a straggler", "it") if len(ranks) == 1 else ("are stragglers", "them")
     wait = f"the others wait for {them} in {share:.0%} of the time."
-    return found, f"{record.names(found)} {are}: {wait}" if found else ""
+    return ranks, f"{record.names(ranks)} {are}: {wait}" if ranks else ""
 
 
 def find_stragglers(
@@ -38,11 +38,11 @@ def find_stragglers(
     gaps: dict[int, list[tuple[float, float]]] = {}
     times: list[float] = []
     before = 0.0  # the latest call
-    for (_, members), ranks in calls.items():
+    for (_, members), ranks in by_group(calls).items():
         if len(ranks) < len(members or range(world_size)):
             continue
-        for number in sorted(set.intersection(*map(set, ranks.values()))):
-            entered = sorted((of_rank[number].at, rank) for rank, of_rank in ranks.items())
+        for number in sorted(set.intersection(*(set(made.calls) for made in ranks.values()))):
+            entered = sorted((made.calls[number].at, rank) for rank, made in ranks.items())
             if entered[0][0] < since:
                 before = max(before, entered[-1][0])
                 continue

@@ -28,6 +28,9 @@ _LOST_DAEMON = re.compile(
     r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
     r"|Connection to(?= \S+ closed by)|Timeout, server(?= \S+ not responding)) +(\S+)"
 )
+_MOST_SEARCHED = (
+    64  # ranks whose last lines are searched for a known cause: more would take seconds
+)
 HUNG_UP = "the terminal has hung up (SIGHUP)"
 _LEFT_EARLY = "ended early, with exit code 0"
 
@@ -65,8 +68,11 @@ def _with_cause(record: Record, found: Outcome, first: Event | None) -> Outcome:
     least = MPIRUN_AT_END
     if found.is_complete:  # what mpirun says of the end of a rank is no cause
         least = MPIRUN if named is None else 0
-    tails = record.latest["tail"].items()
-    printed = {rank: event.facts["lines"] for rank, event in tails if rank >= least}
+    tails = record.latest["tail"]
+    failed = sorted(record.failures, key=lambda rank: _began(record, record.failures[rank]))
+    nearest = dict.fromkeys([MPIRUN, MPIRUN_AT_END, *failed, *tails])
+    searched = [rank for rank in nearest if rank in tails and rank >= least][:_MOST_SEARCHED]
+    printed = {rank: tails[rank].facts["lines"] for rank in tails if rank in searched}
     row, sentence = explained(named, printed) if named or printed else ("", "")
     if named and row in _OF_THE_HOST:
         found = found._replace(host_at_fault=record.hosts[named.rank])

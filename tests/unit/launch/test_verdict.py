@@ -123,6 +123,13 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
         assert (" Fix: " in found.known_cause) is bool(row)
 
 
+def test_a_known_cause_of_many_ranks_is_searched_where_ranks_have_failed():
+    text, others = "CUDA out of memory. Tried to allocate 2.00 GiB.", range(3, 300)
+    printed = {**{rank: ["nothing that is known"] for rank in others}, 2: [text]}
+    failures = (failed(rank, "", rank * 1.0, traceback="") for rank in (1, 2))
+    assert judged(*failures, printed=printed).known_cause.startswith(f'"{text}" has a known')
+
+
 RECORDS = sorted(FOLDER.glob("*.jsonl"))
 
 
