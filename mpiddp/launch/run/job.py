@@ -47,6 +47,7 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         console = stack.enter_context(closing(Console(report.name)))
         with signals.interrupting():
             plan = make_plan(options, os.environ, logins=logins)
+        report.begin()
         folder = folder_of_launch(options.log_dir) if options.log_dir else report.folder
         logs = stack.enter_context(closing(LogFolder(folder))) if folder else None
         job = Job(Launcher(signals, console, stop_at, exchange, logs, logins), plan, report)

@@ -50,7 +50,8 @@ def check(path: str | None, on_end: Sequence[str] | None) -> None:
 class Report:
     """The report of one job, in these files. The command of `on_end` runs once, with the path of the first.
 
-    `folder`: that of a detached job, for all else that is kept of it.
+    `folder`: that of a detached job, for all else that is kept of it. `plans`: a file to write to once the
+    job is planned.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Report:
         paths: Sequence[Path] = (),
         on_end: Sequence[str] = (),
         folder: Path | None = None,
+        plans: int | None = None,
     ) -> None:
-        self.name, self.command, self.folder = name, command, folder
+        self.name, self.command, self.folder, self._plans = name, command, folder, plans
         self._paths, self._on_end = list(paths), on_end
         self._attempts: list[dict[str, Any]] = []
         self._facts = {
@@ -76,6 +78,12 @@ class Report:
             "attempts": self._attempts,
         }
         self._write()
+
+    def begin(self) -> None:
+        """The start is planned, so `mpiddp launch --detach` ends at its terminal."""
+        if self._plans is not None:
+            os.write(self._plans, b"\n")
+            os.close(self._plans)
 
     def add(self, began_at: float, hosts: Sequence[str], outcome: Outcome) -> None:
         """Add an attempt that has just ended, and the host of each rank."""
