@@ -22,7 +22,7 @@ from mpiddp.launch.judge.pace import Pace
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.text import escaped
 
-MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, until all have joined, and then
+MPIRUN, MPIRUN_AT_END = -1, -2  # mpirun's own output, until all ranks have joined, and after that
 _LARGEST = 16 << 20  # bytes of lines; from then on, frequent events are not kept
 _NAMED = 4  # ranks in one sentence
 _CLOCKS = 6  # messages of a rank, by which its clock is read
@@ -176,8 +176,8 @@ class Record:
                 self.windows.append(event)
             case "announce":
                 size = self.world_size if facts["global_batch_size"] else 0
-                known = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}
-                self.announcement = self.announcement._replace(**known)
+                values = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}
+                self.announcement = self.announcement._replace(**values)
             case "run_dir":
                 self.announcement = self.announcement._replace(run_dir=facts["path"])
             case "saved":
@@ -237,7 +237,7 @@ class Record:
         return find_wait(self.calls, self.world_size, range(self.world_size))
 
     @property
-    def mute(self) -> set[int]:
+    def unanswered(self) -> set[int]:
         """The ranks that have been asked for their stacks, and have neither answered nor ended."""
         asked = {*self.fact("asked", "ranks", ())}
         return asked - self.stacks.keys() - self.done.keys() - self.failures.keys()
