@@ -109,7 +109,7 @@ def detached_jobs() -> list[DetachedJob]:
     for lock in (state_folder() / "jobs").glob("*/lock"):
         with suppress(OSError):  # removed meanwhile
             begun.append((lock.stat().st_mtime, DetachedJob(lock.parent)))
-    return [job for _, job in sorted(begun, key=lambda each: each[0], reverse=True)]
+    return [job for _, job in sorted(begun, key=lambda pair: pair[0], reverse=True)]
 
 
 def detach(beginning: str) -> tuple[DetachedJob, int | None]:
@@ -129,8 +129,8 @@ def detach(beginning: str) -> tuple[DetachedJob, int | None]:
     # The lock stays open until this process ends, however it does.
     os.setsid()  # no terminal ends it, nor does a shell at its end
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for own, standard in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(own, standard)
+    for file, standard in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(file, standard)
     os.close(nothing)
     os.close(output)
     os.close(planned)
@@ -203,7 +203,7 @@ def read_log(job: DetachedJob, *, follows: bool) -> Iterator[bytes | None]:
     latest, done = 0, 0  # the part that was read last, and how many of its bytes
     while True:
         is_over = not (follows and job.is_running)
-        for number, path in [each for each in job.parts() if each[0] >= latest]:
+        for number, path in [part for part in job.parts() if part[0] >= latest]:
             with suppress(FileNotFoundError), path.open("rb") as file:  # removed meanwhile
                 file.seek(done if number == latest else 0)
                 latest = number

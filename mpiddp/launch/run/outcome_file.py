@@ -95,8 +95,11 @@ class Report:
 
     def end(self, outcome: Outcome, resume: str | None) -> None:
         """The job has ended; `resume` is the command that resumes it. Runs the command of `on_end`."""
-        run, known = outcome.announcement.run_dir or None, outcome.announcement.checkpoint or None
-        more = {"run_dir": run, "checkpoint": known, "resume": resume, "ended_at": time.time()}
+        run, checkpoint = (
+            outcome.announcement.run_dir or None,
+            outcome.announcement.checkpoint or None,
+        )
+        more = {"run_dir": run, "checkpoint": checkpoint, "resume": resume, "ended_at": time.time()}
         self._facts |= _ending(outcome) | more
         if not self._on_end:
             self._write()

@@ -82,14 +82,16 @@ class JobOutput:
         self._options, self._has_prefix, self._logs = options, has_prefix, logs
         is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
         shown = {
-            each: sum(is_shown(options.log_ranks, rank, each) for rank in range(world_size))
-            for each in (1, 2)
+            number: sum(is_shown(options.log_ranks, rank, number) for rank in range(world_size))
+            for number in (1, 2)
         }
         if is_one:
             shown[1] = max(shown.values())
         stdout, stderr = (
-            Screen(each, STREAMS[each], is_shared=shown[each] > 1, has_stamps=options.timestamps)
-            for each in (1, 2)
+            Screen(
+                number, STREAMS[number], is_shared=shown[number] > 1, has_stamps=options.timestamps
+            )
+            for number in (1, 2)
         )
         self._screens = {1: stdout, 2: stdout if is_one else stderr}
         # One terminal has room for a status.
@@ -177,7 +179,7 @@ class JobOutput:
     @property
     def open_ranks(self) -> list[int]:
         """The ranks with a stream that has not ended."""
-        return sorted({each.rank for each in self._streams.values() if each.rank >= 0})
+        return sorted({stream.rank for stream in self._streams.values() if stream.rank >= 0})
 
     @property
     def copied_at(self) -> float:
@@ -187,7 +189,7 @@ class JobOutput:
     @property
     def lost(self) -> str:
         """The name of a stream that could not be written, "" if both could."""
-        return next((each.name for each in self._screens.values() if each.has_failed), "")
+        return next((screen.name for screen in self._screens.values() if screen.has_failed), "")
 
     # --- copying ---
 
