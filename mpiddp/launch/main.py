@@ -38,7 +38,7 @@ from mpiddp.launch.plan.command import LEFT_OUT
 from mpiddp.launch.plan.environment import parse_exports, without_values
 from mpiddp.launch.plan.options import LaunchOptions, parse_options
 from mpiddp.launch.run.control import Exchange
-from mpiddp.launch.run.outcome_file import Report, check
+from mpiddp.launch.run.outcome_file import Report
 from mpiddp.launch.run.output import open_closed_streams
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
@@ -94,7 +94,6 @@ def _launch(argv: list[str]) -> int:
         print(command.explained(hidden))
         _say_left_out(hidden)
         return DONE
-    check(options.report, options.on_end)
     job = Path(options.command[0]).name
     reports, folder, plans = [Path(options.report)] if options.report else [], None, None
     if options.detach:

@@ -166,12 +166,11 @@ def hosts_of(facts: Facts) -> list[str]:
 def sockets() -> list[Path]:
     """The sockets of all launchers of this user, and those that dead ones have left."""
     paths = []
-    for folder in (
-        folder for path in viewed_folders() for folder in path.parent.glob(f"{path.name}*")
-    ):
-        with contextlib.suppress(OSError):
-            if is_private(folder):  # another user may make a folder of any name in /tmp
-                paths.append(folder / VIEWED_AT)
+    for path in viewed_folders():
+        for folder in path.parent.glob(f"{path.name}*"):
+            with contextlib.suppress(OSError):
+                if is_private(folder):  # another user may make a folder of any name in /tmp
+                    paths.append(folder / VIEWED_AT)
     return paths
 
 
