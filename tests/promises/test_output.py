@@ -418,7 +418,7 @@ def test_two_launches_with_one_log_folder(here):
     assert ['"kind": "failed"' in record.read_text() for record in records] == [True, True]
 
 
-TALKS = """
+GOES_ON = """
 import sys, time
 print("started", flush=True)
 while True:
@@ -429,7 +429,7 @@ while True:
 
 def test_a_log_folder_that_hangs(here):
     """If a write to the launcher's logs hangs, the job goes on, and Ctrl-C ends it at once."""
-    job = here.start("launch", *here.where(1), "--log-dir", "logs", here.script(TALKS))
+    job = here.start("launch", *here.where(1), "--log-dir", "logs", here.script(GOES_ON))
     (file,) = eventually(lambda: [*(here.folder / "logs").glob("launch_*/rank_00000.err")])
     file.unlink()
     os.mkfifo(file)  # nobody reads it, so that an open for writing never returns
