@@ -114,15 +114,15 @@ def _wait_in(
     is_over: bool,
 ) -> Wait | None:
     """The first call of a group that some ranks have entered, and that has not ended on all of these."""
-    # The number of the first call in which each rank is.
+    # The number of the first call that each rank has entered, and that has not ended.
     current = {rank: ranks[rank].first_open for rank in ranks if rank in told}
     last = {rank: ranks[rank].last if rank in ranks else 0 for rank in members}
     if is_over:  # calls that not all ranks have entered cannot have ended well
         shared = min(last.values())
         for rank in current:
-            later = (number for number in ranks[rank].calls if number > shared)
-            numbers = [ranks[rank].first_open, min(later, default=None)]
-            current[rank] = min((n for n in numbers if n is not None), default=None)
+            calls = ranks[rank].calls.items()
+            open_ = (n for n, call in calls if not call.has_ended or n > shared)
+            current[rank] = min(open_, default=None)
     number = min((n for n in current.values() if n is not None), default=None)
     if number is None:
         return None
