@@ -85,7 +85,7 @@ class DetachedJob:
         code = report.get("exit_code")
         if code is None:
             host = report.get("launched_on", "")
-            elsewhere = f"If it runs on {host}, its lock is not seen here: mpiddp wait there."
+            elsewhere = f"If it runs on {host}, its lock is not seen here. Log in there"
             why = _NO_REPORT if host == socket.gethostname() else f"{_NO_REPORT}. {elsewhere}"
             return f"job {self.name} has ended without a report: {why}."
         why = f": {report['error']}" if report.get("error") else "."

@@ -159,4 +159,7 @@ def test_a_training_of_no_steps_and_numbers_that_are_none_have_a_status():
 def test_a_detached_job_whose_lock_another_machine_may_hold(tmp_path):
     """On NFS with nolock, the lock of another machine is not seen, so the job may run there."""
     DetachedJob(tmp_path).report_path.write_text('{"exit_code": null, "launched_on": "node7"}')
-    assert "If it runs on node7, its lock is not seen here" in DetachedJob(tmp_path).ending
+    assert (
+        "If it runs on node7, its lock is not seen here. Log in there."
+        in DetachedJob(tmp_path).ending
+    )
