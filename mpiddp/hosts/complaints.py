@@ -174,6 +174,12 @@ class Answer:
         return not self.has_begun and (is_silent or bool(re.search(_LOST, self.stderr)))
 
     @property
+    def is_of_machine(self) -> bool:
+        """Whether the host is off, hangs, is full, or cannot be reached: nobody has given bad input."""
+        hangs = self.has_begun and self.exit_code in (None, 255)
+        return self.is_lost or hangs or "[Errno " in self.stderr
+
+    @property
     def value(self) -> Any:
         """The JSON that it has printed, None for none."""
         return self._printed[0] if self._printed else None

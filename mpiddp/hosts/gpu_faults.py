@@ -79,7 +79,7 @@ def _reported(gpu: Gpu, *, is_over: bool) -> Iterator[str]:
     That is over if the driver has been loaded since, or asks for no recovery: the GPU may have been reset.
     """
     latest = {xid.number: xid for xid in sorted(gpu.xids, key=lambda xid: -xid.ago_s)}
-    for number in (each for each in _XIDS if each in latest):
+    for number in (xid for xid in _XIDS if xid in latest):
         xid = latest[number]
         if is_over is (xid.is_before_driver or gpu.recovery in _USABLE):
             yield f"reported Xid {number} ({_XIDS[number]}) {duration(xid.ago_s)} ago"
@@ -87,15 +87,15 @@ def _reported(gpu: Gpu, *, is_over: bool) -> Iterator[str]:
 
 def _held(host: str, number: int, gpu: Gpu, ssh: str) -> Iterator[str]:
     """A sentence for the memory of a GPU that processes hold."""
-    large = [each for each in gpu.holders if each.memory is None or each.memory >= _LEAST]
-    others = [each for each in large if each.user]
-    for each in (each for each in others if each.is_left):
-        fact = f"{_named(each)} of an earlier job still holds {_memory(each)} of GPU {number}"
-        yield f"{host}: {fact}. To end it: {ssh}{' ' * bool(ssh)}kill -9 {each.pid}"
-    if running := [each for each in others if not each.is_left]:
-        named = listed([f"{_named(each)} holds {_memory(each)}" for each in running], most=4)
+    large = [holder for holder in gpu.holders if holder.memory is None or holder.memory >= _LEAST]
+    others = [holder for holder in large if holder.user]
+    for holder in (holder for holder in others if holder.is_left):
+        fact = f"{_named(holder)} of an earlier job still holds {_memory(holder)} of GPU {number}"
+        yield f"{host}: {fact}. To end it: {ssh}{' ' * bool(ssh)}kill -9 {holder.pid}"
+    if running := [holder for holder in others if not holder.is_left]:
+        named = listed([f"{_named(holder)} holds {_memory(holder)}" for holder in running], most=4)
         yield f"{host}: GPU {number} is in use: {named}."
-    sizes = [each.memory for each in gpu.holders if each.user]
+    sizes = [holder.memory for holder in gpu.holders if holder.user]
     unseen = (gpu.memory or 0) - sum(size or 0 for size in sizes)
     if None not in sizes and unseen > _LEAST_SHARE * (gpu.memory_total or 0):
         by = "processes that are not listed (a desktop's, another container's)"

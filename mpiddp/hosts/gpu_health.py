@@ -87,12 +87,12 @@ def _has_agent(job: str) -> bool:
 
 def _xids(path: str | None) -> dict[str, list[Xid]]:
     """By address, the errors of the last hour, where a log of the kernel can be read."""
-    found: dict[str, list[Xid]] = defaultdict(list)
+    xids: dict[str, list[Xid]] = defaultdict(list)
     for program, arguments in _LOGS:
         log = tool_output(program, arguments, path, MORE_S) or ""
         loaded = max(map(float, _LOADED.findall(log)), default=0.0)
         for at, address, number in _XID.findall(log):
             xid = Xid(int(number), time.monotonic() - float(at), float(at) < loaded)
             if xid.ago_s < SINCE_S:
-                found[address.lower()[-10:]].append(xid)
-    return found
+                xids[address.lower()[-10:]].append(xid)
+    return xids

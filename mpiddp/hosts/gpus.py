@@ -95,8 +95,8 @@ class Gpu(NamedTuple):
     def of_json(cls, *row: Any) -> Gpu:
         """A GPU that a host has sent as JSON."""
         gpu = cls(*row)
-        holders = [Holder(*each) for each in gpu.holders]
-        return gpu._replace(holders=holders, xids=[Xid(*each) for each in gpu.xids])
+        holders = [Holder(*holder) for holder in gpu.holders]
+        return gpu._replace(holders=holders, xids=[Xid(*xid) for xid in gpu.xids])
 
 
 # The fields of a GPU that change while it works.
@@ -142,7 +142,7 @@ def _of_nvidia(path: str | None, timeout_s: float) -> list[Gpu] | None:
     rows = [line.split(", ") for line in text.splitlines()]
     gpus = [_of_row(dict(zip(names, row))) for row in rows if len(row) == len(names)]
     lost = re.findall(rf"Unable to determine the device handle for {_NAMED_GPU}", text)
-    return gpus + [Gpu("NVIDIA GPU", _of_sysfs(each), is_lost=True) for each in lost]
+    return gpus + [Gpu("NVIDIA GPU", _of_sysfs(address), is_lost=True) for address in lost]
 
 
 def _of_row(row: Mapping[str, str]) -> Gpu:
@@ -153,7 +153,7 @@ def _of_row(row: Mapping[str, str]) -> Gpu:
     use, memory, total, temperature = measured
     bits = int(reasons, 16) if re.fullmatch("0x[0-9A-Fa-f]{1,16}", reasons) else 0
     slowed = ", ".join(why for bit, why in _SLOWED.items() if bits & bit)
-    used, size = (_whole(each, 1 << 20) for each in (memory, total))  # MiB
+    used, size = (_whole(text, 1 << 20) for text in (memory, total))  # MiB
     numbers = (_whole(use), used, size, _whole(temperature))
     return Gpu(name, _of_sysfs(address), uuid, *numbers, slowed, _whole(errors), driver, recovery)
 
@@ -175,8 +175,10 @@ def _of_rocm(path: str | None, timeout_s: float) -> list[Gpu] | None:
         if card.startswith("card"):
             facts = {name.lower(): value for name, value in facts.items()}
             heat = (facts.get(f"temperature (sensor {at}) (c)", "") for at in ("edge", "junction"))
-            temperature = next((each for each in map(_whole, heat) if each is not None), None)
-            total, used = (facts.get(f"vram total {each}memory (b)") for each in ("", "used "))
+            temperature = next(
+                (degrees for degrees in map(_whole, heat) if degrees is not None), None
+            )
+            total, used = (facts.get(f"vram total {kind}memory (b)") for kind in ("", "used "))
             address = _of_sysfs(facts.get("pci bus", ""))
             numbers = (_whole(facts.get("gpu use (%)")), _whole(used), _whole(total), temperature)
             gpus.append(Gpu(facts.get("card series", "AMD GPU"), address, "", *numbers))
@@ -190,7 +192,7 @@ def read_gpus(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
         if gpus is None or gpus:
             return gpus
     count = len([*_DEVICES.glob("nvidia[0-9]*")])
-    return [Gpu("NVIDIA GPU", each.name) for each in sorted(_LISTED.glob("*"))[:count]]
+    return [Gpu("NVIDIA GPU", path.name) for path in sorted(_LISTED.glob("*"))[:count]]
 
 
 def chosen_gpus(
@@ -206,12 +208,12 @@ def chosen_gpus(
     named = next((env[name] for name in VISIBLE if name in env), None)
     if named is None:
         return [*range(len(gpus))]
-    found: list[int | None] = []
+    chosen: list[int | None] = []
     for word in (word.strip() for word in named.split(",") if word):
         by_uuid = (at for at, gpu in enumerate(gpus) if gpu.uuid.startswith(word))
         is_number = word.isdigit() and len(word) < 5 and int(word) < len(gpus)
-        found.append(int(word) if is_number else next(by_uuid, None))
-    return found
+        chosen.append(int(word) if is_number else next(by_uuid, None))
+    return chosen
 
 
 def _of_sysfs(address: str) -> str:
@@ -224,8 +226,8 @@ def _of_sysfs(address: str) -> str:
 
 def _whole(text: object, unit: int = 1) -> int | None:
     """The number in a tool's text, such as "41.0"; None for "[N/A]"."""
-    found = re.fullmatch(r"(\d{1,18})(\.\d*)?", str(text))
-    return int(found[1]) * unit if found else None
+    match = re.fullmatch(r"(\d{1,18})(\.\d*)?", str(text))
+    return int(match[1]) * unit if match else None
 
 
 def tool_output(
@@ -242,13 +244,13 @@ def tool_output(
     """
     from shutil import which  # takes 2 ms of each rank, and most look at no GPU
 
-    found = which(program, path=path)
-    if found is None:
+    file = which(program, path=path)
+    if file is None:
         return ""
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
     try:
         tool = subprocess.Popen(
-            [found, *arguments],
+            [file, *arguments],
             env=env,
             stdin=null,
             stdout=pipe,

@@ -92,7 +92,7 @@ def _entry(text: str) -> str:
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Push, and print the result. Raises what `push` does."""
     folders = [*map(parse_folder, options.folders)]
-    for data in (f"{each}/data" for each in folders if "data" not in options.leave_out):
+    for data in (f"{path}/data" for path in folders if "data" not in options.leave_out):
         if os.path.lexists(data):  # the folder may be a data set
             to_push = f"To push it: mpiddp hosts push FILE {shlex.quote(data)}"
             print_error(f"{data} is left out. {to_push}")
@@ -106,8 +106,8 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     )
     for sentence in failures.values():
         print_error(sentence)
-    said = summary(sent, time.monotonic() - began)
-    print(said if sent or failures else "there is no other host")
+    sentence = summary(sent, time.monotonic() - began)
+    print(sentence if sent or failures else "there is no other host")
     return DONE
 
 
@@ -115,15 +115,15 @@ def default_folders(here: str) -> list[str]:
     """`here`, the environment of this Python, and mpiddp's checkout after pip install -e."""
     package, taken = Path(__file__).parents[2], [Path(here), *map(Path, _environment())]
     taken += [package] if "site-packages" not in package.parts else []
-    return [str(each) for each in dict.fromkeys(taken) if not {*each.parents} & {*taken}]
+    return [str(path) for path in dict.fromkeys(taken) if not {*path.parents} & {*taken}]
 
 
 def _environment() -> list[str]:
     """The folder of the environment of this Python, and of its interpreter if it is the user's."""
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     is_own = prefix != base or (prefix / "conda-meta").is_dir()
-    found = [*([prefix] if is_own else []), *([base] if base.is_relative_to(Path.home()) else [])]
-    return [str(each) for each in dict.fromkeys(found)]
+    folders = [*([prefix] if is_own else []), *([base] if base.is_relative_to(Path.home()) else [])]
+    return [str(path) for path in dict.fromkeys(folders)]
 
 
 def summary(sent: Mapping[Host, int], seconds: float) -> str:
@@ -168,17 +168,17 @@ def push(
     def send(host: Host) -> int | str:
         parts = zip(folders, paths, answers[host].value, strict=True)
         try:
-            return sum(_send(host, *each, left_out, transport) for each in parts)
+            return sum(_send(host, *part, left_out, transport) for part in parts)
         except JobFailed as failed:
             return str(failed)
 
     ready = [host for host in others if host not in failures]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         results = dict(zip(ready, threads.map(send, ready), strict=True))
-    failures |= {host: each for host, each in results.items() if isinstance(each, str)}
+    failures |= {host: why for host, why in results.items() if isinstance(why, str)}
     if len(hosts) - len(failures) < least:
         raise JobFailed("\n".join(failures.values()))
-    return {host: each for host, each in results.items() if isinstance(each, int)}, failures
+    return {host: size for host, size in results.items() if isinstance(size, int)}, failures
 
 
 def refuse_home(folder: Path, expected: str) -> None:
@@ -190,12 +190,12 @@ def refuse_home(folder: Path, expected: str) -> None:
 
 def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
     """Why hosts take no part: they do not answer, or print a sentence."""
-    said = {
-        host: f"{host.name}: {each.value}"
-        for host, each in answers.items()
-        if isinstance(each.value, str)
+    sentences = {
+        host: f"{host.name}: {answer.value}"
+        for host, answer in answers.items()
+        if isinstance(answer.value, str)
     }
-    return said | {host: each.why for host, each in answers.items() if each.why}
+    return sentences | {host: answer.why for host, answer in answers.items() if answer.why}
 
 
 def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
@@ -225,7 +225,7 @@ def _send(
     before = _unpacked(packed)
     gone = before - paths
     environment = _environment()
-    within = [os.path.relpath(each, folder) for each in environment]
+    within = [os.path.relpath(path, folder) for path in environment]
     removed = {path: None for name in gone for path in accumulate(name.split("/"), "{}/{}".format)}
     rules = "\0".join(f"R /{_pattern(path)}" for path in removed)
     kept = ("--from0", "--filter=. -", "--filter=R __pycache__/***", "--filter=P *")
@@ -233,13 +233,13 @@ def _send(
         host,
         transport,
         *("--delete", "--delete-delay", "--omit-dir-times"),
-        *(f"--exclude=/{each}" for each in (*left_out, _REPLACED, pushed.SENT)),
+        *(f"--exclude=/{name}" for name in (*left_out, _REPLACED, pushed.SENT)),
         # Each host has its own. A folder that is removed takes its __pycache__ along (p).
         "--filter=-p __pycache__",
         *(
             []
             if folder in environment
-            else [*(f"--filter=R /{each}/***" for each in within), *kept]
+            else [*(f"--filter=R /{path}/***" for path in within), *kept]
         ),
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
@@ -276,11 +276,11 @@ def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"")
     """
     if shutil.which("rsync") is None:
         raise UserError(pushed.NO_RSYNC.format("here", ""))
-    own = (f"--partial-dir={_PART}", "--out-format=%i %l %n")
+    settings = (f"--partial-dir={_PART}", "--out-format=%i %l %n")
     env = {**os.environ, "LC_ALL": "C"}  # its messages are in English
     with config_file([host], transport) as config:
         shell = (f"--rsync-path=echo {LOGIN}; rsync", "-e", _SHELL.format(config))
-        command = [*_RSYNC, *own, *shell, *arguments]
+        command = [*_RSYNC, *settings, *shell, *arguments]
         done = subprocess.run(command, env=env, input=stdin, capture_output=True)
     if done.returncode not in (DONE, _VANISHED):
         raise JobFailed(_why_failed(host, done, transport))
@@ -294,6 +294,8 @@ def sizes(lines: Sequence[bytes]) -> list[int]:
 
 def _why_failed(host: Host, done: subprocess.CompletedProcess[bytes], transport: Transport) -> str:
     errors = done.stderr.decode(errors="replace")
-    if own := re.search("(?m)^rsync: (?!.*(?:unexpectedly closed|safe_write failed))(.*)", errors):
-        return f"{host.name}: {escaped(own[1])} (rsync's exit code {done.returncode})"
+    if reason := re.search(
+        "(?m)^rsync: (?!.*(?:unexpectedly closed|safe_write failed))(.*)", errors
+    ):
+        return f"{host.name}: {escaped(reason[1])} (rsync's exit code {done.returncode})"
     return ssh_complaint(host, re.sub("(?m)^rsync(:| error:) .*\n?", "", errors), transport)

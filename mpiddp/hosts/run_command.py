@@ -93,11 +93,11 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     failures, done = dict[str, str](), set[Host]()
 
     def show(news: Mapping[Host, Answer], ended: Collection[Host]) -> None:
-        done.update(host for host, each in news.items() if _ENDED in each.stderr)
-        said = {host.name: each.stderr.partition(_ENDED)[0] for host, each in news.items()}
+        done.update(host for host, answer in news.items() if _ENDED in answer.stderr)
+        errors = {host.name: answer.stderr.partition(_ENDED)[0] for host, answer in news.items()}
         failed = {host.name: _failure(news[host], is_done=host in done) for host in ended}
-        _show({host.name: each.stdout for host, each in news.items()}, sys.stdout)
-        _show(said, sys.stderr)
+        _show({host.name: answer.stdout for host, answer in news.items()}, sys.stdout)
+        _show(errors, sys.stderr)
         for text, names in names_by_value(failed).items():
             if text:
                 print_error(f"{compress_names(names)}: {text}")

@@ -271,9 +271,10 @@ class Screen:
         before = self._before(source)
         columns = os.get_terminal_size(self.file).columns or 80
         room = max(columns - len(before), 1)
+        most = _MOST_CODES + 4 * room  # bytes, of which the terminal may show some
         if source.is_redrawn or len(source.line) < room:
-            return before + _as_drawn(bytes(source.line))
-        line = _as_drawn(bytes(source.line[-_MOST_CODES - 4 * room :]))
+            return before + _as_drawn(bytes(source.line[:most]))
+        line = _as_drawn(bytes(source.line[-most:]))
         plain = _CODE.sub(b"", line).decode(errors="replace")
         return before + (line if len(plain) < room else plain[1 - room :].encode())
 

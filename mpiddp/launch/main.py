@@ -38,7 +38,7 @@ from mpiddp.launch.plan.command import LEFT_OUT
 from mpiddp.launch.plan.environment import parse_exports, without_values
 from mpiddp.launch.plan.options import LaunchOptions, parse_options
 from mpiddp.launch.run.control import Exchange
-from mpiddp.launch.run.outcome_file import Report, check
+from mpiddp.launch.run.outcome_file import Report
 from mpiddp.launch.run.output import open_closed_streams
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
@@ -94,15 +94,14 @@ def _launch(argv: list[str]) -> int:
         print(command.explained(hidden))
         _say_left_out(hidden)
         return DONE
-    check(options.report, options.on_end)
     job = Path(options.command[0]).name
-    reports, folder = [Path(options.report)] if options.report else [], None
+    reports, folder, plans = [Path(options.report)] if options.report else [], None, None
     if options.detach:
         from mpiddp.watch.detached import detach
 
-        detached, is_here = detach(re.sub(r"[^\w.-]", "_", job.removesuffix(".py")))
+        detached, plans = detach(re.sub(r"[^\w.-]", "_", job.removesuffix(".py")))
         job = detached.name
-        if not is_here:
+        if plans is None:
             print(job)
             log.info(
                 f"the job goes on in the background. To follow its output: mpiddp logs -f {job}"
@@ -112,7 +111,8 @@ def _launch(argv: list[str]) -> int:
         folder = detached.folder
     own = without_values(argv[: -len(options.command)], options.exports)
     again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *own, *options.command]
-    return _run_and_report(options, Report(job, again, reports, options.on_end or (), folder))
+    report = Report(job, again, reports, options.on_end or (), folder, plans)
+    return _run_and_report(options, report)
 
 
 def _run_and_report(options: LaunchOptions, report: Report) -> int:

@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any
 
-# Calls of a group in a message, and its groups: more would be too long a line.
-_LATEST, _GROUPS = 128, 16
+# In a message, which 1,024 ranks may send every ten seconds: calls of all groups together, and groups.
+_MOST_CALLS, _MOST_GROUPS = 128, 32
 # torch's names, where they are not those of its Python.
 _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32",
@@ -43,31 +43,42 @@ def calls() -> dict[str, Any] | None:
 
 def _calls(torch: Any) -> dict[str, Any]:
     groups = {group.group_name: group for group in list(torch._world.pg_map)}
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    entries_of: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for entry in _entries():
         backend, _, entry["op"] = entry["profiling_name"].partition(":")
         name = entry["process_group"][0]
         if name in groups and not entry["is_p2p"]:
-            made = found.setdefault((name, backend), [])
-            if made and made[-1]["pg_id"] != entry["pg_id"]:
-                made.clear()  # those of a group of the same name, which has been destroyed
-            made.append(entry)
-    for known in _known.values():
+            entries = entries_of.setdefault((name, backend), [])
+            if entries and entries[-1]["pg_id"] != entry["pg_id"]:
+                entries.clear()  # those of a group of the same name, which has been destroyed
+            entries.append(entry)
+    for facts in _known.values():
         # What torch's record no longer has is over: a rank that waits makes no other calls.
-        known["calls"] = [(*call[:-1], True) for call in known["calls"]]
+        facts["calls"] = [(*call[:-1], True) for call in facts["calls"]]
     everyone = [*range(torch.get_world_size())]
-    for key, entries in found.items():
-        own = sorted(torch._world.pg_group_ranks[groups[key[0]]])
+    for key, entries in entries_of.items():
+        members = sorted(torch._world.pg_group_ranks[groups[key[0]]])
         _known.pop(key, None)  # the groups that were called last stand last
         _known[key] = {
-            "ranks": None if own == everyone else own,
-            **_told(entries[-_LATEST:], backend=key[1]),
+            "ranks": None if members == everyone else members,
+            **_told(entries, backend=key[1]),
         }
     for key in [key for key in _known if not _is_of(groups.get(key[0]), key)]:
         del _known[key]
-    told = [{"name": ":".join(key), **facts} for key, facts in _known.items()]
+    latest = [*_known.items()][-_MOST_GROUPS:]
+    most = _MOST_CALLS // max(len(latest), 1)
+    told = [
+        {"name": ":".join(key), **facts, "calls": _shortened(facts["calls"], most)}
+        for key, facts in latest
+    ]
     # The launcher reads the clock of this rank by it: the later, the better.
-    return {"groups": told[-_GROUPS:], "now_us": time.time_ns() // 1000}
+    return {"groups": told, "now_us": time.time_ns() // 1000}
+
+
+def _shortened(calls: list[tuple[int, int, int, bool]], most: int) -> list[Any]:
+    """The latest calls, and before them the first that have not ended: in one of these, a rank may wait."""
+    waiting = [call for call in calls[:-most] if not call[3]]
+    return [*waiting[:most], *calls[-most:]]
 
 
 def _is_of(group: Any, key: tuple[str, str]) -> bool:
@@ -75,7 +86,9 @@ def _is_of(group: Any, key: tuple[str, str]) -> bool:
     if group is None:
         return False
     backends = map(group._get_backend, group._device_types)
-    made = [each._get_sequence_number_for_group() for each in backends if each.name() == key[1]]
+    made = [
+        backend._get_sequence_number_for_group() for backend in backends if backend.name() == key[1]
+    ]
     return not made or max(call[0] for call in _known[key]["calls"]) <= max(made)
 
 
@@ -110,8 +123,8 @@ def _entries() -> list[dict[str, Any]]:
     if torch.cuda.is_initialized() and _may_ask_events(torch):
         dumps.append(getattr(c10d, "_dump_nccl_trace", None))
     without_stacks = (True, False, False)
-    found = [pickle.loads(dump(*without_stacks)) for dump in dumps if dump is not None]
-    return [entry for each in found for entry in each.get("entries", [])]
+    dumped = [pickle.loads(dump(*without_stacks)) for dump in dumps if dump is not None]
+    return [entry for record in dumped for entry in record.get("entries", [])]
 
 
 def _may_ask_events(torch: Any) -> bool:

@@ -28,10 +28,10 @@ class GpuReadings(threading.Thread):
     def run(self) -> None:
         hides_all = hides_all_gpus(self._env)
         while not hides_all and not self._is_over.wait(EVERY_S):
-            found = self._read()
-            if all(each[name] is None for each in found for name in CHANGING if name != "slowed"):
+            rows = self._read()
+            if all(row[name] is None for row in rows for name in CHANGING if name != "slowed"):
                 return
-            self._send("gpus", ranks=found)
+            self._send("gpus", ranks=rows)
 
     def _read(self) -> list[dict[str, Any]]:
         """The facts of each rank whose GPU is known, see `process_group.device_of`."""

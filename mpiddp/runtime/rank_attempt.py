@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -173,7 +174,8 @@ class RankAttempt:
         try:
             env, store = meet(self.coordinator, str(problem or ""), files)
         finally:
-            if rank.kept:  # all ranks have taken it
+            # All ranks have taken it once they have met, or refuse together. Else the launcher removes it.
+            if rank.kept and isinstance(sys.exc_info()[1], (UserError, type(None))):
                 from mpiddp.hosts import private
 
                 private.remove(rank.kept)

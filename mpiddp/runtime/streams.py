@@ -111,9 +111,9 @@ class Stream:
     def close(self) -> None:
         """Read no more of it, and tell the launcher that it has ended."""
         self.source.close()
-        for each in (self.connection, self._file):
-            if each is not None:
-                each.close()
+        for file in (self.connection, self._file):
+            if file is not None:
+                file.close()
         self.connection = self._file = None
 
     def _save(self, chunk: bytes | bytearray) -> None:

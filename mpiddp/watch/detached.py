@@ -12,6 +12,9 @@ import fcntl
 import json
 import os
 import shutil
+import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -81,7 +84,10 @@ class DetachedJob:
         report = self.report()
         code = report.get("exit_code")
         if code is None:
-            return f"job {self.name} has ended without a report: {_NO_REPORT}."
+            host = report.get("launched_on", "")
+            elsewhere = f"If it runs on {host}, its lock is not seen here. Log in there"
+            why = _NO_REPORT if host == socket.gethostname() else f"{_NO_REPORT}. {elsewhere}"
+            return f"job {self.name} has ended without a report: {why}."
         why = f": {report['error']}" if report.get("error") else "."
         return f"job {self.name} has ended with code {code}{why}"
 
@@ -103,29 +109,49 @@ def detached_jobs() -> list[DetachedJob]:
     for lock in (state_folder() / "jobs").glob("*/lock"):
         with suppress(OSError):  # removed meanwhile
             begun.append((lock.stat().st_mtime, DetachedJob(lock.parent)))
-    return [job for _, job in sorted(begun, key=lambda each: each[0], reverse=True)]
+    return [job for _, job in sorted(begun, key=lambda pair: pair[0], reverse=True)]
 
 
-def detach(beginning: str) -> tuple[DetachedJob, bool]:
-    """Go on in a process that no terminal ends. The job, and whether this is its own process.
+def detach(beginning: str) -> tuple[DetachedJob, int | None]:
+    """Go on in a process that no terminal ends. Returns the job.
 
-    The one that was called prints its name, and ends. The job's own has its log as stdout and stderr.
+    The job's own process also gets a file, to which it writes once its start is planned. The process that was
+    called waits for that. If the job is refused instead, it prints the job's log and ends with its exit code.
     """
     job, lock = new_job(beginning)
     output = job.open_part(1)
-    if os.fork():
-        os.close(output)
-        os.close(lock)
-        return job, False
+    planned, plans = os.pipe()
+    if pid := os.fork():
+        for file in (output, lock, plans):
+            os.close(file)
+        _wait_until(planned, pid, job)
+        return job, None
     # The lock stays open until this process ends, however it does.
     os.setsid()  # no terminal ends it, nor does a shell at its end
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for own, standard in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(own, standard)
+    for file, standard in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(file, standard)
     os.close(nothing)
     os.close(output)
+    os.close(planned)
     threading.Thread(target=_limit, args=(job,), daemon=True).start()
-    return job, True
+    return job, plans
+
+
+def _wait_until(planned: int, pid: int, job: DetachedJob) -> None:
+    """Wait for the job's own process, or end as it ends. A Ctrl-C is passed on."""
+    try:
+        is_planned = os.read(planned, 1)
+    except KeyboardInterrupt:
+        os.kill(pid, signal.SIGINT)
+        is_planned = b""
+    if not is_planned:
+        _, status = os.waitpid(pid, 0)
+        sys.stderr.write(
+            b"".join(filter(None, read_log(job, follows=False))).decode(errors="replace")
+        )
+        shutil.rmtree(job.folder)
+        sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def _limit(job: DetachedJob) -> None:
@@ -177,7 +203,7 @@ def read_log(job: DetachedJob, *, follows: bool) -> Iterator[bytes | None]:
     latest, done = 0, 0  # the part that was read last, and how many of its bytes
     while True:
         is_over = not (follows and job.is_running)
-        for number, path in [each for each in job.parts() if each[0] >= latest]:
+        for number, path in [part for part in job.parts() if part[0] >= latest]:
             with suppress(FileNotFoundError), path.open("rb") as file:  # removed meanwhile
                 file.seek(done if number == latest else 0)
                 latest = number

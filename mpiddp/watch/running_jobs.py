@@ -151,11 +151,11 @@ def find_detached(name: str | None) -> DetachedJob:
 
 def _meant(name: str | None, jobs: Sequence[_AnyJob]) -> _AnyJob | None:
     """The job with this name or pid. Without a name, the only job. None if there is none."""
-    found = [job for job in jobs if name in (None, job.name, str(job.pid))]
-    if len(found) > 1:
-        titles = listed([job.title for job in found])
+    matches = [job for job in jobs if name in (None, job.name, str(job.pid))]
+    if len(matches) > 1:
+        titles = listed([job.title for job in matches])
         raise UserError(f"several jobs run here: {titles}. Name one of them by its number.")
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def hosts_of(facts: Facts) -> list[str]:
@@ -165,12 +165,13 @@ def hosts_of(facts: Facts) -> list[str]:
 
 def sockets() -> list[Path]:
     """The sockets of all launchers of this user, and those that dead ones have left."""
-    found = []
-    for folder in (each for path in viewed_folders() for each in path.parent.glob(f"{path.name}*")):
-        with contextlib.suppress(OSError):
-            if is_private(folder):  # another user may make a folder of any name in /tmp
-                found.append(folder / VIEWED_AT)
-    return found
+    paths = []
+    for path in viewed_folders():
+        for folder in path.parent.glob(f"{path.name}*"):
+            with contextlib.suppress(OSError):
+                if is_private(folder):  # another user may make a folder of any name in /tmp
+                    paths.append(folder / VIEWED_AT)
+    return paths
 
 
 def _connected(path: Path) -> tuple[socket.socket | None, int]:

@@ -185,7 +185,7 @@ def read_run(folder: Path) -> RunSummary:
     return RunSummary(
         folder,
         state,
-        step=max((each for each in steps if each is not None), default=None),
+        step=max((value for value in steps if value is not None), default=None),
         seconds=sum(lengths) if lengths else values.get("wall_s"),
         values=values,
     )

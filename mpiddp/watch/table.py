@@ -148,8 +148,8 @@ def head_lines(facts: Facts) -> list[str]:
         f"attempt {facts['attempt']}",
         duration(facts["age_s"]),
     ]
-    said = (facts.get(name) for name in ("straggler", "idle_gpus"))
-    return [", ".join(parts), *(escaped(sentence) for sentence in said if sentence)]
+    sentences = (facts.get(name) for name in ("straggler", "idle_gpus"))
+    return [", ".join(parts), *(escaped(sentence) for sentence in sentences if sentence)]
 
 
 def rank_lines(ranks: Sequence[Facts]) -> list[str]:

@@ -206,6 +206,15 @@ def test_a_report_that_cannot_be_written_starts_nothing(here, env, options, text
         assert text in done.stderr
 
 
+def test_a_wrong_host_starts_nothing(here, env):
+    """A detached job whose start cannot be planned is refused at the terminal, and leaves no folder."""
+    job = ("--detach", "-H", "misspelt.invalid:1", here.script(WAITS, script_of(here)))
+    done = here.run("launch", *job, env=env)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.said[0].startswith("misspelt.invalid: cannot be resolved"), done.stderr
+    assert not [*here.folder.glob("state/mpiddp/jobs/*")]
+
+
 def test_a_full_disk_starts_nothing(here, env):
     """A job whose log or report finds a full disk is refused before the start."""
     job = shlex.join([*here.where(1), here.script("print('ran')", "full.py")])

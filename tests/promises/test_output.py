@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -73,6 +74,9 @@ def test_lines_are_whole(place, mpi):
         assert text.count("last words") == (LAST_WORDS if rank == 2 else 0)
         of_others = [other for other in range(3) if hosts[other] != host]
         assert not any((folder / f"rank_{other:05d}.out").exists() for other in of_others)
+        here = place[hosts[0]].path(logs) if isinstance(place, Hosts) else logs
+        (copy,) = here.glob(f"launch_*/rank_{rank:05d}.err")  # beside the launcher
+        assert copy.read_bytes() == (folder / f"rank_{rank:05d}.err").read_bytes()
     eventually(lambda: not place.processes())
 
 
@@ -336,7 +340,8 @@ def test_what_mpirun_prints(here, mpi):
     done = here.run("launch", "--log-dir", "logs", *job, mpi=mpi)
     assert "was killed by SIGKILL. The other ranks were stopped." in done.said[-1]
     assert not BANNER.search(done.stderr), done.stderr
-    assert BANNER.search((here.folder / "logs" / "mpirun.log").read_text())
+    (file,) = (here.folder / "logs").glob("*/mpirun.log")
+    assert BANNER.search(file.read_text())
     assert BANNER.search(here.run("launch", "-v", *job, mpi=mpi).stderr)
 
 
@@ -404,6 +409,38 @@ def test_a_log_on_a_full_disk(here):
     done = here.run("launch", *job)
     assert "shown\n" in done.assert_ok().stdout
     assert "its log of stdout has a gap: No space left" in done.stdout + done.stderr
+
+
+def test_two_launches_with_one_log_folder(here):
+    """A second launch with the same --log-dir overwrites nothing of the first, which has failed."""
+    job = (*here.where(2), "--log-dir", "logs", program("alone.py"), "raise")
+    for _ in range(2):
+        assert here.run("launch", *job).code == 1
+    records = [*(here.folder / "logs").glob("launch_*/attempt_1.jsonl")]
+    assert ['"kind": "failed"' in record.read_text() for record in records] == [True, True]
+
+
+GOES_ON = """
+import sys, time
+print("started", flush=True)
+while True:
+    print("goes on", file=sys.stderr, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_a_log_folder_that_hangs(here):
+    """If a write to the launcher's logs hangs, the job goes on, and Ctrl-C ends it at once."""
+    job = here.start("launch", *here.where(1), "--log-dir", "logs", here.script(GOES_ON))
+    (file,) = eventually(lambda: [*(here.folder / "logs").glob("launch_*/rank_00000.err")])
+    file.unlink()
+    os.mkfifo(file)  # nobody reads it, so that an open for writing never returns
+    job.until("goes on", times=job.stderr.count("goes on") + 200)
+    job.signal(signal.SIGINT)
+    done = job.wait()
+    lost, end = done.said
+    assert (done.code, end) == (130, "interrupted: the job was stopped."), done.said
+    assert lost.endswith("is too slow for the logs, so some of their lines are lost.")
 
 
 # --- stdin ---

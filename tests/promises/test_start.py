@@ -177,10 +177,11 @@ def test_users_and_ports(guarded, mpi, request):
         assert placed == [*[("node1", USER)] * 2, ("node0", "root")]
         if mpi != "openmpi5":
             return
-        for line, fault in ((f"user={USER}", "refused"), (f"port={PORT}", "publickey")):
+        for line, fault, code in ((f"user={USER}", "refused", 1), (f"port={PORT}", "publickey", 2)):
             file.write_text(f"node1 {line} slots=1\nnode0 slots=1\n")
             done = hosts.run("launch", "--hostfile", str(file), program("identity.py"))
-            (sentence,) = refusal(done)
+            (sentence,) = done.said
+            assert done.code == code, sentence
             assert sentence.startswith("ssh node1: "), sentence
             assert fault in sentence  # so the job above shows that both reach ssh
 

@@ -222,7 +222,7 @@ def test_a_scheduler_that_signals_a_rank_first(here):
     here.kill(mpirun, signal.SIGSTOP)  # so the job does not end before the launcher gets the signal
     ranks = [each for each in here.processes(script) if "runtime.script" in each.command]
     here.kill(ranks[0], signal.SIGTERM)
-    record = here.folder / "logs" / "attempt_1.jsonl"
+    (record,) = (here.folder / "logs").glob("*/attempt_1.jsonl")
     eventually(lambda: '"kind": "end"' in record.read_text())
     job.signal(signal.SIGTERM)
     done = job.wait()

@@ -186,7 +186,8 @@ def record(name: str) -> None:
             command = [*python, "tests.support.cluster", "2", "--", *command]
         command += [*options.replace("{python}", sys.executable).split(), str(script)]
         subprocess.run(command, env=clean_env(), cwd=ROOT, timeout=PATIENCE_S * 3, check=False)
-        text = Path(folder, "attempt_1.jsonl").read_text(encoding="utf-8")
+        (file,) = Path(folder).glob("*/attempt_1.jsonl")
+        text = file.read_text(encoding="utf-8")
         for here, other in (
             (folder, "/home/me"),
             (str(ROOT), _OTHER_ROOT),

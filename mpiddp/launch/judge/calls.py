@@ -21,9 +21,18 @@ class Call(NamedTuple):
     has_ended: bool
 
 
-# The latest calls of each rank by their numbers, in the groups of the job: by name and ranks.
+class RankCalls(NamedTuple):
+    """The latest calls of a rank in one group, by their numbers."""
+
+    calls: Mapping[int, Call]
+    last: int  # number, 0 without a call
+    first_open: int | None  # the first call that has not ended
+
+
+# The group's name, and its ranks, None if it has all.
 Group: TypeAlias = "tuple[str, tuple[int, ...] | None]"
-Calls: TypeAlias = Mapping[Group, Mapping[int, Mapping[int, Call]]]
+# The calls of each rank, by group.
+Calls: TypeAlias = Mapping[int, Mapping[Group, RankCalls]]
 
 
 class Wait(NamedTuple):
@@ -38,10 +47,10 @@ class Wait(NamedTuple):
     @property
     def calls(self) -> dict[str, list[int]]:
         """The differing calls, each with its ranks."""
-        found = {self.call: [*self.waiting]}
+        ranks = {self.call: [*self.waiting]}
         for rank, call in sorted(self.others.items()):
-            found.setdefault(call, []).append(rank)
-        return found
+            ranks.setdefault(call, []).append(rank)
+        return ranks
 
 
 def _numbered(kind: str, number: int) -> str:
@@ -49,25 +58,27 @@ def _numbered(kind: str, number: int) -> str:
     return f"{op} no. {number}{bracket}{size}"
 
 
-def calls_of(facts: Mapping[str, Any], clock: float) -> dict[Group, dict[int, Call]]:
+def calls_of(facts: Mapping[str, Any], clock: float) -> dict[Group, RankCalls]:
     """The calls in a message "calls" of a rank whose clock is `clock` seconds behind the launcher's."""
-    return {
-        (group["name"], group["ranks"] and tuple(group["ranks"])): {
+    groups: dict[Group, RankCalls] = {}
+    for group in facts["groups"]:
+        calls = {
             number: Call(group["kinds"][kind], clock + at_us / 1e6, has_ended)
             for number, kind, at_us, has_ended in group["calls"]
         }
-        for group in facts["groups"]
-    }
+        key = group["name"], group["ranks"] and tuple(group["ranks"])
+        first_open = min((number for number in calls if not calls[number].has_ended), default=None)
+        groups[key] = RankCalls(calls, max(calls, default=0), first_open)
+    return groups
 
 
-def called_at(calls: Calls) -> dict[int, float]:
-    """The time of each rank's latest call. A rank without calls has no entry."""
-    found: dict[int, float] = {}
-    for ranks in calls.values():
-        for rank, of_rank in ranks.items():
-            if of_rank:
-                found[rank] = max(found.get(rank, 0.0), of_rank[max(of_rank)].at)
-    return found
+def by_group(calls: Calls) -> dict[Group, dict[int, RankCalls]]:
+    """The calls of each group, by rank."""
+    groups: dict[Group, dict[int, RankCalls]] = {}
+    for rank, of_rank in calls.items():
+        for group, made in of_rank.items():
+            groups.setdefault(group, {})[rank] = made
+    return groups
 
 
 def find_wait(
@@ -78,51 +89,53 @@ def find_wait(
     If each missing rank waits itself, the ranks wait for each other in different groups, and all of their
     calls are told.
 
-    told: the ranks whose calls are current. is_over: a rank has failed, so its calls have ended.
+    told: the ranks whose calls are up to date. is_over: a rank has failed, so its calls have ended.
     """
-    found = [
+    waits = [
         wait
-        for (_, members), ranks in calls.items()
+        for (_, members), ranks in by_group(calls).items()
         if (wait := _wait_in(members or range(world_size), ranks, told, is_over=is_over))
         and (wait.missing or wait.others)
     ]
-    waiting = {rank for wait in found for rank in wait.waiting}
-    roots = [wait for wait in found if wait.others or not waiting.issuperset(wait.missing)]
-    oldest = min(roots or found, key=lambda wait: wait.since, default=None)
+    waiting = {rank for wait in waits for rank in wait.waiting}
+    roots = [wait for wait in waits if wait.others or not waiting.issuperset(wait.missing)]
+    oldest = min(roots or waits, key=lambda wait: wait.since, default=None)
     if oldest is None or roots:
         return oldest
-    elsewhere = {rank: wait.call for wait in found for rank in wait.waiting if wait is not oldest}
+    elsewhere = {rank: wait.call for wait in waits for rank in wait.waiting if wait is not oldest}
     return oldest._replace(missing=[], others=elsewhere)
 
 
 def _wait_in(
     members: Sequence[int],
-    ranks: Mapping[int, Mapping[int, Call]],
+    ranks: Mapping[int, RankCalls],
     told: Collection[int],
     *,
     is_over: bool,
 ) -> Wait | None:
     """The first call of a group that some ranks have entered, and that has not ended on all of these."""
-    last = {rank: max(ranks.get(rank, {}), default=0) for rank in members}
-    # What is beyond has been entered in vain.
-    shared = min(last.values()) if is_over else max(last.values())
-    open_: dict[int, int] = {}  # of each rank, the first that has not ended
-    for rank in ranks.keys() & set(told):
-        lasting = [n for n, call in ranks[rank].items() if not call.has_ended or n > shared]
-        if lasting:
-            open_[rank] = min(lasting)
-    if not open_:
+    # The number of the first call that each rank has entered, and that has not ended.
+    current = {rank: ranks[rank].first_open for rank in ranks if rank in told}
+    last = {rank: ranks[rank].last if rank in ranks else 0 for rank in members}
+    if is_over:  # calls that not all ranks have entered cannot have ended well
+        shared = min(last.values())
+        for rank in current:
+            calls = ranks[rank].calls.items()
+            open_ = (n for n, call in calls if not call.has_ended or n > shared)
+            current[rank] = min(open_, default=None)
+    number = min((n for n in current.values() if n is not None), default=None)
+    if number is None:
         return None
-    number = min(open_.values())
-    entered = {rank: of_rank[number] for rank, of_rank in ranks.items() if number in of_rank}
-    first = entered[min(rank for rank, each in open_.items() if each == number)].kind
-    same = {rank: call for rank, call in entered.items() if _is_same(call.kind, first)}
-    differing = {rank: call.kind for rank, call in entered.items() if rank not in same}
-    others = {rank: _numbered(kind, number) for rank, kind in differing.items()}
+    entered = {rank: made.calls[number] for rank, made in ranks.items() if number in made.calls}
+    kind = entered[min(rank for rank in current if current[rank] == number)].kind
+    same = {rank: call for rank, call in entered.items() if _is_same(call.kind, kind)}
+    others = {
+        rank: _numbered(call.kind, number) for rank, call in entered.items() if rank not in same
+    }
     missing = [rank for rank in members if last[rank] < number]
     since = min(call.at for call in same.values())
-    waiting = [rank for rank in sorted(same) if is_over or open_.get(rank) == number]
-    return Wait(_numbered(first, number), since, waiting, missing, others)
+    waiting = [rank for rank in sorted(same) if is_over or current.get(rank) == number]
+    return Wait(_numbered(kind, number), since, waiting, missing, others)
 
 
 def _is_same(kind: str, other: str) -> bool:

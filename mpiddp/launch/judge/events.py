@@ -1,4 +1,4 @@
-"""The record of one attempt: what its ranks say and what the launcher does, in order, each with its time.
+"""The record of one attempt: the messages of its ranks and the acts of the launcher, in order, with times.
 
 Every judgement is a function of this record: the phase, the verdict, a hang, stragglers, what is shown. So a
 failure in the field is judged again from the file that --log-dir keeps, attempt_1.jsonl, with a line for each
@@ -7,54 +7,52 @@ event. In memory, it has the latest event of each kind and rank, and what the ev
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from mpiddp.errors import STOPPED
-from mpiddp.launch import log
-from mpiddp.launch.judge.calls import Call, Group, calls_of
+from mpiddp.launch.judge.calls import Group, RankCalls, Wait, calls_of, find_wait
 from mpiddp.launch.judge.gpu_use import GpuUse
 from mpiddp.launch.judge.pace import Pace
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.text import escaped
 
-MPIRUN, MPIRUN_AT_END = -1, -2  # who prints beside the ranks, until all have joined, and then
-_LARGEST = 16 << 20  # bytes of a file, which then has no more steps
+MPIRUN, MPIRUN_AT_END = -1, -2  # mpirun's own output, until all ranks have joined, and after that
+_LARGEST = 16 << 20  # bytes of lines; from then on, frequent events are not kept
 _NAMED = 4  # ranks in one sentence
 _CLOCKS = 6  # messages of a rank, by which its clock is read
 CHRONIC = 3  # windows of steps in a row that name the same straggler
 
 ENDS = frozenset(["done", "exited", "failed", "lost"])
-# The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and what the server sees of their connections.
+# The messages of ranks (`mpiddp.protocol.channel.MESSAGES`), and the ends of their connections.
 OF_RANKS = ENDS | {
     *("started", "joining", "log", "announce", "run_dir", "saved", "supports_stop"),
     *("progress", "saving", "stopped", "stacks", "calls", "gpus", "claim", "held"),
 }
-# What the launcher does, and its facts.
+# The acts of the launcher, and the facts of each.
 OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     # `here` are the ranks on mpirun's own host.
     "began": ("hosts", "here", "attempt", "hang_timeout_s"),
     "limit": ("seconds",),  # from now on, for all ranks to join, or for the first one to start
     "late": (),  # that time is over
     "asked": ("ranks",),  # for their stacks
-    "looked": (),  # at the stacks of a job that may hang, and has told what they show
+    "looked": (),  # at the stacks of a job that may hang, and has printed a sentence about them
     "printed": (),  # the job has written something, before its first step
     "window": ("ranks", "share"),  # the stragglers, and in which share of time the others wait
-    "stop": ("by", "reason", "signal"),  # is requested by somebody of `Stop`
-    "kill": (),  # without a save: the user has requested it again
+    "stop": ("by", "reason", "signal"),  # somebody of `Stop` requests it
+    "kill": (),  # the user has requested a stop again, so the ranks do not save
     "grace": (),  # from now on, the ranks have limited time to stop
     "overdue": ("clause",),  # that time is over, for the ranks that the clause names
     # The launcher ends the ranks: because one has failed, or for the reason `why`.
     "end": ("failed", "why"),
-    "hold": (),  # it ends the scripts, whose agents wait for the next attempt
+    "hold": (),  # it ends the scripts, and their agents wait for the next attempt
     "mpirun": ("name", "code", "proves_signals", "was_ended"),  # has ended, see `MpirunEnd`
-    "tail": ("lines",),  # the last of stderr, of MPIRUN, MPIRUN_AT_END or a rank
+    "tail": ("lines",),  # the last lines on stderr of MPIRUN, MPIRUN_AT_END or a rank
 }
 KINDS = OF_RANKS | OF_LAUNCHER.keys()
 
@@ -63,8 +61,12 @@ class Phase(IntEnum):
     """What the ranks are doing. An attempt only moves on, never back."""
 
     STARTING = 0  # some have not joined the job
-    RUNNING = 1  # all have joined. With `--grow` they may be asked to stop after their present step
-    STOPPING = 2  # the user has asked them to stop, or to grow they have made their last step
+    RUNNING = (
+        1  # all have joined; with `--grow`, they may be asked to stop after their present step
+    )
+    STOPPING = (
+        2  # they stop because the user has asked, or they have made their last step before growth
+    )
     ENDING = 3  # they are being ended
 
 
@@ -97,63 +99,58 @@ class Announcement(NamedTuple):
 class Record:
     """The events so far, which began `at` this time.
 
-    `hosts` has the requested host of each rank, `facts` are those of "began". `path` is the file to write the
-    events to, if it can be created.
+    `hosts` has the requested host of each rank, `facts` are those of "began". `keep` is called with each
+    event as a line of JSON.
     """
 
     def __init__(
         self,
         hosts: Sequence[str],
-        path: Path | None = None,
+        keep: Callable[[bytes], None] | None = None,
         *,
         at: float | None = None,
         **facts: Any,
     ) -> None:
         self.hosts, self.world_size = hosts, len(hosts)
-        self._file: TextIO | None = None
-        self._size = 0  # of the file, in characters
-        if path is not None:
-            with contextlib.suppress(OSError):  # a machine without ranks may have no such folder
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._keep, self._size = keep, 0  # `_size` counts the bytes of all lines
         # The latest event of each rank, by kind.
         self.latest: dict[str, dict[int, Event]] = defaultdict(dict)
         self.done: dict[int, Event] = {}  # the ranks that have ended without an error
-        self.failures: dict[int, Event] = {}  # the others: the first event that says so
+        self.failures: dict[int, Event] = {}  # the first event that tells of each failure
         self.saving: dict[int, float] = {}  # the ranks that save, and since when
         self.last_saved_at = 0.0  # when a rank last ended a save
-        self.paces: dict[int, Pace] = {}  # of the latest steps
+        self.paces: dict[int, Pace] = {}  # of the ranks' latest steps
         self.gpus: dict[int, GpuUse] = {}  # of the ranks
-        self.shown: dict[str, Any] = {}  # what rank 0 says of its training
+        self.shown: dict[str, Any] = {}  # numbers of the training, from rank 0
         self.announcement = Announcement()
-        self.stacks: dict[int, Mapping[str, Any]] = {}  # that were asked for last
-        # Of torch's collectives; and by how many seconds a rank's clock is behind this one at most, by its
-        # latest messages: clocks drift.
-        self.calls: dict[Group, dict[int, dict[int, Call]]] = defaultdict(dict)
+        self.stacks: dict[int, Mapping[str, Any]] = {}  # the answers to the latest question
+        # Torch's collectives, and when each rank made its latest one, by this clock.
+        self.calls: dict[int, Mapping[Group, RankCalls]] = {}
+        self.called_at: dict[int, float] = {}
+        # By how many seconds a rank's clock is behind this one at most, by its latest messages: clocks drift.
         self.clocks: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_CLOCKS))
         self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest ones, for stragglers
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
         self.add(Event("began", facts=facts, at=self.began_at))
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
     def note(self, kind: str, **facts: object) -> None:
-        """The launcher does this now."""
+        """Record an act of the launcher, at this time."""
         self.add(Event(kind, facts=facts))
 
     def add(self, event: Event) -> None:
         assert event.kind in KINDS, event
-        self._write(event)
+        is_frequent = event.kind in ("progress", "calls", "gpus")
+        if self._keep is not None and not (is_frequent and self._size > _LARGEST):
+            line = json.dumps(vars(event)).encode() + b"\n"
+            self._size += len(line)
+            self._keep(line)
         rank, kind, facts = event.rank, event.kind, event.facts
         if kind in ("saving", "stopped") and facts.get("active", True):
-            self.saving[rank] = event.at  # a script that has stopped saves, and leaves
+            self.saving[rank] = event.at  # a script that has stopped saves before it ends
         elif kind in ENDS | {"saving"} and self.saving.pop(rank, None) is not None:
             self.last_saved_at = event.at
-        # Only the rank knows whether its command succeeds: it may start the script again.
+        # A command may start its script again, so only the agent knows whether the rank has ended.
         if event.from_script and kind in ENDS:
             return
         self.latest[kind][rank] = event
@@ -168,22 +165,23 @@ class Record:
             case "asked":
                 self.stacks = {}
             case "stacks" if event.from_script or rank not in self.stacks:
-                # An agent answers in the place of a script, whose own answer may come later.
+                # An agent answers for a busy script, whose own answer may come later, and then counts.
                 self.stacks[rank] = facts
             case "calls":
-                # The message that was the fastest tells the rank's clock best.
+                # The fastest message tells the difference of the clocks best.
                 self.clocks[rank].append(event.at - facts["now_us"] / 1e6)
-                for name, ranks in [*self.calls.items()]:
-                    if ranks.pop(rank, None) is not None and not ranks:
-                        del self.calls[name]  # the script has destroyed this group
-                for group, calls in calls_of(facts, min(self.clocks[rank])).items():
-                    self.calls[group][rank] = calls
+                made = calls_of(facts, min(self.clocks[rank]))
+                self.calls[rank] = made
+                self.called_at[rank] = max(
+                    (of.calls[of.last].at for of in made.values() if of.last), default=0.0
+                )
+                self.__dict__.pop("wait", None)  # it is found again when somebody asks
             case "window":
                 self.windows.append(event)
             case "announce":
                 size = self.world_size if facts["global_batch_size"] else 0
-                known = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}
-                self.announcement = self.announcement._replace(**known)
+                values = {**facts, "resume_args": tuple(facts["resume_args"]), "world_size": size}
+                self.announcement = self.announcement._replace(**values)
             case "run_dir":
                 self.announcement = self.announcement._replace(run_dir=facts["path"])
             case "saved":
@@ -195,16 +193,6 @@ class Record:
             case "done" | "exited":
                 self.done[rank] = event
                 self.failures.pop(rank, None)
-
-    def _write(self, event: Event) -> None:
-        is_frequent = event.kind in ("progress", "calls", "gpus")
-        if self._file is None or (is_frequent and self._size > _LARGEST):
-            return
-        try:
-            self._size += self._file.write(json.dumps(vars(event)) + "\n")
-        except OSError as error:
-            log.error(f"--log-dir: {self._file.name} ends here: {error.strerror}.")
-            self._file = None
 
     # --- what the launcher has done ---
 
@@ -241,14 +229,19 @@ class Record:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not joined; or those that have not started, for which the others wait."""
+        """The ranks that have not joined. If none has, those that have not started, for which all wait."""
         joining, everyone = self.latest["joining"], range(self.world_size)
         here = joining or self.latest["started"]
         left = [rank for rank in everyone if rank not in here]
         return left or [rank for rank in everyone if rank not in joining]
 
+    @cached_property
+    def wait(self) -> Wait | None:
+        """The oldest wait in a collective, by the latest calls of all ranks."""
+        return find_wait(self.calls, self.world_size, range(self.world_size))
+
     @property
-    def mute(self) -> set[int]:
+    def unanswered(self) -> set[int]:
         """The ranks that have been asked for their stacks, and have neither answered nor ended."""
         asked = {*self.fact("asked", "ranks", ())}
         return asked - self.stacks.keys() - self.done.keys() - self.failures.keys()
@@ -265,12 +258,12 @@ class Record:
 
     @property
     def silent_hosts(self) -> set[str]:
-        """Those of `hosts` that stopped answering."""
+        """The requested hosts that stopped answering."""
         return {self.hosts[rank] for rank, event in self.failures.items() if is_silent(event)}
 
     @property
     def complaints(self) -> str:
-        """What agents that wait have found wrong with their hosts since the failure."""
+        """The faults of hosts that waiting agents have found since the failure, in sentences."""
         errors = [event.facts["error"] for event in self.latest["held"].values()]
         return "\n".join(dict.fromkeys(filter(None, errors)))
 

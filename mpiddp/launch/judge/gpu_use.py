@@ -47,11 +47,11 @@ class GpuUse:
 
 
 def find_idle(gpus: Mapping[int, GpuUse], ranks: Sequence[int]) -> tuple[list[int], str]:
-    """Those of `ranks` whose GPU idles, and what the GPUs of the others do; "" if all idle."""
+    """The ranks whose GPU idles, and a clause about the GPUs of the others; "" if all idle."""
     recent = {rank: gpus[rank].recent for rank in ranks if rank in gpus}
-    known = {rank: use for rank, use in recent.items() if use is not None}
-    idle = [rank for rank, use in known.items() if use < IDLE]
-    others = [use for rank, use in known.items() if rank not in idle]
+    uses = {rank: use for rank, use in recent.items() if use is not None}
+    idle = [rank for rank, use in uses.items() if use < IDLE]
+    others = [use for rank, use in uses.items() if rank not in idle]
     if not others:
         return idle, ""
     mean = sum(others) / len(others)  # statistics would take 4 ms of each start

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mpiddp.launch.judge.calls import Wait, called_at, find_wait
+from mpiddp.launch.judge.calls import Wait, find_wait
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.stacks import frames_of, place_of, shown_stack
 
@@ -21,15 +21,15 @@ _NAMED = 4  # ranks of one place, and stacks below a sentence
 
 
 class Hang(NamedTuple):
-    """What is to be said of a job that may hang."""
+    """A sentence to print about a job that may hang."""
 
-    about: str  # the same for each wait at the same place, as in each evaluation: it is named once
+    about: str  # the same for waits at the same place, for example in each evaluation, which are named once
     sentence: str  # followed by stacks
-    is_over: bool  # the time of --hang-timeout, so the job is to be ended
+    is_over: bool  # the time of --hang-timeout is over, so the job has to end
 
 
 def next_look_at(record: Record) -> float:
-    """When to ask the ranks for their stacks and their calls; infinity while nothing tells that they wait."""
+    """When to ask the ranks for their stacks and their calls; infinity while no sign shows that they wait."""
     asked, looked = record.own("asked"), record.own("looked")
     coming = [at for at in _due(record) if looked is None or at > looked.at]
     at = min(coming, default=float("inf"))
@@ -37,7 +37,7 @@ def next_look_at(record: Record) -> float:
 
 
 def find_hang(record: Record) -> Hang | None:
-    """What the latest stacks and calls show; None if the job goes on."""
+    """The hang that the latest stacks and calls show, None if the job goes on."""
     asked, limit_s = record.own("asked"), record.fact("began", "hang_timeout_s")
     if asked is None:
         return None
@@ -60,7 +60,7 @@ def find_hang(record: Record) -> Hang | None:
 
 
 def sentence_at_failure(record: Record) -> str:
-    """Who had not come to a collective when a rank lost patience; "" if all had, or nothing tells."""
+    """A sentence about the ranks that had not entered a collective when it timed out; "" if none is known."""
     asked, everyone = record.own("asked"), range(record.world_size)
     wait = find_wait(record.calls, record.world_size, everyone, is_over=True)
     if asked is None or wait is None:
@@ -75,14 +75,13 @@ def sentence_at_failure(record: Record) -> str:
 
 
 def _due(record: Record) -> Iterator[float]:
-    everyone = range(record.world_size)
-    if (wait := find_wait(record.calls, record.world_size, everyone)) is not None:
-        yield _since(record, wait) + WAIT_S
+    if record.wait is not None:
+        yield _since(record, record.wait) + WAIT_S
     yield _quiet_at(record)
 
 
 def _quiet_at(record: Record) -> float:
-    """When the silence is to be told. Without a limit, a job that makes no steps is never called quiet."""
+    """When to tell of the silence. Without a limit, a job that makes no steps is never called quiet."""
     limit_s = record.fact("began", "hang_timeout_s")
     if limit_s is None and not record.paces:
         return float("inf")
@@ -95,7 +94,7 @@ def _quiet_since(record: Record) -> float:
     Before the first step, what the job prints counts as well.
     """
     signs = [pace.since for pace in record.paces.values()]
-    signs += [record.last_saved_at, *record.saving.values(), *called_at(record.calls).values()]
+    signs += [record.last_saved_at, *record.saving.values(), *record.called_at.values()]
     events = [*record.latest["joining"].values(), *record.done.values()]
     if not record.paces:
         events += record.latest["printed"].values()
@@ -107,8 +106,7 @@ def _since(record: Record, wait: Wait) -> float:
 
     If a rank makes other collectives meanwhile, only one of its threads waits, as in a background save.
     """
-    called = called_at(record.calls)
-    return max(wait.since, min(called[rank] for rank in wait.waiting))
+    return max(wait.since, min(record.called_at[rank] for rank in wait.waiting))
 
 
 def _told(record: Record) -> set[int]:
@@ -122,7 +120,7 @@ def _told(record: Record) -> set[int]:
 
 
 def _wait_sentence(record: Record, wait: Wait, now: float) -> str:
-    """Who waits for whom, and in which lines the ranks are that have not come."""
+    """A sentence about the ranks that wait, and about the lines in which the missing ranks are."""
     if wait.others:
         calls = ", ".join(f"{call} of {record.names(of)}" for call, of in wait.calls.items())
         return f"the ranks have called different collectives: {calls}; {places_sentence(record)}"
@@ -166,13 +164,13 @@ def _groups(record: Record, ranks: Sequence[int]) -> list[tuple[tuple[str, str],
 
 
 def _clauses(record: Record, rank: int) -> tuple[str, str]:
-    """What is said of the place of this rank, and what of several."""
+    """A clause about the place of this rank, and the same for several ranks."""
     if rank in record.done:
         return "has finished", "have finished"
     if place := _place(record, rank):
         return f"is in {place}", f"are in {place}"
-    silent = "not answer: stopped, or stuck in native code"
-    return f"does {silent}", f"do {silent}"
+    absent = "not answer: stopped, or stuck in native code"
+    return f"does {absent}", f"do {absent}"
 
 
 def _place(record: Record, rank: int) -> str:

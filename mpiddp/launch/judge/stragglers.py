@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from mpiddp.launch.judge.calls import Calls
+from mpiddp.launch.judge.calls import Calls, by_group
 from mpiddp.launch.judge.events import CHRONIC, Record
 
 _LEAST_CALLS = 4  # that are compared
 _LEAST_SHARE = 0.25  # of the time in which the others wait for a straggler
 _LEAST_GAP_S = 0.001  # between two ranks, within what the clocks of hosts are read to
-_MOST_LATE = 2 / 3  # of all ranks
+_MOST_SLOW = 2 / 3  # of all ranks
 _LONGEST_WINDOW_S = 60.0  # with too few calls
 
 
@@ -20,11 +20,11 @@ def straggler_sentence(record: Record) -> tuple[list[int], str]:
     windows = [window.facts for window in record.windows]
     if len(windows) < CHRONIC:
         return [], ""
-    found, share = windows[-1]["ranks"], windows[-1]["share"]
-    found = [rank for rank in found if all(rank in window["ranks"] for window in windows)]
-    are, them = ("is a straggler", "it") if len(found) == 1 else ("are stragglers", "them")
+    latest, share = windows[-1]["ranks"], windows[-1]["share"]
+    ranks = [rank for rank in latest if all(rank in window["ranks"] for window in windows)]
+    are, them = ("is a straggler", "it") if len(ranks) == 1 else ("are stragglers", "them")
     wait = f"the others wait for {them} in {share:.0%} of the time."
-    return found, f"{record.names(found)} {are}: {wait}" if found else ""
+    return ranks, f"{record.names(ranks)} {are}: {wait}" if ranks else ""
 
 
 def find_stragglers(
@@ -38,20 +38,20 @@ def find_stragglers(
     gaps: dict[int, list[tuple[float, float]]] = {}
     times: list[float] = []
     before = 0.0  # the latest call
-    for (_, members), ranks in calls.items():
+    for (_, members), ranks in by_group(calls).items():
         if len(ranks) < len(members or range(world_size)):
             continue
-        for number in sorted(set.intersection(*map(set, ranks.values()))):
-            entered = sorted((of_rank[number].at, rank) for rank, of_rank in ranks.items())
+        for number in sorted(set.intersection(*(set(made.calls) for made in ranks.values()))):
+            entered = sorted((made.calls[number].at, rank) for rank, made in ranks.items())
             if entered[0][0] < since:
                 before = max(before, entered[-1][0])
                 continue
             times.append(entered[-1][0])
             waits = [(one[0], other[0]) for one, other in itertools.pairwise(entered)]
             longest = max(waits, key=lambda wait: wait[1] - wait[0], default=(0.0, 0.0))
-            late = [rank for at, rank in entered if at >= longest[1]]
-            if longest[1] - longest[0] >= _LEAST_GAP_S and len(late) <= _MOST_LATE * len(entered):
-                for rank in late:
+            slow = [rank for at, rank in entered if at >= longest[1]]
+            if longest[1] - longest[0] >= _LEAST_GAP_S and len(slow) <= _MOST_SLOW * len(entered):
+                for rank in slow:
                     gaps.setdefault(rank, []).append(longest)
     if len(times) < _LEAST_CALLS:
         return {"ranks": [], "share": 0.0} if now >= since + _LONGEST_WINDOW_S else None
@@ -59,11 +59,11 @@ def find_stragglers(
     length = max(times) - began
     shares = {rank: _covered(spans, began) / length for rank, spans in gaps.items()}
     largest = max(shares.values(), default=0.0)
-    late = [rank for rank, share in shares.items() if share > largest / 3]
-    if largest < _LEAST_SHARE or len(late) > _MOST_LATE * world_size:
+    slow = [rank for rank, share in shares.items() if share > largest / 3]
+    if largest < _LEAST_SHARE or len(slow) > _MOST_SLOW * world_size:
         return {"ranks": [], "share": 0.0}
-    late.sort(key=lambda rank: (-shares[rank], rank))
-    return {"ranks": late, "share": round(largest, 2)}
+    slow.sort(key=lambda rank: (-shares[rank], rank))
+    return {"ranks": slow, "share": round(largest, 2)}
 
 
 def _covered(spans: list[tuple[float, float]], since: float) -> float:

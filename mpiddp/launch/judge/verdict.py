@@ -28,6 +28,9 @@ _LOST_DAEMON = re.compile(
     r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
     r"|Connection to(?= \S+ closed by)|Timeout, server(?= \S+ not responding)) +(\S+)"
 )
+_MOST_SEARCHED = (
+    64  # ranks whose last lines are searched for a known cause: more would take seconds
+)
 HUNG_UP = "the terminal has hung up (SIGHUP)"
 _LEFT_EARLY = "ended early, with exit code 0"
 
@@ -44,37 +47,40 @@ def verdict(record: Record) -> Outcome:
     """The verdict, with the known cause of a failure."""
     end = record.own("mpirun")  # None: its agents wait for the next attempt
     mpirun = MpirunEnd(**end.facts) if end else MpirunEnd("mpirun", DONE, was_ended=True)
-    first = min(record.failures.values(), key=lambda each: _began(record, each), default=None)
-    found = _judge(record, mpirun, first)._replace(
+    first = min(record.failures.values(), key=lambda failure: _began(record, failure), default=None)
+    outcome = _judge(record, mpirun, first)._replace(
         stop=record.stop,
         announcement=record.announcement,
         made_steps=bool(record.paces),
         gpus=[{"rank": rank, **gpu.summary} for rank, gpu in sorted(record.gpus.items())],
     )
-    return _with_cause(record, found, first) if found.code == FAILED else found
+    return _with_cause(record, outcome, first) if outcome.code == FAILED else outcome
 
 
-def _with_cause(record: Record, found: Outcome, first: Event | None) -> Outcome:
-    """The verdict with the known cause of a failure. `first` failed first, as far as is known."""
-    named = first if found.rank is not None else None
+def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcome:
+    """The verdict with the known cause of a failure. `first` failed first, as far as the record tells."""
+    named = first if outcome.rank is not None else None
     if named and (sentence := _lack_of_memory(record, named)):
-        # The job needs more memory than it was given.
-        return found._replace(known_cause=sentence, host_at_fault="")
-    if (named and is_silent(named)) or _LEFT_EARLY in found.sentence:
-        return found  # it names what precedes every error
+        # The host is not at fault, because the job needs more memory than it was given.
+        return outcome._replace(known_cause=sentence, host_at_fault="")
+    if (named and is_silent(named)) or _LEFT_EARLY in outcome.sentence:
+        return outcome  # its sentence names the event that precedes every error
     least = MPIRUN_AT_END
-    if found.is_complete:  # what mpirun says of the end of a rank is no cause
+    if outcome.is_complete:  # mpirun only reports that a rank has ended, which is no cause
         least = MPIRUN if named is None else 0
-    tails = record.latest["tail"].items()
-    printed = {rank: event.facts["lines"] for rank, event in tails if rank >= least}
+    tails = record.latest["tail"]
+    failed = sorted(record.failures, key=lambda rank: _began(record, record.failures[rank]))
+    nearest = dict.fromkeys([MPIRUN, MPIRUN_AT_END, *failed, *tails])
+    searched = [rank for rank in nearest if rank in tails and rank >= least][:_MOST_SEARCHED]
+    printed = {rank: tails[rank].facts["lines"] for rank in tails if rank in searched}
     row, sentence = explained(named, printed) if named or printed else ("", "")
     if named and row in _OF_THE_HOST:
-        found = found._replace(host_at_fault=record.hosts[named.rank])
+        outcome = outcome._replace(host_at_fault=record.hosts[named.rank])
     if row in _OF_COLLECTIVES:
-        # NCCL's timeout kills the rank that has waited.
-        found = found._replace(host_at_fault="")
+        # NCCL's timeout kills the rank that has waited, so its host is not at fault.
+        outcome = outcome._replace(host_at_fault="")
         sentence = sentence_at_failure(record) or sentence
-    return found._replace(known_cause=sentence)
+    return outcome._replace(known_cause=sentence)
 
 
 def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
@@ -111,8 +117,8 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if all_done:
         return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
-    if first is not None and (found := _not_started(record, mpirun, first)):
-        return found
+    if first is not None and (outcome := _not_started(record, mpirun, first)):
+        return outcome
     # An mpirun that is killed ends its ranks by a signal.
     has_said_why = first is not None and first.kind == "failed" and not first.facts.get("signal")
     if first is not None and (mpirun.code >= 0 or mpirun.was_ended or has_said_why):
@@ -174,21 +180,20 @@ def _may_follow(failure: Event) -> bool:
 
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
-    facts, failures = first.facts, [each for _, each in sorted(record.failures.items())]
-    # Code 2 without a word, in the middle of the job, is no refusal, as argparse's: steps were made, or it
-    # leaves ranks behind. Their handlers of atexit may take longer than they have.
+    facts, failures = first.facts, [failure for _, failure in sorted(record.failures.items())]
+    # Exit code 2 is a refusal, as argparse's, unless the rank printed nothing and either steps were made or
+    # other ranks were left waiting. Such a rank may claim its failure and be killed before it reports it.
     claims = record.latest["claim"].keys() - {
-        each.rank for each in failures if each.kind == "failed"
+        failure.rank for failure in failures if failure.kind == "failed"
     }
     is_amid = bool(record.paces or claims) or any(map(_may_follow, failures))
     is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
     if facts.get("code") == STOPPED or is_refusal:
         return _of_own_end(record, first)
-    # These, or their scripts, were killed: they have ended without a word of their own.
-    killed = [each for each in failures if each.kind == "lost" or each.facts.get("signal")]
-    # Those that vanished together with the first.
-    gone = [each for each in killed if first in killed and each.at - first.at < _AT_ONCE_S]
-    hosts = list(dict.fromkeys(record.host_of(each.rank) for each in gone))
+    # Ranks that ended without a report, or whose scripts a signal has killed.
+    killed = [end for end in failures if end.kind == "lost" or end.facts.get("signal")]
+    at_once = [end for end in killed if first in killed and end.at - first.at < _AT_ONCE_S]
+    hosts = list(dict.fromkeys(record.host_of(end.rank) for end in at_once))
     others, is_complete, daemon = _others(record), True, _lost_daemon(record)
     before = _left_early(record, first.at, is_needed=_may_follow(first))
     # SIGTERM comes from somebody, and is no fault of a host.
@@ -236,7 +241,7 @@ def _of_own_end(record: Record, first: Event) -> Outcome:
     code, error = first.facts["code"], str(first.facts.get("error", ""))
     has_said_why = error or first.rank in record.latest["tail"]
     if code == STOPPED:  # the others may have left in the same way
-        left = {rank for rank, each in record.failures.items() if each.facts.get("code") == STOPPED}
+        left = {rank for rank, end in record.failures.items() if end.facts.get("code") == STOPPED}
         has_said_why = error or len(left | record.done.keys()) == record.world_size
     sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record)}"
     return _naming(record, first, Outcome(code, error if has_said_why else sentence))
@@ -245,7 +250,7 @@ def _of_own_end(record: Record, first: Event) -> Outcome:
 def _silence(record: Record, first: Event) -> str:
     """The sentence on a host that has stopped answering."""
     host = record.host_of(first.rank)
-    silent = [rank for rank, each in sorted(record.failures.items()) if is_silent(each)]
+    silent = [rank for rank, end in sorted(record.failures.items()) if is_silent(end)]
     there = [str(rank) for rank in silent if record.host_of(rank) == host]
     numbers = f"rank{'s' if len(there) > 1 else ''} {', '.join(there)}"
     return f"lost {host} ({numbers}): the host stopped answering."
@@ -278,23 +283,23 @@ def _lost_daemon(record: Record) -> int | None:
     """A rank on the host whose MPI daemon was lost, if Open MPI, Intel MPI or their ssh tells it."""
     tail = record.latest["tail"].get(MPIRUN_AT_END)
     text = "\n".join(tail.facts["lines"]) if tail else ""
-    if not (found := _LOST_DAEMON.search(text)):
+    if not (match := _LOST_DAEMON.search(text)):
         return None
     ranks = range(record.world_size)
-    return next((n for n in ranks if found[1] in (record.hosts[n], record.host_of(n))), None)
+    return next((n for n in ranks if match[1] in (record.hosts[n], record.host_of(n))), None)
 
 
 def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool = False) -> str:
     """A sentence that names the ranks that left without an error, "" for none. Another sentence follows.
 
-    `is_needed`: what failed then needed another rank, so each that was done counts. It notices the end of a
-    script before the launcher does.
+    `is_needed`: the rank that failed then was waiting for another one, so each rank that was done counts. A
+    rank may notice the end of another one before the launcher does.
     """
-    exited = [each for each in record.done.values() if each.kind == "exited" and each.at <= before]
+    exited = [end for end in record.done.values() if end.kind == "exited" and end.at <= before]
     how = " (os._exit)" if exited else ""
     if is_needed and not exited:
-        exited = [each for each in record.done.values() if each.at <= before + _CONSEQUENCE_S]
-    early = record.names(sorted(each.rank for each in exited))
+        exited = [end for end in record.done.values() if end.at <= before + _CONSEQUENCE_S]
+    early = record.names(sorted(end.rank for end in exited))
     return f"{early} {_LEFT_EARLY}{how}. Then " if early else ""
 
 
@@ -302,16 +307,17 @@ def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool
 
 
 def _lack_of_memory(record: Record, first: Event) -> str:
-    """What the kernel's count of its kills says, which each rank's agent has read again at the end.
+    """A sentence if the kernel has killed processes for lack of memory, "" if not.
 
-    The kernel may kill the agent too. Then those of the other ranks of the host tell.
+    Each rank's agent reads the kernel's count of its kills at the end. If the agent was killed too,
+    the agents of the other ranks on the host tell.
     """
-    place, tell = f"of rank {first.rank}", [first]
+    place, ends = f"of rank {first.rank}", [first]
     if first.kind == "lost":
         host = record.hosts[first.rank]
         place = f"on {record.host_of(first.rank)}"
-        tell = [each for each in record.failures.values() if record.hosts[each.rank] == host]
-    facts = next((each.facts for each in tell if each.facts.get("oom_kills")), None)
+        ends = [end for end in record.failures.values() if record.hosts[end.rank] == host]
+    facts = next((end.facts for end in ends if end.facts.get("oom_kills")), None)
     if facts is None:
         return ""
     count, limit = facts["oom_kills"], facts["memory_limit"]
@@ -329,8 +335,8 @@ def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tupl
 
     `printed` are the last lines on stderr, by rank.
 
-    The words of the rank that failed first count before those of the others. An exception of its own that no
-    row knows is its cause: then whatever the others have printed is none.
+    The words of the rank that failed first count before those of the others. If it failed with an exception
+    that no row knows, this exception is the cause, whatever the others have printed.
     """
     try:  # the table takes some 50 ms to load
         from mpiddp.explain.explain import explain
@@ -338,17 +344,17 @@ def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tupl
     except (ImportError, OSError):  # no files left, or the installation has changed
         return "", ""
     error = str(first.facts.get("error", "")) if first else ""
-    own = [*error.splitlines(), *(printed.get(first.rank, ()) if first else ())]
-    found = explain(own)
-    weight = found.failure.weight if found else Weight.EXCEPTION
+    words = [*error.splitlines(), *(printed.get(first.rank, ()) if first else ())]
+    explanation = explain(words)
+    weight = explanation.failure.weight if explanation else Weight.EXCEPTION
     if weight is not Weight.CAUSE:
         if error and weight is Weight.EXCEPTION:
             return "", ""
-        found = explain([*own, *(line for lines in printed.values() for line in lines)])
-    if found is None or found.failure.weight not in (Weight.CAUSE, Weight.SYMPTOM):
+        explanation = explain([*words, *(line for lines in printed.values() for line in lines)])
+    if explanation is None or explanation.failure.weight not in (Weight.CAUSE, Weight.SYMPTOM):
         return "", ""
-    row = found.failure
-    # The error line has said the rest of its line.
-    line = next((text for text in row.says if text in error), found.line)
+    row = explanation.failure
+    # The error line has already quoted the rest.
+    line = next((text for text in row.says if text in error), explanation.line)
     sentence = f'"{line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
     return row.id, sentence

@@ -118,7 +118,7 @@ def _plan(
 ) -> Plan:
     """The plan by what the preflight has found."""
     wanted, least = placement.wanted_hosts(options, past)
-    chosen = placement.choose(past, checked.complaints, wanted, least)
+    chosen = placement.choose(past, checked, wanted, least)
     for host in chosen.usable if past.enough is None else ():  # said once
         for note in checked.notes.get(host, ()):
             log.info(note)

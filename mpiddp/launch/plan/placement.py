@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from mpiddp.errors import UserError
+from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus, hides_all_gpus, read_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, slots_of
 from mpiddp.hosts.names import is_this_host
@@ -21,6 +21,7 @@ from mpiddp.launch import log
 from mpiddp.launch.plan.command import Starter
 from mpiddp.launch.plan.environment import of_host
 from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.plan.preflight import Checked
 from mpiddp.text import counted, listed, shown
 
 
@@ -47,16 +48,18 @@ def wanted_hosts(options: LaunchOptions, past: Past) -> tuple[int, int]:
     return wanted, min_hosts or min(wanted, past.enough or wanted)
 
 
-def choose(past: Past, complaints: Mapping[Host, str], wanted: int, least: int) -> Hosts:
+def choose(past: Past, checked: Checked, wanted: int, least: int) -> Hosts:
     """The hosts that the job takes, without its spares, which are the last.
 
     A spare takes the place of each host with a complaint. Without enough spares, such hosts are left out, as
-    long as `least` remain. Hosts that this job doubts are replaced or left out in the same way.
+    long as `least` remain. Hosts that this job doubts are replaced or left out in the same way. Raises
+    UserError, or JobFailed if machines or the network alone are to blame, if fewer remain.
     """
-    named, reasons = past.named, dict(complaints)
+    named, reasons = past.named, dict(checked.complaints)
     left = [host for host in named.usable if host not in reasons]
     if reasons and len(left) < least:
-        raise UserError("\n".join(dict.fromkeys(reasons.values())))
+        kind = JobFailed if reasons.keys() <= {*checked.failed} else UserError
+        raise kind("\n".join(dict.fromkeys(reasons.values())))
     for host in left[:]:
         if host.key in past.doubts and len(left) > least:
             left.remove(host)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import MappingProxyType, ModuleType
@@ -89,6 +89,7 @@ class Checked(NamedTuple):
     infos: Mapping[Host, HostInfo] = MappingProxyType({})  # what each host has
     complaints: Mapping[Host, str] = MappingProxyType({})  # why some cannot be used, in a sentence
     silent: Mapping[Host, str] = MappingProxyType({})  # of these, those of hosts without an answer
+    failed: Collection[Host] = ()  # the hosts that are off, full, or cannot be reached
     gpus: Mapping[Host, Sequence[Gpu]] = MappingProxyType({})  # of each host that was asked
     notes: Mapping[Host, Sequence[str]] = MappingProxyType({})  # about GPUs that can be used
     start_s: float = LEAST_START_S  # for a program to start on all hosts, by the latest logins
@@ -135,6 +136,7 @@ def preflight(
         infos,
         {**_twins(infos), **complaints},
         silent={host: complaints[host] for host in silent},
+        failed={host for host, answer in answers.items() if answer.why and answer.is_of_machine},
         gpus={host: info.gpus or () for host, info in infos.items()},
         start_s=min(LEAST_START_S + 2 * (time.monotonic() - began_at), LONGEST_START_S),
     )

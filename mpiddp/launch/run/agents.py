@@ -20,7 +20,6 @@ import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts import private
@@ -34,6 +33,7 @@ from mpiddp.launch.plan.environment import left_out, of_mpirun, take_private
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.control import Console, ControlServer, Exchange, SignalQueue, listen
 from mpiddp.launch.run.handover import hand_over, sweep
+from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.mpirun import MpirunProcess
 from mpiddp.launch.run.output import JobOutput
 from mpiddp.protocol import variables as names
@@ -52,7 +52,7 @@ class Launcher:
     console: Console
     stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
     exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
-    log_dir: str | Path | None = None  # for the records of the attempts
+    logs: LogFolder | None = None
     logins: Logins = field(default_factory=Logins)  # of the preflight, until mpirun starts
     run_id: str = field(default_factory=lambda: os.urandom(8).hex())
 
@@ -199,7 +199,11 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         command = plan.starter.compose(request, str(folder))
         env = of_mpirun(os.environ, private_ones) if kept else os.environ
         mpirun = MpirunProcess(plan.starter, command, env)
-        output = JobOutput(options, len(hosts), selector, mpirun.streams, has_prefix=has_prefix)
+        # What a detached job prints is kept without --log-dir.
+        logs = launcher.logs if options.log_dir else None
+        output = JobOutput(
+            options, len(hosts), selector, mpirun.streams, logs, has_prefix=has_prefix
+        )
         selector.register(launcher.signals, selectors.EVENT_READ, launcher.signals)
         if (viewers := launcher.console.listener) is not None:
             selector.register(viewers, selectors.EVENT_READ, viewers)

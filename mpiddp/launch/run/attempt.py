@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from mpiddp.hosts.processes import end_all, signal_all
 from mpiddp.launch.judge.events import ENDS, OF_RANKS, Announcement, Phase, Record, Stop
@@ -51,10 +50,10 @@ class Attempt:
         if launcher.exchange is not None:
             launcher.exchange.begin(self.server)
         hosts, there = plan.request.names_of_ranks, {host.name for host in agents.others}
-        folder = launcher.log_dir
+        logs, name = launcher.logs, f"attempt_{turn.number}.jsonl"
         self.record = Record(
             hosts,
-            Path(folder, f"attempt_{turn.number}.jsonl") if folder else None,
+            partial(logs.add, name) if logs else None,
             here=[rank for rank, host in enumerate(hosts) if host not in there],
             attempt=turn.number,
             hang_timeout_s=self.options.hang_timeout_s,
@@ -98,7 +97,6 @@ class Attempt:
             self._finish()
         for rank, lines in self.output.last_errors.items():
             self.record.add(Event("tail", rank, {"lines": lines}))
-        self.record.close()
         self.outcome = verdict(self.record)
         if not self.are_waiting:
             self.agents.clean_up(self.outcome, self.record.silent_hosts)

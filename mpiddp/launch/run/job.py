@@ -27,6 +27,7 @@ from mpiddp.launch.run.agents import Launcher, Turn, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.handover import CutOff
+from mpiddp.launch.run.log_folder import LogFolder, folder_of_launch
 from mpiddp.launch.run.outcome_file import Report
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.text import all_of, counted
@@ -46,8 +47,10 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         console = stack.enter_context(closing(Console(report.name)))
         with signals.interrupting():
             plan = make_plan(options, os.environ, logins=logins)
-        log_dir = options.log_dir or report.folder
-        job = Job(Launcher(signals, console, stop_at, exchange, log_dir, logins), plan, report)
+        report.begin()
+        folder = folder_of_launch(options.log_dir) if options.log_dir else report.folder
+        logs = stack.enter_context(closing(LogFolder(folder))) if folder else None
+        job = Job(Launcher(signals, console, stop_at, exchange, logs, logins), plan, report)
         stack.enter_context(closing(job))
         outcome = job.attempt()
         while (move := job.next_move(outcome)) is not Move.END:

@@ -57,7 +57,7 @@ class Looks:
 
     def see_early(self) -> None:
         """See the stacks as soon as all have come."""
-        if self._see_stacks in self._timers.timers and not self._record.mute:
+        if self._see_stacks in self._timers.timers and not self._record.unanswered:
             self._see_stacks()
 
     def ask_for_calls(self) -> None:
@@ -72,7 +72,9 @@ class Looks:
         self._record.note("asked", ranks=sorted(self._server.connected))
         self._server.ask(self._server.connected, "stacks")
         self._timers.after(STACKS_S, self._interrupt)
-        self._timers.after(STACKS_S + INTERRUPTED_S if self._record.mute else 0.0, self._see_stacks)
+        self._timers.after(
+            STACKS_S + INTERRUPTED_S if self._record.unanswered else 0.0, self._see_stacks
+        )
 
     def ask_at_failure(self) -> None:
         """Ask once, before the ranks are gone, for what the verdict says of their collectives."""
@@ -87,7 +89,7 @@ class Looks:
         """
         hang = self._find_hang()
         if self._is_late or (hang is not None and hang.is_over):
-            self._server.ask(self._record.mute, "stacks", agents=True)
+            self._server.ask(self._record.unanswered, "stacks", agents=True)
 
     def _see_stacks(self) -> None:
         """All stacks are there, or the time is over."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, UserError, cause_of
-from mpiddp.files import part_of, replace_file
+from mpiddp.files import replace_file
 from mpiddp.launch import log
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.text import as_json, shown
@@ -33,24 +33,11 @@ _CAUSES = {
 _UNKNOWN = "exit_code error known_cause rank host run_dir checkpoint resume ended_at"
 
 
-def check(path: str | None, on_end: Sequence[str] | None) -> None:
-    """Raise UserError or JobFailed if the report cannot be written, or the command is no program.
-
-    Before a detached job leaves the terminal, where nobody would read it.
-    """
-    if on_end and not shutil.which(on_end[0]):
-        raise UserError(f"--on-end: {shown(on_end[0])} is not a program.")
-    if path is not None:
-        try:
-            part_of(Path(path)).write_text("\n", encoding="utf-8")  # fails on a full disk
-        except OSError as error:
-            raise cause_of(error)(_unwritten(error, path)) from None
-
-
 class Report:
     """The report of one job, in these files. The command of `on_end` runs once, with the path of the first.
 
-    `folder`: that of a detached job, for all else that is kept of it.
+    `folder`: that of a detached job, for all else that is kept of it. `plans`: a file to write to once the
+    job is planned. Raises UserError or JobFailed if a file cannot be written, or if `on_end` is no program.
     """
 
     def __init__(
@@ -60,8 +47,9 @@ class Report:
         paths: Sequence[Path] = (),
         on_end: Sequence[str] = (),
         folder: Path | None = None,
+        plans: int | None = None,
     ) -> None:
-        self.name, self.command, self.folder = name, command, folder
+        self.name, self.command, self.folder, self._plans = name, command, folder, plans
         self._paths, self._on_end = list(paths), on_end
         self._attempts: list[dict[str, Any]] = []
         self._facts = {
@@ -75,7 +63,15 @@ class Report:
             "hosts": [],
             "attempts": self._attempts,
         }
-        self._write()
+        if on_end and not shutil.which(on_end[0]):
+            raise UserError(f"--on-end: {shown(on_end[0])} is not a program.")
+        self._write(is_first=True)
+
+    def begin(self) -> None:
+        """The start is planned, so `mpiddp launch --detach` ends at its terminal."""
+        if self._plans is not None:
+            os.write(self._plans, b"\n")
+            os.close(self._plans)
 
     def add(self, began_at: float, hosts: Sequence[str], outcome: Outcome) -> None:
         """Add an attempt that has just ended, and the host of each rank."""
@@ -87,8 +83,11 @@ class Report:
 
     def end(self, outcome: Outcome, resume: str | None) -> None:
         """The job has ended; `resume` is the command that resumes it. Runs the command of `on_end`."""
-        run, known = outcome.announcement.run_dir or None, outcome.announcement.checkpoint or None
-        more = {"run_dir": run, "checkpoint": known, "resume": resume, "ended_at": time.time()}
+        run, checkpoint = (
+            outcome.announcement.run_dir or None,
+            outcome.announcement.checkpoint or None,
+        )
+        more = {"run_dir": run, "checkpoint": checkpoint, "resume": resume, "ended_at": time.time()}
         self._facts |= _ending(outcome) | more
         if not self._on_end:
             self._write()
@@ -107,13 +106,16 @@ class Report:
                 if code:
                     log.error(f"--on-end: {command[0]} has ended with code {code}.")
 
-    def _write(self) -> None:
+    def _write(self, *, is_first: bool = False) -> None:
         content = as_json("launch", self._facts) + "\n"
         for path in self._paths:
             try:
                 replace_file(path, content.encode())
-            except OSError as error:  # the job is worth more
-                log.error(_unwritten(error, path))
+            except OSError as error:
+                sentence = f"--report: cannot write {path}: {error.strerror}."
+                if is_first:
+                    raise cause_of(error)(sentence) from None
+                log.error(sentence)  # the job is worth more
 
 
 def _ending(outcome: Outcome) -> dict[str, Any]:
@@ -126,7 +128,3 @@ def _ending(outcome: Outcome) -> dict[str, Any]:
         "rank": outcome.rank,
         "host": outcome.host,
     }
-
-
-def _unwritten(error: OSError, path: str | Path) -> str:
-    return f"--report: cannot write {path}: {error.strerror}."

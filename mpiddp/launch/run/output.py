@@ -25,13 +25,13 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.log import GROWTH_S, Screen, Source
 from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.protocol.channel import STREAMS, is_shown, notice_silence
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.terminal import Manners, prefix_of
@@ -40,14 +40,14 @@ _CHUNK = 1 << 16  # bytes, the size of a pipe
 _MOST_HELD = 1 << 16  # bytes that wait for the verdict
 _LATEST, _TAIL = 256, 1 << 14  # bytes that are kept of what each rank has written last
 _CTRL_D = b"\x04"
-# Open MPI warns where an ssh that it has started was faster than its own next line.
+# Open MPI prints this if an ssh that it has started sets its own process group first.
 _HARMLESS = re.compile(rb"\[[^]\n]*\] plm:[rs]sh: Warning: setpgid\([^\n]*\n")
-OUTPUT_S = 5.0  # that neither continues nor ends
-_BACKGROUND_S = 0.5  # until the next question whose the terminal is
+OUTPUT_S = 5.0  # without new output, until the launcher waits no longer for the end of a stream
+_BACKGROUND_S = 0.5  # until the next look whether this process owns its terminal again
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of a closed stdin, stdout or stderr: another file would get its number."""
+    """Open /dev/null in place of a closed stdin, stdout or stderr: else another file would get its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -55,7 +55,7 @@ def open_closed_streams() -> None:
 
 @dataclass(eq=False, kw_only=True)
 class _Stream(Source):
-    """A stream of a rank, or what mpirun itself writes: MPIRUN, or MPIRUN_AT_END, which is held."""
+    """A stream of a rank, or of mpirun: MPIRUN, or MPIRUN_AT_END, whose text is held for the verdict."""
 
     file: socket.socket | IO[bytes]
     number: int
@@ -75,37 +75,40 @@ class JobOutput:
         world_size: int,
         selector: TimedSelector,
         streams: Sequence[IO[bytes]],
+        logs: LogFolder | None = None,
         *,
         has_prefix: bool = False,
     ) -> None:
-        self._options, self._has_prefix = options, has_prefix
-        is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # they lead to one place
+        self._options, self._has_prefix, self._logs = options, has_prefix, logs
+        is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # stdout and stderr lead to one place
         shown = {
-            each: sum(is_shown(options.log_ranks, rank, each) for rank in range(world_size))
-            for each in (1, 2)
+            number: sum(is_shown(options.log_ranks, rank, number) for rank in range(world_size))
+            for number in (1, 2)
         }
         if is_one:
             shown[1] = max(shown.values())
         stdout, stderr = (
-            Screen(each, STREAMS[each], is_shared=shown[each] > 1, has_stamps=options.timestamps)
-            for each in (1, 2)
+            Screen(
+                number, STREAMS[number], is_shared=shown[number] > 1, has_stamps=options.timestamps
+            )
+            for number in (1, 2)
         )
         self._screens = {1: stdout, 2: stdout if is_one else stderr}
         # One terminal has room for a status.
         self.shows_status = is_one and stdout.is_terminal and not log.is_quiet
         self._of_mpirun: list[_Stream] = []
-        self._streams: dict[int, _Stream] = {}  # that have not ended, by file
-        self._said: set[str] = set()  # what the sentences of the launcher were about
+        self._streams: dict[int, _Stream] = {}  # the streams that have not ended, by file
+        self._said: set[str] = set()  # the subjects of the launcher's sentences so far
         self.latest: dict[int, bytes] = {}  # the end of what each rank has printed last
-        self._tails: dict[int, bytes] = {}  # the same of its stderr
+        self._tails: dict[int, bytes] = {}  # the end of its stderr
         self._is_ending = False
-        self._copied_at = time.monotonic()  # the latest
-        self._blocked: set[Screen] = set()  # whose readers have not taken all
+        self._copied_at = time.monotonic()  # the time of the latest copy
+        self._blocked: set[Screen] = set()  # their readers have not taken all text
         self.blocked_since: float | None = None  # by time.monotonic()
-        self._input: socket.socket | None = None  # of rank 0, which another thread writes
+        self._input: socket.socket | None = None  # leads to rank 0, and another thread writes it
         self._manners = Manners.of(0) if os.isatty(0) else None  # of the launcher's own terminal
         self._selector = selector
-        self._readable = select.epoll()  # all streams: the selector has them as one file
+        self._readable = select.epoll()  # all streams, which the selector has as one file
         selector.register(self._readable, selectors.EVENT_READ, self)
         for number, file in enumerate(streams, 1):
             os.set_blocking(file.fileno(), False)
@@ -114,7 +117,7 @@ class JobOutput:
 
     def add(self, stream: int, rank: int, host: str, connection: socket.socket) -> None:
         """Show a stream of a rank, which comes through this connection."""
-        if self._is_ending:  # its rank was given up
+        if self._is_ending:  # the launcher waits for its rank no longer
             connection.close()
             return
         connection.setblocking(False)
@@ -132,9 +135,9 @@ class JobOutput:
 
     def follow(self, manners: Manners | None) -> None:
         """Let the terminal of stdin behave as rank 0's script has set its own, for a password for example."""
-        # In the background, the kernel would stop this process.
+        # The kernel would stop a process in the background that sets its terminal.
         if self._manners and manners and not _is_in_background():
-            with suppress(OSError, termios.error):  # it is gone
+            with suppress(OSError, termios.error):  # the terminal is gone
                 manners.set(0)
 
     def _register(self, stream: _Stream) -> None:
@@ -142,7 +145,7 @@ class JobOutput:
         self._readable.register(stream.file, select.EPOLLIN)
 
     def log(self, sentence: str, about: str = "", *, is_error: bool = False) -> None:
-        """Print a sentence of the launcher on stderr, one of each text, or of what it is `about`."""
+        """Print a sentence of the launcher on stderr, but each text, or each subject `about`, only once."""
         is_new = (about or sentence) not in self._said
         if is_new and (is_error or not log.is_quiet):
             self._said.add(about or sentence)
@@ -155,14 +158,14 @@ class JobOutput:
         self._wait_for_readers()
 
     def hold_mpirun(self) -> None:
-        """All ranks have joined, or the job ends: what mpirun prints from now on waits for the verdict."""
+        """All ranks have joined, or the job ends: from now on, mpirun's text waits for the verdict."""
         for stream in self._of_mpirun:
             stream.rank = MPIRUN_AT_END
         self.show_status([])
 
     def begin_again(self) -> None:
-        """Another attempt begins. What was said in earlier ones is said again, and explains nothing."""
-        self.follow(self._manners)  # a script that was killed may have hidden what is typed
+        """Another attempt begins: it may repeat sentences, and earlier output does not explain its end."""
+        self.follow(self._manners)  # a killed script may have switched the echo off
         self._said.clear()
         self.latest.clear()
         self._tails.clear()
@@ -176,22 +179,22 @@ class JobOutput:
     @property
     def open_ranks(self) -> list[int]:
         """The ranks with a stream that has not ended."""
-        return sorted({each.rank for each in self._streams.values() if each.rank >= 0})
+        return sorted({stream.rank for stream in self._streams.values() if stream.rank >= 0})
 
     @property
     def copied_at(self) -> float:
-        """When something was copied last, by time.monotonic(): now, while a reader delays it."""
+        """The time of the latest copy, by time.monotonic(). It is now while a slow reader delays the next."""
         return time.monotonic() if self._blocked else self._copied_at
 
     @property
     def lost(self) -> str:
         """The name of a stream that could not be written, "" if both could."""
-        return next((each.name for each in self._screens.values() if each.has_failed), "")
+        return next((screen.name for screen in self._screens.values() if screen.has_failed), "")
 
     # --- copying ---
 
     def copy(self) -> None:
-        """Write what the readers take now. If that is all, read what the streams have brought."""
+        """Write as much as the readers take now. If they take all, read the streams."""
         for screen in self._blocked:
             screen.flush()
         self._wait_for_readers()
@@ -214,7 +217,7 @@ class JobOutput:
         self._wait_for_readers()
 
     def _wait_for_readers(self) -> None:
-        """Let the selector report when the readers take more, and no stream before they have taken all."""
+        """Let the selector report readers that take more text, and streams only once all text is taken."""
         before, self._blocked = self._blocked, {s for s in self._screens.values() if s.is_blocked}
         if self._blocked and not before:
             self.blocked_since = time.monotonic()
@@ -228,7 +231,7 @@ class JobOutput:
             self._selector.unregister(screen.file)
 
     def _take(self, stream: _Stream, *, is_last: bool = False) -> bool:
-        """Take what a stream has brought, and keep the end of that. False at its end."""
+        """Read a stream, show the text, and keep its end. Returns False at the end of the stream."""
         try:
             chunk = os.read(stream.file.fileno(), _CHUNK)
         except BlockingIOError:
@@ -239,8 +242,10 @@ class JobOutput:
             return False
         rank = stream.rank
         if rank < 0:
-            # Open MPI ends some messages by a zero byte, and grep sees no text then.
+            # Open MPI ends some messages with a zero byte, and grep would take the text for binary.
             chunk = _HARMLESS.sub(b"", chunk.replace(b"\0", b""))
+        if self._logs is not None and (rank < 0 or stream.number == 2):
+            self._logs.add("mpirun.log" if rank < 0 else f"rank_{rank:05d}.err", chunk)
         self.latest[rank] = (self.latest.get(rank, b"") + chunk)[-_LATEST:]
         if stream.number == 2:
             self._tails[rank] = (self._tails.get(rank, b"") + chunk)[-_TAIL:]
@@ -261,12 +266,12 @@ class JobOutput:
     # --- the end ---
 
     def give_up(self) -> None:
-        """Read no more of the ranks, whose agents then end: nobody reads what is shown."""
+        """Read no more from the ranks, so that their agents end: nobody reads the output."""
         for file in [file for file, stream in self._streams.items() if stream.rank >= 0]:
             self._end(file)
 
     def end(self) -> None:
-        """Take what mpirun has still written, and end all streams."""
+        """Read the rest of mpirun's text, and end all streams."""
         self._is_ending = True
         for file, stream in list(self._streams.items()):
             while stream.rank < 0 and self._take(stream, is_last=True):
@@ -274,31 +279,22 @@ class JobOutput:
             self._end(file)
         self._wait_for_readers()
         if self._input is not None:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the rank has ended
                 self._input.shutdown(socket.SHUT_RDWR)
         self.follow(self._manners)
 
     def settle(self, *, is_said: bool) -> None:
-        """Show what mpirun has said at the end; if the verdict says it, write it to --log-dir instead."""
+        """Show the text that mpirun printed at the end, unless the verdict says the same."""
         log_dir = self._options.log_dir
         if frames := sum(screen.left_out for screen in set(self._screens.values())):
             where = "They are in" if log_dir else "To keep them: --log-dir"
             self.log(f"{frames} lines of C++ were not shown. {where} {log_dir or 'DIR'}")
-        left_out = b""
-        for stream in self._of_mpirun:
-            if is_said and not self._options.verbose:
-                left_out += stream.held
-            elif stream.held.strip():
+        for stream in () if is_said and not self._options.verbose else self._of_mpirun:
+            if stream.held.strip():
                 self._screens[stream.number].show(stream, stream.held)
         for screen in set(self._screens.values()):
             screen.close()
         self._readable.close()
-        if left_out and log_dir is not None:
-            path = Path(log_dir, "mpirun.log")
-            with suppress(OSError):  # the ranks say why nothing can be written there
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("ab") as file:
-                    file.write(left_out)
 
 
 def _send_stdin(connection: socket.socket) -> None:
@@ -313,7 +309,7 @@ def _send_stdin(connection: socket.socket) -> None:
                 time.sleep(_BACKGROUND_S)
             elif chunk := os.read(0, _CHUNK):
                 connection.sendall(chunk)
-            elif os.isatty(0):  # Ctrl-D ends what is being read, and another input may follow
+            elif os.isatty(0):  # Ctrl-D ends one input, and another may follow
                 connection.sendall(_CTRL_D)
             else:
                 return

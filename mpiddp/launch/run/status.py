@@ -90,8 +90,8 @@ def _rank_facts(record: Record, rank: int, latest: bytes, now: float) -> dict[st
         "line": escaped(line[-_LONGEST_LINE:]),
     }
     if gpu := record.gpus.get(rank):
-        told = {name: gpu.facts[name] for name in CHANGING}
-        facts |= {f"gpu_{name}": each for name, each in told.items() if each not in (None, "")}
+        values = {name: gpu.facts[name] for name in CHANGING}
+        facts |= {f"gpu_{name}": value for name, value in values.items() if value not in (None, "")}
     if pace := record.paces.get(rank):
         ago_s = now - pace.since
         facts |= {"step": pace.step, "ago_s": ago_s, "memory": pace.memory}

@@ -63,8 +63,7 @@ def test_a_group_is_remembered_while_others_fill_torchs_record():
             dist.all_reduce(torch.ones(1), group=each)
         told()
     found = told()
-    assert len(found) == 16
-    assert [len(made) for made in found.values()] == [128] * 16
+    assert [len(made) for made in found.values()] == [128 // 20] * 20
     dist.destroy_process_group(groups[-1])
     assert f"{groups[-1].group_name}:gloo" in found.keys() - told().keys()
 

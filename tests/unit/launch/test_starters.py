@@ -15,6 +15,7 @@ from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list
 from mpiddp.launch.plan.command import Request, Starter
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past, choose, place
+from mpiddp.launch.plan.preflight import Checked
 from mpiddp.launch.plan.starters import STARTERS
 
 # What their --version prints.
@@ -114,7 +115,7 @@ def test_tasks_of_slurm_that_are_too_few(capfd, monkeypatch):
 def test_the_only_host_of_a_job_is_not_to_be_excluded(capfd):
     for listed, number in (("a.invalid:1,b.invalid:1", 2), ("a.invalid:1", 1)):
         past = Past(parse_host_list(listed), {"a.invalid": "a ended two"}, enough=number)
-        choose(past, {}, number, number)
+        choose(past, Checked(), number, number)
         assert ("--exclude a.invalid" in capfd.readouterr().err) is (number > 1)
 
 

@@ -123,6 +123,13 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
         assert (" Fix: " in found.known_cause) is bool(row)
 
 
+def test_a_known_cause_of_many_ranks_is_searched_where_ranks_have_failed():
+    text, others = "CUDA out of memory. Tried to allocate 2.00 GiB.", range(3, 300)
+    printed = {**{rank: ["nothing that is known"] for rank in others}, 2: [text]}
+    failures = (failed(rank, "", rank * 1.0, traceback="") for rank in (1, 2))
+    assert judged(*failures, printed=printed).known_cause.startswith(f'"{text}" has a known')
+
+
 RECORDS = sorted(FOLDER.glob("*.jsonl"))
 
 
@@ -136,12 +143,12 @@ def test_what_is_said_of_a_record(path):
 
 
 def test_a_record_is_written_as_it_grows_and_read_back(tmp_path):
-    path = tmp_path / "logs" / "attempt_2.jsonl"
-    written = Record(["a", "b"], path, attempt=2, here=[0])
-    written.add(Event("progress", 1, progress(7), 2.5, from_script=True))
-    written.note("stop", by="BY_USER", reason="SIGINT", signal=2)
+    path = tmp_path / "attempt_2.jsonl"
+    with path.open("wb", buffering=0) as file:
+        written = Record(["a", "b"], file.write, attempt=2, here=[0])
+        written.add(Event("progress", 1, progress(7), 2.5, from_script=True))
+        written.note("stop", by="BY_USER", reason="SIGINT", signal=2)
     *_, (read, last) = events(path)
     assert last == written.own("stop")
     assert (read.hosts, read.began_at) == (written.hosts, written.began_at)
     assert read.latest == written.latest
-    written.close()

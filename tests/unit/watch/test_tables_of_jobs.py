@@ -154,3 +154,12 @@ def test_a_training_of_no_steps_and_numbers_that_are_none_have_a_status():
     assert status_lines(record, 1.0)[0].startswith(
         "step 1/9,223,372,036,854,775,807 (0%)  1 steps/s"
     )
+
+
+def test_a_detached_job_whose_lock_another_machine_may_hold(tmp_path):
+    """On NFS with nolock, the lock of another machine is not seen, so the job may run there."""
+    DetachedJob(tmp_path).report_path.write_text('{"exit_code": null, "launched_on": "node7"}')
+    assert (
+        "If it runs on node7, its lock is not seen here. Log in there."
+        in DetachedJob(tmp_path).ending
+    )
