@@ -368,12 +368,13 @@ def test_ranks_leave(here, who, how):
 )
 def test_a_cut_link(hosts, mpi, script):
     """A host whose network link is cut is named as lost, and the ranks on it end as well."""
-    job = hosts.start("launch", *hosts.where(3), program(script), "never", mpi=mpi)
+    where = ("--lost-after", "10s", *hosts.where(3))
+    job = hosts.start("launch", *where, program(script), "never", mpi=mpi)
     job.until("ready", times=3)
     since = time.monotonic()
     with faults.unreachable(hosts["node1"]):
         done = job.wait()
-        assert time.monotonic() - since < LIMIT_S  # 15 s to notice it, the rest to end mpirun
+        assert time.monotonic() - since < LIMIT_S  # 12 s alone on the machine
         eventually(lambda: not [each for each in hosts.processes() if "python" in each.command])
     assert done.code == 1
     assert verdict(done) == f"lost node1 (rank 1): the host stopped answering.{OTHERS}"
@@ -462,15 +463,51 @@ def test_a_host_that_is_lost_in_the_preflight(hosts):
     assert [rank["host"] for rank in done.records] == ["node0", "node2"]
 
 
-def test_a_short_outage(hosts):
-    """A job survives a network outage of three seconds."""
-    script = (program("one_fails.py"), "never", str(hosts.folder))
-    job = hosts.start("launch", *hosts.where(2), *script).until("ready", times=2)
+def test_an_outage(hosts):
+    """A job continues after a network outage of 16 s, as under torchrun, and no output is lost."""
+    job = hosts.start("launch", *hosts.where(2), hosts.script(STEPS), hosts.folder).until("step 9 ")
     with faults.unreachable(hosts["node1"]):
-        time.sleep(3)
+        time.sleep(16)
+    check_steps(hosts, job)
+
+
+def test_an_outage_of_the_job_channel(hosts):
+    """As long as the steps go on, no host is lost: tensors may have another network than the launcher."""
+    options = ("--lost-after", "5s", *hosts.where(2))
+    job = hosts.start("launch", *options, hosts.script(STEPS), hosts.folder).until("step 9 ")
+    (port,) = re.search(r"step 9 \S+:(\d+)\n", job.stdout).groups()
+    with faults.dropped_port(hosts["node1"], port):
+        until = time.monotonic() + 20  # a rank that made no steps would end after 10 s
+        while time.monotonic() < until:
+            job.until("step ", times=job.stdout.count("step ") + 1)
+    check_steps(hosts, job)
+
+
+# Rank 0 prints its steps, with the address of the job channel, and rank 1 prints them on stderr.
+STEPS = """
+import os, sys, time, torch, mpiddp, torch.distributed as dist
+from pathlib import Path
+dist.init_process_group("gloo")
+step, is_over = 0, torch.zeros(1)
+while not is_over:
+    step += 1
+    is_over += Path(sys.argv[1], "finish").exists()
+    dist.all_reduce(is_over)
+    mpiddp.should_stop()
+    print("step", step, os.environ["MPIDDP_CHANNEL"], file=sys.stderr if dist.get_rank() else sys.stdout)
+    time.sleep(0.1)
+dist.destroy_process_group()
+"""
+
+
+def check_steps(hosts, job):
+    """The job makes more steps, and ends with code 0 and all of its output."""
     job.until("step ", times=job.stdout.count("step ") + 2)
     (hosts.folder / "finish").touch()
-    assert job.wait().assert_ok().said == []
+    done = job.wait().assert_ok()
+    assert done.said == []
+    steps = re.findall(r"step (\d+) ", done.stdout)
+    assert steps == re.findall(r"step (\d+) ", done.stderr) == [*map(str, range(1, len(steps) + 1))]
 
 
 # The daemon of each MPI on another host, and the program on the first host that has started the daemons.

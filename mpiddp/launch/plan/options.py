@@ -149,6 +149,9 @@ class LaunchOptions:
         "wait up to this long until all names resolve and all hosts answer (default: not at all)")
     login_s: float = option(SSH.login_s, "--login-timeout TIME",
         "time that a login over ssh may take (default: 15 s)")
+    lost_s: float = option(names.LOST_AFTER_S, "--lost-after TIME",
+        "a host that is silent for this long is lost, unless the steps of the other ranks go on "
+        "(default: 45 s)")
     timeout_s: float | None = option(None, "--timeout TIME",
         "time in which all ranks must join (default: 60 s)")
     max_restarts: int = common(0, "--max-restarts K",

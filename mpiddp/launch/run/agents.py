@@ -181,7 +181,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = not (others or has_scheduler or options.job[0] == "--")
         where = folder / "control" if has_path else request.network.control_address
-        server = ControlServer(listen(where), len(hosts), selector)
+        server = ControlServer(listen(where), len(hosts), selector, lost_s=options.lost_s)
         stack.callback(server.close)
         given = {name: value for name, value in own.items() if value} | server.settings
         variables, private_ones = {**request.variables, **given}, dict[str, str]()

@@ -117,11 +117,13 @@ class Attempt:
         has_failed_early = self.mpirun.code and self.record.phase is Phase.STARTING
         if has_failed_early and (lost := self._probe_late()):  # as its ssh may have found
             self.record.note("end", failed=False, why="\n".join(lost))
+        since = time.monotonic()
         self._end_ranks()  # whose last messages may be in transit
-        until = time.monotonic() + SILENCE_S
-        while self.server.connected and time.monotonic() < until:
-            self.wait(until)
-        for event in self.server.drop_silent_hosts():
+        while self.server.connected and time.monotonic() < since + SILENCE_S:
+            self.wait(since + SILENCE_S)
+        silence, longest_s = self.server.silence().items(), time.monotonic() - since
+        silent = {rank: silent_s for rank, silent_s in silence if silent_s > longest_s}
+        for event in self.server.lose_silent(silent):
             self._add(event)
         grace_s = 0.0 if self.record.stop is Stop.AT_ONCE else ORPHANS_S
         if left := ", ".join(map(str, end_all(self.mpirun.left, grace_s=grace_s))):
@@ -249,7 +251,9 @@ class Attempt:
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait
             self._end_after(0.0, has_failed=True)
-        if record.done and not self.server.connected and record.phase < Phase.ENDING:
+        if not self.server.connected and record.silent_hosts:
+            self.mpirun.kill_all()  # it would wait for its daemons there
+        elif record.done and not self.server.connected and record.phase < Phase.ENDING:
             self._timers.after(EXIT_S, self._end_mpirun)
 
     def _add(self, event: Event) -> None:
@@ -261,6 +265,8 @@ class Attempt:
         """Look at the job once a second."""
         now = time.monotonic()
         self._timers.after(min(CHECK_S, self.options.hang_timeout_s or CHECK_S), self._see)
+        for event in self.server.lose_silent(self._looks.silence_of_lost(now)):
+            self.on_event(event)
         match self.record.phase:
             case Phase.STARTING:
                 self._see_start(now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mpiddp.launch.judge.calls import called_at
 from mpiddp.launch.judge.events import Phase, Record
 from mpiddp.launch.judge.hangs import (
     Hang,
@@ -49,6 +50,21 @@ class Looks:
             record.add(Event("printed", at=copied_at))
         if now >= next_look_at(record):
             self.ask_for_stacks()
+
+    def silence_of_lost(self, now: float) -> dict[int, float]:
+        """The ranks whose hosts have been silent for --lost-after, while no other rank makes a step.
+
+        The steps of the others need these ranks. So as long as they go on, only the network of the job
+        channel is broken. Returns the seconds of silence.
+        """
+        record, lost_s = self._record, self._options.lost_s
+        silence = self._server.silence()
+        heard = {record.hosts[rank] for rank, silent_s in silence.items() if silent_s <= lost_s}
+        silent = {rank: silence[rank] for rank in silence if record.hosts[rank] not in heard}
+        steps = {rank: event.at for rank, event in record.latest["progress"].items()}
+        times = [*steps.items(), *called_at(record.calls).items()] if silent else []
+        goes_on = any(now - at <= lost_s for rank, at in times if record.hosts[rank] in heard)
+        return {} if goes_on else silent
 
     def answer(self, viewer: Peer) -> None:
         """Send a viewer the stacks, once they are there."""
