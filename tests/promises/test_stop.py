@@ -136,6 +136,17 @@ def test_sigterm_to_every_process(hosts, mpi):
     assert (done.code, done.stdout.count("saved")) == (75, 2), done.stderr
 
 
+def test_signals_of_several_kinds(here):
+    """Signals of other kinds after the first, as from LSF's bkill or at Slurm's limit, kill no save."""
+    job = stopping(here, save_s=3)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        job.signal(number)
+        eventually(lambda number=number: not is_pending(job.pid, number), poll_s=0)
+        job.until("saving", times=2)
+    done = job.wait()
+    assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
+
+
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_a_second_ctrl_c(here, mpi):
     """A second Ctrl-C ends the job at once, even during a save. The exit code is 130."""

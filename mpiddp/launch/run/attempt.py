@@ -63,6 +63,7 @@ class Attempt:
         self._timers = self.server.selector
         self._looks = Looks(agents, self.record, self._end_job)
         self._found: list[str] = []  # hosts that can join, by the search of --grow
+        self._signals: set[int] = set()  # that have arrived
         self._has_ended = threading.Event()
         # All ranks may import torch from a slow file system.
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
@@ -174,10 +175,16 @@ class Attempt:
     # --- what happens ---
 
     def on_signal(self, number: int) -> None:
-        if self.record.stop < Stop.BY_USER:
-            is_hung_up = number == signal.SIGHUP
+        """Take the first signal for a request. Only the same signal again is impatience.
+
+        Schedulers send several kinds while the ranks save: LSF's bkill SIGINT and then SIGTERM, Slurm SIGTERM
+        after the signal of --signal.
+        """
+        is_hung_up = number == signal.SIGHUP  # a closing terminal may send two
+        if number not in self._signals:
+            self._signals.add(number)
             self.request_stop(HUNG_UP if is_hung_up else signal.Signals(number).name, number)
-        elif number != signal.SIGHUP:  # a closing terminal may send two
+        elif not is_hung_up:
             self.record.note("kill")
             self._begin_end()
             self.mpirun.kill_all()
@@ -196,7 +203,9 @@ class Attempt:
         self.server.ask(self.server.connected, "stop", signal=number)
         self._begin_grace()
         if record.latest["supports_stop"]:
-            stopping = "the ranks are saving and stopping; another signal kills them at once."
+            stopping = (
+                "the ranks are saving and stopping; the same signal again kills them at once."
+            )
             self.output.log(f"{reason}: {stopping}")
 
     def on_event(self, event: Event) -> None:

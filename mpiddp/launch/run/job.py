@@ -71,8 +71,8 @@ class Move(Enum):
 class Job:
     """One job over all of its attempts.
 
-    Of its signals, the first requests a stop of the ranks. The second kills all processes of the job on this
-    host, and its daemons on other hosts then end too.
+    Its first signal requests a stop of the ranks. The same signal again kills all processes of the job on
+    this host, and its daemons on other hosts then end too.
     """
 
     def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:
