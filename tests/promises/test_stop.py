@@ -114,6 +114,33 @@ def test_the_printed_command_resumes(here):
     assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 401))
 
 
+# It makes steps for so many seconds, unless it is asked to stop.
+FOR_SECONDS = """
+import sys, time, mpiddp
+until = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < until:
+    time.sleep(0.02)
+    if mpiddp.should_stop():
+        print("saved 1", flush=True)
+        sys.exit(75)
+"""
+
+
+def test_the_time_limit_of_a_scheduler(here):
+    """A job saves and ends with 75 before its allocation ends, unless --stop-after never is given."""
+    script = here.script(FOR_SECONDS)
+    for seconds in (10, 40, 160, 640):  # until the time is enough for the ranks to start
+        env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + seconds)}
+        done = here.run("launch", *here.where(1), script, str(2 * seconds), env=env)
+        if done.code:
+            break
+    assert (done.code, saved_steps(done.stdout)) == (75, ["1"]), done.stderr
+    assert done.said[0].startswith("the time limit of Slurm is near: ")
+    assert done.said[-1].startswith("to resume: mpiddp launch ")
+    options = ("--stop-after", "never", *here.where(1))
+    here.run("launch", *options, script, str(seconds), env=env).assert_ok()
+
+
 # --- to every process ---
 
 

@@ -42,6 +42,7 @@ from mpiddp.protocol.server import Event
 from mpiddp.protocol.terminal import Manners
 
 AGAIN_S = 5.0  # all agents to begin again
+STOP_AFTER = "--stop-after"  # a reason to stop
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Launcher:
 
     signals: SignalQueue
     console: Console
-    stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
+    # When to stop, in time.monotonic()'s seconds: --stop-after is over, or a scheduler's limit is near.
+    stop_at: float = float("inf")
+    why_stop: str = ""
     exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
     log_dir: str | Path | None = None  # for the records of the attempts
     logins: Logins = field(default_factory=Logins)  # of the preflight, until mpirun starts

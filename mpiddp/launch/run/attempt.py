@@ -18,7 +18,7 @@ from mpiddp.launch.judge.events import ENDS, OF_RANKS, Announcement, Phase, Reco
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.judge.verdict import HUNG_UP, verdict
 from mpiddp.launch.plan.job_plan import search_once
-from mpiddp.launch.run.agents import Agents, Turn
+from mpiddp.launch.run.agents import STOP_AFTER, Agents, Turn
 from mpiddp.launch.run.handover import gone
 from mpiddp.launch.run.looks import Looks
 from mpiddp.launch.run.output import OUTPUT_S
@@ -189,11 +189,16 @@ class Attempt:
             self._begin_end()
             self.mpirun.kill_all()
 
-    def request_stop(self, reason: str = "--stop-after", number: int = signal.SIGTERM) -> None:
-        """The user requests a stop of all ranks, within the time limits, unless this has happened before."""
-        record = self.record
-        if record.stop >= Stop.BY_USER:
+    def request_stop(self, reason: str = "", number: int = signal.SIGTERM) -> None:
+        """Let all ranks stop within the time limits, unless the user has requested this before.
+
+        Without a reason, it is time to stop. A script that cannot save runs up to a scheduler's own limit.
+        """
+        record, why_stop = self.record, self.agents.launcher.why_stop
+        is_pointless = why_stop != STOP_AFTER and not record.latest["supports_stop"]
+        if record.stop >= Stop.BY_USER or (not reason and is_pointless):
             return
+        reason = reason or why_stop
         record.note("stop", by=Stop.BY_USER.name, reason=reason, signal=number)
         if record.phase is Phase.ENDING:
             return
