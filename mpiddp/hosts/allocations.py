@@ -40,6 +40,7 @@ UNLISTED = {
     "SKYPILOT_NUM_NODES": ("SkyPilot", 'On node 0, write: echo "$SKYPILOT_NODE_IPS" > hosts.'),
 }
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
+_ISO = "%Y-%m-%dT%H:%M:%S"
 _FLUX_S, _CLOCK_S = 20.0, 5.0  # for an answer: the hosts, and the time that is left
 
 
@@ -183,7 +184,13 @@ def _unlimited(env: Mapping[str, str]) -> float:
 
 
 def _left_of_slurm(env: Mapping[str, str]) -> float:
-    return float(env["SLURM_JOB_END_TIME"]) - time.time()
+    """By the variable of newer versions, else by `squeue`: "2026-11-29T12:16:44"."""
+    if end := env.get("SLURM_JOB_END_TIME"):
+        return float(end) - time.time()
+    arguments = ("--noheader", "--format=%e", f"--jobs={env['SLURM_JOB_ID']}")
+    told = {**env, "SLURM_TIME_FORMAT": "standard"}
+    text = tool_output("squeue", arguments, env.get("PATH"), _CLOCK_S, told) or ""
+    return _until(time.strptime(text.strip(), _ISO), "0")
 
 
 def _left_of_pbs(env: Mapping[str, str]) -> float:
@@ -208,7 +215,7 @@ def _left_of_grid_engine(env: Mapping[str, str]) -> float:
     (job,) = re.findall(rf"<JB_job_number>{env['JOB_ID']}<.*?</job_list>", text, re.DOTALL)
     (began,) = re.findall(r"<JAT_start_time>([^.<]+)", job)
     (limit,) = re.findall(r'<hard_request name="h_rt"[^>]*>([\d:]+)<', job)
-    return _until(time.strptime(began, "%Y-%m-%dT%H:%M:%S"), limit)
+    return _until(time.strptime(began, _ISO), limit)
 
 
 def _until(began: time.struct_time, limit: str) -> float:
