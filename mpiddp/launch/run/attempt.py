@@ -9,16 +9,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from mpiddp.hosts.processes import end_all, signal_all
-from mpiddp.launch.judge.events import ENDS, OF_RANKS, Announcement, Phase, Record, Stop
+from mpiddp.launch.judge.events import ENDS, OF_RANKS, Phase, Record, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.judge.verdict import HUNG_UP, verdict
-from mpiddp.launch.plan.job_plan import search_once
 from mpiddp.launch.run.agents import STOP_AFTER, Agents, Turn
+from mpiddp.launch.run.growth import Growth, ask_in_thread
 from mpiddp.launch.run.handover import gone
 from mpiddp.launch.run.looks import Looks
 from mpiddp.launch.run.output import OUTPUT_S
@@ -62,27 +61,20 @@ class Attempt:
         self.are_waiting = False  # all agents, for the next attempt
         self._timers = self.server.selector
         self._looks = Looks(agents, self.record, self._end_job)
-        self._found: list[str] = []  # hosts that can join, by the search of --grow
+        self._watchers: list[Looks | Growth] = [self._looks]  # of ranks that make steps
         self._signals: set[int] = set()  # that have arrived
         self._has_ended = threading.Event()
         # All ranks may import torch from a slow file system.
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._timers.after(launcher.stop_at - time.monotonic(), self.request_stop)
-        self._gone = self._ask_in_thread(self._probe_late, PROBE_S) if agents.has_logged_in else []
+        self._gone = list[
+            str
+        ]()  # a sentence for each host that is lost before its ranks have started
+        if agents.has_logged_in:
+            self._gone = ask_in_thread(self._probe_late, PROBE_S, self._has_ended)
         if not plan.starter.has_scheduler:  # srun may wait for other job steps to end
             self.record.note("limit", seconds=self._start_timeout_s)
         self._see()
-
-    def _ask_in_thread(self, ask: Callable[[], list[str]], every_s: float | None) -> list[str]:
-        """The answers so far, in a list that grows: files, names and logins to hosts may hang."""
-        answers = list[str]()
-
-        def run() -> None:
-            while not self._has_ended.wait(every_s):
-                answers.extend(ask())
-
-        threading.Thread(target=run, daemon=True).start()
-        return answers
 
     # --- the loop ---
 
@@ -319,33 +311,13 @@ class Attempt:
         """All ranks have joined."""
         self.output.hold_mpirun()
         self._looks.ask_for_calls()
-        if self.turn.grows:
-            search = partial(search_once, self.agents.plan, self.turn.avoided)
-            self._found = self._ask_in_thread(search, self.options.grow_s)
+        self._watchers.append(Growth(self.agents, self.turn, self.record, self._has_ended))
 
     def _see_steps(self, now: float) -> None:
-        if self._found:
-            self._grow(self._found.pop())
-        self._looks.see(now)
+        for watcher in self._watchers:
+            watcher.see(now)
         if self.output.shows_status:
             self.output.show_status(status_lines(self.record, now))
-
-    def _grow(self, found: str) -> None:
-        """Stop all ranks after their present steps, however long these take, unless work would be lost."""
-        record, announced, why_not = self.record, self.record.announcement, ""
-        most = announced.max_ranks or record.world_size + 1
-        if record.stop or record.done or record.world_size >= most:
-            return
-        if len(record.latest["supports_stop"]) < record.world_size:
-            why_not = "not every rank has called mpiddp.should_stop()"
-        elif announced == Announcement():
-            why_not = "the script has announced nothing that resumes it (mpiddp.announce)"
-        if why_not:
-            self.output.log(f"{found}, but {why_not}, so the job continues without a restart.")
-        else:
-            self.output.log(f"{found}: stopping to restart.")
-            record.note("stop", by=Stop.TO_GROW.name, reason=found, signal=int(signal.SIGTERM))
-            self.server.ask(self.server.connected, "stop", signal=signal.SIGTERM)
 
     # --- stopping, saving, ending ---
 
