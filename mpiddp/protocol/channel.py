@@ -229,8 +229,8 @@ def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], b
 
 def state_folder() -> Path:
     """Where a launcher keeps what a later login is to find. Not absolute without a home folder."""
-    given = os.environ.get("XDG_STATE_HOME", "")
-    parent = given if given.startswith("/") else os.path.expanduser("~/.local/state")  # noqa: PTH111
+    folder = os.environ.get("XDG_STATE_HOME", "")
+    parent = folder if folder.startswith("/") else os.path.expanduser("~/.local/state")  # noqa: PTH111
     return Path(parent, "mpiddp")
 
 
@@ -240,8 +240,8 @@ def viewed_folders() -> list[Path]:
     Machines may share the first. Not in XDG_RUNTIME_DIR, which logind removes at a user's last logout.
     """
     state = state_folder()
-    own = [state / socket.gethostname() / "job-"] if state.is_absolute() else []
-    return [*own, Path(f"/tmp/mpiddp-job-{os.getuid()}-")]
+    of_host = [state / socket.gethostname() / "job-"] if state.is_absolute() else []
+    return [*of_host, Path(f"/tmp/mpiddp-job-{os.getuid()}-")]
 
 
 def is_shown(selection: str, rank: int, stream: int) -> bool:

@@ -2,7 +2,7 @@
 
 The launcher has one in its event loop, and so has the process beside rank 0 (`mpiddp.protocol.channel`). It
 drops a connection that does not prove that it belongs to the job, or that violates the protocol, without any
-other effect. It never waits for a connection: what one does not take yet is queued.
+other effect. It never waits for a connection: a queue holds what a peer has not taken yet.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class ChannelServer:
                 connection, _ = listener.accept()
             except OSError:  # nobody waits, or it has already closed
                 return
-            # If there are too many strangers, the oldest makes room. A rank answers at once, so the oldest is
-            # none. A rank that is dropped all the same comes again.
+            # If there are too many strangers, the oldest makes room. A rank authenticates at once, so the
+            # oldest is not a rank. A rank that is dropped all the same connects again.
             if len(self._strangers) >= PER_RANK * self.world_size + STRANGERS:
                 self._forget(next(iter(self._strangers))).close()
             peer = Peer(connection, self.selector)

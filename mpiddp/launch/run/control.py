@@ -1,4 +1,4 @@
-"""What the launcher waits for: its ranks, their viewers and signals. And what it asks of the ranks.
+"""What the launcher waits for: its ranks, viewers and signals. And what the launcher asks of the ranks.
 
 The launcher's end of the job channel listens on one address for its ranks, and on a Unix socket for viewers,
 `mpiddp ps`, `top`, `stacks` and `stop`. `mpiddp.protocol.server` handles the connections and the protocol.
@@ -50,10 +50,10 @@ class SignalQueue:
         self.interrupts = False  # whether a stop signal raises KeyboardInterrupt
         self.has_resized = False  # the terminal, since somebody has looked
         # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
-        numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+        numbers = [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
         numbers += (signal.SIGCHLD, signal.SIGWINCH)
-        self._before = {each: signal.signal(each, self._handle) for each in numbers}
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def close(self) -> None:
         for number, handler in self._before.items():
@@ -134,8 +134,8 @@ class ControlServer(ChannelServer):
         if limit < PER_RANK * world_size + _OPEN_BESIDES_RANKS:
             needs = f"{world_size} ranks need {PER_RANK} each in this process"
             raise JobFailed(f"{limit} open files are too few: {needs} (ulimit -n).")
-        own = listener.getsockname()
-        address = channel.UNIX + own if isinstance(own, str) else "{}:{}".format(*own[:2])
+        name = listener.getsockname()
+        address = channel.UNIX + name if isinstance(name, str) else "{}:{}".format(*name[:2])
         super().__init__(listener, key or os.urandom(16).hex(), world_size, selector)
         self.lost_s, self.patience_s = lost_s, PATIENCE * lost_s
         # The variables that the ranks need.
@@ -204,8 +204,8 @@ class Console:
     def answer(self, viewer: Peer, **facts: object) -> None:
         """Send a viewer these facts, and those of the job itself."""
         age_s = time.monotonic() - self._began_at
-        own = {"pid": os.getpid(), "name": self._name, "age_s": age_s}
-        viewer.send(encode("answer", b"", **own, **facts))
+        job = {"pid": os.getpid(), "name": self._name, "age_s": age_s}
+        viewer.send(encode("answer", b"", **job, **facts))
 
 
 class Exchange:
@@ -214,8 +214,8 @@ class Exchange:
         caller -> launcher   call, with the function        rank -> launcher   function, answer
         launcher -> caller   answer, outcome                launcher -> rank   function, answer
 
-    A rank waits until its answer is answered, so the launcher has it before the rank reports its end. The
-    launcher never unpickles anything. Whoever does checks the MAC first.
+    A rank waits for an acknowledgement, so its answer arrives before its end is reported. The launcher never
+    unpickles anything. Its caller and the ranks check the MAC before they do.
     """
 
     def __init__(self, function: bytes = b"") -> None:
@@ -243,6 +243,6 @@ class Exchange:
             for part in (head.rstrip(), b"\t", self._function, b"\n"):
                 server.send(rank, part, to_script=True)
         elif facts["mac"] == channel.mac(key, "answer", facts["body"]):
-            found = self.results if facts["is_result"] else self.errors
-            found[rank] = facts["body"]
+            answers = self.results if facts["is_result"] else self.errors
+            answers[rank] = facts["body"]
             server.send(rank, encode("answer"), to_script=True)

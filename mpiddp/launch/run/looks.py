@@ -1,4 +1,4 @@
-"""What the launcher asks of its ranks while they run, and says of it: late ranks, hangs, stragglers."""
+"""Looks at ranks that run: what the launcher asks of them, and says of late ranks, hangs and stragglers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an 
 
 
 class Looks:
-    """The looks at one attempt. `end_job` ends it, for the reason that it is given."""
+    """The looks at one attempt. `end_job` ends the attempt for a reason."""
 
     def __init__(self, agents: Agents, record: Record, end_job: Callable[[str], None]) -> None:
         self._options, self._console = agents.plan.options, agents.launcher.console
@@ -42,9 +42,9 @@ class Looks:
         late = find_stragglers(record.calls, record.world_size, since, now) if is_over else None
         if late is not None:
             record.note("window", **late)
-            found, sentence = straggler_sentence(record)
-            if found:  # each is named once
-                self._output.log(sentence, about=f"stragglers {sorted(found)}")
+            ranks, sentence = straggler_sentence(record)
+            if ranks:  # the same ranks are named once
+                self._output.log(sentence, about=f"stragglers {sorted(ranks)}")
         printed, copied_at = record.own("printed"), self._output.copied_at
         if not record.newest_step and (printed is None or printed.at != copied_at):
             record.add(Event("printed", at=copied_at))
@@ -82,7 +82,7 @@ class Looks:
         self._timers.after(WINDOW_S, self.ask_for_calls)
 
     def ask_for_stacks(self) -> None:
-        """Ask the ranks for their stacks, unless they are on their way."""
+        """Ask the ranks for their stacks, unless they have just been asked."""
         if self._see_stacks in self._timers.timers:
             return
         self._record.note("asked", ranks=sorted(self._server.connected))
@@ -91,7 +91,7 @@ class Looks:
         self._timers.after(STACKS_S + INTERRUPTED_S if self._record.mute else 0.0, self._see_stacks)
 
     def ask_at_failure(self) -> None:
-        """Ask once, before the ranks are gone, for what the verdict says of their collectives."""
+        """Ask once, before the ranks are gone: the verdict names the collectives that they were in."""
         if not self._has_asked_at_failure:
             self._has_asked_at_failure = True
             self.ask_for_stacks()
