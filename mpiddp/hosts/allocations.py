@@ -187,15 +187,14 @@ def _left_of_slurm(env: Mapping[str, str]) -> float:
     """By the variable of newer versions, else by `squeue`: "2026-11-29T12:16:44"."""
     if end := env.get("SLURM_JOB_END_TIME"):
         return float(end) - time.time()
-    arguments = ("--noheader", "--format=%e", f"--jobs={env['SLURM_JOB_ID']}")
-    told = {**env, "SLURM_TIME_FORMAT": "standard"}
-    text = tool_output("squeue", arguments, env.get("PATH"), _CLOCK_S, told) or ""
+    env = {**env, "SLURM_TIME_FORMAT": "standard"}
+    text = _answer(env, "squeue", "--noheader", "--format=%e", f"--jobs={env['SLURM_JOB_ID']}")
     return _until(time.strptime(text.strip(), _ISO), "0")
 
 
 def _left_of_pbs(env: Mapping[str, str]) -> float:
     """By `qstat -f` of PBS Pro or Torque: "Resource_List.walltime = 04:00:00", and when the job began."""
-    text = tool_output("qstat", ("-f", env["PBS_JOBID"]), env.get("PATH"), _CLOCK_S, env) or ""
+    text = _answer(env, "qstat", "-f", env["PBS_JOBID"])
     (limit,) = re.findall(r"Resource_List\.walltime = (\S+)", text)
     (began,) = re.findall(r"\b(?:stime|start_time) = (.+)", text)
     return _until(time.strptime(began), limit)
@@ -203,19 +202,22 @@ def _left_of_pbs(env: Mapping[str, str]) -> float:
 
 def _left_of_lsf(env: Mapping[str, str]) -> float:
     """By `bjobs`: "3:58 L" are hours and minutes up to a limit; an estimate has another letter."""
-    arguments = ("-noheader", "-o", "time_left", env["LSB_JOBID"])
-    text = tool_output("bjobs", arguments, env.get("PATH"), _CLOCK_S, env) or ""
+    text = _answer(env, "bjobs", "-noheader", "-o", "time_left", env["LSB_JOBID"])
     ((hours, minutes),) = re.findall(r"^(\d+):(\d+) +L", text)
     return 3600.0 * int(hours) + 60.0 * int(minutes)
 
 
 def _left_of_grid_engine(env: Mapping[str, str]) -> float:
     """By `qstat -r -xml`: the start of the job, and the h_rt that it has requested."""
-    text = tool_output("qstat", ("-r", "-xml"), env.get("PATH"), _CLOCK_S, env) or ""
-    (job,) = re.findall(rf"<JB_job_number>{env['JOB_ID']}<.*?</job_list>", text, re.DOTALL)
+    jobs = _answer(env, "qstat", "-r", "-xml")
+    (job,) = re.findall(rf"<JB_job_number>{env['JOB_ID']}<.*?</job_list>", jobs, re.DOTALL)
     (began,) = re.findall(r"<JAT_start_time>([^.<]+)", job)
     (limit,) = re.findall(r'<hard_request name="h_rt"[^>]*>([\d:]+)<', job)
     return _until(time.strptime(began, _ISO), limit)
+
+
+def _answer(env: Mapping[str, str], program: str, *arguments: str) -> str:
+    return tool_output(program, arguments, env.get("PATH"), _CLOCK_S, env) or ""
 
 
 def _until(began: time.struct_time, limit: str) -> float:

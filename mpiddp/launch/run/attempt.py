@@ -69,7 +69,7 @@ class Attempt:
         self._timers.after(launcher.stop_at - time.monotonic(), self.request_stop)
         self._gone = list[
             str
-        ]()  # a sentence for each host that is lost before its ranks have started
+        ]()  # sentences about hosts that are lost before their ranks have started
         if agents.has_logged_in:
             self._gone = ask_in_thread(self._probe_late, PROBE_S, self._has_ended)
         if not plan.starter.has_scheduler:  # srun may wait for other job steps to end
@@ -200,10 +200,8 @@ class Attempt:
         self.server.ask(self.server.connected, "stop", signal=number)
         self._begin_grace()
         if record.latest["supports_stop"]:
-            stopping = (
-                "the ranks are saving and stopping; the same signal again kills them at once."
-            )
-            self.output.log(f"{reason}: {stopping}")
+            again = "the same signal again kills them at once."
+            self.output.log(f"{reason}: the ranks are saving and stopping; {again}")
 
     def on_event(self, event: Event) -> None:
         """React to what a rank says, or to a viewer."""
@@ -257,7 +255,7 @@ class Attempt:
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait
             self._end_after(0.0, has_failed=True)
-        if not self.server.connected and record.silent_hosts:
+        if not self.server.connected and record.silent_hosts and self.agents.has_logged_in:
             self.mpirun.kill_all()  # it would wait for its daemons there
         elif record.done and not self.server.connected and record.phase < Phase.ENDING:
             self._timers.after(EXIT_S, self._end_mpirun)
