@@ -43,6 +43,7 @@ from mpiddp.protocol.terminal import Manners
 
 AGAIN_S = 5.0  # all agents to begin again
 STOP_AFTER = "--stop-after"  # a reason to stop
+LEAST_SILENCE_S = 3.0  # that means anything: the kernel asks a host once a second
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,9 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = not (others or has_scheduler or options.job[0] == "--")
         where = folder / "control" if has_path else request.network.control_address
-        server = ControlServer(listen(where), len(hosts), selector, lost_s=options.lost_s)
+        server = ControlServer(
+            listen(where), len(hosts), selector, lost_s=max(LEAST_SILENCE_S, options.lost_s)
+        )
         stack.callback(server.close)
         settings = {name: value for name, value in settings.items() if value} | server.settings
         variables, private_ones = {**request.variables, **settings}, dict[str, str]()

@@ -57,7 +57,7 @@ class Looks:
         The steps of the others need these ranks. So as long as they go on, only the network of the job
         channel is broken. Returns the seconds of silence.
         """
-        record, lost_s = self._record, self._options.lost_s
+        record, lost_s = self._record, self._server.lost_s
         silence = self._server.silence()
         heard = {record.hosts[rank] for rank, silent_s in silence.items() if silent_s <= lost_s}
         silent = {rank: silence[rank] for rank in silence if record.hosts[rank] not in heard}
