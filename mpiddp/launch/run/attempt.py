@@ -154,7 +154,9 @@ class Attempt:
             late = {rank for rank in late if record.hosts[rank] not in record.silent_hosts}
             if not late and not self.mpirun.left(agents=True):
                 break
-            if time.monotonic() - output.copied_at > OUTPUT_S:
+            # After an outage, TCP sends again within the time that the outage has lasted.
+            limit_s = 2 * self.server.lost_s if late and self.agents.others else OUTPUT_S
+            if time.monotonic() - output.copied_at > limit_s:
                 ranks = record.names(sorted(late)) or "a rank"
                 missing = f"the last output of {ranks} has not arrived; it may be missing here."
                 output.log(missing, is_error=True)
