@@ -9,10 +9,13 @@ variables of each scheduler, with their sources.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -37,7 +40,8 @@ UNLISTED = {
     "SKYPILOT_NUM_NODES": ("SkyPilot", 'On node 0, write: echo "$SKYPILOT_NODE_IPS" > hosts.'),
 }
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
-_FLUX_S = 20.0  # for an answer
+_ISO = "%Y-%m-%dT%H:%M:%S"
+_FLUX_S, _CLOCK_S = 20.0, 5.0  # for an answer: the hosts, and the time that is left
 
 
 def slurm(env: Mapping[str, str]) -> Hosts | None:
@@ -175,6 +179,55 @@ def _needed(env: Mapping[str, str], name: str, proof: str) -> str:
     return env[name]
 
 
+def _unlimited(env: Mapping[str, str]) -> float:
+    return math.inf
+
+
+def _left_of_slurm(env: Mapping[str, str]) -> float:
+    """By the variable of newer versions, else by `squeue`: "2026-11-29T12:16:44"."""
+    if end := env.get("SLURM_JOB_END_TIME"):
+        return float(end) - time.time()
+    env = {**env, "SLURM_TIME_FORMAT": "standard"}
+    text = _answer(env, "squeue", "--noheader", "--format=%e", f"--jobs={env['SLURM_JOB_ID']}")
+    return _until(time.strptime(text.strip(), _ISO), "0")
+
+
+def _left_of_pbs(env: Mapping[str, str]) -> float:
+    """By `qstat -f` of PBS Pro or Torque: "Resource_List.walltime = 04:00:00", and when the job began."""
+    text = _answer(env, "qstat", "-f", env["PBS_JOBID"])
+    (limit,) = re.findall(r"Resource_List\.walltime = (\S+)", text)
+    (began,) = re.findall(r"\b(?:stime|start_time) = (.+)", text)
+    return _until(time.strptime(began), limit)
+
+
+def _left_of_lsf(env: Mapping[str, str]) -> float:
+    """By `bjobs`: "3:58 L" are hours and minutes up to a limit; an estimate has another letter."""
+    text = _answer(env, "bjobs", "-noheader", "-o", "time_left", env["LSB_JOBID"])
+    ((hours, minutes),) = re.findall(r"^(\d+):(\d+) +L", text)
+    return 3600.0 * int(hours) + 60.0 * int(minutes)
+
+
+def _left_of_grid_engine(env: Mapping[str, str]) -> float:
+    """By `qstat -r -xml`: the start of the job, and the h_rt that it has requested."""
+    jobs = _answer(env, "qstat", "-r", "-xml")
+    (job,) = re.findall(rf"<JB_job_number>{env['JOB_ID']}<.*?</job_list>", jobs, re.DOTALL)
+    (began,) = re.findall(r"<JAT_start_time>([^.<]+)", job)
+    (limit,) = re.findall(r'<hard_request name="h_rt"[^>]*>([\d:]+)<', job)
+    return _until(time.strptime(began, _ISO), limit)
+
+
+def _answer(env: Mapping[str, str], program: str, *arguments: str) -> str:
+    return tool_output(program, arguments, env.get("PATH"), _CLOCK_S, env) or ""
+
+
+def _until(began: time.struct_time, limit: str) -> float:
+    """The seconds until a job ends that began then, with a limit such as 04:00:00 or 14400."""
+    seconds = 0
+    for part in limit.split(":"):
+        seconds = 60 * seconds + int(part)
+    return time.mktime(began) + seconds - time.time()
+
+
 class Scheduler(NamedTuple):
     """One scheduler as data."""
 
@@ -183,6 +236,8 @@ class Scheduler(NamedTuple):
     read: Callable[[Mapping[str, str]], Hosts | None]  # None if the job has no other host
     transport: Transport = SSH  # reaches the hosts of the job
     starter: str = "mpirun"  # the program that starts the ranks there
+    # The seconds until the job's time limit. Any error means that nothing tells it.
+    seconds_left: Callable[[Mapping[str, str]], float] = _unlimited
     # The components of Open MPI 4 and of 5 that would follow its variables; None if no mpirun does.
     followed_by: tuple[str, str] | None = None
 
@@ -195,13 +250,28 @@ class Scheduler(NamedTuple):
 # KUBERNETES_SERVICE_HOST is not among the variables: every pod has it, also those that Slurm runs in.
 SCHEDULERS = (
     Scheduler("Flux", ("FLUX_URI",), flux, followed_by=("", "flux")),
-    Scheduler("Slurm", ("SLURM_JOB_ID",), slurm, starter="srun", followed_by=("slurm", "slurm")),
-    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, SSH_IN_PBS, followed_by=("tm", "pbs")),
+    Scheduler(
+        "Slurm",
+        ("SLURM_JOB_ID",),
+        slurm,
+        starter="srun",
+        seconds_left=_left_of_slurm,
+        followed_by=("slurm", "slurm"),
+    ),
+    Scheduler(
+        "PBS",
+        ("PBS_JOBID", "PBS_NODEFILE"),
+        pbs,
+        SSH_IN_PBS,
+        seconds_left=_left_of_pbs,
+        followed_by=("tm", "pbs"),
+    ),
     Scheduler(
         "LSF",
         ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
         lsf,
         BLAUNCH,
+        seconds_left=_left_of_lsf,
         followed_by=("lsf", "lsf"),
     ),
     Scheduler(
@@ -209,6 +279,7 @@ SCHEDULERS = (
         ("PE_HOSTFILE", "SGE_TASK_ID"),
         grid_engine,
         QRSH,
+        seconds_left=_left_of_grid_engine,
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
@@ -228,6 +299,15 @@ def find_allocation(env: Mapping[str, str]) -> Hosts | None:
             transport = own if own.is_ssh or own.is_installed else SSH
             return replace(hosts, scheduler=row.name, transport=transport, starter=row.starter)
     return None
+
+
+def seconds_left(env: Mapping[str, str]) -> tuple[float, str]:
+    """The seconds until this process's allocation ends, infinity if nothing tells it, and the scheduler."""
+    for row in SCHEDULERS:
+        if row.is_present(env):
+            with suppress(LookupError, ValueError, OverflowError):
+                return row.seconds_left(env), row.name
+    return math.inf, ""
 
 
 def grants_hosts(env: Mapping[str, str]) -> bool:

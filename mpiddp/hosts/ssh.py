@@ -62,8 +62,7 @@ _SHELL_LINE = (
 
 # Of all connections of a job, before the settings of the user. ssh takes the first value that it finds. A job
 # whose ssh became the master (ControlMaster) would end the user's own logins with its own; it may use one.
-# Without a sign of the host, ssh gives up after the fifth interval of a login, and in the sixth one after it:
-# within 20 s, or later where a login may take longer. A host that looks up a user gives no sign.
+# Without a sign of the host, ssh gives up after `signs` intervals. A host that looks up a user gives none.
 _SETTINGS = """\
 Host *
   BatchMode yes
@@ -225,7 +224,7 @@ def ssh_config(
         own = {"HostName": address, "User": host.user, "Port": host.port}
         if lines := "".join(f"  {key} {value}\n" for key, value in own.items() if value):
             blocks += f"Host {host.alias}\n{lines}"
-    signs = max(5, math.ceil(transport.login_s / 3))
+    signs = math.ceil(max(transport.silence_s, transport.login_s) / 3)
     return blocks + _SETTINGS.format(connect_s=transport.connect_s, signs=signs)
 
 

@@ -19,6 +19,7 @@ class Transport(NamedTuple):
     instead: str = ""  # the options of `mpiddp launch` that use ssh instead, "" for ssh itself
     hint: str = ""  # what works where it cannot be used, "" for nothing
     login_s: float = 15.0  # that a login may take, see --login-timeout
+    silence_s: float = 15.0  # of a host, until ssh ends a connection to it
 
     @property
     def connect_s(self) -> int:

@@ -31,9 +31,11 @@ After a failure the launcher may "hold" the ranks: each ends its script, says th
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
+import struct
 from _blake2 import blake2b  # hashlib would load OpenSSL, see `mac`
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -69,6 +71,10 @@ DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 NO_MESSAGE = (ValueError, LookupError, TypeError, RecursionError, OverflowError)
 UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection belongs to the job
 UNIX = "unix:"  # prefix of an address that is a path
+
+_PROBES = 100  # of a silent host, before the kernel ends a connection; at most 127
+# The beginning of the kernel's struct tcp_info, up to tcpi_last_data_recv and tcpi_last_ack_recv.
+_TCP_INFO = struct.Struct("8x13I")
 
 _NUMBER, _MAYBE = (int, float), (int, type(None))
 # The messages that a rank may send, with their required fields and types. The first four are those of every
@@ -223,8 +229,8 @@ def messages_over(connection: socket.socket) -> Iterator[tuple[dict[str, Any], b
 
 def state_folder() -> Path:
     """Where a launcher keeps what a later login is to find. Not absolute without a home folder."""
-    given = os.environ.get("XDG_STATE_HOME", "")
-    parent = given if given.startswith("/") else os.path.expanduser("~/.local/state")  # noqa: PTH111
+    folder = os.environ.get("XDG_STATE_HOME", "")
+    parent = folder if folder.startswith("/") else os.path.expanduser("~/.local/state")  # noqa: PTH111
     return Path(parent, "mpiddp")
 
 
@@ -234,8 +240,8 @@ def viewed_folders() -> list[Path]:
     Machines may share the first. Not in XDG_RUNTIME_DIR, which logind removes at a user's last logout.
     """
     state = state_folder()
-    own = [state / socket.gethostname() / "job-"] if state.is_absolute() else []
-    return [*own, Path(f"/tmp/mpiddp-job-{os.getuid()}-")]
+    of_host = [state / socket.gethostname() / "job-"] if state.is_absolute() else []
+    return [*of_host, Path(f"/tmp/mpiddp-job-{os.getuid()}-")]
 
 
 def is_shown(selection: str, rank: int, stream: int) -> bool:
@@ -258,23 +264,35 @@ def is_valid(kind: str, facts: dict[str, Any]) -> bool:
     )
 
 
-def notice_silence(connection: socket.socket, *, is_read_slowly: bool = False) -> None:
-    """Make the kernel end the connection 12 s after the other host stops answering.
+def notice_silence(
+    connection: socket.socket, patience_s: float, *, is_read_slowly: bool = False
+) -> None:
+    """Make the kernel end the connection once the other host has been silent for this long.
 
-    The protocol has no heartbeat: a rank that imports torch, or computes, could not send one. Both ends of
-    a Unix socket are on one host.
+    The kernel asks, because the protocol has no heartbeat: a rank that imports torch, or computes, could not
+    send one. Both ends of a Unix socket are on one host.
 
-    is_read_slowly: the other end may read nothing for long, which is no silence. TCP_USER_TIMEOUT takes it
-    for one.
+    is_read_slowly: the other end may read nothing for long. This is no silence, but TCP_USER_TIMEOUT would
+    take it for one.
     """
     if connection.family == socket.AF_UNIX:
         return
+    interval_s = math.ceil(patience_s / _PROBES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, 4),
-        (socket.TCP_KEEPINTVL, 2),
-        (socket.TCP_KEEPCNT, 4),
-        (socket.TCP_USER_TIMEOUT, 0 if is_read_slowly else 12_000),  # ms
+        (socket.TCP_KEEPIDLE, interval_s),
+        (socket.TCP_KEEPINTVL, interval_s),
+        (socket.TCP_KEEPCNT, _PROBES),
+        (socket.TCP_USER_TIMEOUT, 0 if is_read_slowly else round(patience_s * 1000)),
         (socket.TCP_NODELAY, 1),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def silence_s(connection: socket.socket) -> float:
+    """For how long nothing has come from the other host, not even the kernel's acknowledgements."""
+    if connection.family == socket.AF_UNIX:
+        return 0.0
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    *_, data_ms, acknowledgement_ms = _TCP_INFO.unpack(info)
+    return float(min(data_ms, acknowledgement_ms) / 1000)

@@ -62,8 +62,8 @@ class Peer:
     """A connection, which the selector reports with this object as its data. Nothing here waits for it.
 
     `rank` is None until it has proved that it belongs to the job. `group` is the number of its group, 0 of
-    a rank, n of its n-th script. One that does not read waits for few answers, so it never has twice the
-    limit of its `lines` to read.
+    a rank, n of its n-th script. A peer that stops reading is disconnected once its queue exceeds twice the
+    limit of a line.
     """
 
     connection: socket.socket
@@ -121,11 +121,12 @@ class Group:
     def __init__(self, world_size: int, selector: TimedSelector) -> None:
         self.world_size, self._timers = world_size, selector.timers
         self.members: dict[int, Peer] = {}
-        # What a member that enters late hears at once. By key: who has claimed to have failed first, and the
-        # gathers that call all; by "", with which code the first member that has failed ends the others.
+        # The lines that a member gets which enters late. By the key of a claim or a gather: who has claimed
+        # to have failed first, and the gathers that call all members. By "": the exit code with which the
+        # first member that has failed ends the others.
         self._news: dict[str, bytes] = {}
         self._gathers: dict[str, _Gather] = {}
-        self._late: dict[str, bytes] = {}  # what those hear who come to a gather that is over
+        self._late: dict[str, bytes] = {}  # the line for members that come to a gather that is over
         self._gone: set[int] = set()  # members whose connection has ended
 
     def receive(self, rank: int, kind: str, facts: dict[str, Any], value: bytes) -> None:
@@ -150,7 +151,7 @@ class Group:
 
     def lose(self, rank: int) -> None:
         self._gone.add(rank)
-        for key in [key for key, each in self._gathers.items() if each.or_gone]:
+        for key in [key for key, gather in self._gathers.items() if gather.or_gone]:
             self._gathers[key].values.setdefault(rank, b"null")
             self._complete(key)
 
@@ -197,7 +198,7 @@ class Group:
         return gather.values
 
     def _tell(self, ranks: Iterable[int], line: bytes) -> None:
-        """Send members a line, which is encoded once. Those that are gone get none."""
+        """Send a line to the members that are connected. The line is encoded once for all."""
         for rank in ranks:
             if (member := self.members.get(rank)) is not None:
                 member.send(line)

@@ -2,7 +2,7 @@
 
 The launcher has one in its event loop, and so has the process beside rank 0 (`mpiddp.protocol.channel`). It
 drops a connection that does not prove that it belongs to the job, or that violates the protocol, without any
-other effect. It never waits for a connection: what one does not take yet is queued.
+other effect. It never waits for a connection: a queue holds what a peer has not taken yet.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mpiddp.errors import FAILED
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import decode, encode
 from mpiddp.protocol.group import Group, Peer, TimedSelector
+from mpiddp.protocol.variables import LOST_AFTER_S
 
 LAUNCHER = -1  # the rank of an event of the launcher itself
 PER_RANK = 3  # connections: its messages and its two streams
@@ -34,7 +35,8 @@ class Event:
     `kind` is one of the protocol's messages, "leave", "claim", "lost", or one of HANDED_OVER or of VIEWS; or
     one of the launcher's (`mpiddp.launch.judge.events`). An "answer" brings facts["body"], and a view
     facts["viewer"], the peer that waits for it. "claim": the rank begins to fail, and reports it later.
-    "lost": the connection ended, and facts["silent"] is whether the host stopped answering. HANDED_OVER:
+    "lost": the connection ended, and facts["silent"] is for how many seconds the host has not answered, or 0
+    if it has. HANDED_OVER:
     facts["connection"] belongs to the receiver; that of "output" brings facts["stream"] (1 or 2) of the rank
     on facts["host"].
 
@@ -52,8 +54,9 @@ class Event:
 class ChannelServer:
     """The server for `world_size` ranks. It closes `listener`. Only the job's members have `key`."""
 
-    # Bytes of a line with a value, of those that connect from now on.
-    value_limit = channel.VALUE_LIMIT
+    # Of those that connect from now on: the bytes of a line with a value, and the seconds of silence after
+    # which the kernel ends a connection.
+    value_limit, patience_s = channel.VALUE_LIMIT, LOST_AFTER_S
 
     def __init__(
         self, listener: socket.socket, key: str, world_size: int, selector: TimedSelector
@@ -125,18 +128,19 @@ class ChannelServer:
         except BlockingIOError:
             return []
         except OSError as error:
-            return self.lose(data, silent=not isinstance(error, ConnectionError))
+            is_silent = not isinstance(error, ConnectionError)
+            return self.lose(data, silent_s=self.patience_s if is_silent else 0.0)
         except _WRONG:
             chunk = b""
         return messages if chunk else messages + self.lose(data)
 
-    def lose(self, peer: Peer, *, silent: bool = False) -> list[Event]:
-        """Drop a connection that has ended."""
+    def lose(self, peer: Peer, *, silent_s: float = 0.0) -> list[Event]:
+        """Drop a connection that has ended, or whose host has been silent for so long."""
         self._forget(peer).close()
         if peer.rank is None:
             return []
         self._groups[peer.group].lose(peer.rank)
-        return [Event("lost", peer.rank, {"silent": silent}, from_script=peer.group > 0)]
+        return [Event("lost", peer.rank, {"silent": silent_s}, from_script=peer.group > 0)]
 
     # --- connections ---
 
@@ -146,14 +150,14 @@ class ChannelServer:
                 connection, _ = listener.accept()
             except OSError:  # nobody waits, or it has already closed
                 return
-            # If there are too many strangers, the oldest makes room. A rank answers at once, so the oldest is
-            # none. A rank that is dropped all the same comes again.
+            # If there are too many strangers, the oldest makes room. A rank authenticates at once, so the
+            # oldest is not a rank. A rank that is dropped all the same connects again.
             if len(self._strangers) >= PER_RANK * self.world_size + STRANGERS:
                 self._forget(next(iter(self._strangers))).close()
             peer = Peer(connection, self.selector)
             self._strangers[peer] = None
             connection.setblocking(False)
-            channel.notice_silence(connection)
+            channel.notice_silence(connection, self.patience_s)
             self.selector.register(connection, selectors.EVENT_READ, peer)
             peer.send(encode("challenge", challenge=peer.challenge))
 
@@ -198,6 +202,7 @@ class ChannelServer:
                 raise ValueError(handed)
             # At once: only the challenge was sent before.
             peer.send(encode("received", proof=proof))
+            channel.notice_silence(peer.connection, self.patience_s, is_read_slowly=True)
             return [Event(kind, rank, {**handed, "connection": self._forget(peer)}, now)]
         if role == channel.HOST:
             peer.send(encode("received", proof=proof))

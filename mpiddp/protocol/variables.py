@@ -8,6 +8,7 @@ ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
 PRIVATE, LEFT_OUT = "MPIDDP_PRIVATE", "MPIDDP_LEFT_OUT"
 PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_INTERFACE"
 TIMEOUT, FAILED_GRACE = "MPIDDP_TIMEOUT", "MPIDDP_FAILED_GRACE"
+LOST_AFTER = "MPIDDP_LOST_AFTER"
 ANNOUNCED, RUN_DIR = "MPIDDP_ANNOUNCED", "MPIDDP_RUN_DIR"
 LAUNCHER = "MPIDDP_LAUNCHER"
 CHANNEL, CHANNEL_SECRET = "MPIDDP_CHANNEL", "MPIDDP_CHANNEL_SECRET"
@@ -26,6 +27,10 @@ FAILED_GRACE_S = (
     3.0  # that a rank has after SIGTERM when another one has failed, unless the user says otherwise
 )
 SAVE_GRACE_S = 600.0  # that a rank has to end while it saves
+LOST_AFTER_S = 45.0  # of silence, after which a host is lost, unless the user says otherwise
+# Under `mpiddp launch`, the kernel, ssh and the MPI wait so many times as long: the launcher alone judges,
+# because it sees whether the steps go on.
+PATIENCE = 10
 
 
 def is_restart(env: Mapping[str, str]) -> bool:

@@ -37,6 +37,7 @@ class Rank(NamedTuple):
     terminal: Terminal
     holds: bool  # it waits for the launcher after a failure, which may begin the next attempt
     failed_grace_s: float  # for the script, after SIGTERM, when another rank has failed
+    lost_s: float  # of silence, after which the launcher's host is lost
     kept: str  # under this name, the host keeps what is private, until all ranks have met
     daemon: int | None  # this process's parent. Without it, nothing would end this rank.
     others: frozenset[int]  # children of the shell that this process may have replaced by exec
@@ -72,6 +73,7 @@ class Rank(NamedTuple):
             terminal,
             holds=bool(holds and launcher),
             failed_grace_s=float(env.pop(variables.FAILED_GRACE, variables.FAILED_GRACE_S)),
+            lost_s=float(env.get(variables.LOST_AFTER, variables.LOST_AFTER_S)),
             kept=kept,
             daemon=os.getppid() if has_daemon else None,
             others=frozenset(descendants(os.getpid())),

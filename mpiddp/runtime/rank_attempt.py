@@ -25,7 +25,7 @@ from mpiddp.errors import (
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
-from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
+from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT, silence_s
 from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
 from mpiddp.runtime.child import Child, caught_signals, reap
@@ -365,6 +365,7 @@ class RankAttempt:
         ranks, child, now = self.coordinator, self.child, time.monotonic()
         if self._ended_by is EndedBy.OTHERS:
             return
+        ranks.is_lost |= self._is_cut_off(now)
         if self.rank.daemon not in (None, os.getppid()):
             self._cut(EndedBy.OTHERS)
         elif ranks.code_of_failure or ranks.is_lost:
@@ -376,6 +377,17 @@ class RankAttempt:
                 child.end(0.0)
             elif now >= self._ends_at:
                 self._cut(EndedBy.HOLD)
+
+    def _is_cut_off(self, now: float) -> bool:
+        """Whether the launcher's host is silent, and the script makes no steps.
+
+        After an outage, TCP sends again within the time that the outage has lasted.
+        """
+        connection, lost_s = self.coordinator.connection, self.rank.lost_s
+        stepped_at = self.child.said.get("progress", {}).get("at", 0.0)
+        if connection is None or self.rank.launcher is None or now - stepped_at <= lost_s:
+            return False
+        return silence_s(connection) > 2 * lost_s
 
     def _cut(self, ended_by: EndedBy, code: int = FAILED) -> None:
         """End for this reason, with this code. Raises EndedFromOutside, unless the program has ended."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpiddp.protocol.channel import INPUT, STREAMS, notice_silence
+from mpiddp.protocol.channel import INPUT, STREAMS
 from mpiddp.protocol.terminal import Manners, Terminal
 from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.world import World
@@ -49,7 +49,6 @@ class Stream:
         self.connection, _ = connect_to_server(
             launcher, world, "output", stream=self.number, host=world.hostname
         )
-        notice_silence(self.connection, is_read_slowly=True)
         self.connection.setblocking(False)
 
     @property

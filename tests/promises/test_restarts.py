@@ -401,7 +401,7 @@ class Elastic:
 
 def started(hosts: Hosts, names: list[str], *options: str, script: str = "") -> Elastic:
     listed(hosts.folder / "hosts.txt", *names)
-    where = ("--hostfile", str(hosts.folder / "hosts.txt"), *options)
+    where = ("--hostfile", str(hosts.folder / "hosts.txt"), "--lost-after", "10s", *options)
     job = hosts.start("launch", *where, script or program("elastic.py"), str(hosts.folder))
     return Elastic(hosts, job)
 

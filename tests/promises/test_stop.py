@@ -116,6 +116,33 @@ def test_the_printed_command_resumes(here):
     assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 401))
 
 
+# It makes steps for so many seconds, unless it is asked to stop.
+FOR_SECONDS = """
+import sys, time, mpiddp
+until = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < until:
+    time.sleep(0.02)
+    if mpiddp.should_stop():
+        print("saved 1", flush=True)
+        sys.exit(75)
+"""
+
+
+def test_the_time_limit_of_a_scheduler(here):
+    """A job saves and ends with 75 before its allocation ends, unless --stop-after never is given."""
+    script = here.script(FOR_SECONDS)
+    for seconds in (10, 40, 160, 640):  # until the time is enough for the ranks to start
+        env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + seconds)}
+        done = here.run("launch", *here.where(1), script, str(2 * seconds), env=env)
+        if done.code:
+            break
+    assert (done.code, saved_steps(done.stdout)) == (75, ["1"]), done.stderr
+    assert done.said[0].startswith("the time limit of Slurm is near: ")
+    assert done.said[-1].startswith("to resume: mpiddp launch ")
+    options = ("--stop-after", "never", *here.where(1))
+    here.run("launch", *options, script, str(seconds), env=env).assert_ok()
+
+
 # --- to every process ---
 
 
@@ -136,6 +163,17 @@ def test_sigterm_to_every_process(hosts, mpi):
     signal_all(hosts)
     done = job.wait()
     assert (done.code, done.stdout.count("saved")) == (75, 2), done.stderr
+
+
+def test_signals_of_several_kinds(here):
+    """Signals of other kinds after the first, as from LSF's bkill or at Slurm's limit, kill no save."""
+    job = stopping(here, save_s=3)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        job.signal(number)
+        eventually(lambda number=number: not is_pending(job.pid, number), poll_s=0)
+        job.until("saving", times=2)
+    done = job.wait()
+    assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)

@@ -22,7 +22,6 @@ from mpiddp.text import escaped, signal_name, size_text
 
 # An error that follows from the end of another rank comes at about the same time as that is noticed.
 _CONSEQUENCE_S = 0.3
-_SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 _LOST_DAEMON = re.compile(
     r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
@@ -163,9 +162,8 @@ def _only_host(record: Record, ranks: Sequence[int]) -> str:
 
 def _began(record: Record, message: Event) -> float:
     """The estimated time when this rank's failure began. The ends of its peers may overtake its report."""
-    # A silent host stopped answering long before it was noticed.
     if message.kind == "lost":
-        return message.at - (_SILENCE_S if message.facts["silent"] else 0.0)
+        return float(message.at - message.facts["silent"])
     if message.facts.get("passed"):  # an MPI's SIGTERM, after another rank's failure
         return message.at + _CONSEQUENCE_S
     began = record.latest["claim"].get(message.rank, message).at

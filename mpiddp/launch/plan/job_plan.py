@@ -162,6 +162,8 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     """
     named = named_hosts(options.hostfile, options.host_list, env, options.login_s)
     hosts = named or THIS_MACHINE
+    patient = hosts.transport._replace(silence_s=names.PATIENCE * options.lost_s)
+    hosts = replace(hosts, transport=patient)
     if options.exclude is not None:
         hosts = _without(options.exclude, hosts, is_first=is_first)
     if (most := options.max_hosts) is not None:

@@ -6,6 +6,7 @@ mpiddp launch --help-all
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -71,6 +72,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "H": whole(1),
     "K": whole(0),
     "TIME": duration,
+    "TIME|never": lambda text: math.inf if text in ("never", "inf") else duration(text),
     "RANKS": _ranks,
     "COMMAND": _command,
     "ARGS": _mpi_args,
@@ -149,6 +151,9 @@ class LaunchOptions:
         "wait up to this long until all names resolve and all hosts answer (default: not at all)")
     login_s: float = option(SSH.login_s, "--login-timeout TIME",
         "time that a login over ssh may take (default: 15 s)")
+    lost_s: float = option(names.LOST_AFTER_S, "--lost-after TIME",
+        "a host that is silent for this long is lost, unless the steps of the other ranks go on "
+        "(default: 45 s)")
     timeout_s: float | None = option(None, "--timeout TIME",
         "time in which all ranks must join (default: 60 s)")
     max_restarts: int = common(0, "--max-restarts K",
@@ -160,9 +165,9 @@ class LaunchOptions:
     grow_s: float | None = option(None, "--grow TIME",
         "how often to look for hosts that are back or new in the hostfile, to save and restart on them "
         "(default: they join at the next restart)")
-    stop_after_s: float | None = option(None, "--stop-after TIME",
+    stop_after_s: float | None = option(None, "--stop-after TIME|never",
         "after this time, stop as on Ctrl-C: a script that calls should_stop may save, and the exit "
-        "code is 75")
+        "code is 75 (default: before the scheduler's time limit)")
     grace_s: float = option(30.0, "--grace TIME",
         "time that the ranks have to stop before they are killed; one that is saving has up to 10 "
         "minutes (default: 30 s)")

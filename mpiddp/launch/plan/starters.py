@@ -8,6 +8,7 @@ the mpirun in use. Measured with Open MPI 4.1.8 and 5.0.11, MPICH 5.0.2 and Inte
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -44,7 +45,7 @@ _AS_ROOT = "mpirun refuses to run as root without this flag"
 _NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messages"
 _BTL = "shared memory and TCP are enough for these messages, and every host has them"
 _EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
-_KEEPALIVE = "detects a lost host within seconds instead of minutes"
+_KEEPALIVE = "the daemons outlive an outage; the launcher itself decides who is lost (--lost-after)"
 _SSH_CONFIG = "the ssh settings of this job, and then your own"
 _FAMILY = (
     "one version of IP: Open MPI fails where one host has an IPv6 address, and another has none"
@@ -93,6 +94,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         # 6,300 with a folder each, none.
         command.settings["PRTE_MCA_prte_local_tmpdir_base"] = command.folder
     owns_agent = not given.isdisjoint(("plm_rsh_agent", "plm_ssh_agent"))
+    interval_s = str(math.ceil(request.hosts.transport.silence_s / 100))
     agent, why_agent = ("", "") if owns_agent else _agent(request.hosts, command)
     # For each: its option, its name, its value, whether this job needs it, and why. The first three keep its
     # components from following a scheduler's variables. Names that this one was built without do no harm.
@@ -103,8 +105,8 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", "pml", "ob1", True, _NO_SEARCH),
         ("--mca", "btl", "self,vader,tcp", True, _BTL),
         ("--mca", "oob_tcp_keepalive_time", "5", several, _KEEPALIVE),
-        ("--mca", "oob_tcp_keepalive_intvl", "2", several, _KEEPALIVE),
-        ("--mca", "oob_tcp_keepalive_probes", "3", several, _KEEPALIVE),
+        ("--mca", "oob_tcp_keepalive_intvl", interval_s, several, _KEEPALIVE),
+        ("--mca", "oob_tcp_keepalive_probes", "100", several, _KEEPALIVE),
         ("--mca", "btl_tcp_if_include", include, include, _NETWORK),
         ("--mca", "oob_tcp_if_include", include, include, _NETWORK),
         ("--mca", "btl_tcp_if_exclude", exclude, exclude, _NETWORK),

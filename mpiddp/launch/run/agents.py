@@ -1,4 +1,4 @@
-"""The agents of one mpirun, over the attempts that they make.
+"""The agents of one mpirun, and the attempts that they make.
 
     agents = start(launcher, plan, turn)    # preflight's plan -> mpirun -> agents
     attempt = Attempt(agents, turn)
@@ -42,6 +42,8 @@ from mpiddp.protocol.server import Event
 from mpiddp.protocol.terminal import Manners
 
 AGAIN_S = 5.0  # all agents to begin again
+STOP_AFTER = "--stop-after"  # a reason to stop
+LEAST_SILENCE_S = 3.0  # that means anything: the kernel asks a host once a second
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class Launcher:
 
     signals: SignalQueue
     console: Console
-    stop_at: float = float("inf")  # when --stop-after is over, in time.monotonic()'s seconds
+    # When to stop, in time.monotonic()'s seconds: --stop-after is over, or a scheduler's limit is near.
+    stop_at: float = float("inf")
+    why_stop: str = ""
     exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
     logs: LogFolder | None = None
     logins: Logins = field(default_factory=Logins)  # of the preflight, until mpirun starts
@@ -69,12 +73,12 @@ class Turn:
 
     def variables(self) -> dict[str, str]:
         """The environment variables of its ranks."""
-        known = self.known
-        announced = {"global_batch_size": known.global_batch_size, "world_size": known.world_size}
+        size = self.known.global_batch_size
+        announced = {"global_batch_size": size, "world_size": self.known.world_size}
         return {
             names.RESTART_COUNT: str(self.number - 1),
-            names.ANNOUNCED: json.dumps(announced) if known.global_batch_size else "",
-            names.RUN_DIR: known.run_dir,
+            names.ANNOUNCED: json.dumps(announced) if size else "",
+            names.RUN_DIR: self.known.run_dir,
         }
 
 
@@ -111,7 +115,9 @@ class Agents:
         for message in messages:
             if message.kind == "terminal" and message.rank == 0:
                 self.output.follow(Manners(message.facts["echo"], message.facts["lines"]))
-        if self.output in ready:  # then the question for a password comes after the end of the echo
+        if (
+            self.output in ready
+        ):  # last: the terminal's echo is switched off before a password is asked for
             self.output.copy()
         numbers = signals.receive() if signals in ready else []
         if signals.has_resized:
@@ -123,10 +129,10 @@ class Agents:
     def begin_again(self, turn: Turn) -> bool:
         """Let the agents that wait begin the next attempt, with its server.
 
-        False if some do not come, or if the user stops the job meanwhile.
+        Returns False if some agents do not come, or if the user stops the job meanwhile.
         """
         server, deadline = self.server, time.monotonic()
-        self.wait(deadline)  # for the end of an agent that was killed meanwhile
+        self.wait(deadline)  # an agent may have been killed meanwhile
         if len(server.connected) < server.world_size:
             return False
         server.stop_listening()
@@ -165,7 +171,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
     has_prefix = {"auto": len(hosts) > 1, "always": True}.get(options.prefix, False)
     others = [host for host in request.hosts.hosts if not is_this_host(host.name)]
     job = os.urandom(8).hex()
-    own = {
+    settings = {
         names.JOB: job,
         names.OUTPUT: options.log_ranks,
         names.TERMINAL: json.dumps(options.terminal._replace(has_prefix=has_prefix)),
@@ -181,10 +187,12 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = not (others or has_scheduler or options.job[0] == "--")
         where = folder / "control" if has_path else request.network.control_address
-        server = ControlServer(listen(where), len(hosts), selector)
+        server = ControlServer(
+            listen(where), len(hosts), selector, lost_s=max(LEAST_SILENCE_S, options.lost_s)
+        )
         stack.callback(server.close)
-        given = {name: value for name, value in own.items() if value} | server.settings
-        variables, private_ones = {**request.variables, **given}, dict[str, str]()
+        settings = {name: value for name, value in settings.items() if value} | server.settings
+        variables, private_ones = {**request.variables, **settings}, dict[str, str]()
         kept = private.new_name() if others and not has_scheduler else ""
         if kept:
             stack.callback(private.remove, kept)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 
 from mpiddp.hosts.processes import end_all, signal_all
-from mpiddp.launch.judge.events import ENDS, OF_RANKS, Announcement, Phase, Record, Stop
+from mpiddp.launch.judge.events import ENDS, OF_RANKS, Phase, Record, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.judge.verdict import HUNG_UP, verdict
-from mpiddp.launch.plan.job_plan import search_once
-from mpiddp.launch.run.agents import Agents, Turn
+from mpiddp.launch.run.agents import STOP_AFTER, Agents, Turn
+from mpiddp.launch.run.growth import Growth, ask_in_thread
 from mpiddp.launch.run.handover import gone
 from mpiddp.launch.run.looks import Looks
 from mpiddp.launch.run.output import OUTPUT_S
@@ -61,26 +60,20 @@ class Attempt:
         self.are_waiting = False  # all agents, for the next attempt
         self._timers = self.server.selector
         self._looks = Looks(agents, self.record, self._end_job)
-        self._found: list[str] = []  # hosts that can join, by the search of --grow
+        self._watchers: list[Looks | Growth] = [self._looks]  # of ranks that make steps
+        self._signals: set[int] = set()  # that have arrived
         self._has_ended = threading.Event()
         # All ranks may import torch from a slow file system.
         self._start_timeout_s = max(START_TIMEOUT_S, 2 * (self.options.timeout_s or 0))
         self._timers.after(launcher.stop_at - time.monotonic(), self.request_stop)
-        self._gone = self._ask_in_thread(self._probe_late, PROBE_S) if agents.has_logged_in else []
+        self._gone = list[
+            str
+        ]()  # sentences about hosts that are lost before their ranks have started
+        if agents.has_logged_in:
+            self._gone = ask_in_thread(self._probe_late, PROBE_S, self._has_ended)
         if not plan.starter.has_scheduler:  # srun may wait for other job steps to end
             self.record.note("limit", seconds=self._start_timeout_s)
         self._see()
-
-    def _ask_in_thread(self, ask: Callable[[], list[str]], every_s: float | None) -> list[str]:
-        """The answers so far, in a list that grows: files, names and logins to hosts may hang."""
-        answers = list[str]()
-
-        def run() -> None:
-            while not self._has_ended.wait(every_s):
-                answers.extend(ask())
-
-        threading.Thread(target=run, daemon=True).start()
-        return answers
 
     # --- the loop ---
 
@@ -115,11 +108,13 @@ class Attempt:
         has_failed_early = self.mpirun.code and self.record.phase is Phase.STARTING
         if has_failed_early and (lost := self._probe_late()):  # as its ssh may have found
             self.record.note("end", failed=False, why="\n".join(lost))
+        since = time.monotonic()
         self._end_ranks()  # whose last messages may be in transit
-        until = time.monotonic() + SILENCE_S
-        while self.server.connected and time.monotonic() < until:
-            self.wait(until)
-        for event in self.server.drop_silent_hosts():
+        while self.server.connected and time.monotonic() < since + SILENCE_S:
+            self.wait(since + SILENCE_S)
+        silence, longest_s = self.server.silence().items(), time.monotonic() - since
+        silent = {rank: silent_s for rank, silent_s in silence if silent_s > longest_s}
+        for event in self.server.lose_silent(silent):
             self._add(event)
         grace_s = 0.0 if self.record.stop is Stop.AT_ONCE else ORPHANS_S
         if left := ", ".join(map(str, end_all(self.mpirun.left, grace_s=grace_s))):
@@ -157,7 +152,9 @@ class Attempt:
             late = {rank for rank in late if record.hosts[rank] not in record.silent_hosts}
             if not late and not self.mpirun.left(agents=True):
                 break
-            if time.monotonic() - output.copied_at > OUTPUT_S:
+            # After an outage, TCP sends again within the time that the outage has lasted.
+            limit_s = 2 * self.server.lost_s if late and self.agents.others else OUTPUT_S
+            if time.monotonic() - output.copied_at > limit_s:
                 ranks = record.names(sorted(late)) or "a rank"
                 missing = f"the last output of {ranks} has not arrived; it may be missing here."
                 output.log(missing, is_error=True)
@@ -170,19 +167,30 @@ class Attempt:
     # --- what happens ---
 
     def on_signal(self, number: int) -> None:
-        if self.record.stop < Stop.BY_USER:
-            is_hung_up = number == signal.SIGHUP
+        """Take the first signal for a request. Only the same signal again is impatience.
+
+        Schedulers send several kinds while the ranks save: LSF's bkill SIGINT and then SIGTERM, Slurm SIGTERM
+        after the signal of --signal.
+        """
+        is_hung_up = number == signal.SIGHUP  # a closing terminal may send two
+        if number not in self._signals:
+            self._signals.add(number)
             self.request_stop(HUNG_UP if is_hung_up else signal.Signals(number).name, number)
-        elif number != signal.SIGHUP:  # a closing terminal may send two
+        elif not is_hung_up:
             self.record.note("kill")
             self._begin_end()
             self.mpirun.kill_all()
 
-    def request_stop(self, reason: str = "--stop-after", number: int = signal.SIGTERM) -> None:
-        """The user requests a stop of all ranks, within the time limits, unless this has happened before."""
-        record = self.record
-        if record.stop >= Stop.BY_USER:
+    def request_stop(self, reason: str = "", number: int = signal.SIGTERM) -> None:
+        """Let all ranks stop within the time limits, unless the user has requested this before.
+
+        Without a reason, it is time to stop. A script that cannot save runs up to a scheduler's own limit.
+        """
+        record, why_stop = self.record, self.agents.launcher.why_stop
+        is_pointless = why_stop != STOP_AFTER and not record.latest["supports_stop"]
+        if record.stop >= Stop.BY_USER or (not reason and is_pointless):
             return
+        reason = reason or why_stop
         record.note("stop", by=Stop.BY_USER.name, reason=reason, signal=number)
         if record.phase is Phase.ENDING:
             return
@@ -192,8 +200,8 @@ class Attempt:
         self.server.ask(self.server.connected, "stop", signal=number)
         self._begin_grace()
         if record.latest["supports_stop"]:
-            stopping = "the ranks are saving and stopping; another signal kills them at once."
-            self.output.log(f"{reason}: {stopping}")
+            again = "the same signal again kills them at once."
+            self.output.log(f"{reason}: the ranks are saving and stopping; {again}")
 
     def on_event(self, event: Event) -> None:
         """React to what a rank says, or to a viewer."""
@@ -247,7 +255,9 @@ class Attempt:
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait
             self._end_after(0.0, has_failed=True)
-        if record.done and not self.server.connected and record.phase < Phase.ENDING:
+        if not self.server.connected and record.silent_hosts and self.agents.has_logged_in:
+            self.mpirun.kill_all()  # it would wait for its daemons there
+        elif record.done and not self.server.connected and record.phase < Phase.ENDING:
             self._timers.after(EXIT_S, self._end_mpirun)
 
     def _add(self, event: Event) -> None:
@@ -259,6 +269,8 @@ class Attempt:
         """Look at the job once a second."""
         now = time.monotonic()
         self._timers.after(min(CHECK_S, self.options.hang_timeout_s or CHECK_S), self._see)
+        for event in self.server.lose_silent(self._looks.silence_of_lost(now)):
+            self.on_event(event)
         match self.record.phase:
             case Phase.STARTING:
                 self._see_start(now)
@@ -297,33 +309,13 @@ class Attempt:
         """All ranks have joined."""
         self.output.hold_mpirun()
         self._looks.ask_for_calls()
-        if self.turn.grows:
-            search = partial(search_once, self.agents.plan, self.turn.avoided)
-            self._found = self._ask_in_thread(search, self.options.grow_s)
+        self._watchers.append(Growth(self.agents, self.turn, self.record, self._has_ended))
 
     def _see_steps(self, now: float) -> None:
-        if self._found:
-            self._grow(self._found.pop())
-        self._looks.see(now)
+        for watcher in self._watchers:
+            watcher.see(now)
         if self.output.shows_status:
             self.output.show_status(status_lines(self.record, now))
-
-    def _grow(self, found: str) -> None:
-        """Stop all ranks after their present steps, however long these take, unless work would be lost."""
-        record, announced, why_not = self.record, self.record.announcement, ""
-        most = announced.max_ranks or record.world_size + 1
-        if record.stop or record.done or record.world_size >= most:
-            return
-        if len(record.latest["supports_stop"]) < record.world_size:
-            why_not = "not every rank has called mpiddp.should_stop()"
-        elif announced == Announcement():
-            why_not = "the script has announced nothing that resumes it (mpiddp.announce)"
-        if why_not:
-            self.output.log(f"{found}, but {why_not}, so the job continues without a restart.")
-        else:
-            self.output.log(f"{found}: stopping to restart.")
-            record.note("stop", by=Stop.TO_GROW.name, reason=found, signal=int(signal.SIGTERM))
-            self.server.ask(self.server.connected, "stop", signal=signal.SIGTERM)
 
     # --- stopping, saving, ending ---
 

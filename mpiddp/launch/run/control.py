@@ -1,4 +1,4 @@
-"""What the launcher waits for: its ranks, their viewers and signals. And what it asks of the ranks.
+"""What the launcher waits for: its ranks, viewers and signals. And what the launcher asks of the ranks.
 
 The launcher's end of the job channel listens on one address for its ranks, and on a Unix socket for viewers,
 `mpiddp ps`, `top`, `stacks` and `stop`. `mpiddp.protocol.server` handles the connections and the protocol.
@@ -6,7 +6,6 @@ The launcher's end of the job channel listens on one address for its ranks, and 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import shutil
@@ -14,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -25,7 +24,7 @@ from mpiddp.protocol import channel
 from mpiddp.protocol.channel import encode
 from mpiddp.protocol.group import Peer, TimedSelector
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Event
-from mpiddp.protocol.variables import ADDRESS, SECRET
+from mpiddp.protocol.variables import ADDRESS, LOST_AFTER, LOST_AFTER_S, PATIENCE, SECRET
 from mpiddp.text import escaped
 
 # LSF sends SIGUSR2 at a job's limit, and Grid Engine's -notify before a suspension or the end.
@@ -35,7 +34,6 @@ STOP_SIGNALS = (*(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), *(signal.SIGUSR
 # do the like: one request arrives twice. A person who presses Ctrl-C twice takes longer than 0.3 s.
 _REPEAT_S, _REPEAT_OF_CTRL_C_S = 1.0, 0.3
 
-_SIOCOUTQ = 0x5411  # bytes that the peer has not acknowledged yet
 _OPEN_BESIDES_RANKS = 64  # files
 
 
@@ -52,10 +50,10 @@ class SignalQueue:
         self.interrupts = False  # whether a stop signal raises KeyboardInterrupt
         self.has_resized = False  # the terminal, since somebody has looked
         # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
-        numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+        numbers = [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
         numbers += (signal.SIGCHLD, signal.SIGWINCH)
-        self._before = {each: signal.signal(each, self._handle) for each in numbers}
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def close(self) -> None:
         for number, handler in self._before.items():
@@ -122,26 +120,32 @@ def listen(where: str | Path) -> socket.socket:
 
 
 class ControlServer(ChannelServer):
-    """The server for the `world_size` ranks of one attempt."""
+    """The server for the `world_size` ranks of one attempt, whose owner loses hosts after `lost_s`."""
 
     def __init__(
-        self, listener: socket.socket, world_size: int, selector: TimedSelector, key: str = ""
+        self,
+        listener: socket.socket,
+        world_size: int,
+        selector: TimedSelector,
+        key: str = "",
+        lost_s: float = LOST_AFTER_S,
     ) -> None:
         limit = allow_open(2 * PER_RANK * world_size + OPEN_BESIDES)
         if limit < PER_RANK * world_size + _OPEN_BESIDES_RANKS:
             needs = f"{world_size} ranks need {PER_RANK} each in this process"
             raise JobFailed(f"{limit} open files are too few: {needs} (ulimit -n).")
-        own = listener.getsockname()
-        address = channel.UNIX + own if isinstance(own, str) else "{}:{}".format(*own[:2])
+        name = listener.getsockname()
+        address = channel.UNIX + name if isinstance(name, str) else "{}:{}".format(*name[:2])
         super().__init__(listener, key or os.urandom(16).hex(), world_size, selector)
-        self.settings = {ADDRESS: address, SECRET: self.key}  # the variables that the ranks need
+        self.lost_s, self.patience_s = lost_s, PATIENCE * lost_s
+        # The variables that the ranks need.
+        self.settings = {ADDRESS: address, SECRET: self.key, LOST_AFTER: str(lost_s)}
 
     def successor(self) -> ControlServer:
         """The server of the next attempt of the same agents, at the same address. It knows nobody."""
         self.drop_all()
-        return ControlServer(
-            self._listener, self.world_size, self.selector, channel.next_key(self.key)
-        )
+        key = channel.next_key(self.key)
+        return ControlServer(self._listener, self.world_size, self.selector, key, self.lost_s)
 
     def ask(
         self, ranks: Iterable[int], kind: str, *, agents: bool = False, **facts: object
@@ -154,13 +158,21 @@ class ControlServer(ChannelServer):
         for rank in ranks:
             self.send(rank, line, to_script=rank in self.scripts and not agents)
 
-    def drop_silent_hosts(self) -> list[Event]:
-        """Drop the ranks whose hosts have not acknowledged over TCP what was sent to them."""
-        if self._listener.family == socket.AF_UNIX:  # this host's own kernel always answers
-            return []
-        peers = self._ranks.values()
-        silent = [each for each in peers if any(fcntl.ioctl(each.connection, _SIOCOUTQ, bytes(4)))]
-        return [event for peer in silent for event in self.lose(peer, silent=True)]
+    def silence(self) -> dict[int, float]:
+        """For how many seconds nothing has come from the agent of each rank, nor from its script."""
+        pairs = {rank: (peer, self.scripts.get(rank, peer)) for rank, peer in self._ranks.items()}
+        return {
+            rank: min(channel.silence_s(peer.connection) for peer in pair)
+            for rank, pair in pairs.items()
+        }
+
+    def lose_silent(self, silence: Mapping[int, float]) -> list[Event]:
+        """Drop the agents of these ranks, whose hosts have been silent for so many seconds."""
+        return [
+            event
+            for rank, silent_s in silence.items()
+            for event in self.lose(self._ranks[rank], silent_s=silent_s)
+        ]
 
 
 class Console:
@@ -192,8 +204,8 @@ class Console:
     def answer(self, viewer: Peer, **facts: object) -> None:
         """Send a viewer these facts, and those of the job itself."""
         age_s = time.monotonic() - self._began_at
-        own = {"pid": os.getpid(), "name": self._name, "age_s": age_s}
-        viewer.send(encode("answer", b"", **own, **facts))
+        job = {"pid": os.getpid(), "name": self._name, "age_s": age_s}
+        viewer.send(encode("answer", b"", **job, **facts))
 
 
 class Exchange:
@@ -202,8 +214,8 @@ class Exchange:
         caller -> launcher   call, with the function        rank -> launcher   function, answer
         launcher -> caller   answer, outcome                launcher -> rank   function, answer
 
-    A rank waits until its answer is answered, so the launcher has it before the rank reports its end. The
-    launcher never unpickles anything. Whoever does checks the MAC first.
+    A rank waits for an acknowledgement, so its answer arrives before its end is reported. The launcher never
+    unpickles anything. Its caller and the ranks check the MAC before they do.
     """
 
     def __init__(self, function: bytes = b"") -> None:
@@ -231,6 +243,6 @@ class Exchange:
             for part in (head.rstrip(), b"\t", self._function, b"\n"):
                 server.send(rank, part, to_script=True)
         elif facts["mac"] == channel.mac(key, "answer", facts["body"]):
-            found = self.results if facts["is_result"] else self.errors
-            found[rank] = facts["body"]
+            answers = self.results if facts["is_result"] else self.errors
+            answers[rank] = facts["body"]
             server.send(rank, encode("answer"), to_script=True)

@@ -1,8 +1,8 @@
-"""What goes over ssh to the hosts of an attempt before its mpirun starts, and after it has failed.
+"""What the launcher does over ssh on the hosts of an attempt before mpirun starts, and after a failure.
 
-Each connects back to the launcher, which listens already, and to the other hosts: a firewall that passes only
-ssh is named in seconds. And each keeps what mpirun would send to its daemons in clear text: the job's key and
-the values of -x (`mpiddp.hosts.private`).
+Each host connects back to the launcher, which listens already, and to the other hosts. So a firewall that
+passes only ssh is named in seconds. Each host also keeps the job's key and the values of -x
+(`mpiddp.hosts.private`), because mpirun would send them to its daemons in clear text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpiddp.text import listed, names_by_value
 
 TRAVELLING = (channel, interfaces, reachability, processes, private)
 _PORTS = range(33_000, 60_000)  # the kernel's own choice is among them, as for the ranks
-_MOST = 16  # hosts of which each connects to each
+_MOST = 16  # hosts that all connect to each other; of more, each connects to some
 _SWEEP_S = 8.0  # for a login that kills what an attempt has left
 
 
@@ -71,11 +71,11 @@ def hand_over(
             program = program_that_prints(TRAVELLING, f"ready({wanted!a})")
             work_s = start_s + 4 * reachability.CONNECT_S
             answers = ask(hosts, program, work_s=work_s, logins=logins)
-        found = {host: each.value for host, each in answers.items() if not each.why}
-        kept, cut_off = [*found], _cut_off(found, wanted)
-        for host, each in answers.items():
-            if each.why and (each.has_failed_there or host.name not in cut_off):
-                cut_off[host.name] = each.why
+        reports = {host: answer.value for host, answer in answers.items() if not answer.why}
+        kept, cut_off = [*reports], _cut_off(reports, wanted)
+        for host, answer in answers.items():
+            if answer.why and (answer.has_failed_there or host.name not in cut_off):
+                cut_off[host.name] = answer.why
         if cut_off:
             raise CutOff(cut_off)
     except (JobFailed, KeyboardInterrupt):
@@ -84,32 +84,35 @@ def hand_over(
         raise
 
 
-def _cut_off(found: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]) -> dict[str, str]:
+def _cut_off(
+    reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]
+) -> dict[str, str]:
     """A sentence for each host that a firewall, or a missing route, closes to the ranks, by its name."""
     address, _, port = wanted["launcher"].rpartition(":")
     here, sentences = socket.gethostname(), dict[str, str]()
-    errors = {host.name: each["launcher"] for host, each in found.items() if each["launcher"]}
+    errors = {host.name: report["launcher"] for host, report in reports.items()}
+    errors = {name: error for name, error in errors.items() if error}
     for error, names in names_by_value(errors).items():
         fact = f"{listed(names)} → {here} ({address} tcp/{port}) fails: {error}"
         fix = f"allow TCP from there on {here}, or name another network: --interface NAME"
         sentence = f"{fact}. ssh works, so a firewall or a route is in the way. Fix: {fix}"
         sentences |= dict.fromkeys(names, sentence)
-    met = {host.name: each["hosts"] for host, each in found.items()}
+    met = {host.name: report["hosts"] for host, report in reports.items()}
     if errors or None in met.values() or not wanted["meet"]:  # None: another program has the port
         return sentences
     addresses, port, *_ = wanted["meet"]
-    for of, fact, fix in reachability.blocked(met, addresses, port):
-        # This host starts the job, so of two it is the other one that the job can do without.
-        at_fault = next((each for each in of if each != here), here)
+    for pair, fact, fix in reachability.blocked(met, addresses, port):
+        # Blame the other host of the pair: this one runs the launcher and cannot be left out.
+        at_fault = next((name for name in pair if name != here), here)
         sentences.setdefault(at_fault, f"{fact}. Fix: {fix}")
     return sentences
 
 
 def gone(request: Request, names: Collection[str]) -> list[str]:
     """A sentence for each of these hosts that nothing reaches any more."""
-    hosts = [each for each in request.hosts.hosts if each.name in names]
+    hosts = [host for host in request.hosts.hosts if host.name in names]
     answers = ask_hosts(hosts, "print(0)", transport=request.hosts.transport)
-    lost = {host: each.why for host, each in answers.items() if each.is_lost}
+    lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
     return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
 

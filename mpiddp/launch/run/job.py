@@ -7,6 +7,7 @@ and restarts. A restart receives the job's announcement (see `mpiddp.runtime.rep
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from contextlib import ExitStack, closing
 from enum import Enum, auto
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
+from mpiddp.hosts.allocations import seconds_left
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
@@ -23,7 +25,7 @@ from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past
-from mpiddp.launch.run.agents import Launcher, Turn, start
+from mpiddp.launch.run.agents import STOP_AFTER, Launcher, Turn, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.handover import CutOff
@@ -41,7 +43,11 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
     Raises UserError or JobFailed if the first attempt cannot be started, and KeyboardInterrupt before it has.
     """
     logins = Logins()
-    stop_at = time.monotonic() + (options.stop_after_s or float("inf"))
+    stop_at, why_stop = time.monotonic() + (options.stop_after_s or math.inf), STOP_AFTER
+    if options.stop_after_s is None:
+        left_s, scheduler = seconds_left(os.environ)
+        stop_at = time.monotonic() + left_s - min(2 * options.grace_s, left_s / 10)
+        why_stop = f"the time limit of {scheduler} is near"
     with closing(logins), ExitStack() as stack:
         signals = stack.enter_context(closing(SignalQueue()))
         console = stack.enter_context(closing(Console(report.name)))
@@ -50,7 +56,8 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         report.begin()
         folder = folder_of_launch(options.log_dir) if options.log_dir else report.folder
         logs = stack.enter_context(closing(LogFolder(folder))) if folder else None
-        job = Job(Launcher(signals, console, stop_at, exchange, logs, logins), plan, report)
+        ends = stop_at, why_stop
+        job = Job(Launcher(signals, console, *ends, exchange, logs, logins), plan, report)
         stack.enter_context(closing(job))
         outcome = job.attempt()
         while (move := job.next_move(outcome)) is not Move.END:
@@ -74,8 +81,8 @@ class Move(Enum):
 class Job:
     """One job over all of its attempts.
 
-    Of its signals, the first requests a stop of the ranks. The second kills all processes of the job on this
-    host, and its daemons on other hosts then end too.
+    Its first signal requests a stop of the ranks. The same signal again kills all processes of the job on
+    this host, and its daemons on other hosts then end too.
     """
 
     def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:

@@ -1,9 +1,10 @@
-"""What the launcher asks of its ranks while they run, and says of it: late ranks, hangs, stragglers."""
+"""Looks at ranks that run: what the launcher asks of them, and says of late ranks, hangs and stragglers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from mpiddp.launch.judge.calls import called_at
 from mpiddp.launch.judge.events import Phase, Record
 from mpiddp.launch.judge.hangs import (
     Hang,
@@ -23,7 +24,7 @@ STACKS_S, INTERRUPTED_S = 4.0, 1.0  # ranks to send their stacks, also after an 
 
 
 class Looks:
-    """The looks at one attempt. `end_job` ends it, for the reason that it is given."""
+    """The looks at one attempt. `end_job` ends the attempt for a reason."""
 
     def __init__(self, agents: Agents, record: Record, end_job: Callable[[str], None]) -> None:
         self._options, self._console = agents.plan.options, agents.launcher.console
@@ -41,14 +42,29 @@ class Looks:
         late = find_stragglers(record.calls, record.world_size, since, now) if is_over else None
         if late is not None:
             record.note("window", **late)
-            found, sentence = straggler_sentence(record)
-            if found:  # each is named once
-                self._output.log(sentence, about=f"stragglers {sorted(found)}")
+            ranks, sentence = straggler_sentence(record)
+            if ranks:  # the same ranks are named once
+                self._output.log(sentence, about=f"stragglers {sorted(ranks)}")
         printed, copied_at = record.own("printed"), self._output.copied_at
         if not record.newest_step and (printed is None or printed.at != copied_at):
             record.add(Event("printed", at=copied_at))
         if now >= next_look_at(record):
             self.ask_for_stacks()
+
+    def silence_of_lost(self, now: float) -> dict[int, float]:
+        """The ranks whose hosts have been silent for --lost-after, while no other rank makes a step.
+
+        The steps of the others need these ranks. So as long as they go on, only the network of the job
+        channel is broken. Returns the seconds of silence.
+        """
+        record, lost_s = self._record, self._server.lost_s
+        silence = self._server.silence()
+        heard = {record.hosts[rank] for rank, silent_s in silence.items() if silent_s <= lost_s}
+        silent = {rank: silence[rank] for rank in silence if record.hosts[rank] not in heard}
+        steps = {rank: event.at for rank, event in record.latest["progress"].items()}
+        times = [*steps.items(), *called_at(record.calls).items()] if silent else []
+        goes_on = any(now - at <= lost_s for rank, at in times if record.hosts[rank] in heard)
+        return {} if goes_on else silent
 
     def answer(self, viewer: Peer) -> None:
         """Send a viewer the stacks, once they are there."""
@@ -66,7 +82,7 @@ class Looks:
         self._timers.after(WINDOW_S, self.ask_for_calls)
 
     def ask_for_stacks(self) -> None:
-        """Ask the ranks for their stacks, unless they are on their way."""
+        """Ask the ranks for their stacks, unless they have just been asked."""
         if self._see_stacks in self._timers.timers:
             return
         self._record.note("asked", ranks=sorted(self._server.connected))
@@ -77,7 +93,7 @@ class Looks:
         )
 
     def ask_at_failure(self) -> None:
-        """Ask once, before the ranks are gone, for what the verdict says of their collectives."""
+        """Ask once, before the ranks are gone: the verdict names the collectives that they were in."""
         if not self._has_asked_at_failure:
             self._has_asked_at_failure = True
             self.ask_for_stacks()

@@ -94,6 +94,6 @@ class MpirunProcess:
         signal_all(self.left, signal.SIGKILL)
 
     def left(self, *, agents: bool = False) -> list[int]:
-        """The job's processes here without the ranks' agents; or these, which may still send output."""
-        found = descendants(os.getpid(), but=self._strangers)
-        return [pid for pid, name in found.items() if (name == AGENT_NAME) is agents]
+        """The job's processes here without the ranks' agents, or only the agents, which may send output."""
+        processes = descendants(os.getpid(), but=self._strangers)
+        return [pid for pid, name in processes.items() if (name == AGENT_NAME) is agents]

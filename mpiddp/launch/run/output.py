@@ -32,7 +32,7 @@ from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END
 from mpiddp.launch.log import GROWTH_S, Screen, Source
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.run.log_folder import LogFolder
-from mpiddp.protocol.channel import STREAMS, is_shown, notice_silence
+from mpiddp.protocol.channel import STREAMS, is_shown
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.terminal import Manners, prefix_of
 
@@ -303,7 +303,6 @@ def _send_stdin(connection: socket.socket) -> None:
     poll.register(0, select.POLLIN)
     with connection, suppress(OSError):  # the rank has ended, or the terminal is gone
         connection.setblocking(True)
-        notice_silence(connection, is_read_slowly=True)
         while connection.fileno() not in dict(poll.poll()):
             if _is_in_background():
                 time.sleep(_BACKGROUND_S)

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from mpiddp.errors import JobFailed
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import NO_MESSAGE, RANK, UNIX
+from mpiddp.protocol.variables import LOST_AFTER, LOST_AFTER_S, PATIENCE
 from mpiddp.world import World
 
 CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands
@@ -83,8 +85,11 @@ def _connect(
         else:
             connection = socket.create_connection((host, int(port)), _ATTEMPT_S)
         stack.enter_context(connection)
+        lost_after = os.environ.get(LOST_AFTER)
+        patience_s = PATIENCE * float(lost_after) if lost_after else LOST_AFTER_S
         # A stopped launcher (Ctrl-Z) reads no steps. If it is lost, the rank's own connection shows it.
-        channel.notice_silence(connection, is_read_slowly=facts.get("role") == channel.SCRIPT)
+        is_read_slowly = kind in channel.HANDED_OVER or facts.get("role") == channel.SCRIPT
+        channel.notice_silence(connection, patience_s, is_read_slowly=is_read_slowly)
         connection.settimeout(answer_s)
         key = server.member_key(rank, str(facts.get("role", RANK)))
         answer = channel.introduce(connection, key, kind, rank, facts)

@@ -7,7 +7,7 @@ import json
 import numbers
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ PROGRESS_EVERY_S = 0.5
 class Progress:
     """The latest step of this process, and the values to show with it."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Coordinator, tell_agent: Callable[..., None]) -> None:
+        self._coordinator, self._tell_agent = coordinator, tell_agent
         self._step, self._counter = 0, BY_OPTIMIZER
         self._sent_at = 0.0
         self._shown: dict[str, Any] = {}  # that has not been sent
@@ -39,8 +39,11 @@ class Progress:
             return
         self._counter, self._step = counter, step
         now = time.monotonic()
-        if now - self._sent_at >= PROGRESS_EVERY_S and self._coordinator.has_room:
-            self._sent_at = now
+        if now - self._sent_at < PROGRESS_EVERY_S:
+            return
+        self._sent_at = now
+        self._tell_agent("progress", at=now)
+        if self._coordinator.has_room:
             self._coordinator.tell_launcher("progress", step=step, shown=self._shown, **_usage())
             self._shown = {}
 

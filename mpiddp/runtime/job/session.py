@@ -45,7 +45,7 @@ class Session:
         self.sinks: Any = None  # of `mpiddp.runtime.sinks`, once this process has logged
         self.torch_store: object = None  # rank 0 serves it as long as its process lives
         self.error: BaseException | None = None  # that has ended the script, or by hand its group
-        self.progress = Progress(self.coordinator)
+        self.progress = Progress(self.coordinator, self.tell_agent)
         self.stop = StopRequest(self.coordinator, self.progress, self.tell_agent)
         # Calls on every rank, the latest first, once its script has succeeded.
         self.before_leaving: list[Callable[[], None]] = []

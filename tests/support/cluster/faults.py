@@ -91,15 +91,24 @@ def unreachable(host: Host) -> Iterator[None]:
         host.link("up")
 
 
-@contextmanager
-def firewall(host: Host, verdict: str) -> Iterator[None]:
+def firewall(host: Host, verdict: str) -> AbstractContextManager[None]:
     """The host takes connections to its sshd alone. Others: "drop", or "reject with tcp reset"."""
+    return _rule(host, f"tcp flags & (syn|ack) == syn tcp dport != 22 {verdict}")
+
+
+def dropped_port(host: Host, port: str) -> AbstractContextManager[None]:
+    """No packet from this TCP port of another host reaches the host, also of open connections."""
+    return _rule(host, f"tcp sport {port} drop")
+
+
+@contextmanager
+def _rule(host: Host, rule: str) -> Iterator[None]:
     rules = [
         "table inet test {",
         "chain in {",
         "type filter hook input priority 0; policy accept;",
         "iif lo accept",
-        f"tcp flags & (syn|ack) == syn tcp dport != 22 {verdict}",
+        rule,
         *("}", "}"),
     ]
     host.run(["nft", "-f", "-"], stdin="\n".join([*rules, ""]), check=True)

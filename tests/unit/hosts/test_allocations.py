@@ -4,12 +4,15 @@ tests/promises/test_allocations.py has real ones, and tests/refusals those that 
 Tests mpiddp/hosts/allocations.py, mpiddp/hosts/hostfile.py.
 """
 
+import time
+
 import pytest
 
-from mpiddp.hosts.allocations import SCHEDULERS, find_allocation
+from mpiddp.hosts.allocations import SCHEDULERS, find_allocation, seconds_left
 from mpiddp.hosts.hostfile import read_hostfile
 from mpiddp.hosts.names import compress_names, expand_nodelist
 from tests.support.allocations import FLUX, PBS, SLURM, enter_folder
+from tests.support.machine import tool
 
 
 @pytest.fixture
@@ -97,3 +100,34 @@ def test_names_are_compressed(names, text):
     assert compress_names(names) == text
     if ":" not in text:
         assert sorted(expand_nodelist(text)) == sorted(set(names))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no such job", "Job Id: 1\n    Resource_List.walltime = soon\n"]
+)
+def test_without_a_time_limit_a_job_has_no_end(tmp_path, text):
+    path = tool(tmp_path, "qstat", f"cat <<'END'\n{text}\nEND")
+    assert seconds_left({"PATH": path, "PBS_JOBID": "1"})[0] == float("inf")
+    assert seconds_left({"PATH": path, "PE_HOSTFILE": "x"})[0] == float("inf")
+    assert seconds_left({"PATH": path}) == (float("inf"), "")
+
+
+def test_the_end_of_an_allocation(tmp_path):
+    """As sbatch's variable, squeue, qstat of PBS Pro and of Grid Engine, and bjobs tell it: in an hour."""
+    began, end = (time.localtime(time.time() + seconds) for seconds in (-600, 3600))
+    pbs = (
+        f"    Resource_List.walltime = 01:10:00\n    stime = {time.asctime(began)}\n    project = x"
+    )
+    job = "<job_list><JB_job_number>{}</JB_job_number><JAT_start_time>{}</JAT_start_time>{}</job_list>"
+    limit = '<hard_request name="h_rt" resource_contribution="0.000000">4200</hard_request>'
+    sge = job.format(1, "", "") + job.format(12, time.strftime("%Y-%m-%dT%H:%M:%S", began), limit)
+    for env, program, text in (
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}, "none", ""),
+        ({"SLURM_JOB_ID": "1"}, "squeue", time.strftime("%Y-%m-%dT%H:%M:%S", end)),
+        ({"PBS_JOBID": "1.head"}, "qstat", pbs),
+        ({"LSB_JOBID": "105"}, "bjobs", "1:00 L"),
+        ({"PE_HOSTFILE": "x", "JOB_ID": "12"}, "qstat", sge),
+    ):
+        path = tool(tmp_path, program, f"cat <<'END'\n{text}\nEND")
+        seconds, scheduler = seconds_left({"PATH": path, **env})
+        assert 3590 < seconds <= 3601, scheduler

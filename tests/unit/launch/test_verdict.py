@@ -28,7 +28,7 @@ def failed(rank: int, error: str = "ValueError: x", at: float = 1.0, **facts: An
     return event(rank, "failed", at, **{**defaults, "error": error, **facts})
 
 
-def lost(rank: int, at: float = 1.0, silent: bool = False) -> Event:
+def lost(rank: int, at: float = 1.0, silent: float = 0.0) -> Event:
     return event(rank, "lost", at, silent=silent)
 
 
@@ -64,7 +64,7 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
         # Its peer's report overtakes its own.
         ([event(2, "claim", 0.9), failed(0, "ValueError", 1.0), failed(2, "KeyError", 1.2)], 2),
         ([event(2, "claim", 0.9), lost(0, 1.0), failed(2, "KeyError", 1.2)], 2),
-        ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=True)], 2),
+        ([lost(0, 11.0), lost(1, 11.1), lost(2, 12.0, silent=15.0)], 2),
         ([failed(2, "ConnectionError: no database", 1.0), lost(0, 2.0), lost(1, 2.0)], 2),
         # By SIGTERM, an mpirun ends the others, and somebody else ends one.
         ([failed(0, "", 1.0, traceback="", signal=15, passed=True), failed(1, at=1.1)], 1),
