@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpiddp.launch.judge.calls import called_at
 from mpiddp.launch.judge.events import Phase, Record
 from mpiddp.launch.judge.hangs import (
     Hang,
@@ -62,7 +61,7 @@ class Looks:
         heard = {record.hosts[rank] for rank, silent_s in silence.items() if silent_s <= lost_s}
         silent = {rank: silence[rank] for rank in silence if record.hosts[rank] not in heard}
         steps = {rank: event.at for rank, event in record.latest["progress"].items()}
-        times = [*steps.items(), *called_at(record.calls).items()] if silent else []
+        times = [*steps.items(), *record.called_at.items()] if silent else []
         goes_on = any(now - at <= lost_s for rank, at in times if record.hosts[rank] in heard)
         return {} if goes_on else silent
 
