@@ -114,9 +114,20 @@ class Checkpoints:
             timeout_s=timeout_s,
             bucket=bucket,
         )
-        self._dir = RunDir(
-            local_path(folder).absolute()
-        )  # the script may change the working folder
+        # The script may change the working folder.
+        self._dir = RunDir(local_path(folder).absolute())
+        asked = {
+            "folder": folder if bucket else self._dir.path,
+            "every": every,
+            "keep": keep,
+            "keep_every": keep_every,
+            "best": best,
+            "not_finite": not_finite,
+            "on_save_error": on_save_error,
+            "timeout_s": timeout_s,
+            **{f"config[{name!r}]": value for name, value in self._config.items()},
+        }
+        self._asked = {name: str(value) for name, value in asked.items()}
         losses = () if not_finite == "keep" else not_finite
         self._records = RunRecords(self._dir, best[0] if best else "", losses, self._config)
         self._coordinator = script_coordinator(self.close)
@@ -170,12 +181,13 @@ class Checkpoints:
             RuntimeError: it has been called before, or after the first `save`.
             UserError: no verified checkpoint there, or one of another script, program or config; another
                 run writes into the folder; the finite checkpoint is more than one interval older than the
-                newest one, and `path` does not name it.
+                newest one, and `path` does not name it. The arguments differ between the ranks. A restart
+                names another folder than the run before it, and this folder has no checkpoint.
             JobFailed: a disk has failed.
         """
         if self._run is not None:
             raise RuntimeError("resume() must be called once, before the first save().")
-        with self._opening() as run:
+        with self._opening(f"resume({path or ''}, step={step})") as run:
             with run.together(), named_by(""):
                 if (
                     path is not None
@@ -286,11 +298,12 @@ class Checkpoints:
 
         Raises:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
-            ValueError: the step is earlier than the newest checkpoint, or not that of the other ranks; an
-                entry's name cannot be a file's; ranks have different things under one key, which it names.
+            ValueError: the step is earlier than the newest checkpoint; an entry's name cannot be a file's;
+                ranks have different things under one key, which it names.
             RuntimeError: `close` has been called, or another thread has saved before.
-            UserError: the folder has checkpoints, and `resume` has not been called; see there as well. No
-                rank has loaded a pipeline stage's tensor of the checkpoint that the run resumes from.
+            UserError: the ranks save different steps; the folder has checkpoints, and `resume` has not been
+                called; see there as well. No rank has loaded a pipeline stage's tensor of the checkpoint that
+                the run resumes from.
             JobFailed: the previous save has failed, and `on_save_error` is "stop".
         """
         step = operator.index(step)  # a number of numpy, for example
@@ -309,7 +322,7 @@ class Checkpoints:
                 "of the training: call it in the thread that trains."
             )
         if self._run is None:
-            with self._opening() as run, run.together(), named_by(""):
+            with self._opening("save()") as run, run.together(), named_by(""):
                 if folders := list_steps(self._dir.checkpoints):
                     raise UserError(
                         f"{self._dir} has {folders[-1].name} of an earlier run. "
@@ -363,15 +376,16 @@ class Checkpoints:
             run.wait()
 
     @contextlib.contextmanager
-    def _opening(self) -> Iterator[Run]:
-        """Open the folder, which an earlier attempt may have created. All ranks must call this.
+    def _opening(self, call: str) -> Iterator[Run]:
+        """Open the folder, which an earlier attempt may have created. All ranks must make this `call`.
 
         The body finds the step from which the run starts. Afterwards the run takes records and saves.
         """
         session = current()
         # A run of this process that an error has ended, and the script has caught it, may still save.
         session.wait_for_saves()
-        run = Run(self._dir, self._records, self._coordinator, self._options)
+        options = replace(self._options, arguments={**self._asked, "the first call": call})
+        run = Run(self._dir, self._records, self._coordinator, options)
         try:
             yield run
             with run.writing_together():

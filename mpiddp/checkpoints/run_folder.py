@@ -14,9 +14,9 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
@@ -31,7 +31,7 @@ from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.patches import await_gloo_at_destroy, is_on
 from mpiddp.runtime.rank_log import log
-from mpiddp.text import escaped
+from mpiddp.text import escaped, from_here
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -106,6 +106,7 @@ class RunOptions:
         is_guarded: a checkpoint that is not finite counts only if there is no other.
         timeout_s: how long to wait for a rank that does not answer.
         bucket: the object storage that has a copy of the folder.
+        arguments: all that it was told, by name, for a comparison of the ranks.
     """
 
     keep: Retention
@@ -113,6 +114,7 @@ class RunOptions:
     is_guarded: bool
     timeout_s: float
     bucket: Bucket | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
 
 
 class Run:
@@ -153,10 +155,8 @@ class Run:
         self.prefix = coordinator.unique_prefix("saves")  # of the keys of its exchanges
         self._verified: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._lock: RunLock | None = None  # on the ranks that write
-        if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
-            with self.together():
-                if not any(self.gather(run_dir.checkpoints.exists())):  # its server may be away
-                    raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
+        self._require_equal_arguments()
+        self._require_folder_of_restart()
         with self.writing_together():
             if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
                 raise UserError(
@@ -178,6 +178,44 @@ class Run:
         except BaseException:
             self.close(removes_new=True)
             raise
+
+    def _require_equal_arguments(self) -> None:
+        """Raise UserError, on all ranks, if they have not created the same `Checkpoints`."""
+        by_rank = self.gather(self.options.arguments)
+        for name in dict.fromkeys(name for arguments in by_rank for name in arguments):
+            values = [arguments.get(name, "nothing") for arguments in by_rank]
+            if different := self.different(values):
+                raise UserError(
+                    f"mpiddp.Checkpoints: {name} differs: {different}. Give all ranks the same: rank 0 can "
+                    "broadcast it, and MPIDDP_RUN_ID is the same on all ranks, in restarts too."
+                )
+
+    def _require_folder_of_restart(self) -> None:
+        """Raise, on all ranks, if a restart would not continue the run of the attempt before it.
+
+        Only the first folder that a process opens is judged, because a script may have several runs.
+        """
+        announced = os.environ.pop(RUN_DIR, None)
+        if announced is None:
+            return
+        root = self.dir.checkpoints
+        folders = self.gather([root.exists(), bool(folder.list_steps(root))])
+        if announced == str(self.dir.path):
+            if not any(exists for exists, _ in folders):  # its file server may be away
+                raise JobFailed(f"{announced} is not there any more: no host can read it.")
+        elif not any(has_steps for _, has_steps in folders):
+            raise UserError(
+                f"this restart would begin anew in {self.dir}, which has no checkpoint: the run before it "
+                f"wrote to {from_here(announced)}. Name one folder for all restarts, for example by "
+                "MPIDDP_RUN_ID."
+            )
+
+    def different(self, values: Sequence[str]) -> str:
+        """The values of the ranks, each with the first rank that has it; "" if all are equal."""
+        distinct = list(dict.fromkeys(values))
+        names = [self.coordinator.name(values.index(value)) for value in distinct]
+        pairs = zip(distinct, names, strict=True)
+        return ", ".join(f"{value} on {name}" for value, name in pairs) if names[1:] else ""
 
     @property
     def writers(self) -> list[int]:

@@ -43,7 +43,7 @@ from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
 from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, shown_path
 from mpiddp.checkpoints.tensor_files import packed, reason_of
-from mpiddp.errors import JobFailed, NoAnswer
+from mpiddp.errors import JobFailed, NoAnswer, UserError
 from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.session import current
@@ -109,8 +109,8 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
     `step` is None after the last save. That one must succeed, or its checkpoint would be lost.
 
     Raises:
-        ValueError: the ranks save different steps.
-        UserError: no rank has taken a tensor of the checkpoint that the run resumes from.
+        UserError: the ranks save different steps; no rank has taken a tensor of the checkpoint that the run
+            resumes from.
         JobFailed: the save before has failed, and it had to succeed; or a rank did not answer.
     """
     run.wait()
@@ -128,13 +128,9 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
     answers: list[Any] = run.gather(
         [step, problem, digest, values, unloaded if is_first else {}, record]
     )
-    first = {step: rank for rank, (step, *_) in reversed(list(enumerate(answers)))}
-    if len(first) > 1:
-        calls = [
-            f"{run.coordinator.name(rank)} {'closes' if step is None else f'saves step {step}'}"
-            for step, rank in first.items()
-        ]
-        raise ValueError(f"{', '.join(sorted(calls))}. All ranks must save the same step.")
+    calls = ["close()" if answer[0] is None else f"save({answer[0]}, …)" for answer in answers]
+    if different := run.different(calls):
+        raise UserError(f"the ranks save different steps: {different}. Save one step on all ranks.")
     problems = [answer[1] for answer in answers]
     if any(problems) and (run.options.must_succeed or step is None):
         raise JobFailed("\n".join(run.coordinator.sentences(problems)))

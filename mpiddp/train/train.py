@@ -998,25 +998,23 @@ def gathered(value: Any) -> list[Any]:
 
 def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
     """Raise UserError unless all ranks train the same. A collective."""
-    comparisons = {
-        "the automatic choice of settings": (
-            f"{world.backend}, {config.arch}, amp {config.amp}, batch size {config.batch_size}",
-            "Set --backend, --arch, --amp.",
-        ),
-        "the data set": (data.contents, "Use the same --data-dir on every host."),
-        "the settings": (str({**vars(config), "num_workers": 0}), "Give all ranks the same options."),
-    }
+    compared = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(config).items()}
+    compared |= {"--backend": str(world.backend), "--num-workers": ""}  # a host may have its own number
+    compared["the data set"] = data.contents
+    hints = {"the data set": "Use the same --data-dir on every host."}
     if config.parallel == "hsdp":  # the ranks of a host share a copy of the model
-        hint = "Give equal slots, or use --parallel fsdp."
-        comparisons["the number of ranks of a host"] = (f"{world.local_world_size}", hint)
+        compared["the number of ranks of a host"] = f"{world.local_world_size}"
+        hints["the number of ranks of a host"] = "Give equal slots, or use --parallel fsdp."
         if config.check_divergence and world.num_nodes in (None, 1):
             copies = "copies of the model, and --parallel hsdp has one on one host"
             raise mpiddp.UserError(f"--check-divergence compares {copies}. Leave one out.")
-    for what, (value, hint) in comparisons.items():
-        values = gathered(value)
+    by_rank = gathered(compared)
+    for name in compared:
+        values = [of_rank.get(name) for of_rank in by_rank]
         if len(set(values)) > 1:
-            listed = ", ".join(f"{each} (rank {values.index(each)})" for each in dict.fromkeys(values))
-            raise mpiddp.UserError(f"{what} differs: {listed}. {hint}")
+            listed = ", ".join(f"{value} (rank {values.index(value)})" for value in dict.fromkeys(values))
+            hint = hints.get(name, "Give all ranks the same options.")
+            raise mpiddp.UserError(f"{name} differs: {listed}. {hint}")
 
 
 def check_divergence(state: State, step: int) -> None:
