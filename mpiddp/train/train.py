@@ -54,7 +54,7 @@ BATCH_PIXELS = 500 * 32 * 32  # of an evaluation batch, if the training batch is
 WHITENING_IMAGES = 1000  # whose patches stand for those of the data set
 LARGE_IMAGE = 64  # pixels: smaller ones are what CIFAR's stems are for
 STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the speed
-log = logging.getLogger("mpiddp")  # rank 0 prints it
+log = logging.getLogger("mpiddp.train")  # rank 0 prints it
 
 
 # --- the options: each is one field, with its type, its default and its help ---
@@ -120,6 +120,10 @@ GROUPS = {  # of --help, by their first settings
     "out": "run",
     "check_determinism": "checks",
 }
+COMMON = (  # of --help; --help-all has every option
+    *("arch", "weights", "dataset", "data_dir", "use_syn", "batch_size", "global_batch_size"),
+    *("epochs", "lr", "optimizer", "amp", "parallel", "out", "resume", "save_every"),
+)
 _POSITIVE, _FRACTION, _SWITCH = number(1e-12), number(0, 1), "store_true"
 NAMES = tuple(ARCHS)
 
@@ -127,7 +131,7 @@ NAMES = tuple(ARCHS)
 # fmt: off
 @dataclass(frozen=True)
 class Config:
-    """The settings of a training, resolved. `mpiddp train --help` lists them; config.json contains them."""
+    """The settings of a training, resolved. `mpiddp train --help-all` lists them; config.json has them."""
 
     max_shift: int  # pixels by which CIFAR-10's images are shifted; it is no option
     low_res_epochs: int  # first epochs, on smaller images; no option
@@ -213,8 +217,8 @@ class _Parser(argparse.ArgumentParser):
         raise mpiddp.UserError(f"{self.prog}: {message}. See: {self.prog} --help")
 
 
-def option_parser() -> argparse.ArgumentParser:
-    """The parser of every option, with dashes."""
+def option_parser(*, shows_all: bool = True) -> argparse.ArgumentParser:
+    """The parser of every option, with dashes. Its help has them all, or the common ones."""
     parser = _Parser(
         prog="mpiddp train",
         usage="%(prog)s [options]\n\n"
@@ -223,12 +227,15 @@ def option_parser() -> argparse.ArgumentParser:
         description="Train a ResNet, as one rank of a job or alone.",
         allow_abbrev=False,
     )
-    group = parser.add_argument_group()
+    parser.add_argument("--help-all", action="help", help="show every option, and exit")
+    group = parser.add_argument_group("the most used options")
     for setting in dataclasses.fields(Config):
-        if setting.name in GROUPS:
+        if shows_all and setting.name in GROUPS:
             group = parser.add_argument_group(GROUPS[setting.name])
         if setting.metadata:
-            group.add_argument(f"--{setting.name.replace('_', '-')}", **setting.metadata)
+            added = group.add_argument(f"--{setting.name.replace('_', '-')}", **setting.metadata)
+            if not shows_all and setting.name not in COMMON:
+                added.help = argparse.SUPPRESS
     return parser
 
 
@@ -236,7 +243,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The options as written; None where the user has set none. Raises UserError."""
     # --use_syn=1 becomes --use-syn=1; the value keeps its underscores.
     dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv]
-    options = option_parser().parse_args(dashed)
+    options = option_parser(shows_all="--help-all" in dashed).parse_args(dashed)
     sharded, is_sharded = f"--parallel {options.parallel}", options.parallel != "ddp"
     for one, other, are_given in (
         ("--batch-size", "--global-batch-size", options.batch_size and options.global_batch_size),

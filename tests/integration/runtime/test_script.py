@@ -167,11 +167,12 @@ log.info("100% done")
 """
 
 
-@pytest.mark.parametrize(("rank", "printed"), [(0, "a line\n100% done\n"), (1, "")])
+@pytest.mark.parametrize(("rank", "printed"), [(0, "mpiddp: a line\nmpiddp: 100% done\n"), (1, "")])
 def test_only_rank_0_prints_and_every_rank_warns(rank, printed):
     command = [sys.executable, "-c", LOGS_MESSAGES, str(rank)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "warning: a warning\n")
+    said = (done.returncode, done.stdout, done.stderr)
+    assert said == (0, printed, "mpiddp: warning: a warning\n")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -184,7 +185,8 @@ def test_a_line_is_one_write(unbuffered):
     os.close(writer)
     writes = list(iter(lambda: os.read(reader, 65536), b""))
     os.close(reader)
-    assert writes == [b"a line\n", b"warning: a warning\n", b"100% done\n"]
+    lines = [b"a line\n", b"warning: a warning\n", b"100% done\n"]
+    assert writes == [b"mpiddp: " + line for line in lines]
 
 
 IN_A_DESTRUCTOR = """
