@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import socket
 import time
 from pathlib import Path
@@ -25,10 +26,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mpiddp.drill.faults import FaultPlan, PlannedFault
+from mpiddp.drill.faults import FIRED, FaultPlan
 from mpiddp.drill.history import RATE, History, file_of, find, read_attempts
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
+
+_SETTLE_S = 0.5  # before a fault: a save that runs beside the training may end
+_SLOW_S = 0.05  # a step after the fault, so that a script of a few milliseconds does not end before a signal
 
 
 def observe() -> None:
@@ -55,7 +59,8 @@ def observe() -> None:
 class _Observer:
     def __init__(self, folder: Path, rank: int, plan: FaultPlan) -> None:
         self._folder, self._rank, self._plan = folder, rank, plan
-        self._fault = PlannedFault(plan, folder, rank)
+        # The fault hits once in all attempts.
+        self._is_over = not plan.number or (folder / FIRED).exists()
         self._step = 0  # of the run: that of the resume until the first one of this process
         self._optimizer: Optimizer | None = None  # the first one that makes a step
         self._model: nn.Module | None = None  # the first that is called
@@ -74,7 +79,7 @@ class _Observer:
         self._optimizer = optimizer
         state = self._state(optimizer)
         state["entries"] |= self._first_buffers
-        self._write(kind="first", **state)
+        self._write(**state)
         earlier = History(read_attempts(self._folder, self._rank)[:-1])
         self._step = find(earlier.steps, state) or 0
 
@@ -85,14 +90,24 @@ class _Observer:
         state = self._state(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         state["entries"] = {RATE: str(rates)} | state["entries"]
-        self._write(kind="step", **state)
-        self._fault.after_step(self._step)
+        self._write(**state)
+        if not self._is_over and self._step >= self._plan.step:
+            self._hit()
         if self._plan.last and self._step >= self._plan.last:
             raise SystemExit(0)
 
+    def _hit(self) -> None:
+        """Let the fault hit at its step. The steps after it are slow, until the signal arrives."""
+        if (self._step, self._rank) == (self._plan.step, self._plan.rank):
+            time.sleep(_SETTLE_S)
+            (self._folder / FIRED).touch()
+            if self._plan.number == signal.SIGKILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(_SLOW_S)
+
     def saves(self, name: Any) -> None:
         path = os.path.realpath(name) if isinstance(name, (str, os.PathLike)) and name else ""
-        self._write(kind="save", step=self._step, path=path)
+        self._write(step=self._step, path=path)
 
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The digest of each entry of the training's state, causes before effects, and of all weights."""
