@@ -27,7 +27,7 @@ from mpiddp.checkpoints.resume import Candidate, bring, find
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import Retention, hold, set_aside
 from mpiddp.checkpoints.run_folder import Run, RunDir, RunOptions
-from mpiddp.checkpoints.save import agree, start
+from mpiddp.checkpoints.save import agree, save
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError, named_by
@@ -329,7 +329,7 @@ class Checkpoints:
                         "Call resume() before the first save(), or name another folder."
                     )
         assert self._run is not None
-        start(self._run, step, flat, own, self._config)
+        save(self._run, step, flat, own, self._config)
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.

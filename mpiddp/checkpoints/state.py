@@ -77,7 +77,7 @@ class FlatState:
 
     Attributes:
         tree: the state with types in place of its tensors.
-        paths, tensors: the tensors and their paths, in the order of the tree.
+        tensors: by their paths, in the order of the tree.
         guarded: the paths of the tensors of modules and of optimizers.
     """
 
@@ -86,7 +86,7 @@ class FlatState:
         if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
             raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
         self._name = name
-        self.paths, self.tensors = list[Keys](), list[Tensor]()
+        self.tensors: dict[Keys, Tensor] = {}
         self.guarded = set[Keys]()
         try:
             self.tree = self._flatten((), dict(entries), is_guarded=False)
@@ -172,8 +172,7 @@ class FlatState:
             self._refuse(path, "cannot save a tensor on meta, which has no values")
         elif value.is_quantized:  # it is more than its elements
             return value.detach().to("cpu", copy=True)
-        self.paths.append(path)
-        self.tensors.append(value)
+        self.tensors[path] = value
         if is_guarded:
             self.guarded.add(path)
         return value.dtype

@@ -62,7 +62,7 @@ def test_a_state_that_grows_leaves_no_copies_behind(tmp_path):
 @pytest.mark.parametrize(("size", "count"), [(3, 1), (3, 2), (20_000, 1), (20_000, 2)])
 def test_a_step_after_the_copy_does_not_change_it(size, count):
     tensors = [torch.zeros(size) for _ in range(count)]
-    copies = Copies.of([Box(("a",), "file", each.shape) for each in tensors], tensors)
+    copies = Copies.of([(Box(("a",), "file", tensor.shape), tensor) for tensor in tensors])
     for each in tensors:
         each.fill_(1)
     assert [each.values.sum() for each in copies.blocks["file"]] in ([0], [0, 0])
