@@ -84,10 +84,10 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     if len(first) == 1:
         return Union(flat.tree)
-    own = flat.with_tensors(_Leaf.of(path, value) for path, value in flat.tensors.items())
+    tree = flat.with_tensors(_Leaf.of(path, value) for path, value in flat.tensors.items())
     trees: dict[int, Any] = {}
     for rank in sorted(first.values()):  # one of each kind, not those of a thousand ranks
-        sent = [own]
+        sent = [tree]
         dist.broadcast_object_list(sent, rank, group=run.group)
         trees[rank] = sent[0]
     merge = _Merge(run, {first[digests[rank]] for rank in run.writers}, len(trees))
@@ -184,7 +184,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _refuse(run: Run, name: str, values: Mapping[int, str]) -> None:
-    both = ", and ".join(f"{what} on {run.coordinator.name(at)}" for at, what in values.items())
+    both = ", and ".join(f"{value} on {run.coordinator.name(at)}" for at, value in values.items())
     raise ValueError(f"{name} differs: {both}. {_HINT}")
 
 

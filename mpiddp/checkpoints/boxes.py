@@ -167,14 +167,19 @@ class Copies:
                 name = _name_of(box)
                 rows.append(row_of(name, code or "U8", part if code else [end - start], start, end))
                 for tied in self.tied_to(box):
-                    own = _name_of(tied)
+                    alias = _name_of(tied)
                     if tied is not box:
-                        notes["tied"][own] = name
+                        notes["tied"][alias] = name
                     if tied.place or code is None or part is not box.shape:
                         shape, offsets, placements = tied.place or (tied.shape, None, ())
-                        notes["boxes"][own] = [list(shape), offsets, list(part), list(placements)]
+                        notes["boxes"][alias] = [
+                            list(shape),
+                            offsets,
+                            list(part),
+                            list(placements),
+                        ]
                     if tied.layout:
-                        notes["layouts"][own] = list(tied.layout)
+                        notes["layouts"][alias] = list(tied.layout)
         return header_of(rows, notes)
 
 

@@ -13,19 +13,17 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from mpiddp.checkpoints.bucket import Bucket, is_address, local_path, pull
-from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folder import COMPLETE, is_set_aside, list_steps, name_of_step
+from mpiddp.checkpoints.bucket import Bucket, is_address, local_path
+from mpiddp.checkpoints.folder import list_steps
 from mpiddp.checkpoints.join_job import script_coordinator
 from mpiddp.checkpoints.records import RunRecords
-from mpiddp.checkpoints.resume import Candidate, bring, find
+from mpiddp.checkpoints.resume import resume
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.retention import Retention, hold, set_aside
+from mpiddp.checkpoints.retention import Retention
 from mpiddp.checkpoints.run_folder import Run, RunDir, RunOptions
 from mpiddp.checkpoints.save import agree, save
 from mpiddp.checkpoints.schedule import SaveSchedule
@@ -33,8 +31,7 @@ from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError, named_by
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.rank_log import log
-from mpiddp.text import from_here, parse_interval
+from mpiddp.text import parse_interval
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
 
@@ -137,10 +134,8 @@ class Checkpoints:
         self._has_ended, self._pid = False, os.getpid()
         self._made: int | None = None  # the last step of which `due` was asked
         session = current()
-        if session.run is None or not session.run.open():
-            session.run = self._records
-        else:
-            session.run.also.append(self._records)
+        open_ones = [records for records in session.runs if not records.is_closed]
+        session.runs = [*open_ones, self._records]
         session.savers.append(self._wait_for_own_save)
 
     def __enter__(self) -> Checkpoints:
@@ -188,64 +183,7 @@ class Checkpoints:
         if self._run is not None:
             raise RuntimeError("resume() must be called once, before the first save().")
         with self._opening(f"resume({path or ''}, step={step})") as run:
-            with run.together(), named_by(""):
-                if (
-                    path is not None
-                    and run.is_writer
-                    and local_path(path).parent != run.dir.checkpoints
-                ):
-                    pull(path)
-            copies = find(run, None if path is None else local_path(path))
-            if not copies:
-                return None
-            files = bring(run, copies)
-            first = copies[0]
-            with run.together():
-                folders = {file.parent for file in files.values()}
-                run.held += [hold(folder) for folder in folders if (folder / COMPLETE).exists()]
-                resumed = read(files, run.rank, local_rank=run.local_rank)
-                is_seed = not first.of_this_run and step is not None
-                if is_seed:
-                    resumed = replace(resumed, step=step or 0)
-                else:
-                    self._refuse_another(first, resumed)
-            host = self._coordinator.hostnames[first.rank]
-            where = f" on {host}" if first.rank else ""
-            log.info(f"resuming from {from_here(first.path)}{where}: step {resumed.step}")
-            with run.together(), named_by("cannot rename"):
-                # Or a restart would resume from the newest of them.
-                own = [folder for folder in folders if first.of_this_run and is_set_aside(folder)]
-                root = run.dir.checkpoints
-                for old in set_aside(root, resumed.step, *own) if run.is_writer else ():
-                    log.info(f"renamed to {old.name}: its step is not before that of the resume")
-                    if bucket := run.bucket:
-                        bucket.rename(old.stem, old.name)
-                if run.is_writer and first.of_this_run and first.is_named:
-                    self._records.note(event="went back", to=Path(first.path).name)
-            run.step, run.unloaded = -1 if is_seed else resumed.step, resumed._unloaded
-            run.first = resumed.step
-            current().stop.steps_before = resumed.step
-            return resumed
-
-    def _refuse_another(self, chosen: Candidate, resumed: Resumed) -> None:
-        """Raise UserError for a checkpoint of another config, or one whose folder was renamed."""
-        path = from_here(chosen.path)
-        if chosen.of_this_run and chosen.step != resumed.step:
-            name = name_of_step(resumed.step)
-            raise UserError(
-                f"{path} is the checkpoint of step {resumed.step}: rename it to {name}."
-            )
-        saved, config = resumed.config, self._config
-        different = [
-            f"{name} {saved.get(name)!r}, now {config.get(name)!r}"
-            for name in sorted(saved.keys() | config.keys())
-            if saved.get(name) != config.get(name)
-        ]
-        if different:
-            raise UserError(
-                f"{path} was made with another config: {'; '.join(different)}. "
-                "Use the same config, or name another folder."
-            )
+            return resume(run, path, step, self._config)
 
     def due(self, step: int) -> bool:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
@@ -312,7 +250,7 @@ class Checkpoints:
         if twice := sorted((state or {}).keys() & objects.keys()):
             raise ValueError(f"state has {twice[0]!r} already")
         flat = FlatState("state", {**(state or {}), **objects} if objects else state or {})
-        own = FlatState("per_rank", per_rank or {})
+        of_rank = FlatState("per_rank", per_rank or {})
         if self._records.is_closed:
             raise RuntimeError("save() was called after close().")
         self._thread = self._thread or threading.get_ident()
@@ -329,7 +267,7 @@ class Checkpoints:
                         "Call resume() before the first save(), or name another folder."
                     )
         assert self._run is not None
-        save(self._run, step, flat, own, self._config)
+        save(self._run, step, flat, of_rank, self._config)
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.
@@ -391,7 +329,7 @@ class Checkpoints:
             with run.writing_together():
                 if run.is_writer:
                     self._dir.metrics.touch()
-                if session.run is self._records:
+                if session.runs[0] is self._records:
                     session.log_to(self._dir.logs.absolute())
         except BaseException:
             run.close(removes_new=True)

@@ -304,8 +304,8 @@ def list_files(folder: Path) -> Listing:
     save_id = hashlib.sha256(manifest).hexdigest()
     if save_id.encode() != expected:
         raise BrokenCheckpoint(folder, f"{MANIFEST} does not match its SHA-256")
-    found = (folder / COMPLETE).stat()
-    inode = f"{found.st_ino} {found.st_ctime_ns}"
+    stat = (folder / COMPLETE).stat()
+    inode = f"{stat.st_ino} {stat.st_ctime_ns}"
     here = _entries(folder, MANIFEST, manifest)
     if INDEX not in here:
         return Listing(here, {}, save_id, inode)

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ class RunRecords:
 
     Attributes:
         scores: by step, the values of the metric by which the best checkpoint is kept.
-        also: the records of later runs of this process, which take the same values.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class RunRecords:
         self.dir, self._metric, self._losses = run, metric, losses
         self.config = config or {}
         self.scores: dict[int, float] = {}
-        self.also: list[RunRecords] = []
         # By name, the losses whose latest value is not finite.
         self._not_finite: dict[str, str] = {}
         self._is_writer: bool | None = None  # None until the run has started
@@ -96,10 +94,6 @@ class RunRecords:
     def not_finite(self) -> str:
         """Why the latest loss is not finite; "" if it is."""
         return next(iter(self._not_finite.values()), "")
-
-    def open(self) -> list[RunRecords]:
-        """These and the later ones that have not been closed."""
-        return [records for records in (self, *self.also) if not records.is_closed]
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         if not self._is_writer:
@@ -180,12 +174,12 @@ def run_dir() -> Path:
     Raises:
         UserError: there is none yet.
     """
-    run: RunRecords | None = current().run
-    if run is None:
+    runs = open_runs()
+    if not runs:
         raise UserError(
             "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"
         )
-    return _open_records(run)[0].dir.path
+    return runs[0].dir.path
 
 
 def log_metrics(step: int, **values: Any) -> None:
@@ -213,7 +207,7 @@ def log_metrics(step: int, **values: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int):
         raise TypeError(f"mpiddp.log_metrics: step: expected a whole number, not {step!r}")
     session = script_session()
-    runs = [] if session.run is None else _open_records(session.run)
+    runs = open_runs()
     if runs and not runs[0].has_started:
         raise UserError(
             "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept."
@@ -223,19 +217,21 @@ def log_metrics(step: int, **values: Any) -> None:
     session.progress.show(values)
     if session.sinks is None:
         is_writer = World.from_env().rank == 0
-        session.sinks = open_sinks(_run_of_sinks(session.run, step)) if is_writer else ()
+        session.sinks = open_sinks(_run_of_sinks(runs, step)) if is_writer else ()
     for sink in session.sinks:
         sink.write(step, values)
 
 
-def _open_records(first: RunRecords) -> list[RunRecords]:
-    """Those of the open runs of this process; those of the first one if all are closed."""
-    return first.open() or [first]
+def open_runs() -> list[RunRecords]:
+    """The records of the open runs of this process; those of the first one if all are closed."""
+    runs: list[RunRecords] = current().runs
+    return [records for records in runs if not records.is_closed] or runs[:1]
 
 
-def _run_of_sinks(records: RunRecords | None, step: int) -> SinkRun:
+def _run_of_sinks(runs: Sequence[RunRecords], step: int) -> SinkRun:
     """The run of this process for `--log-to`. `step` is the first one that it records."""
-    if records is not None:
+    if runs:
+        records = runs[0]
         name, began = records.dir.path.name, _when(records.began_at())
         key = _NO_NAME.sub("-", f"{name}-{began}")
         return SinkRun(key, records.dir.path, records.config, step)

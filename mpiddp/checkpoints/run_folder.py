@@ -284,8 +284,8 @@ class Run:
 
         with self.together():
             has_group = dist.is_available() and dist.is_initialized()
-            found = (dist.get_rank(), dist.get_world_size()) if has_group else None
-            if found != (self.rank, self.world_size):
+            place = (dist.get_rank(), dist.get_world_size()) if has_group else None
+            if place != (self.rank, self.world_size):
                 raise UserError(
                     f"mpiddp.Checkpoints needs a process group of all {self.world_size} ranks. Call "
                     "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
@@ -301,15 +301,15 @@ class Run:
         rank whose file it sees is its writer. The next run removes what a killed one leaves.
         """
         root, seen = self.dir.checkpoints, list[int]()
-        own = folder.hidden(root, f"seen-by-rank-{self.rank}-{secrets.token_hex(8)}")
+        mark = folder.hidden(root, f"seen-by-rank-{self.rank}-{secrets.token_hex(8)}")
         try:
             with self.writing_together():
                 if self.local_rank == 0:
-                    own.touch()
-            marks = self.gather(own.name)
+                    mark.touch()
+            marks = self.gather(mark.name)
             with self.writing_together():
                 seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
             return self.gather(seen[0])
         finally:
             with contextlib.suppress(OSError):
-                own.unlink(missing_ok=True)
+                mark.unlink(missing_ok=True)

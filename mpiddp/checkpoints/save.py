@@ -177,12 +177,12 @@ def _gather(run: Run, per_rank: FlatState) -> list[Tensor]:
     """
     tensors = (value.detach().to("cpu", copy=True) for value in per_rank.tensors.values())
     state = per_rank.with_tensors(tensors)
-    own = packed({"rng": rng_states(run.local_rank), "state": state})
-    gathered = [own] * run.world_size
+    packed_state = packed({"rng": rng_states(run.local_rank), "state": state})
+    gathered = [packed_state] * run.world_size
     if run.world_size > 1 and run.writers == [0]:
-        dist.gather_object(own, gathered if run.is_writer else None, 0, group=run.group)
+        dist.gather_object(packed_state, gathered if run.is_writer else None, 0, group=run.group)
     elif run.world_size > 1:
-        dist.all_gather_object(gathered, own, group=run.group)
+        dist.all_gather_object(gathered, packed_state, group=run.group)
     written = gathered if run.is_writer else []
     return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in written]
 

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,16 @@ def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> 
     if kind in LISTS:
         return kind(mapped(value, change, (*path, index)) for index, value in enumerate(nested))
     return change(path, nested)
+
+
+def leaves(nested: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """The values in these dicts, lists and tuples, with their paths."""
+    kind = type(nested)
+    if kind not in DICTS and kind not in LISTS:
+        yield path, nested
+        return
+    for key, value in nested.items() if kind in DICTS else enumerate(nested):
+        yield from leaves(value, (*path, key))
 
 
 def as_kind_of(pattern: Any, items: dict[Any, Any]) -> Any:

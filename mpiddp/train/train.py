@@ -266,12 +266,12 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
     A CPU without instructions for bf16 trains for fewer epochs, so both kinds of CPUs take less than four
     minutes: docs/evidence/accuracy.md.
     """
-    given = {name: value for name, value in vars(options).items() if value not in (None, "auto")}
+    chosen = {name: value for name, value in vars(options).items() if value not in (None, "auto")}
     on_cpu, is_ddp = device.type == "cpu", options.parallel == "ddp"
     is_folder = options.dataset == "image-folder"
     image_size = (options.image_size or 224) if is_folder else 32
     is_large = image_size >= LARGE_IMAGE
-    amp = given.get("amp") or ("bf16" if fast_dtype(device) is torch.bfloat16 else "off")
+    amp = chosen.get("amp") or ("bf16" if fast_dtype(device) is torch.bfloat16 else "off")
     arch = options.arch or ("whitened_resnet8" if on_cpu and not is_folder else "resnet18")
     is_whitened = arch == "whitened_resnet8"
     if is_whitened and (is_folder or options.stem != "auto"):
@@ -303,7 +303,7 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
         "compile": "on" if device.type == "cuda" and is_large and is_ddp else "off",
     }
     split = split_batch(options, mpiddp.announced(), world_size, 128 if on_cpu else 256)
-    config = Config(**{**vars(options), **by_default, **given, **split})
+    config = Config(**{**vars(options), **by_default, **chosen, **split})
     if config.sync_bn and on_cpu:
         raise mpiddp.UserError("--sync-bn needs GPUs: torch's SyncBatchNorm has no kernels for CPUs.")
     # A stem halves the sides of the images up to two times, and each group of blocks but the first once.
@@ -1151,7 +1151,7 @@ class Records:
         return {
             "dataset": data.name,
             "arch": config.arch,
-            "num_parameters": sum(each.numel() for each in self._state.model.parameters()),
+            "num_parameters": sum(p.numel() for p in self._state.model.parameters()),
             "world_size": world.world_size,
             "num_nodes": world.num_nodes,
             "hosts": dict(Counter(gathered(world.hostname))),

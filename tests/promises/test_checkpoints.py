@@ -370,7 +370,7 @@ def test_what_cannot_be_saved(here):
         refused = pytest.raises(TypeError, match=rf"^{re.escape(where)}: .*\b{kind}\.( |$)")
         with mpiddp.Checkpoints(here.folder / "run") as checkpoints, refused:
             checkpoints.save(1, state)
-        current().run = None  # or the tests after this one would write their records into it
+        current().runs.clear()  # or the tests after this one would write their records into it
     assert not (here.folder / "run").exists()
 
 
@@ -546,7 +546,7 @@ def test_an_ended_export_leaves_nothing(here):
     """An export that a signal ends, such as that of a closed terminal, removes what it has written."""
     with mpiddp.Checkpoints(here.folder / "run", every=None) as checkpoints:
         checkpoints.save(1, {"model": {str(index): torch.zeros(5_000_000) for index in range(9)}})
-    current().run = None
+    current().runs.clear()
     job = here.start("checkpoints", "export", "run", "out")
     eventually(lambda: list(here.folder.glob(".unfinished-out-*")), poll_s=0)
     job.signal(signal.SIGHUP)

@@ -42,7 +42,7 @@ from tests.support.ranks import clean_env, script
 def run_of_this_test() -> Iterator[None]:
     """A run whose folder was refused stays that of the process."""
     yield
-    current().run = None
+    current().runs.clear()
 
 
 def num_large_tensors() -> int:
@@ -293,7 +293,7 @@ def create(tmp_path: Path) -> Iterator[Open]:
     yield create
     for checkpoints in created:
         checkpoints.close()
-    current().run = None
+    current().runs.clear()
 
 
 def test_a_step_before_the_resumed_one_is_refused(create):
