@@ -125,7 +125,7 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
 
 
 def _facts_of(job: RunningJob | None) -> dict[str, Any]:
-    """What the launcher says of its job; {} while it starts, or if it has just ended."""
+    """The launcher's status of its job; {} while it starts, or if it has just ended."""
     with contextlib.suppress(UserError):
         return job.ask(VIEW_JOB) if job else {}
     return {}

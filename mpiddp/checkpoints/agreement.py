@@ -1,4 +1,4 @@
-"""What all ranks together save: what they have under one key is the same, or refused before the save.
+"""The union of the states of all ranks: ranks that have different values under one key are refused.
 
 In each save, the ranks compare keys, types, shapes, numbers, and small tensors of integers. In the first two
 saves and every tenth, they compare hashes of all other tensors, one pass over the memory: replicas that
@@ -40,14 +40,14 @@ _EVERY = 10  # saves
 _LONGEST = 80  # characters of what a rank has, in a sentence
 _TOLERANCE = 1e-3  # of the largest element: processors and kernels may round differently
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-# Each rank has its own in DDP, and those of the lowest rank are saved.
+# Each rank has its own statistics of BatchNorm in DDP. The statistics of the lowest rank are saved.
 _OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
 _HINT = "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
 
 
 @dataclass
 class Union:
-    """What all ranks together save.
+    """The union of the states that the ranks save.
 
     Attributes:
         tree: the state with a type in the place of each tensor.
@@ -174,7 +174,7 @@ class _Merge:
 
 
 def _kind_of(value: Any) -> str:
-    """What has to be the same on all ranks."""
+    """The properties of a value that have to be the same on all ranks."""
     kind = type(value)
     if kind in DICTS:
         return f"a {kind.__name__}"

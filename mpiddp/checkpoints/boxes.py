@@ -51,7 +51,7 @@ Place = tuple[Sequence[int], Sequence[int], Sequence[int | str | None]]
 
 
 class Box(NamedTuple):
-    """What a rank saves of a tensor of the state.
+    """The part of a tensor that a rank saves.
 
     Attributes:
         path, file: of the tensor in the state, and the name of the file for it.
@@ -78,7 +78,7 @@ class Block(NamedTuple):
 
 @dataclass
 class Copies:
-    """What a rank saves, copied to the host.
+    """The boxes that a rank saves, copied to the memory of the host.
 
     Attributes:
         blocks: of each file, by its name.
@@ -216,13 +216,13 @@ def _worst(value: Tensor) -> float:
     return worst
 
 
-# What a rank saves
+# The boxes of a rank
 
 
 def boxes_of(
     flat: FlatState, union: Union, rank: int, *, is_writer: bool
 ) -> list[tuple[Box, Tensor]]:
-    """What this rank saves: boxes with their tensors. Not a collective."""
+    """The boxes that this rank saves, with their tensors. Not a collective."""
     pairs = []
     for path, tensor in flat.tensors.items():
         savers, place = union.savers.get(path), None
@@ -278,8 +278,8 @@ def with_layout(tensor: Tensor, order: Sequence[int]) -> Tensor:
 def _saves(path: Keys, tensor: Any) -> bool:
     """Whether this rank saves its box of a DTensor.
 
-    Of a box that several ranks have, under HSDP for example, one copy is saved. Its path decides which, so
-    their ranks save about as much as each other.
+    If several ranks have the same box, as under HSDP, one of them saves it. The path of the tensor decides
+    which one, so that these ranks save about as much as each other.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank has no part of the tensor

@@ -67,11 +67,10 @@ class Checkpoints:
     ) -> None:
         """
         Args:
-            folder: path of the run: it gets checkpoints/, metrics.jsonl, owner.json while the run writes,
-                and logs/ under mpiddp launch. Or an address of fsspec, such as "s3://bucket/runs/a".
+            folder: path of the run, or an address of fsspec, such as "s3://bucket/runs/a".
             keep: number of verified checkpoints to keep, besides the newest finite one and pinned ones.
-            every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
-                only before a stop.
+            every: steps, or a time such as "30s", "10m" or "1h", after which `due` is true. None: only
+                before a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
             timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
@@ -80,11 +79,6 @@ class Checkpoints:
                 the best value in `mpiddp.log_metrics`.
             not_finite: metrics, such as ("train_loss",), that must be finite, as the tensors of modules and
                 optimizers must. "keep" treats all checkpoints as finite.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong.
-            UserError: the variables of the launcher contradict each other.
-            JobFailed: the ranks do not join.
         """
         if keep < 1:
             raise ValueError(f"keep: expected 1 or more, not {keep}")
@@ -157,10 +151,9 @@ class Checkpoints:
     ) -> Resumed | None:
         """The newest verified checkpoint of any host, on all ranks; None if there is none yet.
 
-        One that is not finite counts only if there is no other. The call restores the random number
-        generators of Python, numpy and torch on every rank that existed at the save, so build the model
-        before. Later checkpoints of this run are set aside, and records of later steps dropped. Call it once,
-        before the first `save`.
+        A checkpoint that is not finite counts only if there is no other. The random number generators of
+        Python, numpy and torch are restored as well, so build the model before. Later checkpoints of this run
+        are set aside, and records of later steps dropped. Call it once, before the first `save`.
 
         Args:
             path: a checkpoint, or a folder of a run, to start from instead. One of another run is used until
@@ -169,11 +162,7 @@ class Checkpoints:
             step: with a checkpoint of another run: the step that it counts as here, such as 0 for a
                 fine-tuning. Its `config` may differ then.
 
-        Returns:
-            The step, and the states that were saved after it; None if the run has no checkpoint.
-
         Raises:
-            RuntimeError: it has been called before, or after the first `save`.
             UserError: no verified checkpoint there, or one of another script, program or config; another
                 run writes into the folder; the finite checkpoint is more than one interval older than the
                 newest one, and `path` does not name it. The arguments differ between the ranks. A restart
@@ -220,8 +209,7 @@ class Checkpoints:
             checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
         A save waits for the one before, and the end of the script for the last: if that one fails, the exit
-        code is 1. A step that is saved is left as it is; one whose save has failed is saved again. All saves
-        need one thread, in which the process's other collectives run too.
+        code is 1. A step that is saved is left as it is; one whose save has failed is saved again.
 
         Args:
             step: the step that has just ended, the same on all ranks. It grows from save to save.
@@ -230,15 +218,14 @@ class Checkpoints:
                 numbers, lists and dicts. A key of all ranks has the same value on all; BatchNorm's running
                 statistics are those of the lowest rank. If only some ranks have a key, as of a pipeline's
                 stage, the lowest of them saves it. Of a DTensor, each rank saves its part.
-            per_rank: what only this rank has, such as its position in its data. The states of random number
-                generators are always saved.
+            per_rank: what only this rank has, such as its position in its data.
             objects: more entries of the state.
 
         Raises:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
             ValueError: the step is earlier than the newest checkpoint; an entry's name cannot be a file's;
                 ranks have different things under one key, which it names.
-            RuntimeError: `close` has been called, or another thread has saved before.
+            RuntimeError: another thread than that of the first save calls it.
             UserError: the ranks save different steps; the folder has checkpoints, and `resume` has not been
                 called; see there as well. No rank has loaded a pipeline stage's tensor of the checkpoint that
                 the run resumes from.

@@ -48,7 +48,7 @@ class Fit:
     def of(
         cls, name: str, entry: Any, target: Any, modules: Sequence[Module], **options: bool
     ) -> Iterator[Fit]:
-        """One for the object, or for each object in a dict. Raises UserError if one does not fit."""
+        """A fit for the object, or for each object in a dict. Raises UserError if an entry does not fit."""
         if type(target) is dict:
             for key, part in target.items():
                 if not isinstance(entry, Mapping) or key not in entry:
@@ -175,7 +175,7 @@ class Fit:
             self.likes |= _tensors_in(self.target.state_dict())
 
     def _match_names(self, saved: set[str], trained: set[int], modules: Sequence[Module]) -> None:
-        """Of an optimizer's state by the names of parameters; `trained`: the ids of this one's."""
+        """Match an optimizer's state by parameter names. `trained`: the ids of the optimizer's parameters."""
         for module in modules:
             parameters = {_bare(name): parameter for name, parameter in module.named_parameters()}
             if trained <= {id(parameter) for parameter in parameters.values()}:
@@ -250,7 +250,7 @@ def _is_of_torch(hook: Any) -> bool:
 
 
 def _restore(loaded: Any, saved: Any) -> Any:
-    """What was loaded, with the types of what was saved."""
+    """The loaded state, with the types that its tensors had when they were saved."""
     if isinstance(saved, Mapping) and isinstance(loaded, dict):
         for key in saved.keys() & loaded.keys():
             loaded[key] = _restore(loaded[key], saved[key])

@@ -186,12 +186,11 @@ def log_metrics(step: int, **values: Any) -> None:
     """Record values of a step in the folder of each open run, and in the libraries of `--log-to`.
 
     With `mpiddp.Checkpoints`, this appends a line to metrics.jsonl in its folder: `{"step": 7, "loss": 0.5}`.
-    A run that resumes drops the lines of the steps that it repeats. With `mpiddp launch --log-to tensorboard`
-    or MPIDDP_LOG_TO=tensorboard in the environment, rank 0 writes the numbers to TensorBoard too; wandb,
-    mlflow and trackio are the other libraries. The status of `mpiddp launch` always shows the numbers.
+    With `mpiddp launch --log-to tensorboard` or MPIDDP_LOG_TO=tensorboard in the environment, rank 0 writes
+    the numbers to TensorBoard too; wandb, mlflow and trackio are the other libraries.
 
-    Call it on all ranks, or on rank 0. One rank of each file system writes, rank 0 among them; calls of
-    other ranks do nothing. A record that cannot be written causes a warning.
+    Call it on all ranks, or on rank 0: one rank of each file system writes. A record that cannot be written
+    causes a warning.
 
     Args:
         step: the step of the run to which the values belong, as `Checkpoints.save` counts them. A value of
@@ -242,7 +241,7 @@ def _run_of_sinks(runs: Sequence[RunRecords], step: int) -> SinkRun:
 
 
 def _when(seconds: float) -> str:
-    """The same on all hosts, in whatever time zone a run resumes."""
+    """The time as a text that is the same on all hosts, because they may have different time zones."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-# What a folder cannot do at the start, it cannot do after a restart either.
+# These errors would come again after a restart.
 _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 
 
@@ -98,7 +98,7 @@ def _holder(file: BinaryIO) -> str:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `Checkpoints` was told.
+    """The options of `Checkpoints`.
 
     Attributes:
         keep: which checkpoints stay.
@@ -106,7 +106,7 @@ class RunOptions:
         is_guarded: a checkpoint that is not finite counts only if there is no other.
         timeout_s: how long to wait for a rank that does not answer.
         bucket: the object storage that has a copy of the folder.
-        arguments: all that it was told, by name, for a comparison of the ranks.
+        arguments: by name, the arguments that have to be the same on all ranks.
     """
 
     keep: Retention
@@ -132,7 +132,7 @@ class Run:
         unloaded: the tensors of the checkpoint resumed from that this rank has not loaded, by entry.
         num_saves: that this process has begun.
         pending: the step of the save in flight, and why it fails, or "".
-        is_warned: of a state that is not finite.
+        is_warned: the user knows that the newest checkpoint is not finite.
         ring: all ranks, for copies of shards.
         held: the checkpoint resumed from, until the first save.
     """
@@ -241,7 +241,7 @@ class Run:
 
     @contextlib.contextmanager
     def writing_together(self) -> Iterator[None]:
-        """The same for a body that writes into the folder."""
+        """Run a body that writes into the folder on every rank, see `together`."""
         with self.together():
             try:
                 yield

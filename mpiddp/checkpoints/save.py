@@ -88,12 +88,12 @@ def save(
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks know of each other before a save.
+    """The facts that the ranks know of each other before a save.
 
     Attributes:
-        digests: of what each rank saves: [world_size].
+        digests: of the state of each rank: [world_size].
         values_differ: the tensors of some ranks have other values.
-        has_own_buffers: each rank has statistics of its own, of which those of rank 0 are saved.
+        has_own_buffers: each rank has its own statistics of BatchNorm. Those of rank 0 are saved.
         not_finite: why the latest loss is not finite, or "".
     """
 
@@ -146,7 +146,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
 
 
 def _scores(run: Run) -> dict[int, float]:
-    """Of the checkpoints in the folder. Only rank 0 is sure to have them: a script may log on it alone."""
+    """The scores of the checkpoints in the folder. Only rank 0 has all, if the script logs on it alone."""
     scores = run.records.scores
     steps = map(step_of, list_steps(run.dir.checkpoints) if scores else ())
     return {step: scores[step] for step in steps if step in scores}
@@ -170,10 +170,9 @@ def _share_buffers(run: Run, flat: FlatState, union: Union) -> None:
 
 
 def _gather(run: Run, per_rank: FlatState) -> list[Tensor]:
-    """What each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
+    """The state that each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
 
-    It can be a hundred small tensors, and no rank needs those of another. As bytes, they are rebuilt neither
-    by the rank that writes them nor by the other ranks that resume.
+    It travels as bytes, because it can be a hundred small tensors, and no rank needs those of another.
     """
     tensors = (value.detach().to("cpu", copy=True) for value in per_rank.tensors.values())
     state = per_rank.with_tensors(tensors)
@@ -192,10 +191,10 @@ def _gather(run: Run, per_rank: FlatState) -> list[Tensor]:
 
 @dataclass
 class Save:
-    """What this rank saves of one step, in host memory; a thread writes it.
+    """This rank's part of the checkpoint of a step, in host memory; a thread writes it.
 
     Attributes:
-        ranks: what each rank saves for itself: [world_size].
+        ranks: the state that each rank saves for itself: [world_size].
         has_shards: the ranks write together; else every writer has the whole state, and settles it alone.
         hashes: the SHA-256 of the files that this rank has written, by name.
         shards: the files of all ranks' shards.

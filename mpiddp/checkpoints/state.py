@@ -83,7 +83,7 @@ def own_part(tensor: Any) -> tuple[Tensor, Sequence[int]]:
 
 
 class FlatState:
-    """What a rank saves.
+    """The state that a rank saves, flattened.
 
     Attributes:
         tree: the state with types in place of its tensors.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError, cause_of, named_by
 
-# What a damaged file raises.
+# The errors that a damaged file raises.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)
 _MAX_HEADER = 1 << 30
 _NAMES = (
@@ -34,7 +34,7 @@ CODES = {dtype: code for code, dtype in _TYPES.items()}
 
 
 def reason_of(error: Exception) -> str:
-    """What the system or torch says of an error, on one line."""
+    """The message of the system or of torch, on one line."""
     return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
 
@@ -162,7 +162,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def _load(file: Any, *, mmap: bool = False) -> Any:
-    """What torch.load reads without code. Raises ValueError for another file, OSError, JobFailed."""
+    """The contents that torch.load reads without running code. Raises ValueError, OSError, JobFailed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of code that it then refuses
         try:

@@ -48,13 +48,14 @@ class FaultPlan:
     """When a fault hits in the ranks of one rehearsal. The process that runs it has written the plan.
 
     number: the signal; 0 for the undisturbed run. last: the step after which the script ends; 0 for where it
-    ends by itself.
+    ends by itself. folder: its working folder; "" for that of the launcher.
     """
 
     number: int = 0
     rank: int = 0
     step: int = 0
     last: int = 0
+    folder: str = ""
 
     def write(self, folder: Path) -> None:
         (folder / "plan.json").write_text(json.dumps(asdict(self)), encoding="utf-8")

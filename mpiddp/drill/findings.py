@@ -67,7 +67,7 @@ def judge_undisturbed(undisturbed: Rehearsal) -> Result:
 
 
 def _cause(fault: Fault, disturbed: Rehearsal, difference: str) -> str:
-    """What is wrong with the resumed run, "" if nothing is."""
+    """The first fault of the resumed run, in a sentence; "" if it has none."""
     last, saved = disturbed.ended[-1], disturbed.saved_steps(slice(1))
     if last.code is None:
         return "the resumed run did not end in time"

@@ -1,4 +1,4 @@
-"""What the ranks of one rehearsal have recorded, and one history of steps out of all its attempts."""
+"""The records of the ranks of a rehearsal. All attempts of a rank make one history of its steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def file_of(folder: Path, rank: int, started_ns: int) -> Path:
 
 
 def read(folder: Path) -> list[History]:
-    """What all ranks have recorded in this folder, in the order of their numbers."""
+    """The histories that all ranks have recorded in this folder, in the order of their numbers."""
     ranks = {int(file.stem.split("_")[1]) for file in folder.glob("rank_*.jsonl")}
     return [History(read_attempts(folder, rank)) for rank in sorted(ranks)]
 

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from mpiddp.arguments import OUT, as_arguments, whole
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
@@ -27,7 +26,6 @@ from mpiddp.launch.plan.job_plan import make_plan
 from mpiddp.launch.plan.options import LaunchOptions, option_parser, parse_options
 from mpiddp.text import align_columns, as_json, counted
 
-_FILES = ("hostfile", "env_files", "mpirun")  # options of `mpiddp launch`
 _HEAD = ("fault", "result", "steps lost", "weights at the end")
 _VERDICTS = {None: "-", True: "pass", False: "FAIL"}
 _ENDS = {None: "not compared", True: "equal", False: "differ"}
@@ -142,19 +140,10 @@ def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> 
     if options.dry_run:
         raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out.")
     placed = make_plan(options, os.environ).request.hosts
-    for name in _FILES:
-        setattr(values, name, _absolute(getattr(values, name)))
-    if not values.module:
-        job = [_absolute(job[0]), *job[1:]]
+    if not values.module:  # the script runs in another working folder
+        job = [os.path.abspath(job[0]), *job[1:]]  # noqa: PTH100, because a link stays a link
     launch = tuple(as_arguments(actions, values))
     return LaunchCommand(launch, tuple(job), placed.world_size, len(placed.hosts) > 1)
-
-
-def _absolute(path: Any) -> Any:
-    """Each path of a file, for a run in another working folder. A link stays a link."""
-    if isinstance(path, list):
-        return [_absolute(one) for one in path]
-    return os.path.abspath(path) if path and Path(path).exists() else path  # noqa: PTH100
 
 
 def _faults(text: str) -> tuple[Fault, ...]:

@@ -1,4 +1,4 @@
-"""What a rank of a drill records of its script, which stays as it is, and the faults that hit from within.
+"""The observer of a drill: it records the script of a rank, and lets the fault hit from within.
 
 The start of a rank imports this module by the name in MPIDDP_OBSERVER and calls `observe`. It appends one
 line of JSON per event to a file of its own in the folder MPIDDP_DRILL: the state before the first step,
@@ -43,7 +43,10 @@ def observe() -> None:
             f"mpiddp drill: {socket.gethostname()} does not see {folder}. Name a new folder that all hosts "
             "share: --work DIR"
         )
-    observer = _Observer(folder, int(os.environ["RANK"]), FaultPlan.read(folder))
+    plan = FaultPlan.read(folder)
+    if plan.folder:
+        os.chdir(plan.folder)
+    observer = _Observer(folder, int(os.environ["RANK"]), plan)
     register_optimizer_step_pre_hook(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
     nn.modules.module.register_module_forward_pre_hook(observer.before_forward)

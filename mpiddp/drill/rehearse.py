@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """What the user asked for: the options of `mpiddp launch`, and the job with its arguments."""
+    """The command of the user: the options of `mpiddp launch`, and the job with its arguments."""
 
     options: tuple[str, ...]
     job: tuple[str, ...]  # the script, or -m and the module
@@ -45,10 +45,6 @@ class LaunchCommand:
         job = [argument.replace(OUT, str(out)) for argument in self.job]
         return ["launch", *self.options, *size, *job]
 
-    def folder(self, out: Path) -> Path:
-        """The working folder of a run. Without {out}, relative paths must not reach the user's files."""
-        return Path.cwd() if self.names_folder else out
-
 
 class Ended(NamedTuple):
     """A command that has ended: its code, None if it took too long, and its stderr."""
@@ -59,7 +55,7 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What happened. `ended`: the first command and the resume. `injected`: whether the fault has hit."""
+    """A rehearsal that is over. `ended`: the first command and the resume. `injected`: the fault has hit."""
 
     injected: bool
     ended: list[Ended]
@@ -115,7 +111,8 @@ class Drill:
         records, out = folder / "records", folder / "out"
         records.mkdir(parents=True)
         out.mkdir()
-        plan.write(records)
+        # Relative paths of a script without {out} must not reach the user's files.
+        replace(plan, folder="" if self.command.names_folder else str(out)).write(records)
         since = time.monotonic()
         run = partial(_run, folder, self.command, limit_s)
         ended = [run("first", sends=fault.number == signal.SIGTERM)]
@@ -150,7 +147,6 @@ def _run(
         subprocess.Popen(
             [sys.executable, "-m", "mpiddp", *command.arguments(out, fewer=fewer)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables},
-            cwd=command.folder(out),
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

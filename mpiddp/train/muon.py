@@ -72,7 +72,7 @@ class Muon(torch.optim.Optimizer):
             work[least] += parameter.numel()
         for parameter in convolutions:
             self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
-        # Those of one shape together: a GPU takes as long to start a small product as to compute it.
+        # Weights of one shape form one product: a GPU takes as long to start a small one as to compute it.
         for _, group in groupby(sorted(shares[rank], key=_shape), key=_shape):
             same = list(group)
             directions = orthogonal(torch.stack([self._nesterov(parameter) for parameter in same]))
@@ -106,7 +106,7 @@ def _gather(shares: list[list[nn.Parameter]], rank: int) -> None:
     sizes = [[parameter.numel() for parameter in share] for share in shares]
     new = shares[0][0].new_zeros(len(shares), max(map(sum, sizes)))  # a row for each rank
     parts = [row[: sum(size)].split(size) for row, size in zip(new, sizes, strict=True)]
-    # As they lie in memory, in one dimension: such copies are quick in any memory layout.
+    # In one dimension, in the order of memory, because such copies are quick in any memory layout.
     flat = [
         [parameter.as_strided((parameter.numel(),), (1,)) for parameter in share]
         for share in shares

@@ -353,7 +353,7 @@ def split_batch(
 
 @dataclass(frozen=True)
 class State:
-    """What a training has: its settings, its data, and everything that a step changes."""
+    """The state of a training: its settings, its data, and everything that a step changes."""
 
     config: Config
     data: Data
@@ -380,7 +380,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Score:
-    """Of the model on all images for testing; of its average with --ema-decay."""
+    """The score of the model, or of its average with --ema-decay, on all images for testing."""
 
     accuracy: float  # the fraction of images that it classifies
     loss: float  # the mean cross-entropy
@@ -629,7 +629,7 @@ def evaluate(state: State, dataset: Dataset) -> Score:
     size = math.ceil(share / num_batches)
     first, end = (dataset.num_images * part // world_size for part in (rank, rank + 1))
     numbers = torch.arange(first, first + num_batches * size)
-    # Those beyond the share fill the last batch, and do not count.
+    # Images beyond the share fill the last batch, and do not count.
     beyond = (numbers >= end).to(dataset.device).split(size)
     numbers = numbers.clamp(max=dataset.num_images - 1)
     totals = torch.zeros(3, dtype=torch.float64, device=dataset.device)  # correct, loss, images
@@ -692,7 +692,7 @@ def with_mean_statistics(values: Mapping[str, Tensor], model: nn.Module) -> dict
 def open_checkpoints(
     out: Path, config: Config, data: Data, world: mpiddp.World
 ) -> mpiddp.Checkpoints:
-    """Those of the run in `out`. They refuse a resume with other FIXED options or other data."""
+    """The checkpoints of the run in `out`. They refuse a resume with other FIXED options or data."""
     with mpiddp.together():
         contents = data_of_run(out, config, data) if world.rank == 0 else ""
     fixed = {f"--{name.replace('_', '-')}": getattr(config, name) for name in FIXED}
