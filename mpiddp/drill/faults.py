@@ -5,12 +5,12 @@ docs/drill.md explains them.
 
 from __future__ import annotations
 
-import json
 import random
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+PLAN = "plan.json"  # the file with the `FaultPlan`
 FIRED = "fired"  # the file that says that the fault has hit; it hits once in all attempts
 _LEAST_BYTES = 64  # of a file with weights
 _ONE_SAVE_S = 0.05  # between the files of one save
@@ -56,13 +56,6 @@ class FaultPlan:
     step: int = 0
     last: int = 0
     folder: str = ""
-
-    def write(self, folder: Path) -> None:
-        (folder / "plan.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> FaultPlan:
-        return cls(**json.loads((folder / "plan.json").read_text(encoding="utf-8")))
 
 
 def flip_newest_save(folder: Path, rng: random.Random) -> None:

@@ -47,10 +47,10 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
     cause = _cause(fault, disturbed, difference)
     lost = None if resume is None else len(first) - 1 - resume
     equal = not difference if is_compared else None
-    words = cause
-    if differs_from is not None and not cause:
-        words = f"nothing is compared: two runs without a fault differ from step {differs_from}"
-    return Result(fault.name, not cause, words, disturbed.codes, lost, equal)
+    passed = not cause
+    if passed and differs_from is not None:
+        cause = f"nothing is compared: two runs without a fault differ from step {differs_from}"
+    return Result(fault.name, passed, cause, disturbed.codes, lost, equal)
 
 
 def judge_undisturbed(undisturbed: Rehearsal) -> Result:

@@ -42,10 +42,6 @@ def find(steps: Iterable[State], state: State) -> int | None:
     return max(numbers, default=None)
 
 
-def file_of(folder: Path, rank: int, started_ns: int) -> Path:
-    return folder / f"rank_{rank}_{started_ns}.jsonl"
-
-
 def read(folder: Path) -> list[History]:
     """The histories that all ranks have recorded in this folder, in the order of their numbers."""
     ranks = {int(file.stem.split("_")[1]) for file in folder.glob("rank_*.jsonl")}

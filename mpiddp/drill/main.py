@@ -71,8 +71,6 @@ def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
     _say(f"undisturbed: {counts}, {undisturbed.seconds:.0f} s")
     if undisturbed.codes != (DONE,) or not steps:
         return
-    if steps < drill.last:
-        _say(f"the script ends after {steps} steps, before --steps {drill.last}")
     for fault in faults:
         if fault.fewer and drill.command.ranks < 2:
             yield Result(fault.name, None, "left out: it needs two ranks")
@@ -81,13 +79,12 @@ def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
 
 
 def table(results: Sequence[Result]) -> str:
+    rows = [_HEAD]
+    for result in results:
+        lost = "-" if result.steps_lost is None else str(result.steps_lost)
+        rows.append((result.fault, _VERDICTS[result.passed], lost, _ENDS[result.weights_equal]))
     sentences = [f"{result.fault}: {result.cause}." for result in results if result.cause]
-    return "\n".join([align_columns([_HEAD, *map(_row, results)]), *sentences])
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    lost = "-" if result.steps_lost is None else str(result.steps_lost)
-    return result.fault, _VERDICTS[result.passed], lost, _ENDS[result.weights_equal]
+    return "\n".join([align_columns(rows), *sentences])
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, LaunchCommand]:
@@ -112,10 +109,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, LaunchCommand]:
     only = f"the faults, or none, by default all of: {', '.join(NAMES)}"
     add("--only", type=_faults, default=FAULTS, metavar="FAULT,FAULT", help=only)
     add("--seed", type=whole(0), metavar="K", help="seed of the steps and ranks (default: random)")
-    work = (
-        "a new folder for the runs, which all hosts see (default: a temporary one, with several hosts in the "
-        "working folder)"
-    )
+    work = "a new folder for the runs, which all hosts see (default: a temporary one)"
     add("--work", metavar="DIR", help=work)
     add("--json", action="store_true", help="print the results as JSON")
     values = parser.parse_args(argv)
@@ -148,11 +142,10 @@ def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> 
 
 def _faults(text: str) -> tuple[Fault, ...]:
     names = text.split(",")
-    for name in names:
-        if name not in (*NAMES, "none"):
-            raise argparse.ArgumentTypeError(
-                f'"{name}" is not a fault. Expected: {", ".join(NAMES)}'
-            )
+    if wrong := [name for name in names if name not in (*NAMES, "none")]:
+        raise argparse.ArgumentTypeError(
+            f'"{wrong[0]}" is not a fault. Expected: {", ".join(NAMES)}'
+        )
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 

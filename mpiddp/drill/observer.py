@@ -26,8 +26,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mpiddp.drill.faults import FIRED, FaultPlan
-from mpiddp.drill.history import RATE, History, file_of, find, read_attempts
+from mpiddp.drill.faults import FIRED, PLAN, FaultPlan
+from mpiddp.drill.history import RATE, History, find, read_attempts
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
 
@@ -38,12 +38,12 @@ _SLOW_S = 0.05  # a step after the fault, so that a script of a few milliseconds
 def observe() -> None:
     """Record this rank from now on. The rank has joined, and its script has not begun."""
     folder = Path(os.environ[DRILL])
-    if not (folder / "plan.json").is_file():
+    if not (folder / PLAN).is_file():
         raise UserError(
             f"mpiddp drill: {socket.gethostname()} does not see {folder}. Name a new folder that all hosts "
             "share: --work DIR"
         )
-    plan = FaultPlan.read(folder)
+    plan = FaultPlan(**json.loads((folder / PLAN).read_text(encoding="utf-8")))
     if plan.folder:
         os.chdir(plan.folder)
     observer = _Observer(folder, int(os.environ["RANK"]), plan)
@@ -68,7 +68,8 @@ class _Observer:
         self._optimizer: Optimizer | None = None  # the first one that makes a step
         self._model: nn.Module | None = None  # the first that is called
         self._first_buffers: dict[str, str] = {}  # a forward pass changes those of BatchNorm
-        self._file = file_of(folder, rank, time.time_ns()).open("w", buffering=1, encoding="utf-8")
+        file = folder / f"rank_{rank}_{time.time_ns()}.jsonl"
+        self._file = file.open("w", buffering=1, encoding="utf-8")
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
         """Remember the outermost module of the first forward pass."""

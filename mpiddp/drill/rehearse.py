@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpiddp.arguments import OUT
-from mpiddp.drill.faults import FIRED, UNDISTURBED, Fault, FaultPlan, flip_newest_save
+from mpiddp.drill.faults import FIRED, PLAN, UNDISTURBED, Fault, FaultPlan, flip_newest_save
 from mpiddp.drill.history import History, read
 from mpiddp.errors import DONE
 from mpiddp.hosts.processes import descendants, kill_marked, marked, signal_all
@@ -94,16 +95,13 @@ class Drill:
 
     def run(self, fault: Fault, undisturbed: Rehearsal) -> Rehearsal:
         """The fault hits after the second save, if there is one, and before the end of the script."""
-        rng = self._random(fault)
+        rng = random.Random(f"{self.seed} {fault.name}")
         saved, length = undisturbed.saved_steps(), undisturbed.length
         # A damaged newest checkpoint can give way to an older one. In the later half, a run has ended epochs.
         early = max(length // 2, saved[min(1, len(saved) - 1)] + 1 if saved else 0)
         step = max(1, rng.randint(min(early, length - 1), length - 1))
         plan = FaultPlan(fault.number, rng.randrange(self.command.ranks), step, self.last)
         return self._rehearse(fault, plan, max(_LEAST_S, 4 * undisturbed.seconds))
-
-    def _random(self, fault: Fault) -> random.Random:
-        return random.Random(f"{self.seed} {fault.name}")
 
     def _rehearse(self, fault: Fault, plan: FaultPlan, limit_s: float) -> Rehearsal:
         """The run, and its resume if it has not come to its end. Each has `limit_s`."""
@@ -112,63 +110,57 @@ class Drill:
         records.mkdir(parents=True)
         out.mkdir()
         # Relative paths of a script without {out} must not reach the user's files.
-        replace(plan, folder="" if self.command.names_folder else str(out)).write(records)
+        plan = replace(plan, folder="" if self.command.names_folder else str(out))
+        (records / PLAN).write_text(json.dumps(vars(plan)), encoding="utf-8")
         since = time.monotonic()
-        run = partial(_run, folder, self.command, limit_s)
+        run = partial(self._run, folder, limit_s)
         ended = [run("first", sends=fault.number == signal.SIGTERM)]
         injected = (records / FIRED).exists()
         if injected and ended[0].code != DONE:
             if fault.flips:
-                flip_newest_save(out, self._random(fault))
+                flip_newest_save(out, random.Random(self.seed))
             ended.append(run("resume", fewer=fault.fewer))
         return Rehearsal(injected, ended, time.monotonic() - since, read(records))
 
+    def _run(
+        self, folder: Path, limit_s: float, label: str, *, sends: bool = False, fewer: int = 0
+    ) -> Ended:
+        """Run the command for `limit_s` at most, with so many ranks less; keep what it prints in `folder`.
 
-def _run(
-    folder: Path,
-    command: LaunchCommand,
-    limit_s: float,
-    label: str,
-    *,
-    sends: bool = False,
-    fewer: int = 0,
-) -> Ended:
-    """Run the command for `limit_s` at most, with so many ranks less; keep what it prints in `folder`.
-
-    `sends`: when the fault has hit, send SIGTERM to all processes of the job on this host.
-    """
-    records, out = folder / "records", folder / "out"
-    path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
-    variables = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records)}
-    errors, printed = (folder / f"{label}.{end}" for end in ("err", "out"))
-    with (
-        printed.open("w", encoding="utf-8") as stdout,
-        errors.open("w", encoding="utf-8") as stderr,
-        subprocess.Popen(
-            [sys.executable, "-m", "mpiddp", *command.arguments(out, fewer=fewer)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,  # a Ctrl-C of the drill's own terminal is the drill's
-        ) as launcher,
-    ):
-        deadline = time.monotonic() + limit_s
-        try:
-            while launcher.poll() is None and time.monotonic() < deadline:
-                if sends and (records / FIRED).exists():
-                    sends = False
-                    signal_all(
-                        lambda: {launcher.pid: "", **descendants(launcher.pid)}, signal.SIGTERM
-                    )
-                time.sleep(_POLL_S)
-        finally:
-            code = launcher.poll()
-            if code is None:
-                _end_leftover(records, wait_s=0.0)
-                launcher.kill()
-            _end_leftover(records, _END_S)
-    return Ended(code, errors.read_text("utf-8", errors="replace"))
+        `sends`: when the fault has hit, send SIGTERM to all processes of the job on this host.
+        """
+        records, out = folder / "records", folder / "out"
+        path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
+        variables = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records)}
+        errors, printed = (folder / f"{label}.{end}" for end in ("err", "out"))
+        with (
+            printed.open("w", encoding="utf-8") as stdout,
+            errors.open("w", encoding="utf-8") as stderr,
+            subprocess.Popen(
+                [sys.executable, "-m", "mpiddp", *self.command.arguments(out, fewer=fewer)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,  # a Ctrl-C of the drill's own terminal is the drill's
+            ) as launcher,
+        ):
+            deadline = time.monotonic() + limit_s
+            try:
+                while launcher.poll() is None and time.monotonic() < deadline:
+                    if sends and (records / FIRED).exists():
+                        sends = False
+                        signal_all(
+                            lambda: {launcher.pid: "", **descendants(launcher.pid)}, signal.SIGTERM
+                        )
+                    time.sleep(_POLL_S)
+            finally:
+                code = launcher.poll()
+                if code is None:
+                    _end_leftover(records, wait_s=0.0)
+                    launcher.kill()
+                _end_leftover(records, _END_S)
+        return Ended(code, errors.read_text("utf-8", errors="replace"))
 
 
 def _end_leftover(records: Path, wait_s: float) -> None:
