@@ -96,31 +96,24 @@ class Checkpoints:
             self._interval = None if every is None else parse_interval(str(every))
         except ValueError as error:
             raise ValueError(f"every: {error}") from None
-        self._config: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
+        settings: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
         bucket = Bucket(str(folder)) if is_address(folder) else None
+        run_dir = RunDir(local_path(folder).absolute())  # the script may change the working folder
+        losses = () if not_finite == "keep" else not_finite
+        self._records = RunRecords(run_dir, best[0] if best else "", losses, settings)
+        arguments: dict[str, Any] = {"folder": folder if bucket else run_dir.path}
+        arguments |= {"every": every, "keep": keep, "keep_every": keep_every, "best": best}
+        arguments |= {"not_finite": not_finite, "on_save_error": on_save_error}
+        arguments |= {"timeout_s": timeout_s}
+        arguments |= {f"config[{name!r}]": value for name, value in settings.items()}
         self._options = RunOptions(
             keep=Retention(keep, keep_every, best),
             must_succeed=on_save_error == "stop",
             is_guarded=not_finite != "keep",
             timeout_s=timeout_s,
             bucket=bucket,
+            arguments={name: str(value) for name, value in arguments.items()},
         )
-        # The script may change the working folder.
-        self._dir = RunDir(local_path(folder).absolute())
-        asked = {
-            "folder": folder if bucket else self._dir.path,
-            "every": every,
-            "keep": keep,
-            "keep_every": keep_every,
-            "best": best,
-            "not_finite": not_finite,
-            "on_save_error": on_save_error,
-            "timeout_s": timeout_s,
-            **{f"config[{name!r}]": value for name, value in self._config.items()},
-        }
-        self._asked = {name: str(value) for name, value in asked.items()}
-        losses = () if not_finite == "keep" else not_finite
-        self._records = RunRecords(self._dir, best[0] if best else "", losses, self._config)
         self._coordinator = script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
@@ -172,7 +165,7 @@ class Checkpoints:
         if self._run is not None:
             raise RuntimeError("resume() must be called once, before the first save().")
         with self._opening(f"resume({path or ''}, step={step})") as run:
-            return resume(run, path, step, self._config)
+            return resume(run, path, step)
 
     def due(self, step: int) -> bool:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
@@ -248,13 +241,13 @@ class Checkpoints:
             )
         if self._run is None:
             with self._opening("save()") as run, run.together(), named_by(""):
-                if folders := list_steps(self._dir.checkpoints):
+                if folders := list_steps(self._records.dir.checkpoints):
                     raise UserError(
-                        f"{self._dir} has {folders[-1].name} of an earlier run. "
+                        f"{self._records.dir} has {folders[-1].name} of an earlier run. "
                         "Call resume() before the first save(), or name another folder."
                     )
         assert self._run is not None
-        save(self._run, step, flat, of_rank, self._config)
+        save(self._run, step, flat, of_rank)
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.
@@ -309,21 +302,22 @@ class Checkpoints:
         session = current()
         # A run of this process that an error has ended, and the script has caught it, may still save.
         session.wait_for_saves()
-        options = replace(self._options, arguments={**self._asked, "the first call": call})
-        run = Run(self._dir, self._records, self._coordinator, options)
+        arguments = {**self._options.arguments, "the first call": call}
+        options = replace(self._options, arguments=arguments)
+        run = Run(self._records, self._coordinator, options)
         try:
             yield run
             with run.writing_together():
                 if run.is_writer:
-                    self._dir.metrics.touch()
+                    self._records.dir.metrics.touch()
                 if session.runs[0] is self._records:
-                    session.log_to(self._dir.logs.absolute())
+                    session.log_to(self._records.dir.logs.absolute())
         except BaseException:
             run.close(removes_new=True)
             raise
         self._records.start(run.first, is_writer=run.is_writer)
         self._run = run
-        session.coordinator.tell_launcher("run_dir", path=str(self._dir.path.absolute()))
+        session.coordinator.tell_launcher("run_dir", path=str(self._records.dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)

@@ -72,9 +72,7 @@ class Candidate(NamedTuple):
         return self._replace(damage=damage, is_failure=getattr(error, "is_failure", False))
 
 
-def resume(
-    run: Run, path: str | os.PathLike[str] | None, step: int | None, config: Mapping[str, Any]
-) -> Resumed | None:
+def resume(run: Run, path: str | os.PathLike[str] | None, step: int | None) -> Resumed | None:
     """Restore the newest checkpoint, see `Checkpoints.resume`. A collective: every rank must call it."""
     with run.together(), named_by(""):
         if path is not None and run.is_writer:
@@ -91,7 +89,7 @@ def resume(
         if is_seed:
             resumed = replace(resumed, step=step or 0)
         else:
-            _refuse_another(chosen, resumed, config)
+            _refuse_another(chosen, resumed, run.records.config)
     where = f" on {run.coordinator.hostnames[chosen.rank]}" if chosen.rank else ""
     log.info(f"resuming from {from_here(chosen.path)}{where}: step {resumed.step}")
     with run.together(), named_by("cannot rename"):

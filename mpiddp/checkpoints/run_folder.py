@@ -1,6 +1,6 @@
 """The folder of a run, open: its paths, its one owner, and the ranks that write into it.
 
-    run = Run(RunDir(path), records, coordinator, options)
+    run = Run(records, coordinator, options)
 
 The folder has one owner at a time, because two runs in one folder would remove each other's saves. The owner
 holds the kernel's lock on owner.json, which ends with its process. `ls runs/a` shows the rest.
@@ -121,7 +121,7 @@ class Run:
     """The open folder of a run, and the ranks that share it, on one rank.
 
     Attributes:
-        records: of the metrics.
+        records: of the metrics, with the paths of the run and its config.
         group: all ranks, for tensors on the CPU; None for the script's own group, if that is of gloo. A
             reference to it would keep it alive after the script has destroyed it: a rank that still waits
             in a collective would not notice that this one has left.
@@ -137,12 +137,10 @@ class Run:
         held: the checkpoint resumed from, until the first save.
     """
 
-    def __init__(
-        self, run_dir: RunDir, records: RunRecords, coordinator: Coordinator, options: RunOptions
-    ) -> None:
+    def __init__(self, records: RunRecords, coordinator: Coordinator, options: RunOptions) -> None:
         """Create the run's folder on every host, and become its owner. All ranks must call this."""
-        self.dir, self.records, self.coordinator = run_dir, records, coordinator
-        self.options = options
+        self.dir = run_dir = records.dir
+        self.records, self.coordinator, self.options = records, coordinator, options
         self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
         assert coordinator.world.local_rank is not None, "the ranks have joined"
         self.local_rank = coordinator.world.local_rank

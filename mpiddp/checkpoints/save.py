@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -54,9 +54,7 @@ from mpiddp.text import from_here
 _NICENESS = 10  # of the thread that writes
 
 
-def save(
-    run: Run, step: int, flat: FlatState, per_rank: FlatState, config: Mapping[str, Any]
-) -> None:
+def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
     """Compare and copy the state, and write it in a thread. A collective, see `Checkpoints.save`."""
     agreed = agree(run, step, flat)
     if step < run.step:
@@ -74,7 +72,7 @@ def save(
     if agreed.has_own_buffers and len(run.writers) > 1:
         _share_buffers(run, flat, union)
     copies = Copies.of(boxes_of(flat, union, run.rank, is_writer=run.is_writer))
-    about = About(step, config, run.step, union.has_stages, agreed.not_finite)
+    about = About(step, run.records.config, run.step, union.has_stages, agreed.not_finite)
     has_shards = bool(union.savers) or any(map(is_sharded, flat.tensors.values()))
     if has_shards and run.ring is None and len(run.writers) > 1:
         timeout = timedelta(seconds=run.options.timeout_s)
