@@ -172,12 +172,8 @@ class Copies:
                         notes["tied"][alias] = name
                     if tied.place or code is None or part is not box.shape:
                         shape, offsets, placements = tied.place or (tied.shape, None, ())
-                        notes["boxes"][alias] = [
-                            list(shape),
-                            offsets,
-                            list(part),
-                            list(placements),
-                        ]
+                        place = [list(shape), offsets, list(part), list(placements)]
+                        notes["boxes"][alias] = place
                     if tied.layout:
                         notes["layouts"][alias] = list(tied.layout)
         return header_of(rows, notes)

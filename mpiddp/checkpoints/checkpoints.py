@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -302,9 +301,7 @@ class Checkpoints:
         session = current()
         # A run of this process that an error has ended, and the script has caught it, may still save.
         session.wait_for_saves()
-        arguments = {**self._options.arguments, "the first call": call}
-        options = replace(self._options, arguments=arguments)
-        run = Run(self._records, self._coordinator, options)
+        run = Run(self._records, self._coordinator, self._options, call)
         try:
             yield run
             with run.writing_together():

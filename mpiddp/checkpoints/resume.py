@@ -197,13 +197,13 @@ def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
         return [copy.damaged(BrokenCheckpoint(Path(copy.path), where)) for copy in copies]
     # One folder on a shared file system is verified once: the ranks of all its hosts divide its files.
     by_rank = _by_rank(run, copies)
-    copy_here, broken = by_rank[run.rank], list[Candidate]()
-    if copy_here is not None:
-        sharing = [at for at, copy in enumerate(by_rank) if copy and copy.inode == copy_here.inode]
+    local, broken = by_rank[run.rank], list[Candidate]()
+    if local is not None:
+        sharing = [at for at, copy in enumerate(by_rank) if copy and copy.inode == local.inode]
         try:
-            verify(Path(copy_here.path), share=(sharing.index(run.rank), len(sharing)))
+            verify(Path(local.path), share=(sharing.index(run.rank), len(sharing)))
         except BrokenCheckpoint as error:
-            broken.append(copy_here.damaged(error))
+            broken.append(local.damaged(error))
     by_inode = {copy.inode: copy for copy in _gathered(run, broken)}
     return [by_inode.get(copy.inode, copy) for copy in copies]
 
@@ -313,10 +313,8 @@ def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
         if receivers:
             path = Path(source.path) / name
             transfers.append(Transfer(source.rank, path, Entry(**entry), tuple(sorted(receivers))))
-        copy_here = by_rank[run.rank]
-        places[name] = (
-            final if copy_here is None or lacks[run.rank] else Path(copy_here.path)
-        ) / name
+        local = by_rank[run.rank]
+        places[name] = (final if local is None or lacks[run.rank] else Path(local.path)) / name
     if not transfers:
         return places
     log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")

@@ -1,6 +1,6 @@
 """The folder of a run, open: its paths, its one owner, and the ranks that write into it.
 
-    run = Run(records, coordinator, options)
+    run = Run(records, coordinator, options, "resume()")
 
 The folder has one owner at a time, because two runs in one folder would remove each other's saves. The owner
 holds the kernel's lock on owner.json, which ends with its process. `ls runs/a` shows the rest.
@@ -137,8 +137,10 @@ class Run:
         held: the checkpoint resumed from, until the first save.
     """
 
-    def __init__(self, records: RunRecords, coordinator: Coordinator, options: RunOptions) -> None:
-        """Create the run's folder on every host, and become its owner. All ranks must call this."""
+    def __init__(
+        self, records: RunRecords, coordinator: Coordinator, options: RunOptions, call: str
+    ) -> None:
+        """Create the run's folder on every host, and become its owner. All ranks must make this `call`."""
         self.dir = run_dir = records.dir
         self.records, self.coordinator, self.options = records, coordinator, options
         self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
@@ -153,7 +155,7 @@ class Run:
         self.prefix = coordinator.unique_prefix("saves")  # of the keys of its exchanges
         self._verified: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._lock: RunLock | None = None  # on the ranks that write
-        self._require_equal_arguments()
+        self._require_equal_arguments(call)
         self._require_folder_of_restart()
         with self.writing_together():
             if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
@@ -177,9 +179,9 @@ class Run:
             self.close(removes_new=True)
             raise
 
-    def _require_equal_arguments(self) -> None:
+    def _require_equal_arguments(self, call: str) -> None:
         """Raise UserError, on all ranks, if they have not created the same `Checkpoints`."""
-        by_rank = self.gather(self.options.arguments)
+        by_rank = self.gather({**self.options.arguments, "the first call": call})
         for name in dict.fromkeys(name for arguments in by_rank for name in arguments):
             values = [arguments.get(name, "nothing") for arguments in by_rank]
             if different := self.different(values):
