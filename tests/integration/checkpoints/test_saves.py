@@ -1,6 +1,6 @@
 """One save and one resume: what they hold in memory, read, send, remove, and refuse.
 
-Tests mpiddp/checkpoints/{save,schedule,resume,run,send,boxes,folder}.py, mpiddp/files.py.
+Tests mpiddp/checkpoints/{save,schedule,resume,run_folder,send,boxes,folder}.py, mpiddp/files.py.
 """
 
 import fcntl
@@ -231,7 +231,7 @@ def test_any_error_of_the_thread_is_a_warning(create, monkeypatch, capsys):
     checkpoints.save(1, {"a": torch.ones(1)})
     assert "step 1 cannot be saved: MemoryError" in capsys.readouterr().err
     checkpoints.close()
-    assert mpiddp.load(checkpoints._dir.path).step == 1
+    assert mpiddp.load(mpiddp.run_dir()).step == 1
 
 
 def schedule(every: str, first: int = 1, *, is_new: bool = False) -> SaveSchedule:
