@@ -21,7 +21,7 @@ from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.session import current, script_session
-from mpiddp.runtime.rank_log import log
+from mpiddp.runtime.rank_log import log, log_to_console
 from mpiddp.runtime.sinks import SinkRun, number_of, open_sinks
 from mpiddp.text import from_here
 from mpiddp.world import World
@@ -215,8 +215,9 @@ def log_metrics(step: int, **values: Any) -> None:
         records.record(step, values)
     session.progress.show(values)
     if session.sinks is None:
-        is_writer = World.from_env().rank == 0
-        session.sinks = open_sinks(_run_of_sinks(runs, step)) if is_writer else ()
+        rank = World.from_env().rank
+        log_to_console(rank)  # a script that has not joined may have no other handler
+        session.sinks = () if rank else open_sinks(_run_of_sinks(runs, step))
     for sink in session.sinks:
         sink.write(step, values)
 
