@@ -41,7 +41,7 @@ class Session:
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1))
         self.is_member = False  # of the process group of its job, which this process leaves later
-        self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
+        self.runs: list[Any] = []  # the `mpiddp.checkpoints.records.RunRecords` of this process
         self.sinks: Any = None  # of `mpiddp.runtime.sinks`, once this process has logged
         self.torch_store: object = None  # rank 0 serves it as long as its process lives
         self.error: BaseException | None = None  # that has ended the script, or by hand its group
