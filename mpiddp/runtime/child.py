@@ -183,8 +183,8 @@ class Child:
             if each.number == 0 or is_shown(selection, world.rank, each.number):
                 each.connect(launcher, world)
 
-    def go(self, rank: Rank, variables: Mapping[str, str], store: socket.socket | None) -> None:
-        """Let the script begin, with these variables. `store`: where rank 0 serves torch's store.
+    def go(self, rank: Rank, variables: Mapping[str, str], files: Sequence[int]) -> None:
+        """Let the script begin, with these variables. `files`: those of torch's store, on rank 0.
 
         If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
@@ -197,7 +197,7 @@ class Child:
             "args": args,
             "mpi": mpi_environment(rank.variables),
         }
-        self._tell(facts, [store.fileno()] if store else [])
+        self._tell(facts, files)
 
     def hear(self) -> None:
         """Take what the script has said."""

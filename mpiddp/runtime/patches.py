@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from glob import glob
 from pathlib import Path
@@ -35,6 +35,7 @@ from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
+_ADDRESS = re.compile(r"[\d.]+|.*:.*")  # and no name, which DNS may know
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 
 
@@ -170,6 +171,27 @@ def await_gloo_at_destroy() -> None:
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = await_and_destroy
 
 
+def store_of_job(script: Script) -> None:
+    """A script's groups meet at the store that a process beside rank 0 serves, and wait for no DNS.
+
+    torch would serve the store in rank 0's process, and it would end with that.
+    """
+    module: Any = sys.modules.get("torch.distributed.rendezvous")
+    if (make := getattr(module, "TCPStore", None)) is None:
+        return
+    env = os.environ
+
+    def connect(*args: Any, **options: Any) -> Any:
+        address = str(options.get("host_name", ""))
+        if (address, str(options.get("port"))) == (env["MASTER_ADDR"], env["MASTER_PORT"]):
+            options["is_master"] = False
+        with no_dns() if _ADDRESS.fullmatch(address) else nullcontext():
+            return make(*args, **options)
+
+    module.TCPStore = connect
+    script.session.has_store_beside = True
+
+
 def optimizer_steps(script: Script) -> None:
     """A hook of torch counts the steps of optimizers, for `mpiddp top`.
 
@@ -220,5 +242,5 @@ def no_dns() -> Iterator[None]:
 
 BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder)
 ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal)
-ONCE_TORCH_IS_THERE = (gloo_end, optimizer_steps)
+ONCE_TORCH_IS_THERE = (gloo_end, store_of_job, optimizer_steps)
 IN_A_CALL = (frozen_torch, no_dns)

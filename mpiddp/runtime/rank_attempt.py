@@ -60,7 +60,7 @@ class RankAttempt:
             spare.discard()
             spare = None
         self.child = spare or Child(rank)
-        self._store = StorePort()
+        self.store = StorePort()
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
@@ -92,14 +92,12 @@ class RankAttempt:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
-            self._store.close()
+            self.store.hand_over()
         if self._ended_by is EndedBy.HOLD:
             self._wait_for_launcher()
-        elif self._ended_by is not EndedBy.OTHERS and (stops or self._code == DONE):
-            # The first rank that exits with a code other than 0 ends the others, which may still save.
-            self.coordinator.leave(waits=stops)
         else:
-            self._await_others()
+            is_done = self._ended_by is not EndedBy.OTHERS and (stops or self._code == DONE)
+            self._leave(is_done=is_done, waits=stops or not is_done or self.store.is_served)
         return self._code
 
     def _end_script(self) -> None:
@@ -119,16 +117,23 @@ class RankAttempt:
         while child.runs and time.monotonic() < deadline:
             self._wait()
 
-    def _await_others(self) -> None:
-        """Wait until no rank runs a script: the first that exits makes the MPI end the others at once."""
+    def _leave(self, *, is_done: bool, waits: bool) -> None:
+        """Tell the others that no script runs here. With `waits`, wait until none runs elsewhere.
+
+        Other ranks may need torch's store, which ends with this process. After a failure or a stop, the first
+        rank that exits makes the MPI end the others at once.
+        """
         ranks = self.coordinator
-        limit_s = None if ranks.has_launcher else GRACE_S + self.rank.failed_grace_s + _END_S
+        is_limited = not (is_done or ranks.has_launcher)
+        limit_s = GRACE_S + self.rank.failed_grace_s + _END_S if is_limited else None
         ranks.give("ended", None, timeout_s=limit_s)
         with suppress(NoAnswer):
-            while ranks.connection and not (ranks.is_lost or ranks.given("ended")):
+            while waits and ranks.connection and not (ranks.is_lost or ranks.given("ended")):
                 if self.rank.daemon not in (None, os.getppid()):
                     break
                 self._wait()
+        if is_done:
+            ranks.send("leave")
 
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
@@ -191,13 +196,13 @@ class RankAttempt:
             env["OMP_NUM_THREADS"] = str(threads)
         os.environ.update(env)
         self._join(joining_timeout_s())
-        self._store.take(store)
+        self.store.take(store)
         if child.is_command:
-            self._store.leave()
+            self.store.leave()
             with ranks.all_or_none():
                 child.start(os.environ)
             return
-        child.go(rank, env, store)
+        child.go(rank, env, self.store.files)
 
     def _see_torch(self) -> None:
         """Once the script has imported torch, start the Python that imports it for the next attempt.
@@ -205,15 +210,20 @@ class RankAttempt:
         Until then, a process that the script starts may be the one that needs torch's store.
         """
         child, spare = self.child, self.spare
+        if "store" in child.said:
+            self.store.is_served = True
+            child.others.add(child.said.pop("store")["pid"])
         if "torch" in child.said:
-            self._store.close()
+            self.store.hand_over()
             told = child.said.pop("torch")
             if self.rank.holds and spare is None:
                 self.spare = Child(self.rank)
                 self.spare.import_ahead(os.environ, told["ahead"])
                 child.others.add(self.spare.pid)
-        elif self._store.listens and child.has_children:
-            self._store.leave()
+        elif self.store.listens and child.has_children:
+            child.hear()  # the child may be the one that serves the store
+            if "torch" not in child.said:
+                self.store.leave()
         if child.said.pop("mpi", None):  # no later process of this rank can start it
             self.rank = self.rank._replace(holds=False)
         if spare is not None:
@@ -299,9 +309,7 @@ class RankAttempt:
             if file is not None:
                 poll.register(file, select.POLLIN)
         wait_ms = _WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS
-        ready = dict(
-            poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self._store.listens else wait_ms)
-        )
+        ready = dict(poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self.store.listens else wait_ms))
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())

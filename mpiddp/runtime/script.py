@@ -127,8 +127,8 @@ def _begin(script: patches.Script) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
     The agent sends a line: "go", with the variables that a script finds under torchrun, where the server of
-    the job is, and the last arguments, if the process is older than these. With its first byte comes, on rank
-    0, the file where torch's store is to listen. A process that waits for the next attempt gets "ahead"
+    the job is, and the last arguments, if the process is older than these. With its first byte come, on rank
+    0, the files of `serve_beside`. A process that waits for the next attempt gets "ahead"
     before, and answers "ask".
     """
     session = script.session
@@ -148,7 +148,7 @@ def _begin(script: patches.Script) -> None:
     else:
         sys.meta_path.insert(0, AtImport(["torch"], importing_torch))
     session.tell_agent("ready")
-    facts, listeners = _told_by_agent(script.control)
+    facts, of_store = _told_by_agent(script.control)
     ahead = facts if facts["type"] == "ahead" else None
     if ahead is not None:
         from mpiddp.hosts.processes import name_process  # few scripts need it
@@ -156,10 +156,10 @@ def _begin(script: patches.Script) -> None:
         name_process(SPARE_NAME)
         _import_ahead(ahead)
         _import_compiler(script.control)
-        facts, listeners = _told_by_agent(script.control)
+        facts, of_store = _told_by_agent(script.control)
         while facts["type"] == "ask":
             session.tell_agent("here")
-            facts, listeners = _told_by_agent(script.control)
+            facts, of_store = _told_by_agent(script.control)
         name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
     env = facts["variables"]
@@ -171,14 +171,19 @@ def _begin(script: patches.Script) -> None:
         sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
 
     def serve() -> None:
-        for listener in listeners:
-            from mpiddp.runtime.rendezvous.store import serve_store
+        if not of_store:
+            return
+        from mpiddp.runtime.rendezvous.store import serve_beside, serve_store
 
+        listener, lifeline = of_store
+        if session.has_store_beside:
+            session.tell_agent("store", pid=serve_beside(env, listener, lifeline))
+        else:
             with suppress(RuntimeError):  # a process of the script listens there
                 session.torch_store = serve_store(env, listener.detach())
 
-    at_torch.append(serve)
     at_torch.append(lambda: session.tell_agent("torch", ahead=ahead or before.changes()))
+    at_torch.append(serve)
     if "torch" in sys.modules:
         for act in at_torch[1:]:
             act()
@@ -245,7 +250,7 @@ def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[No
 
 def _told_by_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
     """What the agent says, and the sockets that come with it."""
-    first, files, _, _ = socket.recv_fds(control, 1, 1)
+    first, files, _, _ = socket.recv_fds(control, 1, 2)
     line = first + control.makefile("rb").readline()
     if not line.endswith(b"\n"):
         os._exit(1)

@@ -22,6 +22,7 @@ from mpiddp.text import escaped, signal_name, size_text
 
 # An error that follows from the end of another rank comes at about the same time as that is noticed.
 _CONSEQUENCE_S = 0.3
+_ENDS_S = 1.5  # for a script to end that has closed its connections
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
 _LOST_DAEMON = re.compile(
@@ -172,6 +173,14 @@ def _may_follow(failure: Event) -> bool:
     return bool(facts.get("traceback") and is_consequence(facts["error"]))
 
 
+def _needed_another(record: Record, failure: Event) -> bool:
+    """Whether a rank reports, or its command has printed, what happens when another rank has ended."""
+    if failure.kind != "failed" or failure.facts["error"]:
+        return _may_follow(failure)
+    tail = record.latest["tail"].get(failure.rank)
+    return tail is not None and any(map(is_consequence, tail.facts["lines"][-1:]))
+
+
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
     facts, failures = first.facts, [each for _, each in sorted(record.failures.items())]
@@ -190,7 +199,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     gone = [each for each in killed if first in killed and each.at - first.at < _AT_ONCE_S]
     hosts = list(dict.fromkeys(record.host_of(each.rank) for each in gone))
     others, is_complete, daemon = _others(record), True, _lost_daemon(record)
-    before = _left_early(record, first.at, is_needed=_may_follow(first))
+    before = _left_early(record, first.at, is_needed=_needed_another(record, first))
     # SIGTERM comes from somebody, and is no fault of a host.
     is_own = len(hosts) == 1 and facts.get("signal") != signal.SIGTERM
     host_at_fault = record.hosts[first.rank] if is_own else ""
@@ -293,7 +302,7 @@ def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool
     exited = [each for each in record.done.values() if each.kind == "exited" and each.at <= before]
     how = " (os._exit)" if exited else ""
     if is_needed and not exited:
-        exited = [each for each in record.done.values() if each.at <= before + _CONSEQUENCE_S]
+        exited = [each for each in record.done.values() if each.at <= before + _ENDS_S]
     early = record.names(sorted(each.rank for each in exited))
     return f"{early} {_LEFT_EARLY}{how}. Then " if early else ""
 

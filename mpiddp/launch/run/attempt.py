@@ -244,7 +244,9 @@ class Attempt:
                     # Most starters end the other ranks, and the ranks' own watch always does. Only this
                     # process notices a host that has stopped answering.
                     spread_s = SPREAD_S + self.options.failed_grace_s
-                    self._end_after(0.0 if record.silent_hosts else spread_s, has_failed=True)
+                    waits_for_word = event.kind == "failed" and self.turn.holds
+                    is_now = record.silent_hosts or waits_for_word
+                    self._end_after(0.0 if is_now else spread_s, has_failed=True)
         self._looks.see_early()
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait

@@ -43,7 +43,8 @@ class Session:
         self.is_member = False  # of the process group of its job, which this process leaves later
         self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
         self.sinks: Any = None  # of `mpiddp.runtime.sinks`, once this process has logged
-        self.torch_store: object = None  # rank 0 serves it as long as its process lives
+        self.torch_store: object = None  # on rank 0, if this process serves it
+        self.has_store_beside = False  # a process beside rank 0 serves it
         self.error: BaseException | None = None  # that has ended the script, or by hand its group
         self.progress = Progress(self.coordinator)
         self.stop = StopRequest(self.coordinator, self.progress, self.tell_agent)
@@ -114,6 +115,8 @@ class Session:
         if self.stop.has_stopped:
             self.count_saves(0)
         # The first rank that exits with a code other than 0 ends the others, which may still save.
+        if waits is None:
+            waits = self.torch_store is not None
         self.coordinator.leave(waits=self.stop.has_stopped or waits)
 
     def fail(self, error: BaseException, *, is_printed: bool = False) -> bool:

@@ -141,8 +141,8 @@ def test_a_gather_names_the_missing_ranks_to_all_that_wait_and_to_those_that_com
 
 def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
     first, second, third = job.all()
-    second.leave()
-    waits = job.call(first.leave)
+    second.leave(waits=False)
+    waits = job.call(first.leave, waits=True)
     until(lambda: job.selector.next_at < float("inf"))
     assert not waits.done()
     cut(third)
