@@ -14,7 +14,6 @@ import re
 import socket
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
@@ -112,8 +111,7 @@ _OF_LAUNCHERS = re.compile(
 ALONE = RankSource("none", (), ())
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """This process's identity in the job.
 
     `mpiddp.init` and `mpiddp.process_group` return one with all of its fields set. In one that
@@ -141,7 +139,7 @@ class World:
     local_rank: int | None
     local_world_size: int | None
     launcher: RankSource = ALONE
-    hostname: str = field(default_factory=socket.gethostname)
+    hostname: str = socket.gethostname()
     node_rank: int | None = None
     num_nodes: int | None = None
     master_addr: str | None = None

@@ -7,7 +7,6 @@ So nothing is imported before the script's first line, and nothing has to be kno
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
@@ -88,6 +87,8 @@ def frozen_torch() -> Iterator[None]:
 
 
 def _freeze_all_but(objects: Iterable[object]) -> None:
+    import ctypes
+
     # gc.freeze() takes all that the collector tracks. https://docs.python.org/3/c-api/gcsupport.html
     untrack, track = ctypes.pythonapi.PyObject_GC_UnTrack, ctypes.pythonapi.PyObject_GC_Track
     for function in (untrack, track):

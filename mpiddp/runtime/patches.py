@@ -11,7 +11,6 @@ them is no longer needed. By hand, a process has only `stop_signal` and `no_dns`
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import os
 import re
@@ -22,10 +21,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
-from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
 
 from mpiddp.protocol.variables import JOB, NO_PATCHES
 from mpiddp.runtime.at_import import AtImport, frozen_torch
@@ -106,10 +103,13 @@ def await_gloo() -> None:
     deadline, idle = time.monotonic() + _GLOO_S, 0
     while idle < _IDLE and time.monotonic() < deadline:
         states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
-        # Path's raises an error where no file is left.
-        for file in map(Path, glob("/proc/self/task/*/stat")):  # noqa: PTH207
+        threads = list[Path]()
+        with suppress(OSError):  # no file is left
+            threads += Path("/proc/self/task").iterdir()
+        for thread in threads:
             with suppress(OSError):  # it has ended
-                name, _, rest = file.read_text("latin-1").rpartition(") ")  # "tid (name) state …"
+                # "tid (name) state …"
+                name, _, rest = (thread / "stat").read_text("latin-1").rpartition(") ")
                 if name.endswith(f"({_GLOO}"):
                     states.append(rest[0])
         if not states:
@@ -198,6 +198,8 @@ def optimizer_steps(script: Script) -> None:
     It costs a microsecond a step. A compiled optimizer reports none. A later optimizer, of the next
     fold for example, goes on from the steps of the others.
     """
+    from weakref import WeakKeyDictionary
+
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -227,6 +229,8 @@ def no_dns() -> Iterator[None]:
     does not help, because torch looks up the addresses' IPv6 form. If DNS does not answer, as on the own
     network of many clusters, each connection takes 5 s or more. Without glibc, nothing changes.
     """
+    import ctypes
+
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: None)  # glibc's
     file = Path("/etc/nsswitch.conf")
     services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import ctypes
 import json
 import os
 import select
@@ -300,6 +299,8 @@ def keep_freed_memory(env: Mapping[str, str]) -> None:
     the kernel has found and zeroed every page again. With another libc, or a setting of the user's, this does
     nothing.
     """
+    import ctypes
+
     is_configured = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & env.keys()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or is_configured or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):

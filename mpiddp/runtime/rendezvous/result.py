@@ -7,7 +7,6 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,8 +106,7 @@ def ranks_by_host(infos: Infos) -> dict[tuple[str, str], list[int]]:
 def joined(world: World, infos: Infos, address: str, port: int) -> World:
     """The world of a rank that knows all others. torch's store is at `address`."""
     hosts, own = list(ranks_by_host(infos)), infos[world.rank]
-    return replace(
-        world,
+    return world._replace(
         local_rank=own.local_rank,
         local_world_size=own.local_world_size,
         node_rank=hosts.index(own.host),

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -83,7 +82,7 @@ def process_group(
             if is_gloo:
                 # A rank that needs no other and ends would cut off those that still connect to it.
                 dist.barrier()
-            yield replace(world, backend=backend, device=str(device))
+            yield world._replace(backend=backend, device=str(device))
         except BaseException as error:
             is_failure = ending_of(error, has_stopped=session.stop.has_stopped).is_failure
             if session is current() and is_failure and not isinstance(error, Refused):
