@@ -79,6 +79,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "claim": {"key": str},
     "fail": {"code": int},
     "leave": {},
+    # Then `outputs`, the pipes or terminals that its script writes to: see `key_of_output` in
+    # `mpiddp.hosts.processes`.
     "started": {"host": str, "pid": int},
     "joining": {"timeout_s": _NUMBER},
     "log": {"path": str},  # of the file that will contain a traceback

@@ -32,6 +32,7 @@ from mpiddp.hosts.processes import (
     descendants,
     end_all,
     group_of,
+    key_of_output,
     kills_in,
     signal_at_parents_end,
 )
@@ -82,6 +83,9 @@ class Child:
         self.streams: list[Stream | Input] = [*inputs, *self.outputs]
         # Their ends in the child, by its own file descriptors. They are closed here when it starts.
         self._files = {each.number: each.theirs for each in self.streams}
+        self.outputs_there = [
+            key_of_output(Path(f"/proc/self/fd/{stream.theirs}")) for stream in self.outputs
+        ]
         if rank.selection and world.rank != 0:
             self._files[0] = os.open(os.devnull, os.O_RDONLY)
         self.pid = 0  # until it has started

@@ -237,7 +237,8 @@ class RankAttempt:
         self.coordinator.connect(world, launcher)
         self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
-        self.coordinator.send("started", host=world.hostname, pid=os.getpid())
+        outputs = self.child.outputs_there
+        self.coordinator.send("started", host=world.hostname, pid=os.getpid(), outputs=outputs)
         self.child.connect(launcher)
         if folder := os.environ.get(variables.LOG_DIR):
             self._log_to(Path(folder).absolute(), "--log-dir")

@@ -674,6 +674,33 @@ def test_orphans(hosts):
     bystander.end()
 
 
+HIDES = """
+import subprocess, sys, time
+HELPER = \'\'\'
+import ctypes, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+first, last = map(int, pathlib.Path("/proc/self/stat").read_text().split()[49:51])
+ctypes.memset(first, 0, last - first)  # its variables, as setproctitle does
+print("hidden", flush=True)
+time.sleep(6000)
+\'\'\'
+subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
+time.sleep(6000)
+"""
+
+
+def test_an_orphan_without_its_variables(hosts):
+    """A process that has overwritten its variables, as setproctitle does, ends with a killed agent's job."""
+    launch = ("launch", "--log-ranks", "all", *hosts.where(2))
+    job = hosts.start(*launch, hosts.script(HIDES)).until("hidden", times=2)
+    hidden = "as setproctitle"
+    assert "node1" in {each.host for each in hosts.processes(hidden)}
+    (agent,) = (each for each in hosts.processes("mpiddp run") if each.host == "node1")
+    hosts.kill(agent)
+    assert job.wait().code == 1
+    eventually(lambda: not hosts.processes(hidden))
+
+
 # --- any command, and no launcher ---
 
 

@@ -101,7 +101,7 @@ class Attempt:
         self.record.close()
         self.outcome = verdict(self.record)
         if not self.are_waiting:
-            self.agents.clean_up(self.outcome, self.record.silent_hosts)
+            self._clean_up()
         return self.outcome
 
     def end(self) -> None:
@@ -110,7 +110,12 @@ class Attempt:
         while self.mpirun.code is None:
             self.wait()
         self._finish()
-        self.agents.clean_up(self.outcome, self.record.silent_hosts)
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        started = self.record.latest["started"].values()
+        outputs = [output for event in started for output in event.facts.get("outputs", ())]
+        self.agents.clean_up(self.outcome, self.record.silent_hosts, outputs)
 
     def _finish(self) -> None:
         """mpirun has ended. End what it has left, and copy the last output."""
