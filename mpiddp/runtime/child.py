@@ -203,6 +203,10 @@ class Child:
         }
         self._tell(facts, files)
 
+    def tell_first(self, *, is_first: bool) -> None:
+        """Answer a script that has lost a connection: it shows its error only if it has failed first."""
+        self._tell({"type": "first", "is_first": is_first})
+
     def hear(self) -> None:
         """Take what the script has said."""
         while self.control is not None and select.select([self.control], [], [], 0)[0]:

@@ -68,6 +68,9 @@ class RankAttempt:
         self._ended_by = EndedBy.SCRIPT
         self._code = FAILED  # of this rank
         self._ends_at: float | None = None  # when the program ends for what has happened elsewhere
+        self._first_at: float | None = (
+            None  # when the script has failed first, if nothing else is heard
+        )
         self._signals: int | None = None  # that have arrived, once the ranks have met
         self._readings = ExitStack()  # of the GPUs of this host
 
@@ -309,7 +312,8 @@ class RankAttempt:
         for file in (child.control, self._signals, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        wait_ms = _WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS
+        is_close = self._ends_at or self._first_at
+        wait_ms = _WAIT_IN_GRACE_MS if is_close else _WAIT_MS
         ready = dict(poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self.store.listens else wait_ms))
         for stream in child.streams:
             if manners := stream.act(ready):
@@ -370,6 +374,12 @@ class RankAttempt:
     def _see_others(self) -> None:
         """End with the daemon of the MPI. End some time after the launcher holds, or a failure elsewhere."""
         ranks, child, now = self.coordinator, self.child, time.monotonic()
+        if child.said.pop("lost_connection", None):
+            self._first_at = now + GRACE_S
+        has_news = bool(self._ends_at or ranks.code_of_failure or ranks.is_lost)
+        if self._first_at and (has_news or now >= self._first_at):
+            child.tell_first(is_first=not has_news)
+            self._first_at = None
         if self._ended_by is EndedBy.OTHERS:
             return
         if self.rank.daemon not in (None, os.getppid()):

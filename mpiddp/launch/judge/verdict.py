@@ -22,6 +22,7 @@ from mpiddp.text import escaped, signal_name, size_text
 
 # An error that follows from the end of another rank comes at about the same time as that is noticed.
 _CONSEQUENCE_S = 0.3
+_LONGEST_ERROR = 1000  # characters of its line; the traceback has all
 _ENDS_S = 1.5  # for a script to end that has closed its connections
 _SILENCE_S = 15.0  # until the kernel reports that a host stopped answering
 _AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
@@ -278,6 +279,7 @@ def _report(record: Record, first: Event) -> str:
 def _in_one_line(error: str) -> str:
     """The first line of an error, and if that only wraps another one, of a worker for example, that too."""
     head, *rest = filter(None, map(str.strip, error.splitlines()))
+    head = f"{head[:_LONGEST_ERROR]}…" if len(head) > _LONGEST_ERROR else head
     if any("Traceback (most recent call last)" in line for line in rest):
         return f"{head.rstrip('.:')}: {rest[-1].rstrip('.')}"
     return f"{head} {rest[0]}".rstrip(".") if head.endswith(":") and rest else head.rstrip(".")

@@ -95,8 +95,10 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
             return Ending(DONE)
         if not isinstance(error.code, int):
             return Ending(FAILED, str(error.code))
-        # A process ends with the lowest 8 bits of its code: -1 is 255. For the other ranks, 256 is a failure.
-        code = error.code & 0xFF or FAILED
+        # The process ends with the lowest 8 bits of a C long: -1 is 255, and 256 is 0.
+        code = error.code & 0xFF if error.code.bit_length() < 64 else 0xFF
+        if code == DONE:
+            return Ending(DONE)
         if isinstance(error, Refused):
             return Ending(code, error.sentence, is_verdict=bool(error.sentence))
         # The script has handled the error itself: it has printed it, for example.

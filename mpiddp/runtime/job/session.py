@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import print_error
-from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, encode, is_consequence
+from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode, is_consequence
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -128,6 +129,9 @@ class Session:
         # A save in flight goes on after sys.exit(), because the agent ends the others. A claim ends it.
         is_first = isinstance(error, SystemExit) or self.coordinator.claim_first_failure()
         ending = ending_of(error)
+        follows = is_consequence(ending.error)
+        if follows and is_first and not is_printed:
+            is_first = self._hears_of_no_cause()
         if ending.error:  # perhaps no file can be written
             self.tell_agent("failed", ending=Ending(**ending.facts))
         if self.has_agent:
@@ -136,10 +140,22 @@ class Session:
         prints = ending.is_refusal or (is_sentence and not self.has_agent)
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
-        is_shown = is_first or not is_consequence(ending.error)
+        is_shown = is_first or not follows
         if not (is_shown or is_printed):
             self.tell_agent("hidden", text=ending.facts["traceback"])
         return is_shown
+
+    def _hears_of_no_cause(self) -> bool:
+        """Whether the agent hears of no other failure within a second. A killed rank claims none."""
+        if self.control is None:
+            return True
+        self.tell_agent("lost_connection")
+        with contextlib.suppress(OSError, ValueError):
+            self.control.settimeout(_END_S)
+            is_first: bool = json.loads(self.control.recv(CHUNK))["is_first"]
+            self.control.settimeout(None)
+            return is_first
+        return True
 
     def tell_over(self, code: int) -> None:
         """Tell the agent that this script, which has failed, has no more to do than to end."""
