@@ -23,26 +23,21 @@ from mpiddp.errors import (
 )
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.protocol import variables
-from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT
 from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
 from mpiddp.runtime.child import Child, caught_signals, reap
-from mpiddp.runtime.gpu import limit_threads, prepare
+from mpiddp.runtime.gpu import prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
-from mpiddp.runtime.rank import Rank
+from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
 from mpiddp.runtime.store_port import StorePort
 
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
-_GPUS_S = 5.0  # for a look at the GPUs before the next attempt
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
 _WAIT_FOR_TORCH_MS = 200  # another process takes longer to import torch
-_REQUESTS = frozenset(
-    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-)
 
 
 class RankAttempt:
@@ -144,12 +139,7 @@ class RankAttempt:
         if self.spare is not None:
             self.spare.hurry()
         self._ends_at = None
-        wrong = []
-        if (self.coordinator.world.local_rank or 0) == 0:  # one rank of each host looks
-            from mpiddp.hosts.gpu_faults import wrong_here
-
-            wrong = wrong_here(os.environ, timeout_s=_GPUS_S)
-        self.coordinator.send("held", error="\n".join(wrong)[:TEXT_LIMIT])
+        self.coordinator.send("held", error=wrong_with_host(self.coordinator.world))
         while self.again is None and self._ended_by is EndedBy.HOLD:
             self._wait()
         if self.again is not None and self.coordinator.connection is not None:
@@ -189,14 +179,7 @@ class RankAttempt:
         adopt_orphans()
         self._signals = caught_signals()
         ranks = self.coordinator
-        if ranks.connection is not None:
-            key = ranks.server.member_key(world.rank, CHANNEL_SCRIPT)
-            env |= {variables.CHANNEL: ranks.server.address, variables.CHANNEL_SECRET: key}
-        env[variables.LAUNCHER] = world.launcher.name
-        if world.launcher.name != "torchrun":
-            env[variables.ERROR_FILE] = str(self._error_file)
-        if threads := limit_threads(ranks.world):  # only now known
-            env["OMP_NUM_THREADS"] = str(threads)
+        env |= variables_of_script(ranks, self._error_file)
         os.environ.update(env)
         self._join(joining_timeout_s())
         self.store.take(store)
@@ -208,25 +191,15 @@ class RankAttempt:
         child.go(rank, env, self.store.files)
 
     def _see_torch(self) -> None:
-        """Once the script has imported torch, start the Python that imports it for the next attempt.
-
-        Until then, a process that the script starts may be the one that needs torch's store.
-        """
+        """Once the script has imported torch, start the Python that imports it for the next attempt."""
         child, spare = self.child, self.spare
-        if "store" in child.said:
-            self.store.is_served = True
-            child.others.add(child.said.pop("store")["pid"])
+        self.store.see(child)
         if "torch" in child.said:
-            self.store.hand_over()
             told = child.said.pop("torch")
             if self.rank.holds and spare is None:
                 self.spare = Child(self.rank)
                 self.spare.import_ahead(os.environ, told["ahead"])
                 child.others.add(self.spare.pid)
-        elif self.store.listens and child.has_children:
-            child.hear()  # the child may be the one that serves the store
-            if "torch" not in child.said:
-                self.store.leave()
         if child.said.pop("mpi", None):  # no later process of this rank can start it
             self.rank = self.rank._replace(holds=False)
         if spare is not None:
@@ -257,7 +230,7 @@ class RankAttempt:
         self.coordinator.send("log", path=str(paths[2]))
 
     def _join(self, timeout_s: float) -> None:
-        """Wait until the scripts of all ranks have imported torch, unless that of this one has ended."""
+        """Wait until the Pythons of all scripts have started, unless that of this rank has ended."""
         child, ranks = self.child, self.coordinator
         while child.runs and "ready" not in child.said:
             self._wait()
@@ -409,16 +382,10 @@ class RankAttempt:
         child, has_launcher = self.child, self.rank.launcher is not None
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
         # so its ranks look at that alone.
-        was_asked = (
-            self._ended_by is EndedBy.STOP_REQUEST if has_launcher else child.passed & _REQUESTS
-        )
-        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in child.passed)}
-        # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
-        is_exit = not (ending.signal or ending.traceback or ending.error)
+        is_asked = self._ended_by is EndedBy.STOP_REQUEST if has_launcher else None
         # If scripts within a command agree on a stop, its agent is not told.
         says_so = child.is_command or "stopped" in child.said
-        has_stopped = ending.code == STOPPED and says_so
-        stops = has_stopped or bool(was_asked and (ending.code in ends or is_exit))
+        stops = ending.stops(child.passed, is_asked=is_asked, says_so=says_so)
         if stops or not ending.is_failure:
             if ending.code == STOPPED and "stopped" not in child.said:
                 self.coordinator.send("stopped")

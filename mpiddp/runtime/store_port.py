@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from mpiddp.hosts.sockets import reserve
+from mpiddp.runtime.child import Child
 
 
 class StorePort:
@@ -29,6 +30,18 @@ class StorePort:
 
     def take(self, listener: socket.socket | None) -> None:
         self._socket, self.listens = listener, listener is not None
+
+    def see(self, child: Child) -> None:
+        """Act on what the script says of the store, or on a process of its own that may form the group."""
+        if "store" in child.said:
+            self.is_served = True
+            child.others.add(child.said.pop("store")["pid"])
+        if self.listens and child.has_children:
+            child.hear()  # that process may be the one that serves the store
+        if "torch" in child.said:
+            self.hand_over()
+        elif self.listens and child.has_children:
+            self.leave()
 
     def leave(self) -> None:
         """A process of the program may listen in its place."""

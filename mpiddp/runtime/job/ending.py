@@ -10,6 +10,7 @@ import contextlib
 import json
 import signal
 import time
+from collections.abc import Set
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ from mpiddp.files import read_limited
 from mpiddp.protocol.channel import LINE_LIMIT, TEXT_LIMIT
 from mpiddp.runtime.job.out_of_memory import shortened
 from mpiddp.text import signal_name
+
+_REQUESTS = frozenset(
+    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+)
 
 
 class Refused(SystemExit):
@@ -63,6 +68,18 @@ class Ending(NamedTuple):
     def is_refusal(self) -> bool:
         """Whether it is bad input, which the rank itself has to print."""
         return self.code == BAD_INPUT and bool(self.error)
+
+    def stops(self, passed: Set[int], *, is_asked: bool | None, says_so: bool) -> bool:
+        """Whether a program that has got the `passed` signals ends so on request.
+
+        `is_asked`: whether the launcher has requested it; None without one, where a signal is the request.
+        """
+        was_asked = bool(passed & _REQUESTS) if is_asked is None else is_asked
+        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + number for number in passed)}
+        # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
+        is_exit = not (self.signal or self.traceback or self.error)
+        has_stopped = self.code == STOPPED and says_so
+        return has_stopped or (was_asked and (self.code in ends or is_exit))
 
     @property
     def facts(self) -> dict[str, Any]:
