@@ -67,10 +67,10 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
                 if state != b"Z":
                     name = os.fsdecode(head.partition(b"(")[2])
                     children[int(parent)].append((int(entry.name), name))
-    found = [*children[ancestor]]
-    for pid, _ in found:
-        found += children[pid]
-    return dict(found)
+    below = [*children[ancestor]]
+    for pid, _ in below:
+        below += children[pid]
+    return dict(below)
 
 
 def command_of(pid: int) -> str:
@@ -196,9 +196,9 @@ def group_of(
     with suppress(OSError, ValueError):
         lines = os.fsdecode((proc / str(pid) / "cgroup").read_bytes()).splitlines()
         groups = {
-            each: path.lstrip("/")
+            controller: path.lstrip("/")
             for _, controllers, path in (line.split(":", 2) for line in lines)
-            for each in controllers.split(",")
+            for controller in controllers.split(",")
         }
         if of in groups:  # cgroup v1
             return mount / of / groups[of]

@@ -34,7 +34,7 @@ class AtImport:
         if name not in self.names or os.getpid() != self._process:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             self._surround(spec.loader)
         return spec
@@ -93,9 +93,9 @@ def _freeze_all_but(objects: Iterable[object]) -> None:
     untrack, track = ctypes.pythonapi.PyObject_GC_UnTrack, ctypes.pythonapi.PyObject_GC_Track
     for function in (untrack, track):
         function.argtypes, function.restype = [ctypes.py_object], None
-    for each in objects:
-        untrack(each)
+    for thing in objects:
+        untrack(thing)
     gc.freeze()
-    for each in objects:
-        if not gc.is_tracked(each):
-            track(each)
+    for thing in objects:
+        if not gc.is_tracked(thing):
+            track(thing)

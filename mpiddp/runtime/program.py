@@ -102,11 +102,11 @@ def script_environment(env: Mapping[str, str], launcher: str) -> dict[str, str]:
     that imports a library. `launcher` is the name of the rank's: another one's ids are not this rank's.
     """
     left_out = (*_OF_MPI, *(() if launcher == "slurm" else ("SLURM_STEP_ID",)))
-    found = {name: value for name, value in env.items() if not name.startswith(left_out)}
-    folders = found.pop(_LIBRARIES, "").split(os.pathsep)
+    kept = {name: value for name, value in env.items() if not name.startswith(left_out)}
+    folders = kept.pop(_LIBRARIES, "").split(os.pathsep)
     while folders[0] and folders[0] in _library_folders(env):
         folders = folders[1:] or [""]
-    return found | ({_LIBRARIES: os.pathsep.join(folders)} if any(folders) else {})
+    return kept | ({_LIBRARIES: os.pathsep.join(folders)} if any(folders) else {})
 
 
 def mpi_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -117,13 +117,13 @@ def mpi_environment(env: Mapping[str, str]) -> dict[str, str]:
 def _library_folders(env: Mapping[str, str]) -> list[str]:
     """The folders that Open MPI puts before those of LD_LIBRARY_PATH."""
     prefixes = [env[name] for name in _PREFIXES if name in env]
-    return [env.get("OMPI_LIBDIR_LOC", ""), *(f"{each}/lib" for each in prefixes)]
+    return [env.get("OMPI_LIBDIR_LOC", ""), *(f"{prefix}/lib" for prefix in prefixes)]
 
 
 def command_environment(env: Mapping[str, str], launcher: str = "") -> dict[str, str]:
     """The variables of the command of a rank that has joined: it may start a torchrun with other ranks."""
-    found = script_environment(env, launcher)
+    kept = script_environment(env, launcher)
     for name in (GPUS, PLACEMENT, AGENT_STORE):  # the agent has applied the first
-        found.pop(name, None)
-    found.setdefault(RUN_ID, found["TORCHELASTIC_RUN_ID"])  # under torchrun
-    return found
+        kept.pop(name, None)
+    kept.setdefault(RUN_ID, kept["TORCHELASTIC_RUN_ID"])  # under torchrun
+    return kept

@@ -57,11 +57,11 @@ class Rank(NamedTuple):
             from mpiddp.hosts import private  # takes 2 ms, and ranks of one host need none
 
             with named_by(""):
-                given = private.take(kept)
-            host, *names = given.pop(variables.LEFT_OUT).split(",")
-            for each in names if host == world.hostname else ():
-                env.pop(each, None)  # it has them from the launcher's shell
-            env.update(given)
+                private_ones = private.take(kept)
+            host, *names = private_ones.pop(variables.LEFT_OUT).split(",")
+            for name in names if host == world.hostname else ():
+                env.pop(name, None)  # it has them from the launcher's shell
+            env.update(private_ones)
         address, key = env.pop(variables.ADDRESS, ""), env.pop(variables.SECRET, "")
         launcher = Server(address, key) if address and key else None
         if launcher is None:

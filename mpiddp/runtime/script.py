@@ -99,12 +99,12 @@ def _show(error: BaseException) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception as of_hook:
         of_hook.__traceback__ = script_frames(of_hook.__traceback__)
-        for title, each in (
+        for title, shown in (
             ("Error in sys.excepthook", of_hook),
             ("\nOriginal exception was", error),
         ):
             print(f"{title}:", file=sys.stderr)
-            sys.__excepthook__(type(each), each, each.__traceback__)
+            sys.__excepthook__(type(shown), shown, shown.__traceback__)
 
 
 @contextmanager
@@ -114,7 +114,9 @@ def _handlers_wait() -> Iterator[None]:
     That of DataLoader raises one when a worker ends, often just after the error that ends the script.
     """
     numbers = range(1, signal.NSIG)
-    handlers = {each: found for each in numbers if callable(found := signal.getsignal(each))}
+    handlers = {
+        number: handler for number in numbers if callable(handler := signal.getsignal(number))
+    }
     for number in handlers:
         signal.signal(number, lambda number, _: atexit.register(signal.raise_signal, number))
     yield
@@ -197,12 +199,12 @@ class Before(NamedTuple):
     def changes(self) -> dict[str, Any]:
         """What it has changed since then that an import may depend on, see `_import_ahead`."""
         now = {**dict.fromkeys(self.variables), **os.environ}
-        new = [each for each in sys.modules if each not in self.modules and "." not in each]
-        files = {each: getattr(sys.modules[each], "__file__", None) for each in new}
+        new = [name for name in sys.modules if name not in self.modules and "." not in name]
+        files = {name: getattr(sys.modules[name], "__file__", None) for name in new}
         return {
             "variables": {n: now[n] for n in now if now[n] != self.variables.get(n)},
-            "path": [each for each in sys.path if isinstance(each, str)],
-            "packages": [each for each in new if _INSTALLED in str(files[each])],
+            "path": [folder for folder in sys.path if isinstance(folder, str)],
+            "packages": [name for name in new if _INSTALLED in str(files[name])],
         }
 
 
@@ -265,8 +267,8 @@ def _run(kind: str, name: str) -> None:
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__annotations__={}, __builtins__=builtins)
     # multiprocessing, which may be there already, finds objects of the script by the second name.
-    for each in {"__main__", "__mp_main__"} & sys.modules.keys():
-        sys.modules[each] = main_module
+    for alias in {"__main__", "__mp_main__"} & sys.modules.keys():
+        sys.modules[alias] = main_module
     if kind == "module" or _is_folder(kind, name):
         import runpy
 

@@ -133,7 +133,7 @@ class Coordinator:
         text = json.dumps(value)
         if self.exchange is not None or self.world.world_size == 1:
             texts = [text] if self.exchange is None else self.exchange(text)
-            return [json.loads(each) for each in texts]
+            return [json.loads(text) for text in texts]
         options = {"key": key or self.unique_prefix("exchange"), "timeout_s": timeout_s}
         answer = self.ask("gather", text.encode(), unless_failed=bool(key), **options)
         return self._values(*answer, timeout_s)

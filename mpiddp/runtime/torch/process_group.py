@@ -59,9 +59,9 @@ def process_group(
             device = device_of(world, backend)
         with coordinator.all_or_none():
             backends = coordinator.all_gather_json(backend, timeout_s=AGREE_TIMEOUT_S)
-            ranks = {each: coordinator.name(backends.index(each)) for each in backends}
+            ranks = {name: coordinator.name(backends.index(name)) for name in backends}
             if len(ranks) > 1:
-                shown = ", ".join(f"{each} ({rank})" for each, rank in ranks.items())
+                shown = ", ".join(f"{name} ({rank})" for name, rank in ranks.items())
                 raise UserError(
                     f"the backend differs: {shown}. Set it on all ranks: --backend gloo (or nccl)."
                 )
