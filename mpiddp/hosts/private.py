@@ -14,7 +14,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def remove(name: str) -> None:
     shutil.rmtree(_folder(name), ignore_errors=True)
 
 
-def sweep(mark: str, name: str) -> list[int]:
+def sweep(mark: str, name: str, outputs: Sequence[str]) -> list[int]:
     """Remove what is left of an attempt: the variables, and its processes, whose pids it returns."""
     remove(name)
-    return kill_marked(mark.encode())
+    return kill_marked(mark.encode(), outputs)

@@ -17,7 +17,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -151,17 +151,18 @@ class Agents:
         self.output.begin_again()
         return True
 
-    def clean_up(self, outcome: Outcome, silent: Collection[str]) -> None:
+    def clean_up(self, outcome: Outcome, silent: Collection[str], outputs: Sequence[str]) -> None:
         """mpirun has ended: leave no process of the job on any host that can be reached.
 
-        `outcome` is that of their last attempt, in which the `silent` hosts have stopped answering.
+        `outcome` is that of their last attempt, in which the `silent` hosts have stopped answering. Its
+        ranks write to `outputs`.
         """
         self.output.settle(is_said=outcome.is_complete)
         self.server.drop_all()
         self.opened.close()
         if self.has_logged_in and outcome.code not in (DONE, BAD_INPUT, STOPPED):
             left = [host for host in self.others if host.name not in silent]
-            sweep(self.plan.request, left, self.job, self.kept)
+            sweep(self.plan.request, left, self.job, self.kept, outputs)
 
 
 def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:

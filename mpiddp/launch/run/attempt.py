@@ -92,7 +92,7 @@ class Attempt:
             self.record.add(Event("tail", rank, {"lines": lines}))
         self.outcome = verdict(self.record)
         if not self.are_waiting:
-            self.agents.clean_up(self.outcome, self.record.silent_hosts)
+            self._clean_up()
         return self.outcome
 
     def end(self) -> None:
@@ -101,7 +101,12 @@ class Attempt:
         while self.mpirun.code is None:
             self.wait()
         self._finish()
-        self.agents.clean_up(self.outcome, self.record.silent_hosts)
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        started = self.record.latest["started"].values()
+        outputs = [output for event in started for output in event.facts.get("outputs", ())]
+        self.agents.clean_up(self.outcome, self.record.silent_hosts, outputs)
 
     def _finish(self) -> None:
         """mpirun has ended. End what it has left, and copy the last output."""
@@ -250,7 +255,9 @@ class Attempt:
                     # Most starters end the other ranks, and the ranks' own watch always does. Only this
                     # process notices a host that has stopped answering.
                     spread_s = SPREAD_S + self.options.failed_grace_s
-                    self._end_after(0.0 if record.silent_hosts else spread_s, has_failed=True)
+                    waits_for_word = event.kind == "failed" and self.turn.holds
+                    is_now = record.silent_hosts or waits_for_word
+                    self._end_after(0.0 if is_now else spread_s, has_failed=True)
         self._looks.see_early()
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.own("hold") and not self._has_ended.is_set():  # it does not wait

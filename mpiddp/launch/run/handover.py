@@ -116,13 +116,16 @@ def gone(request: Request, names: Collection[str]) -> list[str]:
     return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
 
-def sweep(request: Request, hosts: Sequence[Host], job: str, name: str) -> None:
+def sweep(
+    request: Request, hosts: Sequence[Host], job: str, name: str, outputs: Sequence[str]
+) -> None:
     """Kill what is left of `job` on these hosts at once, and remove what they keep under this name.
 
     A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. Only processes that
-    were started with the job's id in their environment are killed.
+    were started with the job's id in their environment, or write to a rank's output, are killed.
     """
-    program = program_that_prints(TRAVELLING, f"sweep({f'{JOB}={job}'!r}, {name!r})")
+    call = f"sweep({f'{JOB}={job}'!r}, {name!r}, {outputs!r})"
+    program = program_that_prints(TRAVELLING, call)
     quick = request.hosts.transport._replace(login_s=_SWEEP_S)
     answers = ask_hosts(hosts, program, python=request.job[0], transport=quick)
     for host, answer in answers.items():

@@ -61,7 +61,7 @@ def mesh(
     dist.all_gather_object(answers, (call, hostname, f"{hostname} {machine_id()}"), group=group)
     calls, names, machines = zip(*answers, strict=True)
     try:  # of the same answers, so every rank comes to the same result
-        if other := next((rank for rank, each in enumerate(calls) if each != calls[0]), 0):
+        if other := next((rank for rank, call in enumerate(calls) if call != calls[0]), 0):
             raise UserError(
                 f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}. Call it with "
                 "the same arguments on all ranks."
