@@ -216,7 +216,8 @@ def _no_answer(answer: Answer) -> str:
         )
     if answer.exit_code is None:
         slow = _SLOW.format(longer=f"{2 * limit_s:.0f}")
-        return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {slow}"
+        see = f"See whether a start-up file there waits for input: {ssh_line(host)} true"
+        return f"ssh {host.name}: {no_end}. {see}. {slow}"
     printed = answer.printed_before.strip().splitlines()
     if answer.exit_code != 255 and (printed or not errors or answer.exit_code == 0):
         said = [*printed, *errors[-1:], "nothing"][0].rstrip(".")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import selectors
-import shlex
 import socket
 import subprocess
 import time
@@ -51,14 +50,21 @@ _MOST_UNSHOWN = 1 << 20  # bytes of a host, which are shown at once
 LOGIN = "mpiddp-login"  # the line that proves the login; start-up files may print before it
 _ANSWERED = f"mpiddp-answered-{os.urandom(8).hex()}"
 _READ_ON = (
-    'import os; stdin = os.fdopen(0, "rb"); [(exec(stdin.read(int(size)), {}), '
-    'print(end.decode(), flush=True)) for size, end in map(bytes.split, iter(stdin.readline, b""))]'
+    "import sys; stdin = sys.stdin.buffer; [(exec(stdin.read(int(size)), {}), "
+    "print(end.decode(), flush=True)) for size, end in map(bytes.split, iter(stdin.readline, bytes()))]"
 )
 _SHELL_LINE = (
-    f"echo {LOGIN}; IFS= read -r python; "
-    f'command -v "$python" >/dev/null 2>&1 || exit {NO_PROGRAM}; '
-    f"cd / && exec \"$python\" -c '{_READ_ON}'"
+    f"echo {LOGIN}; while IFS= read -r line; do case $line in python=*) break ;; esac; done; "
+    f'python=${{line#python=}}; command -v "$python" >/dev/null 2>&1 || exit {NO_PROGRAM}; '
+    f'cd / && exec "$python" -c "{_READ_ON}"'
 )
+# A user's login shell may not be a Bourne shell: fish, or csh, whose quotes end with the line. All of them
+# pass a line without single quotes on to sh.
+_ANY_SHELL_LINE = f"exec sh -c '{_SHELL_LINE}'"
+ANY_SHELL_SSH = Path(__file__).with_name("any_shell_ssh.sh")  # the same for mpirun
+# Before LOGIN has come, only start-up files of the login shell read stdin. A file that asks a question gets
+# an empty line. If a file has started another shell, as with `exec zsh -l`, that shell gets the line.
+_FOR_START_UP_FILES = ("\n" * 8 + _ANY_SHELL_LINE + "\n").encode()
 
 # Of all connections of a job, before the settings of the user. ssh takes the first value that it finds. A job
 # whose ssh became the master (ControlMaster) would end the user's own logins with its own; it may use one.
@@ -203,12 +209,10 @@ def _login_command(host: Host, transport: Transport, config: str) -> list[str]:
     """The command that runs _SHELL_LINE on a host. `config` is the path of ssh's configuration."""
     if is_this_host(host.name):
         return ["sh", "-c", _SHELL_LINE]
-    # A user's login shell may not be a Bourne shell: fish, or csh, whose quotes end with the line.
-    line = f"exec sh -c {shlex.quote(_SHELL_LINE)}"
     if not transport.is_ssh:
-        return [*transport.agent, host.name, line]
+        return [*transport.agent, host.name, _ANY_SHELL_LINE]
     # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
-    return ["ssh", "-F", config, "-T", "--", host.alias, line]
+    return ["ssh", "-F", config, "-T", "--", host.alias, _ANY_SHELL_LINE]
 
 
 def ssh_config(
@@ -255,7 +259,7 @@ class Login:
         self, host: Host, python: str, transport: Transport, config: str, pause_s: float = 0.0
     ) -> None:
         self._python, self._transport = python, transport
-        self._to_send = f"{python}\n".encode()
+        self._to_send, self._is_last = _FOR_START_UP_FILES, False
         self.deadline, self._work_s = math.inf, 0.0
         self.has_begun = False  # the login has succeeded
         self._before = bytearray()  # what was printed until then
@@ -273,6 +277,9 @@ class Login:
             )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
+        self._stdin.settimeout(transport.login_s)
+        self._send()
+        self._to_send = f"python={python}\n".encode()
 
     @property
     def has_answered(self) -> bool:
@@ -281,17 +288,21 @@ class Login:
     def ask(self, host: Host, program: str, work_s: float, *, is_last: bool) -> None:
         """Send the next program. It has `work_s`, after the login is done."""
         self.host, self._work_s = host, work_s  # another one of the same name
-        login_s = self._transport.login_s
-        self.deadline = time.monotonic() + (work_s if self.has_begun else login_s)
+        wait_s = work_s if self.has_begun else self._transport.login_s
+        self.deadline = time.monotonic() + wait_s
         text = program.encode()
         self._to_send += f"{len(text)} {_ANSWERED}\n".encode() + text
+        self._is_last = is_last
         self.output.clear()
-        self._stdin.settimeout(login_s)
+        if self.has_begun:
+            self._send()
+
+    def _send(self) -> None:
+        data, self._to_send = self._to_send, b""
         with suppress(OSError):  # then no answer comes
-            self._stdin.sendall(self._to_send)
-            if is_last:
+            self._stdin.sendall(data)
+            if self._is_last:
                 self._stdin.shutdown(socket.SHUT_WR)
-        self._to_send = b""
 
     def read(self) -> bool:
         """Read what has arrived. Returns whether more may come."""
@@ -302,6 +313,7 @@ class Login:
             self._before, _, self.output = self._before.partition(line)
             self.has_begun = True
             self.deadline = time.monotonic() + self._work_s
+            self._send()
         if len(self.output) > OUTPUT_LIMIT:
             self.deadline = 0.0
             return False
