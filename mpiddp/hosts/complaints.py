@@ -219,9 +219,10 @@ def _no_answer(answer: Answer) -> str:
         see = f"See whether a start-up file there waits for input: {ssh_line(host)} true"
         return f"ssh {host.name}: {no_end}. {see}. {slow}"
     printed = answer.printed_before.strip().splitlines()
-    if answer.exit_code != 255 and (printed or not errors or answer.exit_code == 0):
-        said = [*printed, *errors[-1:], "nothing"][0].rstrip(".")
-        why = f"the host runs another command, which prints: {shown(said)}"
+    if answer.exit_code != 255:
+        # An sshd may print a banner, and a start-up file a greeting, before the reason.
+        reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
+        why = f"the host runs another command, which prints: {reason or 'nothing'}"
         see = "its login shell, its start-up files, and command= in its authorized_keys"
         return f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, {see}."
     return ssh_complaint(host, answer.stderr, transport)

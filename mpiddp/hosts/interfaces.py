@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import re
 import socket
 import struct
@@ -77,6 +78,15 @@ def interfaces() -> list[Interface]:
                 parsed = ipaddress.ip_interface(with_prefix)
                 found.append(Interface(name, str(parsed.ip), str(parsed.network)))
     return found + [each for each in _ipv6_interfaces() if each.name in up]
+
+
+def machine(*namespaces: str) -> str:
+    """What tells this host from others, whatever its names: its boot, and its namespaces, such as "net"."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in namespaces)])
+    except OSError:
+        return ""
 
 
 def own_addresses() -> tuple[str, ...]:

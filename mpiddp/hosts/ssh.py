@@ -237,8 +237,11 @@ def ssh_config(
 def config_file(
     hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
 ) -> Iterator[str]:
-    """The path of a file with `ssh_config`, which exists as long as the body lasts."""
-    text = ssh_config(hosts, transport, shares_jumps=shares_jumps)
+    """The path of a file with `ssh_config`, which exists as long as the body lasts.
+
+    By it, ssh says why a login fails, even if the user's own LogLevel is QUIET.
+    """
+    text = "LogLevel INFO\n" + ssh_config(hosts, transport, shares_jumps=shares_jumps)
     with unnamed_file(text.encode()) as file:
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes what it inherits
 

@@ -193,6 +193,16 @@ def banner(node0: Host, node1: Host) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def quiet(node0: Host, node1: Host) -> Iterator[None]:
+    with begins_with(node0, CONFIG, "LogLevel QUIET\n"), faults.key_refused(node1):
+        yield
+
+
+def greeting(_: Host, node1: Host) -> AbstractContextManager[None]:
+    return begins_with(node1, BASHRC, "echo Welcome\n. missing || exit\n")
+
+
 FORCED = "ForceCommand echo This account is not available.\n"
 OTHER = "runs another command, which prints: {} See ForceCommand in its sshd_config"
 FAULTS = {
@@ -206,6 +216,8 @@ FAULTS = {
         node0, CONFIG, "Prot 22\n"
     ): "line 1: Bad configuration option: prot",
     banner: "permission denied (publickey). Run: ssh-copy-id node1",
+    quiet: "permission denied (publickey). Run: ssh-copy-id node1",
+    greeting: OTHER.format("Welcome / /root/.bashrc: line 2: missing: No such file or directory."),
 }
 
 
