@@ -82,6 +82,37 @@ def test_a_start_up_file(hosts, text):
     assert done.assert_ok().lines == ["trained"] * 2
 
 
+# --- the own names of hosts ---
+
+
+@contextmanager
+def own_names(hosts: Hosts, *names: str) -> Iterator[None]:
+    for number, name in enumerate(names):
+        hosts[f"node{number}"].run(["hostname", name], check=True)
+    try:
+        yield
+    finally:
+        for number, _ in enumerate(names):
+            hosts[f"node{number}"].run(["hostname", f"node{number}"], check=True)
+
+
+def test_hosts_with_one_hostname(hosts):
+    """Hosts with one hostname run, and are told apart by their names in the hostfile."""
+    script = hosts.script("import os, sys; print(flush=True); sys.exit(int(os.environ['RANK']))")
+    with own_names(hosts, "ubuntu", "ubuntu"):
+        done = hosts.run("launch", "-H", "node0:1,node1:1", "--log-ranks=all", script)
+    assert "rank 1 on node1 ended first" in done.said[0]
+    assert "ubuntu" not in done.stdout + done.stderr
+
+
+def test_hosts_whose_own_names_are_crossed(hosts):
+    """A host whose own name is that of another host of the job is refused before the start."""
+    with own_names(hosts, "node0", "node2", "node1"):
+        done = hosts.run("launch", "-H", "node0:1,node1:1,node2:1", program("identity.py"))
+    assert done.code == 2
+    assert "node1: its own name is node2, another host of the job." in done.stderr
+
+
 # --- jump hosts, and logins that are dropped ---
 
 JUMP = (
