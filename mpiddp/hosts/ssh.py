@@ -156,46 +156,48 @@ def ask_hosts(
                 selector.register(login.stdout, selectors.EVENT_READ, login)
 
             while waiting or running:
-                pending = sum(not each.has_begun for each in running)
+                pending = sum(not login.has_begun for login in running)
                 for _ in range(min(len(waiting), _MOST_LOGINS - pending)):
                     host = waiting.pop()
-                    each = kept.pop(host.key, None) if kept else None
-                    ask(host, each or Login(host, python, transport, config))
-                wait_s = min(show_at, *(each.deadline for each in running)) - time.monotonic()
+                    login = kept.pop(host.key, None) if kept else None
+                    ask(host, login or Login(host, python, transport, config))
+                wait_s = min(show_at, *(login.deadline for login in running)) - time.monotonic()
                 # Nothing tells of new lines on stderr.
                 longest_s = _LONGEST_WAIT_S if show is None else _TOGETHER_S
                 events = selector.select(min(max(0.0, wait_s), longest_s))
                 ended = [key.data for key, _ in events if not key.data.read()]
                 now = time.monotonic()
-                for each in [each for each in running if each in ended or each.deadline <= now]:
-                    selector.unregister(each.stdout)
-                    running.remove(each)
-                    answer = each.answer()
-                    if (again := each.again(answer.stderr, config, direct)) is not None:
-                        ask(each.host, again, each.deadline)
+                for login in [
+                    login for login in running if login in ended or login.deadline <= now
+                ]:
+                    selector.unregister(login.stdout)
+                    running.remove(login)
+                    answer = login.answer()
+                    if (again := login.again(answer.stderr, config, direct)) is not None:
+                        ask(login.host, again, login.deadline)
                         continue
-                    new[each.host] = answers[each.host] = answer
-                    if kept is not None and each.has_answered:
-                        kept[each.host.key] = each
+                    new[login.host] = answers[login.host] = answer
+                    if kept is not None and login.has_answered:
+                        kept[login.host.key] = login
                     else:
-                        each.close()
-                if show is not None and (new or any(each.unshown for each in running)):
-                    is_much = any(each.unshown > _MOST_UNSHOWN for each in running)
+                        login.close()
+                if show is not None and (new or any(login.unshown for login in running)):
+                    is_much = any(login.unshown > _MOST_UNSHOWN for login in running)
                     show_at = now if is_much else min(show_at, now + _TOGETHER_S)
                 if show is not None and (now >= show_at or not (waiting or running)):
-                    news = {each.host: each.lines() for each in running if each.has_begun} | new
+                    news = {login.host: login.lines() for login in running if login.has_begun} | new
                     show({host: news[host] for host in hosts if host in news}, [*new])
                     new, show_at = {}, math.inf
     except KeyboardInterrupt:  # what has come may be all that the user has waited for
-        for each in [each for each in running if each.has_begun]:
-            each.deadline = 0.0
-            new[each.host] = replace(each.answer(), exit_code=None)
+        for login in [login for login in running if login.has_begun]:
+            login.deadline = 0.0
+            new[login.host] = replace(login.answer(), exit_code=None)
         if show is not None:
             show(new, [*new])
         raise
     finally:
-        for each in running:
-            each.close()
+        for login in running:
+            login.close()
     return {host: answers[host] for host in hosts}
 
 
@@ -226,8 +228,8 @@ def ssh_config(
     blocks = jump.shared() if shares_jumps else ""
     for host in hosts:
         address = host.name if ":" in host.name else None
-        own = {"HostName": address, "User": host.user, "Port": host.port}
-        if lines := "".join(f"  {key} {value}\n" for key, value in own.items() if value):
+        settings = {"HostName": address, "User": host.user, "Port": host.port}
+        if lines := "".join(f"  {key} {value}\n" for key, value in settings.items() if value):
             blocks += f"Host {host.alias}\n{lines}"
     signs = max(5, math.ceil(transport.login_s / 3))
     return blocks + _SETTINGS.format(connect_s=transport.connect_s, signs=signs)
