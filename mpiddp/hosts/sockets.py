@@ -68,13 +68,13 @@ def resolve_own(name: str) -> str:
     address = resolve(name)
     if not ipaddress.ip_address(address).is_loopback:
         return address
-    own = [i.address for i in interfaces() if not (i.is_loopback or i.is_virtual)]
-    if not own:
+    addresses = [i.address for i in interfaces() if not (i.is_loopback or i.is_virtual)]
+    if not addresses:
         raise UserError(
             f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and other "
             "hosts cannot reach that address. Set MASTER_ADDR to one that they can reach."
         )
-    return own[0]
+    return addresses[0]
 
 
 def reserve(listener: socket.socket) -> None:

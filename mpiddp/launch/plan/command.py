@@ -21,7 +21,7 @@ from typing import NamedTuple
 from mpiddp.hosts.allocations import leading_schedulers
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.ssh import ssh_config
+from mpiddp.hosts.ssh import ANY_SHELL_SSH, ssh_config
 from mpiddp.text import all_of
 
 LEFT_OUT = "…"  # stands for a value in what is printed
@@ -103,14 +103,16 @@ class Command:
         is_short = len(",".join(lines)) <= _LONGEST_ARGUMENT
         return "" if is_short else self.file("mpiddp-hosts", lines)
 
-    def ssh_arguments(self, hosts: Hosts) -> str:
-        """The arguments of ssh for the job's configuration; "" if the job needs no ssh."""
+    def ssh_agent(self, hosts: Hosts) -> str:
+        """The command in the place of ssh, with the job's configuration; "" if the job needs no ssh."""
         here = socket.gethostname().lower()  # by this name alone mpirun gets this machine
         is_here = all(host.key in (here, here.partition(".")[0]) for host in hosts.hosts)
         if is_here or not hosts.transport.is_ssh:
             return ""
-        lines = ssh_config(hosts.hosts, hosts.transport).splitlines()
-        return f"-F {self.file('mpiddp-ssh_config', lines)}"
+        config = ssh_config(hosts.hosts, hosts.transport).splitlines()
+        # mpirun splits the agent at blanks, which the path of this package may have.
+        agent = self.file("mpiddp-ssh", [f". {shlex.quote(str(ANY_SHELL_SSH))}"])
+        return f"sh {agent} -F {self.file('mpiddp-ssh_config', config)}"
 
     @property
     def argv(self) -> list[str]:

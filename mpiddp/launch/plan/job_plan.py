@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,12 @@ class Plan(NamedTuple):
     def used(self) -> list[str]:
         """The keys of the hosts that take ranks, as in the list of hosts."""
         return [self.key_of(host.name) for host in self.request.hosts.hosts]
+
+    @property
+    def shared_names(self) -> set[str]:
+        """The own names that several hosts have: only their names in the hostfile tell these apart."""
+        names = Counter(info.hostname for info in self.checked.infos.values())
+        return {name for name, count in names.items() if count > 1}
 
     def key_of(self, name: str) -> str:
         """The key, in that list, of a host that mpirun got as `name`: this machine under its own name."""

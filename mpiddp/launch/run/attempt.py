@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 from mpiddp.hosts.processes import end_all, signal_all
@@ -57,6 +58,7 @@ class Attempt:
             attempt=turn.number,
             hang_timeout_s=self.options.hang_timeout_s,
         )
+        self._shared_names = plan.shared_names
         self.are_waiting = False  # all agents, for the next attempt
         self._timers = self.server.selector
         self._looks = Looks(agents, self.record, self._end_job)
@@ -210,6 +212,11 @@ class Attempt:
 
     def on_event(self, event: Event) -> None:
         """React to what a rank says, or to a viewer."""
+        if (
+            event.facts.get("host") in self._shared_names
+        ):  # its name in the hostfile tells it from others
+            host = self.record.hosts[event.rank]
+            event = replace(event, facts={**event.facts, "host": host})
         record, facts, rank = self.record, event.facts, event.rank
         exchange, console = self.agents.launcher.exchange, self.agents.launcher.console
         was_starting = record.phase is Phase.STARTING

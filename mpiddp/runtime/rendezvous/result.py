@@ -7,12 +7,11 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE
-from mpiddp.hosts.interfaces import Interface, interfaces
+from mpiddp.hosts.interfaces import Interface, interfaces, machine
 from mpiddp.hosts.sockets import resolve
 from mpiddp.protocol import variables
 from mpiddp.runtime.gpu import expected_hosts
@@ -37,7 +36,13 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def of_this_process(cls, world: World, problem: str = "") -> RankInfo:
-        place = (world.rank, world.local_rank, world.local_world_size, world.hostname, machine_id())
+        place = (
+            world.rank,
+            world.local_rank,
+            world.local_world_size,
+            world.hostname,
+            machine("net"),
+        )
         run_id = os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
         gpus = next((os.environ[name] for name in VISIBLE if name in os.environ), "all")
         return cls(*place, interfaces(), problem, run_id, gpus)
@@ -157,12 +162,6 @@ def variables_of(world: World, info: RankInfo, interface: str, run_id: str) -> d
 def requested_interface(env: Mapping[str, str]) -> str:
     """The interface or networks that the user, or else the launcher, requests. See `Interface.matches`."""
     return env.get(variables.INTERFACE) or env.get(variables.NETWORKS) or ""
-
-
-def machine_id() -> str:
-    """What distinguishes this machine from another one with the same name; "" where nothing does."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else ""
 
 
 def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:

@@ -71,7 +71,9 @@ def test_a_choice_of_the_user_is_kept():
     assert argv.count("btl") == 1
     own = {"HYDRA_LAUNCHER_EXTRA_ARGS": "-v"}
     command = MPIS["mpich"].compose(UNEQUAL._replace(env=own))
-    assert command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-F mpiddp-ssh_config -v"
+    assert command.settings[next(iter(own))] == "mpiddp-ssh -F mpiddp-ssh_config -v"
+    command = MPIS["mpich"].compose(UNEQUAL._replace(env={"HYDRA_LAUNCHER_EXEC": "myssh"}))
+    assert not {"-launcher-exec", "mpiddp-ssh"} & {*command.argv, *command.files}
 
 
 def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own():
