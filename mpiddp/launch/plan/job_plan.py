@@ -26,7 +26,7 @@ from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log
 from mpiddp.launch.plan import placement
 from mpiddp.launch.plan.command import Request, Starter
-from mpiddp.launch.plan.environment import forwarded, gpu_table, told
+from mpiddp.launch.plan.environment import forwarded, gpu_table, to_start
 from mpiddp.launch.plan.job_network import find_network, requested_network
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past
@@ -149,9 +149,6 @@ def _plan(
         mpi_args=options.mpi_args,
     )
     request = request._replace(variables=rank_variables(options, starter, request))
-    if options.dry_run and len(placed.hosts) > 1:
-        for sentence in told(env, request.variables):
-            log.info(sentence)
     return Plan(options, starter, request, past, chosen, checked)
 
 
@@ -267,7 +264,10 @@ def working_folder(env: Mapping[str, str]) -> str:
 
 
 def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
-    """All variables that the ranks get. The launcher's own, and its options, precede -x and --env-file."""
+    """The variables that the command sets. The launcher's own, and its options, precede -x and --env-file.
+
+    Those of a shell that has started srun reach its ranks by their names alone.
+    """
     hosts, env, exports = request.hosts.hosts, request.env, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(request.network.networks)
@@ -285,7 +285,9 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         "MASTER_ADDR": options.master_addr,
     }
     given = {name: value for name, value in own.items() if value}
-    return {**forwarded(env, env_all=options.env_all), **library, **exports, **given}
+    inherited = forwarded(env, options.kept_home)
+    inherited = inherited if starter.has_scheduler else to_start(inherited)
+    return {**inherited, **library, **exports, **given}
 
 
 # --- hosts that can join a running job ---

@@ -20,7 +20,12 @@ from mpiddp.hosts.transport import SSH
 from mpiddp.hosts.where import refuse_both
 from mpiddp.launch import log
 from mpiddp.launch.plan import entrypoint
-from mpiddp.launch.plan.environment import parse_exports, read_env_file, without_values
+from mpiddp.launch.plan.environment import (
+    names_kept_home,
+    parse_exports,
+    read_env_file,
+    without_values,
+)
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.terminal import Terminal
@@ -136,11 +141,9 @@ class LaunchOptions:
     interface: str | None = common(None, "--interface NAME",
         "the job's network: an interface, an address or a network")
     exports: tuple[str, ...] = common((), "-x VAR[=VALUE]",
-        "pass this environment variable to the ranks (repeatable)")
+        "set this environment variable of the ranks; -x VAR- keeps it from them (repeatable)")
     env_files: tuple[str, ...] = common((), "--env-file FILE",
         "pass the variables of this file of lines NAME=VALUE")
-    env_all: bool = option(False, "--env-all",
-        "pass every variable of this environment, except those that may be secrets")
     mpi_args: tuple[str, ...] = option((), "--mpi-args ARGS",
         "options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
     check: bool = option(True, "--no-check",
@@ -200,6 +203,11 @@ class LaunchOptions:
     def command(self) -> tuple[str, ...]:
         """The job without its -m or --."""
         return self.job[self.job[0] in ("-m", "--") :]
+
+    @property
+    def kept_home(self) -> set[str]:
+        """The names of variables of this environment that reach no rank."""
+        return names_kept_home(self.exports) - self.variables.keys()
 
     @property
     def terminal(self) -> Terminal:

@@ -33,7 +33,10 @@ _WHY = {
 }
 _PER_RANK = "one process per rank"
 _FOLDER = "the same working folder on every host"
-_VARIABLES = "passes only these variables to the ranks, by name, so that `ps` shows no value"
+_VARIABLES = (
+    "the variables that this command sets, by name, so that `ps` shows no value; those of your shell reach "
+    "the ranks of other hosts over ssh"
+)
 _NETWORK = "the network that connects the hosts; not every network of a host does"
 
 # --- Open MPI ---
@@ -43,7 +46,6 @@ _IN_ORDER = "the host of each rank in order; Open MPI's other mappings reorder h
 _AS_ROOT = "mpirun refuses to run as root without this flag"
 _NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messages"
 _BTL = "shared memory and TCP are enough for these messages, and every host has them"
-_EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 _KEEPALIVE = "detects a lost host within seconds instead of minutes"
 _SSH_CONFIG = "the ssh settings of this job, and then your own"
 _FAMILY = (
@@ -122,7 +124,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         (_WHY[request.bind], "--bind-to", request.bind),
         *((row[-1], *row[:3]) for row in parameters if row[3] and row[1] not in given),
         (_FOLDER, "--wdir", request.folder),
-        *((_EXPORT, "-x", name) for name in sorted(command.variables)),
+        *((_VARIABLES, "-x", name) for name in sorted(command.variables)),
     ]
 
 
@@ -213,6 +215,8 @@ def _add_hydra(request: Request, command: Command, launcher: str, *more: str) ->
 
 # --- Slurm ---
 
+_OF_SRUN = "only these variables reach the ranks, by name, so that `ps` shows no value"
+
 
 def _srun(request: Request, command: Command) -> None:
     names = request.aliases_of_ranks
@@ -229,7 +233,7 @@ def _srun(request: Request, command: Command) -> None:
     command.add("one failed rank ends the job", "--kill-on-bad-exit=1")
     command.add("one Ctrl-C is enough", "--quit-on-interrupt")
     command.add(_FOLDER, f"--chdir={request.folder}")
-    command.add(_VARIABLES, f"--export={','.join(sorted(exported))}")
+    command.add(_OF_SRUN, f"--export={','.join(sorted(exported))}")
     if "SLURM_LAUNCH_NODE_IPADDR" in request.env:
         # Inside of a step, as in the shell of `srun --pty`: the step of the ranks would wait for its CPUs.
         command.settings["SLURM_OVERLAP"] = "1"

@@ -1,8 +1,8 @@
 """What goes over ssh to the hosts of an attempt before its mpirun starts, and after it has failed.
 
 Each connects back to the launcher, which listens already, and to the other hosts: a firewall that passes only
-ssh is named in seconds. And each keeps what mpirun would send to its daemons in clear text: the job's key and
-the values of -x (`mpiddp.hosts.private`).
+ssh is named in seconds. And each keeps what mpirun would send to its daemons in clear text: the variables of
+the ranks, the job's key among them (`mpiddp.hosts.private`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def hand_over(
         "key": server.key,
         "meet": (addresses, port, start_s, _MOST) if knows_all else (),
         "name": name,
-        "variables": variables,
+        "variables": private.packed(variables),
     }
     ask = partial(ask_hosts, python=request.job[0], transport=request.hosts.transport)
     kept: Sequence[Host] = hosts
