@@ -183,6 +183,17 @@ def test_a_launcher_within_another(here, outer, env):
     assert [line for line in lines if re.match(of_others, line)] == []
 
 
+@pytest.mark.parametrize("names", ["LOCAL_RANK", "WORLD_SIZE MASTER_PORT", "RANK LOCAL_RANK"])
+def test_variables_left_over_in_a_shell(here, names):
+    """A part of a launcher's variables, left over in a shell, refuses no launch: the ranks get new ones."""
+    stale = dict.fromkeys(names.split(), "9")
+    job = ("launch", "-n", "2", program("variables.py"), "LOCAL_RANK", "WORLD_SIZE")
+    ranks = here.run(*job, env=stale).assert_ok().records
+    assert [rank["found"] for rank in ranks] == [
+        {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)
+    ]
+
+
 # What torchrun sets, and what it is on one host.
 OF_TORCHRUN = {
     "WORLD_SIZE": "2",

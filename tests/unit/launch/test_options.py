@@ -111,7 +111,7 @@ def script(tmp_path) -> Path:
     [
         ("parser.add_argument('--dry-run')", "--dry-run"),
         ("parser.add_argument('--dry_run')", "--dry-run"),
-        ("import argparse", "--help"),
+        ("from package.cli import main", "--help"),
         ("from transformers import HfArgumentParser", "-h"),
         ("parse('-n')", "-n"),
         ("import settings", "--log-dir"),  # which it imports
