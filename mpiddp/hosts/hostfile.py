@@ -79,6 +79,7 @@ class Hosts:
     scheduler: str = ""  # that has granted them, "" for hosts that the user names
     transport: Transport = SSH
     starter: str = "mpirun"  # the program that starts their ranks
+    options: tuple[tuple[int, str], ...] = ()  # of `mpiddp launch`, by the lines "#: OPTIONS"
 
     @cached_property
     def usable(self) -> tuple[Host, ...]:
@@ -126,7 +127,8 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
 
     With `may_repeat`, the slots of a host are the sum of all its lines.
     """
-    lines = enumerate(_text(data, source).split("\n"), start=1)
+    lines = [*enumerate(_text(data, source).split("\n"), start=1)]
+    options = tuple((number, line[2:].strip()) for number, line in lines if line.startswith("#:"))
     split = {number: _tokens(line.partition("#")[0]) for number, line in lines}
     rows = {number: tokens for number, tokens in split.items() if tokens}
     # The columns of sge_pe(5): host, slots, queue instance, processors.
@@ -149,7 +151,7 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
         or (are_bare and len({host.key for host in found}) < len(found))
     ):
         found = _merged(found)
-    return _checked(Hosts(source, tuple(found)))
+    return _checked(Hosts(source, tuple(found), options=options))
 
 
 def _merged(found: Sequence[Host]) -> list[Host]:

@@ -176,8 +176,8 @@ def launch_function(argv: list[str]) -> int:
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"mpiddp.spawn: {flag} has no place here. Leave it out.")
         # Those of `env=`, which are on no command line.
-        given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
-        options = replace(options, variables={**options.variables, **given})
+        variables, _ = parse_exports([f"{name}={text}" for name, text in call["env"].items()], {})
+        options = replace(options, variables={**options.variables, **variables})
         report = Report(Path(options.command[-1]).name)
         outcome = _final(run(options, report, exchange), exchange)
         if outcome.known_cause:  # the caller's exception has the verdict

@@ -113,7 +113,7 @@ OF_A_RANK = (
 def test_the_same_environment_on_all_ranks(hosts):
     """Ranks beside the launcher have no variable that those of other hosts lack."""
     env = {"CUDA_LAUNCH_BLOCKING": "1", "MODE": "fast", "HF_TOKEN": "x", "PEFT_MODE": "x"}
-    of_places = {"PYTHONHOME": "", "SLURMD_NODENAME": "x", "PE": "x", "SKYPILOT_NODE_RANK": "0"}
+    of_places = {"SLURMD_NODENAME": "x", "PE": "x", "SKYPILOT_NODE_RANK": "0"}
     env |= {"SLURM_JOB_ID": "7", "SGE_TASK_ID": "3", "TERM": "xterm"}
     done = hosts.run("launch", *hosts.where(2), hosts.script(SEEN), env=env | of_places).assert_ok()
     first, second = ({*rank["names"]} for rank in done.records)

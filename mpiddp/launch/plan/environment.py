@@ -21,10 +21,11 @@ from mpiddp.hosts.transport import Transport
 from mpiddp.launch.plan.command import LEFT_OUT
 from mpiddp.protocol.variables import JOB, PRIVATE
 
-# What a login or a host sets for itself.
+# What a login or a host sets for itself, and the paths of this Python.
 _OF_A_HOST = re.compile(
     "(HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|TMPDIR|TMP|TEMP|TZ|LANG|LANGUAGE|_)$"
-    "|(HOST|HOSTNAME|DISPLAY|XAUTHORITY|KRB5CCNAME)$|LC_|SSH_|XDG_|DBUS_"
+    "|(HOST|HOSTNAME|DISPLAY|XAUTHORITY|KRB5CCNAME|PYTHON(HOME|EXECUTABLE|PLATLIBDIR|STARTUP))$"
+    "|LC_|SSH_|XDG_|DBUS_"
 )
 # The user's settings of an MPI, which it passes on by itself.
 _OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MPIEXEC|MV2)_")
@@ -34,9 +35,7 @@ _OF_A_SCHEDULER = re.compile(
     "((SLURMD?|PBS|LSB|LSF|LS|EGO|FLUX)_|SGE_(?!TASK_ID$)|SKYPILOT_NODE_RANK$"
     "|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_SCRIPT)$)"
 )
-# The paths of this Python, which is not that of every script.
-_OF_THIS_PYTHON = re.compile("PYTHON(HOME|EXECUTABLE|PLATLIBDIR|STARTUP)$")
-_PLACES = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER, _OF_THIS_PYTHON)
+_PLACES = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER)
 # An agent's Python may need these before it can read the others.
 _TO_START = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
 
@@ -81,9 +80,11 @@ def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
 # --- that the user names ---
 
 
-def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the options `-x VAR`, whose value is that in `env`, and `-x VAR=VALUE`."""
-    variables = {}
+def parse_exports(
+    exports: Sequence[str], env: Mapping[str, str]
+) -> tuple[dict[str, str], set[str]]:
+    """The variables of `-x VAR`, with their values in `env`, and of `-x VAR=VALUE`; names of `-x VAR-`."""
+    variables, kept_home = dict[str, str](), set[str]()
     for export in exports:
         name, has_value, value = export.partition("=")
         if not _NAME.fullmatch(name if has_value else name.removesuffix("-")):
@@ -92,16 +93,13 @@ def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, s
                 f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
             )
         if not has_value and name.endswith("-"):
+            variables.pop(name[:-1], None)  # of an option before it
+            kept_home.add(name[:-1])
             continue
         if not has_value and name not in env:
             raise UserError(f"-x {name}: {name} is not set here. Set it first: export {name}=…")
         variables[name] = _checked("-x", name, value if has_value else env[name])
-    return variables
-
-
-def names_kept_home(exports: Sequence[str]) -> set[str]:
-    """The names of the options `-x VAR-`, whose values in the launcher's environment reach no rank."""
-    return {export[:-1] for export in exports if export.endswith("-") and "=" not in export}
+    return variables, kept_home - variables.keys()
 
 
 def read_env_file(path: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -132,6 +132,8 @@ def _plan(
         if own := network.interface:
             log.info(f"{own.name} ({own.address}) leads to the other hosts")
     if options.verbose or options.dry_run:
+        for line in options.of_hostfile:
+            log.info(f"{line} (the command line takes precedence)")
         last = -1
         for host in placed.hosts:
             first, last = last + 1, last + host.ranks
@@ -189,11 +191,6 @@ def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
     return replace(hosts, hosts=left)
 
 
-def _is_local(named: Hosts) -> bool:
-    """Whether this machine alone takes ranks."""
-    return all(is_this_host(host.name) for host in named.usable)
-
-
 def _push(named: Hosts, folder: str, least: int) -> None:
     """Push `folder` and the environment of this Python to the other hosts, to `least` in all."""
     from mpiddp.hosts import push  # few jobs need it
@@ -223,7 +220,8 @@ def run_preflight(
     `waits`: how many seconds to wait at most, and until how many hosts answer. Hosts with slots=0 take no
     rank and are not checked.
     """
-    kind, is_alone, exports = options.job[0], _is_local(named), options.variables
+    kind, exports = options.job[0], options.variables
+    is_alone = all(is_this_host(host.name) for host in named.usable)
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
     has_none = starter.has_scheduler or options.dry_run or not options.check
     if has_none or (is_alone and not uses_gpus):

@@ -14,18 +14,14 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from mpiddp.arguments import OneSentenceParser, duration, whole
+from mpiddp.arguments import OneSentenceParser, duration, shell_command, shell_words, whole
 from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.transport import SSH
-from mpiddp.hosts.where import refuse_both
+from mpiddp.hosts.where import named_hosts, refuse_both
 from mpiddp.launch import log
 from mpiddp.launch.plan import entrypoint
-from mpiddp.launch.plan.environment import (
-    names_kept_home,
-    parse_exports,
-    read_env_file,
-    without_values,
-)
+from mpiddp.launch.plan.environment import parse_exports, read_env_file, without_values
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.protocol.terminal import Terminal
@@ -46,22 +42,8 @@ def _ranks(text: str) -> str:
     raise UserError(f"--log-ranks {shown(text)}: expected all, none, or ranks such as 0,5.")
 
 
-def _words(text: str) -> tuple[str, ...]:
-    """The words of the text, as a shell splits it."""
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: {str(error).lower()}") from None
-
-
-def _command(text: str) -> tuple[str, ...]:
-    if words := _words(text):
-        return words
-    raise argparse.ArgumentTypeError("expected a command")
-
-
 def _mpi_args(text: str) -> str:
-    first = "".join(_words(text)[:1])
+    first = "".join(shell_words(text)[:1])
     if first.startswith("-") or not first:
         return text
     raise argparse.ArgumentTypeError(
@@ -77,7 +59,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "K": whole(0),
     "TIME": duration,
     "RANKS": _ranks,
-    "COMMAND": _command,
+    "COMMAND": shell_command,
     "ARGS": _mpi_args,
 }
 
@@ -115,6 +97,8 @@ class LaunchOptions:
     backend: str | None = None  # that the job's own options request, if known
     # Those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
     variables: Mapping[str, str] = field(default_factory=dict)
+    kept_home: frozenset[str] = frozenset()  # variables of this environment that reach no rank
+    of_hostfile: tuple[str, ...] = ()  # the options in a hostfile, with its lines
     max_hosts: int | None = None  # the first hosts of the list, by --nnodes MIN:MAX
     prefix: str = "auto"  # of MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
 
@@ -203,11 +187,6 @@ class LaunchOptions:
     def command(self) -> tuple[str, ...]:
         """The job without its -m or --."""
         return self.job[self.job[0] in ("-m", "--") :]
-
-    @property
-    def kept_home(self) -> set[str]:
-        """The names of variables of this environment that reach no rank."""
-        return names_kept_home(self.exports) - self.variables.keys()
 
     @property
     def terminal(self) -> Terminal:
@@ -336,6 +315,8 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
     parser = option_parser()
     given = vars(parser.parse_args(argv))
+    if hosts := named_hosts(given["hostfile"], given["host_list"], {}, given["login_s"]):
+        given = vars(parser.parse_args(argv, _of_hostfile(hosts)))
     _as_torchrun(parser, given)
     job = entrypoint.read_job(given.pop("module"), given.pop("script"))
     command = job[job[0] in ("-m", "--") :]
@@ -350,13 +331,37 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     if given["log_dir"] == "":
         raise UserError('--log-dir "": expected a folder.')
     refuse_both(given["hostfile"], given["host_list"])
-    given["mpi_args"] = [word for text in given["mpi_args"] for word in _words(text)]
+    given["mpi_args"] = [word for text in given["mpi_args"] for word in shell_words(text)]
     variables: dict[str, str] = {}
     for path in given["env_files"]:
         variables |= read_env_file(path, os.environ)
-    variables |= parse_exports(given["exports"], os.environ)  # these take precedence
+    exported, kept_home = parse_exports(given["exports"], os.environ)
+    variables |= exported  # these take precedence
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return LaunchOptions(job, variables=variables, prefix=prefix, **given)
+    kept = frozenset(kept_home - variables.keys())
+    return LaunchOptions(job, variables=variables, kept_home=kept, prefix=prefix, **given)
+
+
+def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
+    """The values of the options that a hostfile has in lines "#: OPTIONS"."""
+    parser = OneSentenceParser(prog="mpiddp launch", allow_abbrev=False, add_help=False)
+    parser.elsewhere = {
+        "-H|--(hosts?|hostfile|machinefile|dry-run)": "Write it on the command line"
+    }
+    names = {option.name for option in fields(LaunchOptions)}
+    add_options(parser, *(names - {"hostfile", "host_list", "dry_run"}))
+    values = argparse.Namespace(of_hostfile=())
+    for number, text in hosts.options:
+        where = f"{hosts.source}:{number}"
+        try:
+            words = shell_words(text)
+            parser.parse_args(words, values)
+            parse_exports(values.exports, os.environ)
+        except (UserError, argparse.ArgumentTypeError) as error:
+            raise UserError(f"{where}: {str(error).removeprefix('mpiddp launch: ')}") from None
+        safe = shlex.join(without_values(words, values.exports))
+        values.of_hostfile += (f"{where}: {safe}",)
+    return values
 
 
 def _spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

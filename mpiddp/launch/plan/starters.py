@@ -33,10 +33,7 @@ _WHY = {
 }
 _PER_RANK = "one process per rank"
 _FOLDER = "the same working folder on every host"
-_VARIABLES = (
-    "the variables that this command sets, by name, so that `ps` shows no value; those of your shell reach "
-    "the ranks of other hosts over ssh"
-)
+_VARIABLES = "passes these variables to the ranks by name, so that `ps` shows no value"
 _NETWORK = "the network that connects the hosts; not every network of a host does"
 
 # --- Open MPI ---
@@ -215,8 +212,6 @@ def _add_hydra(request: Request, command: Command, launcher: str, *more: str) ->
 
 # --- Slurm ---
 
-_OF_SRUN = "only these variables reach the ranks, by name, so that `ps` shows no value"
-
 
 def _srun(request: Request, command: Command) -> None:
     names = request.aliases_of_ranks
@@ -233,7 +228,7 @@ def _srun(request: Request, command: Command) -> None:
     command.add("one failed rank ends the job", "--kill-on-bad-exit=1")
     command.add("one Ctrl-C is enough", "--quit-on-interrupt")
     command.add(_FOLDER, f"--chdir={request.folder}")
-    command.add(_OF_SRUN, f"--export={','.join(sorted(exported))}")
+    command.add(_VARIABLES, f"--export={','.join(sorted(exported))}")
     if "SLURM_LAUNCH_NODE_IPADDR" in request.env:
         # Inside of a step, as in the shell of `srun --pty`: the step of the ranks would wait for its CPUs.
         command.settings["SLURM_OVERLAP"] = "1"

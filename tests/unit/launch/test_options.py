@@ -23,6 +23,7 @@ from mpiddp.launch.plan.options import (
 
 JOB = ("-m", "train", "--lr", "1")
 DEFAULTS = LaunchOptions(JOB)
+HOSTFILE = Path(__file__).parents[3] / "hostfiles" / "local"
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def parsed(options: str) -> LaunchOptions:
         ("--standalone --rdzv-conf timeout=9", {"host_list": "localhost"}),
         ("--host a", {"host_list": "a"}),
         ("--hosts a:2,b:2", {"host_list": "a:2,b:2"}),
-        ("--machinefile f", {"hostfile": "f"}),
+        (f"--machinefile {HOSTFILE}", {"hostfile": str(HOSTFILE)}),
         ("--standalone", {"host_list": "localhost"}),
         ("--max_restarts 3 -n 1", {"max_restarts": 3, "n": 1}),
     ],
@@ -152,6 +153,18 @@ def test_an_option_of_the_launcher_behind_the_job_is_refused_with_the_right_orde
     typed, right = (text.replace("JOB", JOBS[kind]) for text in (typed, right))
     with pytest.raises(UserError, match=re.escape(f"Write: mpiddp launch {right}. ")):
         parse_options(shlex.split(typed))
+
+
+def test_the_options_of_a_hostfile(tmp_path):
+    """A line "#: OPTIONS" has options of a launch. Those of the command line take precedence."""
+    file = tmp_path / "hosts.txt"
+    file.write_text("#: --interface ib0 -x A=secret -x B=1\nnode1 slots=2 #: -n 3\n#: --push\n")
+    options = parse_options(["--hostfile", str(file), "-x", "B=2", "--interface", "lo", *JOB])
+    assert (options.interface, options.push, options.n) == ("lo", True, None)
+    assert options.variables == {"A": "secret", "B": "2"}
+    lines = (f"{file}:1: --interface ib0 -x 'A=…' -x 'B=…'", f"{file}:3: --push")
+    assert options.of_hostfile == lines
+    assert parse_options(["--hostfile", str(file), "-x", "B-", *JOB]).variables == {"A": "secret"}
 
 
 def test_a_range_of_hosts_takes_the_first_of_the_list():
