@@ -34,7 +34,6 @@ MPIJOB_HOSTFILES = (
 UNLISTED = {
     "PET_NNODES": ("a PyTorchJob or TrainJob", "Start the script with torchrun, or use an MPIJob."),
     "AWS_BATCH_JOB_NUM_NODES": ("AWS Batch", "Start the script with torchrun on each node."),
-    "SKYPILOT_NUM_NODES": ("SkyPilot", 'On node 0, write: echo "$SKYPILOT_NODE_IPS" > hosts.'),
 }
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
 _FLUX_S = 20.0  # for an answer
@@ -146,6 +145,20 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
     return _of_file(env, name, f"the hostfile of {name}", "K_MPI_JOB_ROLE")
 
 
+def skypilot(env: Mapping[str, str]) -> Hosts | None:
+    """SkyPilot: SKYPILOT_NODE_IPS has a line for each node, all of which run the task's commands."""
+    name, count = "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"
+    if env.get(count, "").strip() in ("", "1") and len(env.get(name, "").split()) < 2:
+        return None
+    lines = _needed(env, name, count)
+    if _needed(env, rank := "SKYPILOT_NODE_RANK", name) != "0":
+        raise UserError(
+            f"{rank}={shown(env[rank])}: node 0 of this SkyPilot task starts the ranks of all nodes. "
+            f'Write: if [ "${rank}" = 0 ]; then mpiddp launch …; fi'
+        )
+    return replace(parse_hostfile(os.fsencode(lines), name), source="the SkyPilot task")
+
+
 def unlisted(env: Mapping[str, str]) -> None:
     """Refuse a job of several hosts whose names are not read."""
     for count, (name, instead) in UNLISTED.items():
@@ -212,7 +225,8 @@ SCHEDULERS = (
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler("Kubeflow, AWS Batch or SkyPilot", tuple(UNLISTED), unlisted),
+    Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot),
+    Scheduler("Kubeflow or AWS Batch", tuple(UNLISTED), unlisted),
 )
 
 

@@ -215,6 +215,7 @@ def test_kind_and_version(tmp_path, answer, name, daemon):
 def test_a_folder_that_has_been_removed(tmp_path: Path) -> None:
     """A command in a folder that somebody has removed says so in one line."""
     line = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m mpiddp launch x.py"
-    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}  # mpiddp is not installed
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True)
     said = "mpiddp: this folder has been removed. Change to another.\n"
     assert (done.returncode, done.stderr) == (2, said)
