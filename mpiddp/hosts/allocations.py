@@ -238,8 +238,8 @@ def find_allocation(env: Mapping[str, str]) -> Hosts | None:
     """
     for row in SCHEDULERS:
         if row.is_present(env) and (hosts := row.read(env)):
-            own = row.transport
-            transport = own if own.is_ssh or own.is_installed else SSH
+            transport = row.transport
+            transport = transport if transport.is_ssh or transport.is_installed else SSH
             return replace(hosts, scheduler=row.name, transport=transport, starter=row.starter)
     return None
 

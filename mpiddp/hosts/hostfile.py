@@ -136,22 +136,22 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
     is_of_grid_engine = all(columns.fullmatch(" ".join(tokens)) for tokens in rows.values())
     if is_of_grid_engine:
         rows = {number: [tokens[0], f"slots={tokens[1]}"] for number, tokens in rows.items()}
-    found = [
+    hosts = [
         replace(host, line=number)
         for number, tokens in rows.items()
         for host in _parse_hosts(f"{source}:{number}", tokens)
     ]
-    if not found:
+    if not hosts:
         raise UserError(f"{source} lists no host. {EXAMPLE}")
     # A line for each slot. A list without a repeated host says nothing about the slots.
     are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
     if (
         may_repeat
         or is_of_grid_engine
-        or (are_bare and len({host.key for host in found}) < len(found))
+        or (are_bare and len({host.key for host in hosts}) < len(hosts))
     ):
-        found = _merged(found)
-    return _checked(Hosts(source, tuple(found), options=options))
+        hosts = _merged(hosts)
+    return _checked(Hosts(source, tuple(hosts), options=options))
 
 
 def _merged(found: Sequence[Host]) -> list[Host]:
@@ -171,13 +171,13 @@ def parse_host_list(text: str) -> Hosts:
 
 def hosts_between_commas(where: str, text: str) -> list[Host]:
     """The hosts of an option. Raises UserError as for a hostfile, but they may repeat."""
-    found = []
+    hosts = []
     for entry in _COMMA.split(text):
         if len(tokens := _tokens(entry)) != 1:
             example = "Example: -H node1:2,node2:4"
             raise UserError(f'{where}: "{shown(entry)}" is not a host. {example}')
-        found += _parse_hosts(where, tokens)
-    return found
+        hosts += _parse_hosts(where, tokens)
+    return hosts
 
 
 def _text(data: bytes, source: str) -> str:

@@ -22,9 +22,8 @@ NO_PATCHES = "MPIDDP_NO_PATCHES"
 PROGRAM, MODULES = "MPIDDP_PROGRAM", "MPIDDP_MODULES"
 
 JOIN_TIMEOUT_S = 60.0  # in which all ranks join, unless the user says otherwise
-FAILED_GRACE_S = (
-    3.0  # that a rank has after SIGTERM when another one has failed, unless the user says otherwise
-)
+# The time that a rank has after SIGTERM if another one has failed, unless the user says otherwise.
+FAILED_GRACE_S = 3.0
 SAVE_GRACE_S = 600.0  # that a rank has to end while it saves
 
 

@@ -114,7 +114,7 @@ class Command:
 
     @property
     def argv(self) -> list[str]:
-        return [self.program, *(each for _, *flag in self.flags for each in flag), *self.job]
+        return [self.program, *(word for _, *flag in self.flags for word in flag), *self.job]
 
     def explained(self, hidden: Collection[str] = ()) -> str:
         """The command ready to paste, without the values of `hidden`, and then each flag with its reason."""
@@ -158,10 +158,10 @@ class Starter(NamedTuple):
         """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
         variables, env = request.variables, request.env
         # The others are inherited from the user's environment.
-        own = {name: value for name, value in variables.items() if env.get(name) != value}
+        changed = {name: value for name, value in variables.items() if env.get(name) != value}
         command = Command(str(self.program), [], request.job, {*variables}, scratch)
         self.add_flags(request, command)
         if request.mpi_args:
             command.add("--mpi-args, as you wrote them", *request.mpi_args)
-        command.settings = {**own, **command.settings, **own}
+        command.settings = {**changed, **command.settings, **changed}
         return command

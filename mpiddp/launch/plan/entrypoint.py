@@ -84,17 +84,6 @@ def _is_named(flag: str, kind: str, name: str) -> bool:
     return False
 
 
-def value_of(arguments: Sequence[str], option: str) -> str:
-    """The value of an option among the arguments of a script: the last one, "" without any."""
-    value = ""
-    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        if word == option:
-            value = following
-        elif word.startswith(f"{option}="):
-            value = word.partition("=")[2]
-    return value
-
-
 def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
     """The job of these arguments, of which a script has to exist. Raises UserError."""
     # argparse gives no option a "--", nor what follows it.

@@ -49,11 +49,11 @@ def forwarded(env: Mapping[str, str], kept_home: Collection[str] = ()) -> dict[s
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
-    left = {name: value for name, value in env.items() if name not in kept_home}
     return {
         name: value
-        for name, value in left.items()
-        if not (is_of_one_host(name, value) or any(place.match(name) for place in _PLACES))
+        for name, value in env.items()
+        if not any(place.match(name) for place in _PLACES)
+        and not (name in kept_home or is_of_one_host(name, value))
     }
 
 

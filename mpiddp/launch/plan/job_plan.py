@@ -41,7 +41,6 @@ PYTHON = Path(sys.executable).absolute()
 AGENT: tuple[str, ...] = ("-P", "-m", "mpiddp")
 if sys.version_info < (3, 11):
     AGENT = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
-THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
 
 class Plan(NamedTuple):
@@ -160,7 +159,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     Once the job has begun (not `is_first`), a host of --exclude may be gone from an edited hostfile.
     """
     named = named_hosts(options.hostfile, options.host_list, env, options.login_s)
-    hosts = named or THIS_MACHINE
+    hosts = named or Hosts("this machine", (Host("localhost"),))
     if options.exclude is not None:
         hosts = _without(options.exclude, hosts, is_first=is_first)
     if (most := options.max_hosts) is not None:
@@ -181,9 +180,9 @@ def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
     excluded = {host.key for host in hosts_between_commas("--exclude", exclude)}
     unknown = sorted(excluded - {host.key for host in hosts.hosts})
     if unknown and is_first:
-        known = listed([host.name for host in hosts.hosts])
+        present = listed([host.name for host in hosts.hosts])
         raise UserError(
-            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {known}.'
+            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {present}.'
         )
     left = tuple(host for host in hosts.hosts if host.key not in excluded)
     if all(host.slots == 0 for host in left):
@@ -271,7 +270,7 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
     networks = ",".join(request.network.networks)
     # Its default, which the environment may hold, does not precede -x.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
-    own = {
+    ours = {
         names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
         # A scheduler chooses the GPUs of each host itself.
@@ -282,10 +281,10 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         names.LOG_TO: shlex.join(options.log_to),
         "MASTER_ADDR": options.master_addr,
     }
-    given = {name: value for name, value in own.items() if value}
+    set_here = {name: value for name, value in ours.items() if value}
     inherited = forwarded(env, options.kept_home)
     inherited = inherited if starter.has_scheduler else to_start(inherited)
-    return {**inherited, **library, **exports, **given}
+    return {**inherited, **library, **exports, **set_here}
 
 
 # --- hosts that can join a running job ---

@@ -207,13 +207,13 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
     """Add the options, each with all of its spellings. `only`: first words of groups, or names of fields."""
     group: Any = None
     added = []
-    for each in fields(LaunchOptions):
-        name, default = each.name, each.default
+    for option_field in fields(LaunchOptions):
+        name, default = option_field.name, option_field.default
         if name in _GROUPS:
             group = parser.add_argument_group(_GROUPS[name])
-        if not each.metadata or (only and not {group.title.split()[0], name} & {*only}):
+        if not option_field.metadata or (only and not {group.title.split()[0], name} & {*only}):
             continue
-        *spellings, value = each.metadata["flags"].split()
+        *spellings, value = option_field.metadata["flags"].split()
         more: dict[str, Any] = {"metavar": value, "type": _PARSERS.get(value)}
         if isinstance(default, bool):
             spellings.append(value)
@@ -224,10 +224,10 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
             default, more["action"] = [], "append"
         elif name in _DEFAULTS:
             default = os.environ.get(_DEFAULTS[name]) or default
-        every = [flag.strip("()") for flag in spellings]
-        every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
+        flags = [flag.strip("()") for flag in spellings]
+        flags += [f"--{flag[2:].replace('-', '_')}" for flag in flags if flag.startswith("--")]
         action = group.add_argument(
-            *every, dest=name, default=default, help=each.metadata["help"], **more
+            *flags, dest=name, default=default, help=option_field.metadata["help"], **more
         )
         # argparse would list the spellings of other launchers in the help.
         action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
@@ -314,32 +314,33 @@ class _Help(argparse._HelpAction):
 def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
     """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
     parser = option_parser()
-    given = vars(parser.parse_args(argv))
-    if hosts := named_hosts(given["hostfile"], given["host_list"], {}, given["login_s"]):
-        given = vars(parser.parse_args(argv, _of_hostfile(hosts)))
-    _as_torchrun(parser, given)
-    job = entrypoint.read_job(given.pop("module"), given.pop("script"))
+    values = vars(parser.parse_args(argv))
+    if hosts := named_hosts(values["hostfile"], values["host_list"], {}, values["login_s"]):
+        values = vars(parser.parse_args(argv, _of_hostfile(hosts)))
+    _as_torchrun(parser, values)
+    job = entrypoint.read_job(values.pop("module"), values.pop("script"))
     command = job[job[0] in ("-m", "--") :]
-    before = without_values(argv[: -len(command)], given["exports"])
+    before = without_values(argv[: -len(command)], values["exports"])
     before = before[: -1 if before[-1:] == ["-m"] else None]
     entrypoint.refuse_misplaced(job, _spellings(parser), before, verb)
     if job[:3] == ("-m", "mpiddp", "train"):
-        given["backend"] = entrypoint.value_of(job[3:], "--backend") or "auto"
+        backends = re.findall(r"(?<=\s)--backend[=\s](\S+)", " ".join(job))
+        values["backend"] = ["auto", *backends][-1]
     prefix = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
-    if given["log_dir"] == "":
+    if values["log_dir"] == "":
         raise UserError('--log-dir "": expected a folder.')
-    refuse_both(given["hostfile"], given["host_list"])
-    given["mpi_args"] = [word for text in given["mpi_args"] for word in shell_words(text)]
+    refuse_both(values["hostfile"], values["host_list"])
+    values["mpi_args"] = [word for text in values["mpi_args"] for word in shell_words(text)]
     variables: dict[str, str] = {}
-    for path in given["env_files"]:
+    for path in values["env_files"]:
         variables |= read_env_file(path, os.environ)
-    exported, kept_home = parse_exports(given["exports"], os.environ)
+    exported, kept_home = parse_exports(values["exports"], os.environ)
     variables |= exported  # these take precedence
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     kept = frozenset(kept_home - variables.keys())
-    return LaunchOptions(job, variables=variables, kept_home=kept, prefix=prefix, **given)
+    return LaunchOptions(job, variables=variables, kept_home=kept, prefix=prefix, **values)
 
 
 def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
@@ -366,7 +367,7 @@ def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
 
 def _spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Each option by each of its spellings, also of other launchers."""
-    return {flag: each for flag, each in parser._option_string_actions.items() if flag != "-m"}
+    return {flag: action for flag, action in parser._option_string_actions.items() if flag != "-m"}
 
 
 def launch_of_train(arguments: Sequence[str]) -> list[str] | None:
@@ -375,23 +376,23 @@ def launch_of_train(arguments: Sequence[str]) -> list[str] | None:
     return [*taken, "-m", "mpiddp", "train", *others] if taken else None
 
 
-def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
+def _as_torchrun(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
     """Accept torchrun's options for one host and for a range of hosts, and refuse those for each host."""
-    nnodes = given.pop("nnodes")
+    nnodes = values.pop("nnodes")
     if hosts := re.fullmatch("([1-9][0-9]{0,5}):([1-9][0-9]{0,5})", nnodes or ""):
         least, most = map(int, hosts.groups())
-        if least > most or given["min_hosts"] not in (None, least):
+        if least > most or values["min_hosts"] not in (None, least):
             parser.error(f"--nnodes {nnodes}: expected MIN:MAX, and no other --min-hosts")
         if most > 1:
-            given["min_hosts"], given["max_hosts"] = least, most
+            values["min_hosts"], values["max_hosts"] = least, most
     elif nnodes not in (None, "1"):
         parser.error("unrecognized arguments: --nnodes")
-    if nnodes in ("1", "1:1") and (given["hostfile"], given["host_list"]) == (None, None):
-        given["host_list"] = "localhost"
+    if nnodes in ("1", "1:1") and (values["hostfile"], values["host_list"]) == (None, None):
+        values["host_list"] = "localhost"
     for flag in _OF_ONE_HOST:
-        is_given = given.pop(flag[2:].replace("-", "_")) is not None
-        if is_given and not (nnodes or given["host_list"] == "localhost"):
+        is_given = values.pop(flag[2:].replace("-", "_")) is not None
+        if is_given and not (nnodes or values["host_list"] == "localhost"):
             parser.error(f"unrecognized arguments: {flag}")
-    given["needs_gpus"] = given["npernode"] == "gpu"
+    values["needs_gpus"] = values["npernode"] == "gpu"
     for name in ("n", "npernode"):
-        given[name] = None if given[name] in _BY_GPU else given[name]
+        values[name] = None if values[name] in _BY_GPU else values[name]
