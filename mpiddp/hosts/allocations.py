@@ -252,11 +252,6 @@ def grants_hosts(env: Mapping[str, str]) -> bool:
         return True
 
 
-def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the schedulers whose variables in `env` an mpirun would follow."""
-    return tuple(row.name for row in SCHEDULERS if row.followed_by and row.is_present(env))
-
-
 def expand_counts(counts: str) -> list[int]:
     """`2(x3),1` → 2, 2, 2, 1. Raises ValueError for any other text."""
     expanded: list[int] = []

@@ -90,22 +90,9 @@ class Hosts:
     def world_size(self) -> int:
         return sum(host.ranks for host in self.hosts)
 
-    def over(self, login_s: float) -> Hosts:
-        """These hosts, with `login_s` seconds for each login."""
-        return replace(self, transport=self.transport._replace(login_s=login_s))
-
     def where(self, host: Host) -> str:
         """The host's position in the input, for an error: `hosts.txt:3`, or `-H`."""
         return self.source if host.line is None else f"{self.source}:{host.line}"
-
-
-def slots_of(hosts: Hosts, host: Host) -> int:
-    """The host's slot count. Raises UserError if it is not known."""
-    if host.slots is None:
-        raise UserError(
-            f"{hosts.where(host)}: {host.name} has no slot count. Write: {host.name} slots=N"
-        )
-    return host.slots
 
 
 def read_hostfile(path: str | Path) -> Hosts:

@@ -108,6 +108,5 @@ def compress_names(names: Sequence[str]) -> str:
             follows = last and number == str(int(last) + 1).zfill(len(last))
             ranges[-1].append(number) if follows else ranges.append([number])
         inside = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges]
-        one = len(numbers) == 1
-        texts.append(before + (inside[0] if one else f"[{','.join(inside)}]") + after)
+        texts.append(before + (inside[0] if len(numbers) == 1 else f"[{','.join(inside)}]") + after)
     return ",".join(texts)

@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpiddp.hosts.allocations import leading_schedulers
+from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.ssh import ssh_config
@@ -70,7 +70,8 @@ class Request(NamedTuple):
     @property
     def why_pinned(self) -> str:
         """The reason of flags that keep an mpirun from following a scheduler's variables; "" without any."""
-        schedulers = all_of(leading_schedulers(self.env))
+        rows = [row for row in SCHEDULERS if row.followed_by and row.is_present(self.env)]
+        schedulers = all_of([row.name for row in rows])
         why = "the hosts, and the way to them, are those of this command; mpirun would follow"
         return f"{why} {schedulers}" if schedulers else ""
 
@@ -161,7 +162,6 @@ class Starter(NamedTuple):
         changed = {name: value for name, value in variables.items() if env.get(name) != value}
         command = Command(str(self.program), [], request.job, {*variables}, scratch)
         self.add_flags(request, command)
-        if request.mpi_args:
-            command.add("--mpi-args, as you wrote them", *request.mpi_args)
+        command.add("--mpi-args, as you wrote them" * bool(request.mpi_args), *request.mpi_args)
         command.settings = {**changed, **command.settings, **changed}
         return command

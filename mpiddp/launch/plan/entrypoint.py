@@ -15,7 +15,6 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.program_files import import_folders, texts_of
 from mpiddp.text import all_of
 
-_HELP = ("-h", "--help")  # behind a script, it asks the script
 # With these, a field, a parameter or a line of a docstring is an option.
 _TAKES_NAMES = re.compile(r"\b(HfArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
 
@@ -38,8 +37,7 @@ def refuse_misplaced(
     if kind == "command" or name == "mpiddp":  # whose verbs refuse what they do not take
         return
     flags = [word.partition("=")[0] for word in itertools.takewhile("--".__ne__, arguments)]
-    flags = [flag for flag in flags if flag in options and flag not in _HELP]
-    flags = [flag for flag in flags if not _is_named(flag, kind, name)]
+    flags = [flag for flag in flags if flag in options and not _is_named(flag, kind, name)]
     if flags:
         moved, kept = split(arguments, {flag: options[flag] for flag in flags})
         program = ["-m", name] if kind == "module" else [name]
@@ -73,8 +71,8 @@ def split(
 def _is_named(flag: str, kind: str, name: str) -> bool:
     """Whether the text of a script or a module, or of a file that it imports, has this option."""
     texts = texts_of(kind, name, str(Path.cwd()), import_folders())
-    if not texts:
-        return True  # nobody can tell
+    if not texts or flag in ("-h", "--help"):
+        return True  # nobody can tell, or every script may be asked
     bare = re.escape(flag.lstrip("-").replace("_", "-"))
     for text in (text.decode(errors="replace").replace("_", "-") for text in texts):
         if re.search(rf"[\"']-*{bare}[\"'=]", text):

@@ -1,8 +1,7 @@
 """The environment variables of the ranks: those of the launcher, those that the user names, and our own.
 
-As under torchrun, a rank has every variable of its launcher. Only what a place sets for itself stays there: a
-login, a host, a scheduler or an MPI. The values are on no command line, where every user of a host can read
-them. On several hosts they travel over ssh (`mpiddp.hosts.private`).
+As under torchrun, a rank has every variable of its launcher, but those that a login, a host, a scheduler or
+an MPI sets. On several hosts they travel over ssh (`mpiddp.hosts.private`). No command line shows a value.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _OF_A_SCHEDULER = re.compile(
 )
 _PLACES = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER)
 # An agent's Python may need these before it can read the others.
-_TO_START = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+_TO_START = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", JOB, PRIVATE)
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LONGEST = 131_071  # bytes of NAME=VALUE that Linux passes to a program
@@ -59,8 +58,7 @@ def forwarded(env: Mapping[str, str], kept_home: Collection[str] = ()) -> dict[s
 
 def to_start(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of a rank that its agent needs before it takes the others, which mpirun carries."""
-    names = (*_TO_START, JOB, PRIVATE)
-    return {name: variables[name] for name in names if name in variables}
+    return {name: variables[name] for name in _TO_START if name in variables}
 
 
 def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:

@@ -195,8 +195,9 @@ def _push(named: Hosts, folder: str, least: int) -> None:
     from mpiddp.hosts import push  # few jobs need it
 
     if not named.transport.is_ssh:
-        reaches = f"{named.transport.name} reaches the hosts of this job"
-        raise UserError(f"--push needs ssh, and {reaches}.")
+        raise UserError(
+            f"--push needs ssh, and {named.transport.name} reaches the hosts of this job."
+        )
     since = time.monotonic()
     folders, transport = push.default_folders(folder), named.transport
     sent, failures = push.push(named.usable, folders, min_hosts=least, transport=transport)
@@ -261,10 +262,7 @@ def working_folder(env: Mapping[str, str]) -> str:
 
 
 def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
-    """The variables that the command sets. The launcher's own, and its options, precede -x and --env-file.
-
-    Those of a shell that has started srun reach its ranks by their names alone.
-    """
+    """The variables that the command sets. The launcher's own, and its options, precede -x and --env-file."""
     hosts, env, exports = request.hosts.hosts, request.env, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(request.network.networks)

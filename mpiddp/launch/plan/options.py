@@ -360,8 +360,7 @@ def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
             parse_exports(values.exports, os.environ)
         except (UserError, argparse.ArgumentTypeError) as error:
             raise UserError(f"{where}: {str(error).removeprefix('mpiddp launch: ')}") from None
-        safe = shlex.join(without_values(words, values.exports))
-        values.of_hostfile += (f"{where}: {safe}",)
+        values.of_hostfile += (f"{where}: {shlex.join(without_values(words, values.exports))}",)
     return values
 
 
