@@ -70,10 +70,9 @@ class Request(NamedTuple):
     @property
     def why_pinned(self) -> str:
         """The reason of flags that keep an mpirun from following a scheduler's variables; "" without any."""
-        rows = [row for row in SCHEDULERS if row.followed_by and row.is_present(self.env)]
-        schedulers = all_of([row.name for row in rows])
+        names = [row.name for row in SCHEDULERS if row.followed_by and row.is_present(self.env)]
         why = "the hosts, and the way to them, are those of this command; mpirun would follow"
-        return f"{why} {schedulers}" if schedulers else ""
+        return f"{why} {all_of(names)}" if names else ""
 
 
 @dataclass

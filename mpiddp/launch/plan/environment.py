@@ -28,11 +28,13 @@ _OF_A_HOST = re.compile(
 )
 # The user's settings of an MPI, which it passes on by itself.
 _OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MPIEXEC|MV2)_")
-# What a scheduler sets for a host or a task. The ids of its job are for names of runs, and for seeds.
+# What a scheduler sets, and the ids of its job among it, which are for names of runs and for seeds.
 _OF_A_SCHEDULER = re.compile(
-    "(?!(SLURM_JOB_(ID|NAME)|SLURM_ARRAY_(JOB|TASK)_ID|PBS_JOBID|PBS_ARRAY_INDEX|LSB_JOBID|LSB_JOBINDEX)$)"
-    "((SLURMD?|PBS|LSB|LSF|LS|EGO|FLUX)_|SGE_(?!TASK_ID$)|SKYPILOT_NODE_RANK$"
-    "|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_SCRIPT)$)"
+    "(SLURMD?|PBS|LSB|LSF|LS|EGO|FLUX|SGE)_|SKYPILOT_NODE_RANK$"
+    "|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_(ID|NAME|SCRIPT))$"
+)
+_OF_A_JOB = re.compile(
+    "((SLURM_)?JOB_(ID|NAME)|SLURM_ARRAY_(JOB|TASK)_ID|PBS_(JOBID|ARRAY_INDEX)|LSB_JOB(ID|INDEX)|SGE_TASK_ID)$"
 )
 _PLACES = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER)
 # An agent's Python may need these before it can read the others.
@@ -51,7 +53,7 @@ def forwarded(env: Mapping[str, str], kept_home: Collection[str] = ()) -> dict[s
     return {
         name: value
         for name, value in env.items()
-        if not any(place.match(name) for place in _PLACES)
+        if (_OF_A_JOB.match(name) or not any(place.match(name) for place in _PLACES))
         and not (name in kept_home or is_of_one_host(name, value))
     }
 
