@@ -240,8 +240,10 @@ def config_file(
 ) -> Iterator[str]:
     """The path of a file with `ssh_config`, which exists as long as the body lasts.
 
-    By it, ssh says why a login fails, even if the user's own LogLevel is QUIET.
+    By it, ssh says why a login fails, even if the user's own LogLevel is QUIET. A host that falls silent is
+    named in seconds: the patience of `transport` is for the logins of mpirun, which last as long as the job.
     """
+    transport = transport._replace(silence_s=SSH.silence_s)
     text = "LogLevel INFO\n" + ssh_config(hosts, transport, shares_jumps=shares_jumps)
     with unnamed_file(text.encode()) as file:
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes what it inherits
