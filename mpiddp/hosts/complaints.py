@@ -175,9 +175,13 @@ class Answer:
 
     @property
     def is_of_machine(self) -> bool:
-        """Whether the host is off, hangs, is full, or cannot be reached: nobody has given bad input."""
+        """Whether the host is off, hangs, is full, or cannot be reached: nobody has given bad input.
+
+        A program of a scheduler that ends at once has refused this job, for example because of old variables.
+        """
+        is_absent = self.is_lost and (self.transport.is_ssh or self.exit_code is None)
         hangs = self.has_begun and self.exit_code in (None, 255)
-        return self.is_lost or hangs or "[Errno " in self.stderr
+        return is_absent or hangs or "[Errno " in self.stderr
 
     @property
     def value(self) -> Any:

@@ -1006,7 +1006,7 @@ def gathered(value: Any) -> list[Any]:
 def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
     """Raise UserError unless all ranks train the same. A collective."""
     compared = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(config).items()}
-    compared |= {"--backend": str(world.backend), "--num-workers": ""}  # a host may have its own number
+    compared |= {"--backend": str(world.backend), "--num-workers": "", "--data-dir": ""}  # of each host
     compared["the data set"] = data.contents
     hints = {"the data set": "Use the same --data-dir on every host."}
     if config.parallel == "hsdp":  # the ranks of a host share a copy of the model
