@@ -14,8 +14,9 @@ done
 
 # A start-up file of the login shell may read stdin: it gets empty lines. If one has started another shell, as
 # with `exec zsh -l`, that shell reads the line. What they print goes to stderr, because stdout is of the ranks.
+# A daemon that a signal has killed is exit code 255, as ssh has it: 128 + N would be a rank's signal for mpirun.
 octal=$(printf %s "$words" | od -An -v -to1 | tr -d '\n' | sed 's/ /\\0/g')
-line="exec sh -c 'eval \"\$(printf %b \"\$0\")\"' '$octal'"
+line="exec sh -c 'eval \"\$(printf %b \"\$0\")\"; code=\$?; [ \$code -le 128 ] || code=255; exit \$code' '$octal'"
 exec ssh -x "$@" "$line" >&2 <<LINES
 
 
