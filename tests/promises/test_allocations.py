@@ -322,7 +322,9 @@ def test_a_pbs_job_without_ssh(without_ssh):
         assert placed(done) == [("node0", 0, 0), ("node1", 0, 1)], (bin_ / "output").read_text()
         refused = hosts.run("launch", program("identity.py"), env=env)
         line = one_line(refused, "ssh node1")
-        assert re.fullmatch(error("another command", "ssh node1: ", "ssh is not allowed here"), line), line
+        assert re.fullmatch(
+            error("another command", "ssh node1: ", "ssh is not allowed here"), line
+        ), line
         assert refused.stderr.endswith("start the ranks: mpirun python -m mpiddp run …\n")
 
 
