@@ -190,12 +190,11 @@ def refuse_home(folder: Path, expected: str) -> None:
 
 def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
     """Why hosts take no part: they do not answer, or print a sentence."""
-    sentences = {
-        host: f"{host.name}: {answer.value}"
+    return {
+        host: answer.why or f"{host.name}: {answer.value}"
         for host, answer in answers.items()
-        if isinstance(answer.value, str)
+        if answer.why or isinstance(answer.value, str)
     }
-    return sentences | {host: answer.why for host, answer in answers.items() if answer.why}
 
 
 def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
