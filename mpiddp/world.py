@@ -241,6 +241,10 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     if was_joined:
         for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
             del env[name]
+    # A launcher sets all of these, or the first two. Fewer are left over in a shell.
+    complete = next((names for names in (TORCH, TORCH[:2]) if {*names} <= env.keys()), ())
+    for name in {*TORCH} - {*complete}:
+        env.pop(name, None)
     if not env.keys() & {*TORCH}:  # a stale id of torchrun's
         env.pop("TORCHELASTIC_RUN_ID", None)
     return was_joined

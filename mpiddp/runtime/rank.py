@@ -43,7 +43,7 @@ class Rank(NamedTuple):
     holds: bool  # it waits for the launcher after a failure, which may begin the next attempt
     failed_grace_s: float  # for the script, after SIGTERM, when another rank has failed
     lost_s: float  # of silence, after which the launcher's host is lost
-    kept: str  # under this name, the host keeps what is private, until all ranks have met
+    kept: str  # under this name, the host keeps the variables until all ranks have met
     daemon: int | None  # this process's parent. Without it, nothing would end this rank.
     others: frozenset[int]  # children of the shell that this process may have replaced by exec
     variables: Mapping[str, str]  # of every attempt
@@ -58,11 +58,7 @@ class Rank(NamedTuple):
             from mpiddp.hosts import private  # takes 2 ms, and ranks of one host need none
 
             with named_by(""):
-                private_ones = private.take(kept)
-            host, *names = private_ones.pop(variables.LEFT_OUT).split(",")
-            for name in names if host == world.hostname else ():
-                env.pop(name, None)  # it has them from the launcher's shell
-            env.update(private_ones)
+                env.update(private.take(kept))
         address, key = env.pop(variables.ADDRESS, ""), env.pop(variables.SECRET, "")
         launcher = Server(address, key) if address and key else None
         if launcher is None:

@@ -34,7 +34,7 @@ _WHY = {
 }
 _PER_RANK = "one process per rank"
 _FOLDER = "the same working folder on every host"
-_VARIABLES = "passes only these variables to the ranks, by name, so that `ps` shows no value"
+_VARIABLES = "passes these variables to the ranks by name, so that `ps` shows no value"
 _NETWORK = "the network that connects the hosts; not every network of a host does"
 
 # --- Open MPI ---
@@ -44,7 +44,6 @@ _IN_ORDER = "the host of each rank in order; Open MPI's other mappings reorder h
 _AS_ROOT = "mpirun refuses to run as root without this flag"
 _NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messages"
 _BTL = "shared memory and TCP are enough for these messages, and every host has them"
-_EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 _KEEPALIVE = "the daemons outlive an outage; the launcher itself decides who is lost (--lost-after)"
 _ANY_SHELL = (
     "ssh with the settings of this job, and then your own; any login shell of a host will do"
@@ -128,7 +127,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         (_WHY[request.bind], "--bind-to", request.bind),
         *((row[-1], *row[:3]) for row in parameters if row[3] and row[1] not in given),
         (_FOLDER, "--wdir", request.folder),
-        *((_EXPORT, "-x", name) for name in sorted(command.variables)),
+        *((_VARIABLES, "-x", name) for name in sorted(command.variables)),
     ]
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import socket
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from mpiddp.hosts.scratch import private_folder
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch.judge.events import Announcement
 from mpiddp.launch.judge.outcome import Outcome
-from mpiddp.launch.plan.environment import left_out, of_mpirun, take_private
+from mpiddp.launch.plan.environment import forwarded, of_mpirun, to_start
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.control import Console, ControlServer, Exchange, SignalQueue, listen
 from mpiddp.launch.run.handover import hand_over, sweep
@@ -193,20 +192,20 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         )
         stack.callback(server.close)
         settings = {name: value for name, value in settings.items() if value} | server.settings
-        variables, private_ones = {**request.variables, **settings}, dict[str, str]()
+        variables, env = {**request.variables, **settings}, dict(os.environ)
         kept = private.new_name() if others and not has_scheduler else ""
         if kept:
             stack.callback(private.remove, kept)
-            private_ones = take_private(variables, options.variables)
-            private_ones[names.LEFT_OUT] = ",".join([socket.gethostname(), *left_out(request)])
-            variables[names.PRIVATE] = kept
+            everything = {**forwarded(env, options.kept_home), **variables}
+            variables = to_start({**everything, names.PRIVATE: kept})
+            env = of_mpirun(env, request.hosts.transport)
             with launcher.signals.interrupting():
-                hand_over(plan, server, kept, private_ones, launcher.logins)
+                hand_over(plan, server, kept, everything, launcher.logins)
         launcher.logins.close()
         command_of_rank = (*request.job, *turn.known.resume_args)
         request = request._replace(job=command_of_rank, variables=variables)
         command = plan.starter.compose(request, str(folder))
-        env = of_mpirun(os.environ, private_ones) if kept else os.environ
+        env = {name: env[name] for name in env.keys() - options.kept_home}
         mpirun = MpirunProcess(plan.starter, command, env)
         # What a detached job prints is kept without --log-dir.
         logs = launcher.logs if options.log_dir else None

@@ -1,8 +1,8 @@
 """What the launcher does over ssh on the hosts of an attempt before mpirun starts, and after a failure.
 
 Each host connects back to the launcher, which listens already, and to the other hosts. So a firewall that
-passes only ssh is named in seconds. Each host also keeps the job's key and the values of -x
-(`mpiddp.hosts.private`), because mpirun would send them to its daemons in clear text.
+passes only ssh is named in seconds. Each host also keeps the variables of the ranks, with
+the job's key (`mpiddp.hosts.private`), because mpirun would send them to its daemons in clear text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def hand_over(
         "key": server.key,
         "meet": (addresses, port, start_s, _MOST) if knows_all else (),
         "name": name,
-        "variables": variables,
+        "variables": private.packed(variables),
     }
     ask = partial(ask_hosts, python=request.job[0], transport=request.hosts.transport)
     kept: Sequence[Host] = hosts
