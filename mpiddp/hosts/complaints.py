@@ -1,4 +1,4 @@
-"""What a host answers, or a sentence with the command that fixes it, by what ssh itself says."""
+"""The answer of a host, or a sentence with the cause and the command that fixes it, by ssh's own errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SSH_ERRORS = (
     SshError(
         "IDENTIFICATION HAS CHANGED",
         "ssh {name}: its host key has changed.",
-        "Check that it is the same host, then run: ssh-keygen -R {known}",
+        "Check that it is the same host, then run: ssh-keygen -R {key_name}",
         "ssh-host-key-changed",
         ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
     ),
@@ -169,9 +169,9 @@ class Answer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing of the host answers: no route leads to it, no sshd listens, or it is silent."""
-        is_silent = self.exit_code is None or not self.transport.is_ssh
-        return not self.has_begun and (is_silent or bool(re.search(_LOST, self.stderr)))
+        """Whether nothing of the host answers: no route leads to it, no sshd listens, or no login ends."""
+        says_nothing = self.exit_code is None or not self.transport.is_ssh
+        return not self.has_begun and (says_nothing or bool(re.search(_LOST, self.stderr)))
 
     @property
     def is_of_machine(self) -> bool:
@@ -181,12 +181,12 @@ class Answer:
 
     @property
     def value(self) -> Any:
-        """The JSON that it has printed, None for none."""
+        """The JSON that the program has printed, None if there is none."""
         return self._printed[0] if self._printed else None
 
     @cached_property
     def why(self) -> str:
-        """A sentence about why it has printed no JSON, "" if it has."""
+        """A sentence that says why the program has printed no JSON, "" if it has."""
         return "" if self._printed else _no_answer(self)
 
     @cached_property
@@ -239,15 +239,23 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
     lines = errors.strip().splitlines()  # ssh ends them with \r\n
     text = "\n".join(lines)
     port, ssh = (f"-p {host.port} " if host.port else ""), ssh_line(host)
-    known = f"'[{host.name}]:{host.port}'" if host.port else host.name
+    key_name = f"'[{host.name}]:{host.port}'" if host.port else host.name  # in known_hosts
     port_line = re.search(r"(?m)^ssh: connect to host \S+ port (\d+)", text)
     at = host.port or (port_line[1] if port_line else [*settings(host, "port"), "22"][0])
-    words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh, "known": known}
+    words = {
+        "name": host.name,
+        "target": host.ssh_target,
+        "port": port,
+        "ssh": ssh,
+        "key_name": key_name,
+    }
     words |= {"here": socket.gethostname(), "connect": str(transport.connect_s), "at": str(at)}
     words["longer"] = f"{2 * transport.login_s:.0f}"
     for error in SSH_ERRORS:
         if match := re.search(error.pattern, text, re.MULTILINE):
-            if error.pattern == _DENIED and (key := _locked_key(host)):
+            files = settings(host, "identityfile") if error.pattern == _DENIED else ()
+            keys = (os.path.expanduser(file) for file in files)  # noqa: PTH111
+            if key := next(filter(_is_locked, keys), ""):
                 agent = "" if os.environ.get("SSH_AUTH_SOCK") else 'eval "$(ssh-agent)"; '
                 why = f"the key {key} has a passphrase, and no agent holds it"
                 return f"ssh {host.name}: {why}. Run: {agent}ssh-add {key}"
@@ -259,23 +267,19 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
 
 def in_general(error: SshError) -> tuple[str, str]:
     """The cause and the fix of an error of any host."""
-    words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "known": "NODE"}
+    words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "key_name": "NODE"}
     words |= {"here": "this host", "connect": "10", "at": "22", "longer": "30"}
     return error.cause.format(error.example, **words), error.fix.format(error.example, **words)
 
 
-def _locked_key(host: Host) -> str:
-    """The first key for the host that needs a passphrase and that no agent holds, "" if there is none."""
-    keys = (os.path.expanduser(path) for path in settings(host, "identityfile"))  # noqa: PTH111
-    return next(filter(_is_locked, keys), "")
-
-
 @cache
 def _is_locked(key: str) -> bool:
+    """Whether the file of a key needs a passphrase, and no agent holds the key."""
+
     def output(program: str, *arguments: str) -> str:
         return tool_output(program, arguments, None, _CONFIG_S) or ""
 
-    fingerprint = output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]  # its fingerprint
+    fingerprint = output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]
     is_open = output("ssh-keygen", "-y", "-P", "", "-f", key)
     return bool(fingerprint) and not is_open and fingerprint[0] not in output("ssh-add", "-l")
 

@@ -33,7 +33,7 @@ def resolved(name: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     except UnicodeError:  # an invalid name, such as "a..b"
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
     addresses = dict.fromkeys((family, address) for family, _, _, _, address in answers)
-    return sorted(addresses, key=lambda each: each[0])
+    return sorted(addresses, key=lambda pair: pair[0])
 
 
 class Interface(NamedTuple):
