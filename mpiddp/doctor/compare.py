@@ -1,4 +1,4 @@
-"""The checks of the doctor: each compares what the hosts have answered, and yields its findings.
+"""The checks of the doctor: each compares the answers of the hosts, and yields its findings.
 
 A check gets a value for each host's name, and asks nothing itself. A host that differs is named against the
 majority. A value that cannot be read is "unknown", never "ok".

@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and those of them that `mpiddp launch` takes too."""
+    """The options, and the arguments for `mpiddp launch` that are among them."""
     parser = OneSentenceParser(
         prog="mpiddp doctor",
         description="Check the hosts of a job, and all pairs of them: names, ssh, versions, GPUs, limits, "

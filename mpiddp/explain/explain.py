@@ -18,14 +18,14 @@ from typing import BinaryIO, NamedTuple
 from mpiddp.explain.failures import FAILURES, Failure, Weight
 from mpiddp.text import escaped
 
-_LONGEST_LINE = 1 << 13  # bytes; what is cut off is searched as a line of its own
+_LONGEST_LINE = 1 << 13  # bytes; the rest is searched as a line of its own
 _SHOWN = 160  # characters of a line
 _LONGEST_MESSAGE = 12  # lines of an exception
 _MOST_TRACEBACKS = 200
 _GOES_ON_LINES, _GOES_ON_STEPS = 300, 2  # after a failure: the job has survived it
 _END_LINES = 50  # of a log, in which it may say that it ended well
 
-# What launchers write before a rank's line: "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
+# The prefixes of launchers before a rank's line: "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
 _PREFIX = re.compile(r"(\[[^][]{1,60}\](<std\w+>)?:? ?|\d+: |<std\w+>: ?)+")
 _RANK = re.compile(r"rank ?(\d+)|\[\d+,(\d+)\]|\[(\d+)\]|(\d+): ")
 _COLOURS = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -153,7 +153,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 class Log:
-    """One pass through a log. It keeps the lines that matter, and what follows the last one of them."""
+    """One pass through a log. It keeps the lines that matter, and counts the lines behind them."""
 
     def __init__(self) -> None:
         self.last_sentence = ""  # of mpiddp, "" for none

@@ -21,13 +21,13 @@ NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or
 _OR_PUSH = "or copy them there: mpiddp hosts push"
 _CONFIG_S = 5.0
 
-# What ssh prints where a jump host (ProxyJump) fails: the reason, then that the host said nothing. Where only
-# the host behind it is not reached, ssh says "stdio forwarding failed" before.
+# The errors of ssh if a jump host (ProxyJump) fails: the reason, then that the host said nothing. If only the
+# host behind it is not reached, "stdio forwarding failed" stands before them.
 _JUMP_FAILED = (
     r"(?m)^(?!Warning: |stdio forwarding failed)(.+?)\.?\n"
     r"kex_exchange_identification: .*\n.* UNKNOWN port 65535"
 )
-# What the sshd of a jump host answers where it cannot, or may not, reach the host behind it.
+# The answer of a jump host whose sshd cannot, or may not, reach the host behind it.
 _NOT_BEHIND = (
     r"(?m)^channel \d+: open failed: (?!connect failed: Connection refused)(?:connect failed: )?"
     r"(.+?)\.?$"
@@ -39,7 +39,7 @@ _DENIED = r"^(?:\S+: )?Permission denied \(([^)]*)\)"
 
 
 class SshError(NamedTuple):
-    """What ssh prints, and the sentence for it: the cause, then the command that fixes it.
+    """An error of ssh, and the sentence for it: the cause, then the command that fixes it.
 
     Both may name {name}, {target}, {here}, {at} (a port), {ssh} (the command), and {0}, the pattern's group.
     """
@@ -49,7 +49,7 @@ class SshError(NamedTuple):
     fix: str
     id: str = ""  # of `mpiddp explain`, which finds the error in a log
     says: tuple[str, ...] = ()  # texts, of which the line in a log has one
-    example: str = ""  # of {0}, for a reader who asks what the error means
+    example: str = ""  # of {0}, for the page and the answer that explain the error
 
 
 # The first row that matches counts.

@@ -1,4 +1,4 @@
-"""What a host tells of its GPUs beside their own facts: who holds their memory, and the errors of its kernel.
+"""The health of a host's GPUs: the processes that hold their memory, and their errors in the kernel's log.
 
 Standard library only: the launcher sends this file to other hosts. gpu_faults.py makes sentences of it.
 """
@@ -47,7 +47,7 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] 
 
 
 def _holder(pid: str, memory: str) -> Holder:
-    """A line of nvidia-smi, with what /proc tells of the process."""
+    """The process of a line of nvidia-smi, with its user and command by /proc."""
     size = int(memory) << 20 if memory.isdigit() else None  # MiB
     return Holder(int(pid), size, *who(pid), _is_left(pid))
 

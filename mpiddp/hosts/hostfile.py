@@ -187,7 +187,7 @@ def _tokens(line: str) -> list[str]:
 
 
 def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
-    """The hosts from the tokens of a line: one, or those of a set of names, as gpu[01-16]."""
+    """The hosts from the tokens of a line: one host, or a set of them, as gpu[01-16]."""
     user, at, rest = tokens[0].rpartition("@")
     name, count = rest, None
     bracketed = _BRACKETED.fullmatch(rest)

@@ -85,7 +85,7 @@ def interfaces() -> list[Interface]:
 
 
 def machine(*namespaces: str) -> str:
-    """What tells this host from others, whatever its names: its boot, and its namespaces, such as "net"."""
+    """An identity of this host that needs no name: its boot, and its namespaces, such as "net"."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in namespaces)])

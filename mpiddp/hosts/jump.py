@@ -43,7 +43,7 @@ class _Connection(NamedTuple):
         return self.process.poll() is None
 
 
-_connections: dict[str, _Connection] = {}  # by what ProxyJump says
+_connections: dict[str, _Connection] = {}  # by the value of ProxyJump
 _lock = threading.Lock()
 
 
@@ -78,7 +78,7 @@ def shared() -> str:
 
 @cache
 def _jump_of(host: Host) -> str:
-    """What ssh's own configuration says of jump hosts on the way to this host, "" for none."""
+    """The jump hosts on the way to this host, by ssh's own configuration; "" for none."""
     return [*settings(host, "proxyjump(?! none)"), ""][0]
 
 

@@ -40,13 +40,13 @@ from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 _PART, _REPLACED = ".mpiddp-part", ".mpiddp-replaced"
 _AT_ONCE = 8  # rsync processes
-# -s keeps names from the shell there. Its long name differs between versions of rsync. cat, of _SHELL, cannot
-# write to what does not block.
+# -s keeps names from the shell there. Its long name differs between versions of rsync. cat, in _SHELL, needs
+# a pipe that blocks.
 _RSYNC = ("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates")
 _VANISHED = 24  # rsync's exit code where a file was deleted meanwhile
 
-# ssh for rsync, without what the start-up files of the shell there print before the login's line. Its exit
-# code is ssh's: that of the rsync there, which may have written only a part.
+# ssh for rsync, without the output of the start-up files there, which ends with the login's line. Its exit
+# code is ssh's, and so that of the rsync there, which may have written only a part.
 _SHELL = (
     'sh -c \'exec 4>&1; exit $({{ {{ ssh -F {} "$@" 3>&- 4>&-; echo $? >&3; }} | '
     f'while IFS= read -r line; do [ "$line" = {LOGIN} ] && exec cat >&4 3>&-; done; }}}} 3>&1)\' ssh'
@@ -90,7 +90,7 @@ def _entry(text: str) -> str:
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
-    """Push, and print the result. Raises what `push` does."""
+    """Push, and print the result. Raises the errors of `push`."""
     folders = [*map(parse_folder, options.folders)]
     for data in (f"{path}/data" for path in folders if "data" not in options.leave_out):
         if os.path.lexists(data):  # the folder may be a data set
@@ -127,7 +127,7 @@ def _environment() -> list[str]:
 
 
 def summary(sent: Mapping[Host, int], seconds: float) -> str:
-    """What each host lacked, the same amounts together."""
+    """The bytes that each host lacked, hosts with the same amount together."""
     texts = {
         host.name: f"{size_text(count)} sent in {seconds:.1f} s" if count else "nothing has changed"
         for host, count in sent.items()
@@ -144,7 +144,7 @@ def push(
     min_hosts: int | None = None,  # that must get it, with this one; None: all
     transport: Transport = SSH,
 ) -> tuple[dict[Host, int], dict[Host, str]]:
-    """Make the folders of all other hosts as they are here, except what no push has sent there.
+    """Make the folders of all other hosts as they are here, except the files that no push has sent there.
 
     The environment becomes the same, also where it is within another folder. Returns the bytes that each host
     lacked (0: nothing has changed), and a sentence for each that has not got everything. Raises UserError if
@@ -182,7 +182,7 @@ def push(
 
 
 def refuse_home(folder: Path, expected: str) -> None:
-    """Raise UserError for a folder that holds more than what the user means to copy."""
+    """Raise UserError if the folder is or holds the home folder, which nobody means to copy."""
     home = Path.home()
     if home.is_relative_to(folder) or home.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of {expected}.")
