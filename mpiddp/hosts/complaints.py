@@ -18,8 +18,7 @@ from mpiddp.hosts.transport import Transport
 from mpiddp.text import shown
 
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
-_OR_PUSH = "or copy them there: mpiddp hosts push"
-_CONFIG_S = 5.0
+_CONFIG_S = 5.0  # for a program that tells of keys, or of the configuration of ssh
 
 # The errors of ssh if a jump host (ProxyJump) fails: the reason, then that the host said nothing. If only the
 # host behind it is not reached, "stdio forwarding failed" stands before them.
@@ -34,7 +33,7 @@ _NOT_BEHIND = (
 )
 _WAY = "({here} → {name} tcp/{at})"
 _SLOW = "If its logins are slow: --login-timeout {longer}s"
-_GONE = "Check that the host is on and the network is up."
+_IS_IT_ON = "Check that the host is on and the network is up."
 _DENIED = r"^(?:\S+: )?Permission denied \(([^)]*)\)"
 
 
@@ -113,14 +112,14 @@ SSH_ERRORS = (
     SshError(
         "^ssh: connect to host .*: (?:No route to host|Network is unreachable)",
         f"ssh {{name}}: no route {_WAY}.",
-        _GONE,
+        _IS_IT_ON,
         "ssh-unreachable",
         ("ssh: connect to host",),
     ),
     SshError(
         "^Timeout, server .* not responding",
         f"ssh {{name}}: it does not answer any more {_WAY}.",
-        _GONE,
+        _IS_IT_ON,
     ),
     SshError(
         r"^Connection to \S+ port \d+ timed out",
@@ -130,7 +129,7 @@ SSH_ERRORS = (
     SshError(
         "^(?:ssh: connect to host .*: |)(?:Connection|Operation) timed out",
         f"ssh {{name}}: no answer in {{connect}} s {_WAY}.",
-        _GONE,
+        _IS_IT_ON,
         "ssh-timed-out",
         ("ssh: connect to host",),
     ),
@@ -201,8 +200,11 @@ def _no_answer(answer: Answer) -> str:
     host, python, transport = answer.host, answer.python, answer.transport
     is_ours = os.sep in python  # else it is any Python
     if answer.exit_code == NO_PROGRAM:
-        fix = f"Install it, and Python in {sys.base_prefix}, at the same path on every host, {_OR_PUSH}"
-        return f"{host.name}: {python} is missing. {fix if is_ours else 'Install it there.'}"
+        fix = "Install it there."
+        if is_ours:
+            fix = f"Install it, and Python in {sys.base_prefix}, at the same path on every host, "
+            fix += "or copy them there: mpiddp hosts push"
+        return f"{host.name}: {python} is missing. {fix}"
     if answer.has_begun and answer.exit_code is None:
         hint = f"The host is gone, or a file server does not answer. Try: {ssh_line(host)} df"
         return f"{host.name}: {python} has started there, and does not end in time. {hint}"

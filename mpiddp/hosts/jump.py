@@ -98,6 +98,8 @@ def _connect(jump: str, config: str, login_s: float) -> _Connection | None:
         process = opened.enter_context(_running([*ssh, *master]))
         while process.poll() is None and time.monotonic() < until:
             if _is_open([*ssh, "-O", "check", *target]):
+                assert process.stderr is not None
+                process.stderr.close()  # nobody reads it any more, and a full pipe would stop ssh
                 atexit.register(opened.close)
                 name = re.sub(r"^.*@|:\d+$", "", last).strip("[]")
                 return _Connection(process, f"Host {name}\n  ControlPath {path}\n")

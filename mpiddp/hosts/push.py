@@ -4,8 +4,8 @@
     mpiddp hosts push hostfiles/two_nodes ~/project ~/miniconda3/envs/project
 
 rsync sends what has changed, and all changes of a folder appear at the end, by renames. A file that an
-earlier push has sent and that is gone here is removed. What a push replaces or removes is kept in
-.mpiddp-replaced of the folder. What only a host has stays there, but not in the environment.
+earlier push has sent and that was deleted here is removed. The files that a push replaces or removes are kept
+in .mpiddp-replaced of the folder. Files that only a host has stay there, but not in the environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -75,7 +75,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def parse_folder(text: str) -> str:
-    """The path of a folder. "", as of a variable that is not set, is none: it would be this folder."""
+    """The path of a folder. "" is refused, because a variable that is not set would push this one."""
     if not text:
         raise UserError("expected a folder, not ''.")
     return os.path.abspath(text)  # noqa: PTH100 - a link stays one
@@ -141,7 +141,7 @@ def push(
     folders: Sequence[str],
     *,
     left_out: Sequence[str] = LEFT_OUT,
-    min_hosts: int | None = None,  # that must get it, with this one; None: all
+    min_hosts: int | None = None,  # how many hosts must have it, with this host; None: all
     transport: Transport = SSH,
 ) -> tuple[dict[Host, int], dict[Host, str]]:
     """Make the folders of all other hosts as they are here, except the files that no push has sent there.
@@ -216,24 +216,24 @@ def _send(
     left_out: Sequence[str],
     transport: Transport,
 ) -> int:
-    """Send a folder with these paths, and remove those that were sent before (`packed`) and are gone here.
+    """Send a folder with these paths. Remove the paths that were sent before (`packed`) and deleted here.
 
     Returns the bytes of the files that the host lacked, 1 for none, or 0 if nothing has changed. Raises
     JobFailed.
     """
     before = _unpacked(packed)
-    gone = before - paths
+    deleted = before - paths
     environment = _environment()
     within = [os.path.relpath(path, folder) for path in environment]
-    removed = {path: None for name in gone for path in accumulate(name.split("/"), "{}/{}".format)}
-    rules = "\0".join(f"R /{_pattern(path)}" for path in removed)
+    paths_and_folders = (accumulate(path.split("/"), "{}/{}".format) for path in deleted)
+    rules = "\0".join(f"R /{_pattern(path)}" for path in dict.fromkeys(chain(*paths_and_folders)))
     kept = ("--from0", "--filter=. -", "--filter=R __pycache__/***", "--filter=P *")
     lines = rsync(
         host,
         transport,
         *("--delete", "--delete-delay", "--omit-dir-times"),
         *(f"--exclude=/{name}" for name in (*left_out, _REPLACED, pushed.SENT)),
-        # Each host has its own. A folder that is removed takes its __pycache__ along (p).
+        # Each host has its own __pycache__. A folder that is removed takes its __pycache__ along (p).
         "--filter=-p __pycache__",
         *(
             []
@@ -244,7 +244,7 @@ def _send(
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
         stdin=os.fsencode(rules),
     )
-    sent = paths | {path for path in gone if path.partition("/")[0] in left_out}
+    sent = paths | {path for path in deleted if path.partition("/")[0] in left_out}
     if sent != before:
         with TemporaryDirectory() as new:
             Path(new, pushed.SENT).write_text(_packed(sent), encoding="ascii")
@@ -258,7 +258,7 @@ def _packed(paths: set[str]) -> str:
 
 
 def _unpacked(text: str) -> set[str]:
-    with suppress(ValueError, zlib.error):  # another program has written it
+    with suppress(ValueError, zlib.error):  # another program has written the file
         return {*os.fsdecode(zlib.decompress(b64decode(text))).split("\0")} - {""}
     return set()
 
