@@ -93,7 +93,10 @@ def main(argv: list[str]) -> int:
                 facts = {host.name: answers[host].value for host in answered}
                 every = "every host" + ("" if len(facts) == len(hosts.usable) else " that answers")
                 add(_of_facts(facts, folders, _COMPARED if checked.infos else (), every))
-                add(_pairs(ask, answered, _addresses(hosts, checked, launch.interface)))
+                network = find_network(hosts, checked.infos, launch.interface, dry_run=True)
+                # A host that has no address on the job's network has the one to which ssh connects.
+                by_ssh = {host.name: info.address for host, info in checked.infos.items()}
+                add(_pairs(ask, answered, {**by_ssh, **network.addresses}))
             add([_run_job(lines, job)])
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
@@ -182,18 +185,11 @@ def _of_facts(
     ]
 
 
-def _addresses(hosts: Hosts, checked: preflight.Checked, requested: str | None) -> dict[str, str]:
-    """The address of each host on the job's network, or else that to which ssh connects."""
-    network = find_network(hosts, checked.infos, requested, dry_run=True)
-    by_ssh = {host.name: info.address for host, info in checked.infos.items() if info.address}
-    return {**by_ssh, **network.addresses}
-
-
 def _pairs(ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str]) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
     if len(hosts) < 2:
         return []
-    to_meet = {host.name: addresses[host.name] for host in hosts if host.name in addresses}
+    to_meet = {host.name: addresses[host.name] for host in hosts if addresses.get(host.name)}
     hosts = [host for host in hosts if host.name in to_meet]
     work_s = 2 * reachability.longest_s(len(hosts))
     for port in random.sample(_PORTS, _MOST_PORTS):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import BinaryIO, NamedTuple
@@ -137,19 +137,13 @@ def explain(lines: Iterable[str]) -> Explanation | None:
 
 def explain_file(file: BinaryIO) -> Log:
     """Read a log from a file or a pipe, in little memory."""
-    log = Log()
-    for number, line in _lines(file):
-        log.read(number, line)
-    return log
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines and their numbers. \\r ends a line too, and has no number of its own."""
-    number = 1
+    log, number = Log(), 1
     while piece := file.readline(_LONGEST_LINE):
+        # The \r of a progress bar ends a line too, which has no number of its own.
         for line in (_COLOURS.sub(b"", piece) if b"\x1b[" in piece else piece).splitlines():
-            yield number, line
+            log.read(number, line)
         number += piece.endswith(b"\n")
+    return log
 
 
 class Log:

@@ -38,18 +38,13 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] 
     users = tool_output("nvidia-smi", _USERS, path, MORE_S) or ""
     holders: dict[str, list[Holder]] = defaultdict(list)
     for uuid, pid, memory in re.findall(r"(?m)^(\S+), (\d+), (\S+)$", users):
-        holders[uuid].append(_holder(pid, memory))
+        size = int(memory) << 20 if memory.isdigit() else None  # MiB
+        holders[uuid].append(Holder(int(pid), size, *who(pid), _is_left(pid)))
     xids = _xids(path)
     return [
         gpu._replace(holders=holders[gpu.uuid], xids=xids[gpu.address[:-2]])  # without the function
         for gpu in gpus
     ]
-
-
-def _holder(pid: str, memory: str) -> Holder:
-    """The process of a line of nvidia-smi, with its user and command by /proc."""
-    size = int(memory) << 20 if memory.isdigit() else None  # MiB
-    return Holder(int(pid), size, *who(pid), _is_left(pid))
 
 
 def who(pid: str) -> tuple[str, str]:

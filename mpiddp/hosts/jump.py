@@ -64,9 +64,8 @@ def share(hosts: Sequence[Host], config: str, login_s: float) -> None:
     with ThreadPoolExecutor(_AT_ONCE) as threads:  # ssh -G takes some milliseconds
         jumps = {*threads.map(_jump_of, hosts)} - {""}
     with _lock:
-        for jump in jumps - {
-            jump for jump, connection in _connections.items() if connection.is_open
-        }:
+        are_open = {jump for jump, connection in _connections.items() if connection.is_open}
+        for jump in jumps - are_open:
             if (connection := _connect(jump, config, login_s)) is not None:
                 _connections[jump] = connection
 

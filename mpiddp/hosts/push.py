@@ -38,11 +38,14 @@ from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
-_PART, _REPLACED = ".mpiddp-part", ".mpiddp-replaced"
+_REPLACED = ".mpiddp-replaced"
 _AT_ONCE = 8  # rsync processes
 # -s keeps names from the shell there. Its long name differs between versions of rsync. cat, in _SHELL, needs
 # a pipe that blocks.
-_RSYNC = ("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates")
+_RSYNC = (
+    *("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates"),
+    *("--partial-dir=.mpiddp-part", "--out-format=%i %l %n"),
+)
 _VANISHED = 24  # rsync's exit code where a file was deleted meanwhile
 
 # ssh for rsync, without the output of the start-up files there, which ends with the login's line. Its exit
@@ -212,16 +215,16 @@ def _send(
     host: Host,
     folder: str,
     paths: set[str],
-    packed: str,
+    sent_before: str,
     left_out: Sequence[str],
     transport: Transport,
 ) -> int:
-    """Send a folder with these paths. Remove the paths that were sent before (`packed`) and deleted here.
+    """Send a folder with these paths. Remove the paths that were sent before (packed) and deleted here.
 
     Returns the bytes of the files that the host lacked, 1 for none, or 0 if nothing has changed. Raises
     JobFailed.
     """
-    before = _unpacked(packed)
+    before = _unpacked(sent_before)
     deleted = before - paths
     environment = _environment()
     within = [os.path.relpath(path, folder) for path in environment]
@@ -247,14 +250,11 @@ def _send(
     sent = paths | {path for path in deleted if path.partition("/")[0] in left_out}
     if sent != before:
         with TemporaryDirectory() as new:
-            Path(new, pushed.SENT).write_text(_packed(sent), encoding="ascii")
+            # Packed, because a folder may have a million files.
+            packed = b64encode(zlib.compress(os.fsencode("\0".join(sorted(sent)))))
+            Path(new, pushed.SENT).write_bytes(packed)
             rsync(host, transport, "--", f"{new}/{pushed.SENT}", f"{host.alias}:{folder}/")
     return max(1, sum(sizes(lines))) if lines else 0
-
-
-def _packed(paths: set[str]) -> str:
-    """These paths as a text, which is small because a folder may have a million files."""
-    return b64encode(zlib.compress(os.fsencode("\0".join(sorted(paths))))).decode()
 
 
 def _unpacked(text: str) -> set[str]:
@@ -275,11 +275,10 @@ def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"")
     """
     if shutil.which("rsync") is None:
         raise UserError(pushed.NO_RSYNC.format("here", ""))
-    settings = (f"--partial-dir={_PART}", "--out-format=%i %l %n")
     env = {**os.environ, "LC_ALL": "C"}  # its messages are in English
     with config_file([host], transport) as config:
         shell = (f"--rsync-path=echo {LOGIN}; rsync", "-e", _SHELL.format(config))
-        command = [*_RSYNC, *settings, *shell, *arguments]
+        command = [*_RSYNC, *shell, *arguments]
         done = subprocess.run(command, env=env, input=stdin, capture_output=True)
     if done.returncode not in (DONE, _VANISHED):
         raise JobFailed(_why_failed(host, done, transport))

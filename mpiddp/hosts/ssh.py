@@ -18,7 +18,6 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -188,9 +187,9 @@ def ask_hosts(
                     show({host: news[host] for host in hosts if host in news}, [*new])
                     new, show_at = {}, math.inf
     except KeyboardInterrupt:  # the user may have waited for no more than these lines
-        for login in [login for login in running if login.has_begun]:
-            login.deadline = 0.0
-            new[login.host] = replace(login.answer(), exit_code=None)
+        for login in running:
+            login.deadline = 0.0  # do not wait for its end
+        new |= {login.host: login.answer() for login in running if login.has_begun}
         if show is not None:
             show(new, [*new])
         raise
