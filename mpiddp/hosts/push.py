@@ -224,13 +224,16 @@ def _send(
     Returns the bytes of the files that the host lacked, 1 for none, or 0 if nothing has changed. Raises
     JobFailed.
     """
-    before = _unpacked(sent_before)
+    before = set[str]()
+    with suppress(ValueError, zlib.error):  # another program has written the file
+        before = {*os.fsdecode(zlib.decompress(b64decode(sent_before))).split("\0")} - {""}
     deleted = before - paths
     environment = _environment()
-    within = [os.path.relpath(path, folder) for path in environment]
-    paths_and_folders = (accumulate(path.split("/"), "{}/{}".format) for path in deleted)
-    rules = "\0".join(f"R /{_pattern(path)}" for path in dict.fromkeys(chain(*paths_and_folders)))
-    kept = ("--from0", "--filter=. -", "--filter=R __pycache__/***", "--filter=P *")
+    branches = (accumulate(path.split("/"), "{}/{}".format) for path in deleted)
+    removable = dict.fromkeys(chain.from_iterable(branches))  # each file, and the folders above it
+    rules = "\0".join(f"R /{_pattern(path)}" for path in removable)
+    filters = [f"--filter=R /{os.path.relpath(path, folder)}/***" for path in environment]
+    filters += ["--from0", "--filter=. -", "--filter=R __pycache__/***", "--filter=P *"]
     lines = rsync(
         host,
         transport,
@@ -238,11 +241,7 @@ def _send(
         *(f"--exclude=/{name}" for name in (*left_out, _REPLACED, pushed.SENT)),
         # Each host has its own __pycache__. A folder that is removed takes its __pycache__ along (p).
         "--filter=-p __pycache__",
-        *(
-            []
-            if folder in environment
-            else [*(f"--filter=R /{path}/***" for path in within), *kept]
-        ),
+        *([] if folder in environment else filters),
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
         stdin=os.fsencode(rules),
@@ -255,12 +254,6 @@ def _send(
             Path(new, pushed.SENT).write_bytes(packed)
             rsync(host, transport, "--", f"{new}/{pushed.SENT}", f"{host.alias}:{folder}/")
     return max(1, sum(sizes(lines))) if lines else 0
-
-
-def _unpacked(text: str) -> set[str]:
-    with suppress(ValueError, zlib.error):  # another program has written the file
-        return {*os.fsdecode(zlib.decompress(b64decode(text))).split("\0")} - {""}
-    return set()
 
 
 def _pattern(path: str) -> str:
