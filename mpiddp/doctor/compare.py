@@ -1,7 +1,7 @@
-"""What is wrong, from what the hosts say of themselves: pure functions of a value for each host's name.
+"""The checks of the doctor: each compares the answers of the hosts, and yields its findings.
 
-What differs is named against the majority; a value that cannot be read is "unknown", never "ok". `results`
-turns what a function finds into the lines of its check.
+A check gets a value for each host's name, and asks nothing itself. A host that differs is named against the
+majority. A value that cannot be read is "unknown", never "ok".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpiddp.hosts.reachability import blocked
 from mpiddp.text import all_of, differences, names_by_value, size_text
 
 OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
-Found = tuple[str, str, str]  # one of the four words, the fact, and what fixes it ("" for nothing)
+Finding = tuple[str, str, str]  # one of the four words, the fact, and its fix ("" for none)
 Facts = Mapping[str, Mapping[str, Any]]
 
 LEAST_FILES = 1024  # open files of a rank: it has sockets to all others, and its loader's pipes
@@ -34,82 +34,87 @@ class Line:
     fix: str = ""
 
 
-def results(check: str, found: Iterable[Found], ok_text: str) -> list[Line]:
-    """The lines of a check; `ok_text` is the fact where it has found nothing."""
-    return [Line(check, *each) for each in found] or [Line(check, OK, ok_text)]
+def results(check: str, findings: Iterable[Finding], ok_text: str) -> list[Line]:
+    """The lines of a check; `ok_text` is the fact of a check without a finding."""
+    return [Line(check, *finding) for finding in findings] or [Line(check, OK, ok_text)]
 
 
-def names(facts: Facts) -> Iterator[Found]:
+def names(facts: Facts) -> Iterator[Finding]:
     """Whether every host resolves every other name to an address of that host, and its own to a real one."""
-    for name, named in facts.items():
-        answers = {here: found["names"].get(name, []) for here, found in facts.items()}
+    for name, host in facts.items():
+        answers = {here: other["names"].get(name, []) for here, other in facts.items()}
         if unresolved := [here for here, addresses in answers.items() if not addresses]:
             fix = f"add {name} to DNS, or to /etc/hosts there"
             yield WARN, f"{name} cannot be resolved from {all_of(unresolved)}", fix
         for here, addresses in answers.items():
-            if here != name and addresses and not {*addresses} & {*named["addresses"]}:
+            if here != name and addresses and not {*addresses} & {*host["addresses"]}:
                 fact = f"{name} resolves to {all_of(addresses)} on {here}, which is no address of {name}"
                 yield WARN, fact, f"correct {name} in DNS or in /etc/hosts of {here}"
-        own = [each.partition("%")[0] for each in named["names"].get(named["hostname"], [])]
-        if len(facts) > 1 and (loops := [each for each in own if ip_address(each).is_loopback]):
+        itself = [text.partition("%")[0] for text in host["names"].get(host["hostname"], [])]
+        if len(facts) > 1 and (loops := [text for text in itself if ip_address(text).is_loopback]):
             fact = f"{name}'s own name resolves to {loops[0]} there, which no other host can reach"
             yield WARN, fact, f"give it its real address in /etc/hosts of {name}"
 
 
-def stacks(found: Mapping[str, Mapping[str, str]], already: Sequence[str] = ()) -> Iterator[Found]:
-    """Whether the interpreter of the ranks loads the same on all hosts. `already`: what was compared."""
-    for what in dict.fromkeys(what for each in found.values() for what in each):
-        # A package that is missing or broken on a host tells nothing of its library there.
-        values = {name: each[what] for name, each in found.items() if what in each}
+def stacks(
+    stacks: Mapping[str, Mapping[str, str]], compared: Sequence[str] = ()
+) -> Iterator[Finding]:
+    """Whether the Python of the ranks loads the same on all hosts.
+
+    The preflight has compared the versions of `compared`.
+    """
+    for part in dict.fromkeys(part for stack in stacks.values() for part in stack):
+        # A host whose package is missing or broken tells nothing of the package's library.
+        values = {name: stack[part] for name, stack in stacks.items() if part in stack}
         broken = {name: value for name, value in values.items() if value.startswith("broken: ")}
-        for value, where in names_by_value(broken).items():
-            fact = f"{what} does not load on {all_of(where)}: {value.removeprefix('broken: ')}"
-            how = "again" if len(where) == len(found) else "there as on the other hosts"
-            yield FAIL, fact, f"install {what} {how}"
+        for value, hosts in names_by_value(broken).items():
+            fact = f"{part} does not load on {all_of(hosts)}: {value.removeprefix('broken: ')}"
+            how = "again" if len(hosts) == len(stacks) else "there as on the other hosts"
+            yield FAIL, fact, f"install {part} {how}"
         values = {name: value for name, value in values.items() if name not in broken}
-        if what not in already and (fact := differences(what, values)):
+        if part not in compared and (fact := differences(part, values)):
             fix = "install the same version on every host, or copy it: mpiddp hosts push"
-            yield WARN if what.startswith("lib") else FAIL, fact, fix
+            yield WARN if part.startswith("lib") else FAIL, fact, fix
         elif {*values.values()} == {"missing"}:
-            yield WARN, f"{what} is missing on every host", ""
+            yield WARN, f"{part} is missing on every host", ""
 
 
-def gpus(each: Mapping[str, Sequence[Gpu]]) -> Iterator[Found]:
-    """The GPUs of each host: count, model, driver. The preflight has told what is wrong."""
-    if fact := differences("the number of GPUs", {name: len(rows) for name, rows in each.items()}):
+def gpus(gpus: Mapping[str, Sequence[Gpu]]) -> Iterator[Finding]:
+    """Whether the hosts have as many GPUs, of one model, with one driver. The preflight tells of faults."""
+    if fact := differences("the number of GPUs", {name: len(rows) for name, rows in gpus.items()}):
         yield FAIL, fact, "see nvidia-smi and dmesg there: a GPU may have fallen off the bus"
-    each = {name: found for name, found in each.items() if found}
-    for field in ("name", "driver"):
-        of_host = {
-            name: all_of(sorted({getattr(gpu, field) for gpu in each[name]})) for name in each
+    for field, status, fix in (("name", WARN, ""), ("driver", FAIL, "install the same driver")):
+        values = {
+            name: all_of(sorted({getattr(gpu, field) for gpu in rows}))
+            for name, rows in gpus.items()
+            if rows
         }
-        if fact := differences(f"the {field} of the GPUs", of_host):
-            is_driver = field == "driver"
-            yield FAIL if is_driver else WARN, fact, "install the same driver" if is_driver else ""
-    for name, found in each.items():
-        if any(gpu.uuid and gpu.errors is None for gpu in found):
+        if fact := differences(f"the {field} of the GPUs", values):
+            yield status, fact, fix
+    for name, rows in gpus.items():
+        if any(gpu.uuid and gpu.errors is None for gpu in rows):
             yield UNKNOWN, f"a GPU of {name} does not count errors of its memory (ECC)", ""
 
 
-def processes(facts: Facts) -> Iterator[Found]:
-    """Limits and shared memory of what ssh starts on each host, as mpirun does."""
-    for name, found in facts.items():
-        if 0 <= (count := found["open files"]) < LEAST_FILES:
+def processes(facts: Facts) -> Iterator[Finding]:
+    """Whether processes that ssh starts, as mpirun does, have enough files and memory on each host."""
+    for name, host in facts.items():
+        if 0 <= (count := host["open files"]) < LEAST_FILES:
             fix = f"raise nofile to {LEAST_FILES} or more there, for sshd too"
             yield FAIL, f"a process may open {count} files on {name}", fix
-        if found["infiniband"] and found["locked memory"] != -1:
+        if host["infiniband"] and host["locked memory"] != -1:
             fact = f"locked memory is limited on {name}, which InfiniBand needs"
             yield FAIL, fact, "set memlock to unlimited there, for sshd too"
-        if found["shm"] < LEAST_SHM:
-            fact = f"/dev/shm has {size_text(found['shm'])} of free space on {name}"
+        if host["shm"] < LEAST_SHM:
+            fact = f"/dev/shm has {size_text(host['shm'])} of free space on {name}"
             fix = "ls -l /dev/shm there; mount -o remount,rw,size=8G /dev/shm; in Docker: --shm-size 8g"
             yield WARN, fact, fix
 
 
-def folders(facts: Facts, folders: Sequence[str]) -> Iterator[Found]:
+def folders(facts: Facts, folders: Sequence[str]) -> Iterator[Finding]:
     """Whether each host can read each folder."""
     for path in folders:
-        errors = {name: found["folders"][path] for name, found in facts.items()}
+        errors = {name: host["folders"][path] for name, host in facts.items()}
         others = [name for name, error in errors.items() if not error]
         for name, error in errors.items():
             if error:
@@ -118,27 +123,25 @@ def folders(facts: Facts, folders: Sequence[str]) -> Iterator[Found]:
                 yield FAIL, fact, f"copy or mount it there, or allow it: ls -ld {path}"
 
 
-def files(facts: Facts) -> Iterator[Found]:
+def files(facts: Facts) -> Iterator[Finding]:
     """Whether the files of the job are the same, by their SHA-256: the first that differs on each host.
 
-    Another version of a file may import others, so what follows tells nothing of that host.
+    Another version of a file may import other files, so a host with one is compared no further.
     """
-    told: set[str] = set()
-    for path in dict.fromkeys(path for found in facts.values() for path in found["files"]):
-        all_hashes = {name: found["files"].get(path, "")[:12] for name, found in facts.items()}
-        hashes = {name: each for name, each in all_hashes.items() if name not in told}
-        told.update(*sorted(names_by_value(hashes).values(), key=len)[:-1])
+    hosts = dict(facts)
+    for path in dict.fromkeys(path for host in facts.values() for path in host["files"]):
+        hashes = {name: host["files"].get(path, "")[:12] for name, host in hosts.items()}
+        for others in sorted(names_by_value(hashes).values(), key=len)[:-1]:
+            hosts = {name: host for name, host in hosts.items() if name not in others}
         if missing := [name for name, digest in hashes.items() if not digest]:
             yield FAIL, f"{path} is missing or unreadable on {all_of(missing)}", _PUSH
-        if fact := differences(path, {name: each for name, each in hashes.items() if each}):
+        if fact := differences(path, {name: digest for name, digest in hashes.items() if digest}):
             yield FAIL, fact, _PUSH
 
 
-def reach(
-    found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], port: int
-) -> Iterator[Found]:
+def reach(answers: Facts, addresses: Mapping[str, str], port: int) -> Iterator[Finding]:
     """Whether each host reaches each other on the job's network, in each direction, with large packets."""
-    if not any(found.values()):
+    if not any(answers.values()):
         yield UNKNOWN, "no direction between the hosts was tried", ""
-    for _, fact, fix in blocked(found, addresses, port):
+    for _, fact, fix in blocked(answers, addresses, port):
         yield FAIL, fact, fix

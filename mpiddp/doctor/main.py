@@ -4,9 +4,9 @@
     mpiddp doctor -H node1,node2 --script train.py --data /data/imagenet
     mpiddp doctor hostfiles/two_nodes --quick --json
 
-preflight → facts of each host → all pairs over TCP → a small real job, over one login a host. Each part
-shows its lines when it ends.
-`--quick` is the preflight of `mpiddp launch` alone.
+Its parts are the preflight of a launch, the facts of each host, all pairs of hosts over TCP, and a small
+real job. All share one login to each host, and each shows its lines when it ends. `--quick` is the preflight
+alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mpiddp.arguments import OneSentenceParser, as_arguments
 from mpiddp.doctor import compare, there
@@ -68,11 +67,11 @@ def main(argv: list[str]) -> int:
     resolve_all([host.name for host in hosts.usable])
     lines = list[Line]()
 
-    def add(found: Sequence[Line]) -> None:
-        """Show the lines of checks that have ended. A program reads them at the end."""
-        lines.extend(found)
-        if found and not options.json:
-            print(text(found), flush=True)
+    def add(new: Sequence[Line]) -> None:
+        """Show the lines of checks that have ended. With --json, all lines are printed at the end."""
+        lines.extend(new)
+        if new and not options.json:
+            print(text(new), flush=True)
 
     with closing(Logins()) as logins:
         checked = job_plan.run_preflight(launch, hosts, starter, os.environ, logins)
@@ -91,24 +90,27 @@ def main(argv: list[str]) -> int:
                     check = "versions" if answer.has_failed_there else "ssh"
                     add([Line(check, FAIL, *_split(answer.why))])
             if answered := [host for host, answer in answers.items() if not answer.why]:
-                found = {host.name: answers[host].value for host in answered}
-                every = "every host" + ("" if len(found) == len(hosts.usable) else " that answers")
-                add(_of_facts(found, folders, _COMPARED if checked.infos else (), every))
-                add(_pairs(ask, answered, _addresses(hosts, checked, launch.interface)))
+                facts = {host.name: answers[host].value for host in answered}
+                every = "every host" + ("" if len(facts) == len(hosts.usable) else " that answers")
+                add(_of_facts(facts, folders, _COMPARED if checked.infos else (), every))
+                network = find_network(hosts, checked.infos, launch.interface, dry_run=True)
+                # A host that has no address on the job's network has the one to which ssh connects.
+                by_ssh = {host.name: info.address for host, info in checked.infos.items()}
+                add(_pairs(ask, answered, {**by_ssh, **network.addresses}))
             add([_run_job(lines, job)])
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
     if options.json:
         worst = min((line.status for line in lines), key=_ORDER.index, default=OK)
-        found = {"hosts": names, "seconds": round(seconds, 2), "status": worst}
-        print(as_json("doctor", {**found, "lines": [asdict(line) for line in lines]}))
+        report = {"hosts": names, "seconds": round(seconds, 2), "status": worst}
+        print(as_json("doctor", {**report, "lines": [asdict(line) for line in lines]}))
     else:
         print(summary(lines, len(names), seconds))
     return FAILED if any(line.status == FAIL for line in lines) else DONE
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and those of them that `mpiddp launch` takes too."""
+    """The options, and the arguments for `mpiddp launch` that are among them."""
     parser = OneSentenceParser(
         prog="mpiddp doctor",
         description="Check the hosts of a job, and all pairs of them: names, ssh, versions, GPUs, limits, "
@@ -134,17 +136,17 @@ def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
         for sentence in complaint.splitlines()
     ]
     can_start = f"{counted(len(checked.infos), 'host')} can start ranks"
-    said = can_start if checked.infos else "no other host was to be asked"
-    lines = lines or [Line("preflight", OK, f"{said}, with {mpi}")]
-    noted = [(WARN, *_split(note)) for notes in checked.notes.values() for note in notes]
-    each = {host.name: gpus for host, gpus in checked.gpus.items()}
-    said = "the same on every host, unused and without errors"
-    said = said if any(each.values()) else "no host has any"
-    return lines + results("GPUs", [*noted, *compare.gpus(each)], said)
+    fact = can_start if checked.infos else "no other host was to be asked"
+    lines = lines or [Line("preflight", OK, f"{fact}, with {mpi}")]
+    notes = [(WARN, *_split(note)) for notes in checked.notes.values() for note in notes]
+    gpus = {host.name: gpus for host, gpus in checked.gpus.items()}
+    alike = "the same on every host, unused and without errors"
+    fact = alike if any(gpus.values()) else "no host has any"
+    return lines + results("GPUs", [*notes, *compare.gpus(gpus)], fact)
 
 
 def _folders(options: argparse.Namespace) -> list[str]:
-    """The folders that every host needs: the working folder, which has the script, and that of the data."""
+    """The folders that every host needs: the working folder, which has the script, and the folder of data."""
     folder, script = job_plan.working_folder(os.environ), options.script or ""
     if script and not os.path.isfile(Path(folder, script)):  # noqa: PTH113 - it raises nothing
         raise UserError(f"--script {script} not found (looked in {folder}).")
@@ -154,58 +156,51 @@ def _folders(options: argparse.Namespace) -> list[str]:
 def _facts_program(
     options: argparse.Namespace, hosts: Hosts, folders: Sequence[str], library: str
 ) -> str:
-    """It prints what a host says of itself. `library` is that of MPI, "" for the one that mpi4py finds."""
+    """The program that prints a host's facts. `library` is MPI's, "" for the one that mpi4py finds."""
     script, folder = options.script or "", folders[0]
     wanted = {
         "names": [host.name for host in hosts.usable],
         "folders": folders,
         "program": ("script" if script else "", script, folder, program_files.import_folders()),
         "library": library,
-        "packages": [str(Path(folder, each)) for each in program_files.python_path(os.environ)],
+        "packages": [str(Path(folder, path)) for path in program_files.python_path(os.environ)],
     }
     return program_that_prints((interfaces, program_files, there), f"facts({wanted!a})")
 
 
 def _of_facts(
-    found: compare.Facts, folders: Sequence[str], known: Sequence[str], every: str
+    facts: compare.Facts, folders: Sequence[str], compared: Sequence[str], every: str
 ) -> list[Line]:
-    """What is wrong on a host, and what differs. The preflight has compared the versions of `known`."""
-    stacks = {name: each["stack"] for name, each in found.items()}
-    same = {f"{what} {value}" for each in stacks.values() for what, value in each.items()}
-    same = {each for each in same if each.startswith(("python ", "torch ", "mpi4py "))}
-    alike = f"the same on {every}: {', '.join(sorted(same))}"
+    """The lines of the checks of single hosts. The preflight has compared the versions of `compared`."""
+    stacks = {name: host["stack"] for name, host in facts.items()}
+    packages = ("mpi4py", "python", "torch")
+    versions = {f"{name} {stack[name]}" for stack in stacks.values() for name in packages}
+    alike = f"the same on {every}: {', '.join(sorted(versions))}"
     return [
-        *results("names", compare.names(found), f"{every} resolves every name to the same host"),
-        *results("files", compare.files(found), "no file of a script differs"),
-        *results("folders", compare.folders(found, folders), f"{every} can read them"),
-        *results("limits", compare.processes(found), "ulimit and /dev/shm suffice"),
-        *results("versions", compare.stacks(stacks, known), alike),
+        *results("names", compare.names(facts), f"{every} resolves every name to the same host"),
+        *results("files", compare.files(facts), "no file of a script differs"),
+        *results("folders", compare.folders(facts, folders), f"{every} can read them"),
+        *results("limits", compare.processes(facts), "ulimit and /dev/shm suffice"),
+        *results("versions", compare.stacks(stacks, compared), alike),
     ]
-
-
-def _addresses(hosts: Hosts, checked: preflight.Checked, requested: str | None) -> dict[str, str]:
-    """The address of each host on the job's network, or else that to which ssh connects."""
-    network = find_network(hosts, checked.infos, requested, dry_run=True)
-    by_ssh = {host.name: info.address for host, info in checked.infos.items() if info.address}
-    return {**by_ssh, **network.addresses}
 
 
 def _pairs(ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str]) -> list[Line]:
     """Whether each host reaches each other, in each direction at once."""
     if len(hosts) < 2:
         return []
-    known = {host.name: addresses[host.name] for host in hosts if host.name in addresses}
-    reached: dict[str, Any] = {}
+    to_meet = {host.name: addresses[host.name] for host in hosts if addresses.get(host.name)}
+    hosts = [host for host in hosts if host.name in to_meet]
+    work_s = 2 * reachability.longest_s(len(hosts))
     for port in random.sample(_PORTS, _MOST_PORTS):
-        program = program_that_prints((interfaces, reachability), f"meet({known!a}, {port})")
-        work_s = 2 * reachability.longest_s(len(known))
-        answers = ask([each for each in hosts if each.name in known], program, work_s=work_s)
-        met = {host.name: each.value for host, each in answers.items() if not each.why}
-        if None not in met.values():  # the port is free on all hosts
-            reached = met
+        program = program_that_prints((interfaces, reachability), f"meet({to_meet!a}, {port})")
+        answers = ask(hosts, program, work_s=work_s)
+        met = {host.name: answer.value for host, answer in answers.items() if not answer.why}
+        if None not in met.values():
             break
-    count = sum(map(len, reached.values()))
-    return results("network", compare.reach(reached, known, port), f"all {count} directions open")
+        met = {}  # another program has the port on a host
+    count = sum(map(len, met.values()))
+    return results("network", compare.reach(met, to_meet, port), f"all {count} directions open")
 
 
 def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
@@ -225,12 +220,13 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
         )
     except subprocess.TimeoutExpired:
         return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix)
-    _, proof, found = done.stdout.rpartition(small_job.PROOF)
+    _, proof, printed = done.stdout.rpartition(small_job.PROOF)
     if done.returncode != DONE or not proof:
-        said = [line for line in done.stderr.splitlines() if line.startswith("mpiddp: ")]
-        last = (said or done.stderr.splitlines() or ["no output"])[-1].removeprefix("mpiddp: ")
+        errors = done.stderr.splitlines()
+        sentences = [line for line in errors if line.startswith("mpiddp: ")]
+        last = (sentences or errors or ["no output"])[-1].removeprefix("mpiddp: ")
         return Line("job", FAIL, f"exit code {done.returncode}: {last}", fix)
-    ranks = json.loads(found.splitlines()[0])
+    ranks = json.loads(printed.splitlines()[0])
     if wrong := [rank["hostname"] for rank in ranks if rank["wrong"]]:
         return Line("job", FAIL, f"an all-reduce has a wrong sum on {all_of(wrong)}", fix)
     slowest = max(rank["seconds"] for rank in ranks)
@@ -239,7 +235,7 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
 
 
 def text(lines: Sequence[Line]) -> str:
-    """The lines of checks, what is not ok before the rest."""
+    """The lines of checks as a text: failures first, then warnings, and the ok lines last."""
     rows = []
     for line in sorted(lines, key=lambda line: _ORDER.index(line.status)):
         rows.append(f"{line.status:<7}  {line.check:<{_WIDTH}}  {escaped(line.fact)}")
@@ -251,11 +247,11 @@ def text(lines: Sequence[Line]) -> str:
 def summary(lines: Sequence[Line], hosts: int, seconds: float) -> str:
     """ "4 hosts, 2 fail, 11 ok, in 9.2 s"."""
     counts = {status: sum(line.status == status for line in lines) for status in _ORDER}
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    return f"{counted(hosts, 'host')}, {said}, in {seconds:.1f} s"
+    results = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    return f"{counted(hosts, 'host')}, {results}, in {seconds:.1f} s"
 
 
 def _split(sentence: str) -> tuple[str, str]:
-    """A sentence of the preflight into the fact, and what fixes it."""
+    """The fact and the fix of a sentence of the preflight."""
     fact, _, fix = sentence.partition(". ")
     return fact.rstrip("."), fix.rstrip(".")

@@ -1,7 +1,7 @@
-"""What a host says of itself to `mpiddp doctor`, and what the Python of the ranks loads there.
+"""The facts of a host for `mpiddp doctor`, among them the packages that the Python of the ranks loads there.
 
-Its source travels to the hosts, with those of the modules that it imports. It needs Python 3.8, and may lack
-all that `_stack` imports.
+The source of this module travels to the hosts, with those of the modules that it imports. It needs Python
+3.8. A host may lack every package that `_stack` imports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RESOLVERS = 64
 
 
 def facts(wanted: dict[str, Any]) -> dict[str, Any]:
-    """What the doctor compares. `wanted` has names of hosts, folders, a program, and the library of MPI."""
+    """The facts by which the doctor compares this host. `wanted` is the dictionary that its main.py makes."""
     from concurrent.futures import ThreadPoolExecutor  # 10 ms
 
     names = {*wanted["names"], socket.gethostname()}
@@ -33,7 +33,7 @@ def facts(wanted: dict[str, Any]) -> dict[str, Any]:
     shared = os.statvfs("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
     return {
         "hostname": socket.gethostname(),
-        "addresses": [*own_addresses(), *(each.address for each in interfaces())],
+        "addresses": [*own_addresses(), *(interface.address for interface in interfaces())],
         "names": addresses,
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # -1: no limit
         "locked memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
@@ -63,24 +63,25 @@ def _error_of(folder: str) -> str:
 
 
 def _stack(library: str, packages: Sequence[str]) -> dict[str, str]:
-    """Versions, mpi4py's MPI, the libraries' paths, the hash of this package; "missing" or "broken: …".
+    """The versions of packages, the MPI of mpi4py, the paths of libraries, and the hash of mpiddp here.
 
-    `library` is that of MPI, "" for the one that mpi4py finds; `packages` are the folders of PYTHONPATH.
+    A package that does not load has "missing" or "broken: …". `library` is the path of MPI's library, "" for
+    the one that mpi4py finds. `packages` are the folders of PYTHONPATH.
     """
     sys.path[:0] = packages
     if library:
         os.environ["MPI4PY_LIBMPI"] = library
-    found = {"python": platform.python_version()}
+    stack = {"python": platform.python_version()}
     read = {"mpi4py": _mpi, "mpiddp": _package, "torch": _torch}
     for name, versions in read.items():
         try:
-            found.update(versions())
+            stack.update(versions())
         except ModuleNotFoundError as error:
-            found[name] = "missing" if error.name == name else f"broken: {error}"
+            stack[name] = "missing" if error.name == name else f"broken: {error}"
         except BaseException as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            found[name] = f"broken: {lines[0][:200]}"
-    return found
+            stack[name] = f"broken: {lines[0][:200]}"
+    return stack
 
 
 def _loaded(part: str) -> str:

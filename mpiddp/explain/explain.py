@@ -1,7 +1,8 @@
 """Why a job failed, from its log.
 
-The launcher's own sentence decides, else the last traceback of a rank, else a known text. What the job has
-survived is at most "also seen", before a restart forgotten. One regular expression finds what matters.
+The launcher's own sentence decides, else the last traceback of a rank, else a known text. A failure that the
+job has survived is at most "also seen"; after a restart it is forgotten. One regular expression finds the
+lines that matter.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import BinaryIO, NamedTuple
@@ -17,14 +18,14 @@ from typing import BinaryIO, NamedTuple
 from mpiddp.explain.failures import FAILURES, Failure, Weight
 from mpiddp.text import escaped
 
-_LONGEST_LINE = 1 << 13  # bytes; what is cut off is searched as a line of its own
+_LONGEST_LINE = 1 << 13  # bytes; the rest is searched as a line of its own
 _SHOWN = 160  # characters of a line
 _LONGEST_MESSAGE = 12  # lines of an exception
 _MOST_TRACEBACKS = 200
 _GOES_ON_LINES, _GOES_ON_STEPS = 300, 2  # after a failure: the job has survived it
 _END_LINES = 50  # of a log, in which it may say that it ended well
 
-# What launchers write before a rank's line: "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
+# The prefixes of launchers before a rank's line: "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
 _PREFIX = re.compile(r"(\[[^][]{1,60}\](<std\w+>)?:? ?|\d+: |<std\w+>: ?)+")
 _RANK = re.compile(r"rank ?(\d+)|\[\d+,(\d+)\]|\[(\d+)\]|(\d+): ")
 _COLOURS = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -101,7 +102,7 @@ _TEXTS = re.compile(
     ).encode()
 )
 
-# How near a line is to the root cause: what decides comes first, and what was caught last.
+# The order of explanations: the decisive one comes first, and an exception that was caught comes last.
 _DECIDES, _CAUGHT = 0, 4
 _PLACE = {Weight.CAUSE: 1, Weight.SYMPTOM: 2, Weight.EXCEPTION: 2, Weight.CONSEQUENCE: 3}
 
@@ -112,11 +113,11 @@ class Explanation:
 
     failure: Failure
     number: int  # of the line, from 1
-    line: str  # or its part around the match, without effects on a terminal
+    line: str  # the line, or its part around the match, without effects on a terminal
 
     @property
     def place(self) -> int:
-        """Where it stands if a verdict or an exception shows it."""
+        """Its place in the order if the verdict or an exception shows it."""
         weight = self.failure.weight
         return _DECIDES if weight in (Weight.CAUSE, Weight.EXCEPTION) else _PLACE[weight]
 
@@ -124,53 +125,47 @@ class Explanation:
 class _Traceback(NamedTuple):
     rank: str  # "" for an unknown one
     entry: str  # the function of its first frame
-    found: Explanation  # its exception, or what led to it
+    explanation: Explanation  # of its exception, or of an earlier exception that led to it
 
 
 def explain(lines: Iterable[str]) -> Explanation | None:
     """The root cause of a job that has failed, as far as its lines show it; None if nothing is known."""
     text = "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
-    found = explain_file(io.BytesIO(text.encode("utf-8", "backslashreplace"))).found
-    return found[0] if found else None
+    log = explain_file(io.BytesIO(text.encode("utf-8", "backslashreplace")))
+    return next(iter(log.explanations), None)
 
 
 def explain_file(file: BinaryIO) -> Log:
-    """What the bytes of a file or a pipe show, in little memory."""
-    log = Log()
-    for number, line in _lines(file):
-        log.read(number, line)
+    """Read a log from a file or a pipe, in little memory."""
+    log, number = Log(), 1
+    while piece := file.readline(_LONGEST_LINE):
+        # The \r of a progress bar ends a line too, which has no number of its own.
+        for line in (_COLOURS.sub(b"", piece) if b"\x1b[" in piece else piece).splitlines():
+            log.read(number, line)
+        number += piece.endswith(b"\n")
     return log
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines and their numbers. \\r ends a line too, and has no number of its own."""
-    number = 1
-    while piece := file.readline(_LONGEST_LINE):
-        for line in (_COLOURS.sub(b"", piece) if b"\x1b[" in piece else piece).splitlines():
-            yield number, line
-        number += piece.endswith(b"\n")
-
-
 class Log:
-    """One pass through a log. It keeps the lines that matter, and what follows the last one of them."""
+    """One pass through a log. It keeps the lines that matter, and counts the lines behind them."""
 
     def __init__(self) -> None:
         self.last_sentence = ""  # of mpiddp, "" for none
         self._begin_attempt()
-        self._last_at = 0  # the last line that matters
-        self._lines_after = self._steps_after = 0  # that line
+        self._last_at = 0  # the number of the last line that matters
+        self._lines_after = self._steps_after = 0  # lines, and steps of training, behind that line
         self._end = deque[bytes](maxlen=_END_LINES)
 
     def _begin_attempt(self) -> None:
-        self.stop: tuple[int, str] | None = (
-            None  # the line that says that the job was stopped on request
-        )
+        self.stop: tuple[int, str] | None = None  # the line of a stop on request
         self.resume = ""  # the command that resumes it
         self._rows: dict[str, Explanation] = {}  # the first line of each row outside of tracebacks
-        self._open: dict[str, str] = {}  # by rank: its traceback's first function, "" before that
+        # By rank, the first function of the traceback that is being read; "" if it has not come yet.
+        self._open: dict[str, str] = {}
         self._chained: set[str] = set()  # ranks whose next traceback follows from the one before
         self._last = deque[_Traceback](maxlen=_MOST_TRACEBACKS)
-        self._caught = deque[_Traceback](maxlen=_MOST_TRACEBACKS)  # a step was made before the next
+        # Tracebacks of exceptions that the job has caught, because steps were made before the next one.
+        self._caught = deque[_Traceback](maxlen=_MOST_TRACEBACKS)
         self._has_stepped = False  # since the last traceback
         self._verdict: re.Match[str] | None = None
         self._verdict_at = 0
@@ -188,7 +183,7 @@ class Log:
         self._lines_after = number - self._last_at
 
     def _look_at(self, number: int, line: bytes) -> bool:
-        """Keep what matters of a line. Returns whether it shows that something failed."""
+        """Keep the facts of a line. Returns whether it shows that something failed."""
         rank, text = _split(line)
         if text.startswith(OURS):
             self.last_sentence = text
@@ -201,93 +196,93 @@ class Log:
             elif verdict := VERDICT.fullmatch(text):
                 self._verdict, self._verdict_at, self.stop = verdict, number, None
             elif self._verdict is not None:
-                if _HANG in _shown_by(text):  # it names the rank, and its line
+                if _HANG in _shown_by(text):  # this sentence names the rank, and its line
                     self._rows.setdefault(_HANG.id, _explained(_HANG, number, text))
                 return True
         if text.startswith(_CHAINED):
             self._chained.add(rank)
         frame = _FRAME.match(text)
         is_rerun = frame is not None and frame[1] in _RERUNS
-        # The traceback of one may begin before the log.
+        # The beginning of a rerun's traceback may be missing in the log.
         if _TRACEBACK in text or (is_rerun and rank not in self._open):
             self._open[rank] = frame[1] if frame else ""
             return True
         if rank in self._open:
             return self._continue(rank, number, text)
-        found = _shown_by(text)
-        for row in found:
+        rows = _shown_by(text)
+        for row in rows:
             self._rows.setdefault(row.id, _explained(row, number, text))
-        return bool(found)
+        return bool(rows)
 
     def _continue(self, rank: str, number: int, text: str) -> bool:
-        """Take a line of an open traceback's rank. A line of its stdout may stand between."""
+        """Take a line of a rank whose traceback is being read. It may be a line of the rank's stdout."""
         entry = self._open[rank]
         if (frame := _FRAME.match(text)) and (not entry or frame[1] in _RERUNS):
             entry = self._open[rank] = frame[1]
         if not entry or not _RAISED.fullmatch(text):
             return text[:1].isspace()
         del self._open[rank]
-        found = _explained([*_shown_by(text, Weight.EXCEPTION), _OWN_ERROR][0], number, text)
-        is_known = _RERUN.id in self._rows  # as by the text that follows in another child
-        if entry in _RERUNS and (is_known or not re.fullmatch(r"[\w.]+:", text)):
-            found = self._rows.setdefault(_RERUN.id, _explained(_RERUN, number, text))
-        before = [each for each in self._last if each.rank == rank]
+        error = _explained([*_shown_by(text, Weight.EXCEPTION), _OWN_ERROR][0], number, text)
+        has_row = _RERUN.id in self._rows  # for example, by a text that another child has printed
+        if entry in _RERUNS and (has_row or not re.fullmatch(r"[\w.]+:", text)):
+            error = self._rows.setdefault(_RERUN.id, _explained(_RERUN, number, text))
+        before = [traceback for traceback in self._last if traceback.rank == rank]
         if rank in self._chained and before:
-            led = before[-1]
-            self._last.remove(led)
-            entry = led.entry if led.entry in _ENTRIES else entry
-            is_weaker = found.failure.weight > led.found.failure.weight
-            if led.found.failure is not _OWN_ERROR and (is_weaker or found.failure is _OWN_ERROR):
-                found = led.found  # the table knows what has led to it
+            _, first_entry, cause = before[-1]
+            self._last.remove(before[-1])
+            entry = first_entry if first_entry in _ENTRIES else entry
+            is_weaker = error.failure.weight > cause.failure.weight
+            if cause.failure is not _OWN_ERROR and (is_weaker or error.failure is _OWN_ERROR):
+                error = cause  # the table explains it better
         self._chained.discard(rank)
         if self._has_stepped:
             self._caught.extend(self._last)
             self._last.clear()
             self._has_stepped = False
-        self._last.append(_Traceback(rank, entry, found))
+        self._last.append(_Traceback(rank, entry, error))
         return True
 
     @property
-    def found(self) -> list[Explanation]:
-        """What decides, other causes, symptoms, consequences, what was caught: each row once."""
+    def explanations(self) -> list[Explanation]:
+        """The decisive one, other causes, symptoms, consequences, caught exceptions: each row once."""
         decisive = self._by_verdict() or self._by_traceback()
-        places = [(_PLACE[each.failure.weight], each) for each in self._rows.values()]
-        places += [(_CAUGHT, each.found) for each in (*self._caught, *self._last)]
+        places = [(_PLACE[line.failure.weight], line) for line in self._rows.values()]
+        places += [(_CAUGHT, error.explanation) for error in (*self._caught, *self._last)]
         if decisive is not None:
-            places = [each for each in places if each[1].number != self._verdict_at]
+            places = [(place, line) for place, line in places if line.number != self._verdict_at]
             places.append((decisive.place, decisive))
-        elif all(each.failure.weight == Weight.EXCEPTION for _, each in places):
+        elif all(line.failure.weight == Weight.EXCEPTION for _, line in places):
             places = []  # nothing says that the job failed; a script may print exceptions that it handles
-        found: dict[str, Explanation] = {}
-        for _, each in sorted(places, key=lambda place: (place[0], place[1].number)):
-            found.setdefault(each.failure.id, each)
-        return [*found.values()]
+        first: dict[str, Explanation] = {}
+        for _, line in sorted(places, key=lambda place: (place[0], place[1].number)):
+            first.setdefault(line.failure.id, line)
+        return [*first.values()]
 
     @property
     def survived(self) -> str:
-        """How one sees that the job went on after all that the log shows, "" if it did not."""
+        """Why the job must have gone on after every failure in the log, "" if it has not."""
         if self._lines_after >= _GOES_ON_LINES or self._steps_after >= _GOES_ON_STEPS:
             return f"the log goes on for {self._lines_after} lines after it"
         if any(map(_WELL.search, self._end)):
             return "the log ends well"
-        weights = {each.failure.weight for each in self._rows.values()}
+        weights = {line.failure.weight for line in self._rows.values()}
         if self._verdict or weights - {Weight.EXCEPTION}:
             return ""
         if self.last_sentence:
             return "no sentence of mpiddp says that a rank failed"
-        has_ended = any(each.entry in _ENTRIES for each in (*self._caught, *self._last))
+        has_ended = any(error.entry in _ENTRIES for error in (*self._caught, *self._last))
         return "" if has_ended else "the job has caught it and printed it itself"
 
     def _by_verdict(self) -> Explanation | None:
-        """What the launcher's last sentence about a failure says, where it says why."""
+        """The cause that the launcher's last sentence about a failure names, None if it names none."""
         if (verdict := self._verdict) is None:
             return None
-        own = [each.found for each in self._last if each.rank == verdict["rank"]]
-        if verdict["error"] is not None and own:
-            return own[-1]
-        said = verdict["error"] or verdict["words"]
-        rows = _shown_by(said or verdict[0], Weight.EXCEPTION)
-        if said and not rows:
+        errors = [error.explanation for error in self._last if error.rank == verdict["rank"]]
+        if verdict["error"] is not None and errors:
+            return errors[-1]
+        message = verdict["error"] or verdict["words"]
+        rows = _shown_by(message or verdict[0], Weight.EXCEPTION)
+        if message and not rows:
             rows = [_OWN_ERROR]
         for row in rows:
             if row.weight != Weight.CONSEQUENCE:
@@ -296,39 +291,40 @@ class Log:
 
     def _by_traceback(self) -> Explanation | None:
         """The last traceback of the rank that failed: of several, the nearest to a cause."""
-        weights = {each.failure.weight for each in self._rows.values()}
+        weights = {line.failure.weight for line in self._rows.values()}
         if self._has_stepped and weights & {Weight.CAUSE, Weight.SYMPTOM}:
             return None  # the job has survived them, and failed later
         last = [*self._last]
-        if not any(each.rank for each in last):  # the last may be of the same rank as the others
+        if not any(error.rank for error in last):  # all of them may be of one rank
             last.reverse()
         for group in (last, [*self._caught][::-1]):
-            found = [self._with_message(each.found) for each in group]
-            first = min(found, key=lambda each: each.place, default=None)
+            errors = [self._with_message(error.explanation) for error in group]
+            first = min(errors, key=lambda error: error.place, default=None)
             if first is not None and first.failure.weight != Weight.CONSEQUENCE:
                 return first
-        return self._with_message(last[0].found) if last else None
+        return self._with_message(last[0].explanation) if last else None
 
-    def _with_message(self, found: Explanation) -> Explanation:
-        """The row that a later line of an exception's message shows, where its first line shows none."""
-        for row in self._rows.values() if found.failure is _OWN_ERROR else ():
-            is_near = 0 < row.number - found.number <= _LONGEST_MESSAGE
-            if is_near and row.failure.weight in (Weight.CAUSE, Weight.CONSEQUENCE):
-                return row
-        return found
+    def _with_message(self, error: Explanation) -> Explanation:
+        """The explanation by a later line of an exception's message, if its first line explains nothing."""
+        for line in self._rows.values() if error.failure is _OWN_ERROR else ():
+            is_near = 0 < line.number - error.number <= _LONGEST_MESSAGE
+            if is_near and line.failure.weight in (Weight.CAUSE, Weight.CONSEQUENCE):
+                return line
+        return error
 
 
 def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
-    """The rows that the line shows, without those of one weight.
+    """The rows that the line shows, without the rows of one weight.
 
-    An exception that another row knows is that row's alone. What stands in quotes has not happened here.
+    An exception counts as a script's own error only if no other row explains it. A text in quotes is a tip,
+    which has not happened here.
     """
-    said = _QUOTED.sub(lambda found: found[0][0] + found[0][-1], line)
+    unquoted = _QUOTED.sub(lambda quote: quote[0][0] + quote[0][-1], line)
     shown = [
         row
         for row in _ROWS
         if row.weight != but
-        and any(text in (line if _QUOTE.search(text) else said) for text in row.says)
+        and any(text in (line if _QUOTE.search(text) else unquoted) for text in row.says)
         and re.search(row.pattern, line)
     ]
     return [row for row in shown if row.weight != Weight.EXCEPTION] or shown
@@ -345,7 +341,7 @@ def _split(line: bytes) -> tuple[str, str]:
 
 
 def _explained(row: Failure, number: int, line: str) -> Explanation:
-    """With the part of the line that has the row's text, short enough to print."""
+    """The explanation of a line by a row, with the part of the line that has the row's text."""
     at = max(line.find(text) for text in row.says)
     start = max(0, min(at - _SHOWN // 4, len(line) - _SHOWN))
     part = line[start : start + _SHOWN].strip()

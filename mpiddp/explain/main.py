@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         is_empty = not file.peek(1)  # type: ignore[union-attr]
         log = explain_file(file)
     name = "stdin" if name == "-" and is_empty else escaped(name)
-    found = log.found
+    explanations = log.explanations
     if log.stop is not None:
         number, sentence = log.stop
         resume = f"\nTo resume: {escaped(log.resume)}" if log.resume else ""
@@ -51,36 +51,36 @@ def main(argv: list[str]) -> int:
             f"{name}:{number}: {sentence}\nThe job did not fail: it was stopped on request.{resume}"
         )
         return FAILED
-    if found and not log.survived:
-        return _print_cause(name, found)
+    if explanations and not log.survived:
+        return _print_cause(name, *explanations)
     if is_empty:
         print(f"{name} is empty.")
-    elif found:
-        row = found[0].failure
-        more = f" More: mpiddp explain {row.id}" if row.cause else ""
+    elif explanations:
+        first = explanations[0]
+        more = f" More: mpiddp explain {first.failure.id}" if first.failure.cause else ""
         print(
-            f'{name}: nothing failed for good. Line {found[0].number} says "{found[0].line}", but '
+            f'{name}: nothing failed for good. Line {first.number} says "{first.line}", but '
             f"{log.survived}.{more}"
         )
     else:
         last = escaped(log.last_sentence.removeprefix(OURS))
-        said = f'The last sentence of mpiddp in it is: "{last}". ' if last else ""
-        print(f"{name}: no known failure in it. {said}{_TO_ASK}")
+        sentence = f'The last sentence of mpiddp in it is: "{last}". ' if last else ""
+        print(f"{name}: no known failure in it. {sentence}{_TO_ASK}")
     return FAILED
 
 
-def _print_cause(name: str, found: list[Explanation]) -> int:
-    """Print the root cause, its row if the table has one, and what else was found."""
-    first, *others = found
+def _print_cause(name: str, first: Explanation, *others: Explanation) -> int:
+    """Print the root cause, its row if the table has one, and the other failures in the log."""
     row = first.failure
     print(f"{name}:{first.number}: {first.line}")
     print(
         f"{row.id}: {row.cause}\nFix:  {row.fix}" if row.cause else f"No known failure. {_TO_ASK}"
     )
     print("\nAlso seen:\n" if others else "", end="")
-    for each in others:
-        what = f"{each.failure.id} ({each.line[:60]})" if each.failure.cause else each.line[:60]
-        print(f"  line {each.number}: {what}")
+    for other in others:
+        line = other.line[:60]
+        row_and_line = f"{other.failure.id} ({line})" if other.failure.cause else line
+        print(f"  line {other.number}: {row_and_line}")
     return DONE if row.cause else FAILED
 
 

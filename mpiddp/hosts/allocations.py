@@ -192,10 +192,6 @@ def _needed(env: Mapping[str, str], name: str, proof: str) -> str:
     return env[name]
 
 
-def _unlimited(env: Mapping[str, str]) -> float:
-    return math.inf
-
-
 def _left_of_slurm(env: Mapping[str, str]) -> float:
     """By the variable of newer versions, else by `squeue`: "2026-11-29T12:16:44"."""
     if end := env.get("SLURM_JOB_END_TIME"):
@@ -250,7 +246,7 @@ class Scheduler(NamedTuple):
     transport: Transport = SSH  # reaches the hosts of the job
     starter: str = "mpirun"  # the program that starts the ranks there
     # The seconds until the job's time limit. Any error means that nothing tells it.
-    seconds_left: Callable[[Mapping[str, str]], float] = _unlimited
+    seconds_left: Callable[[Mapping[str, str]], float] = lambda _: math.inf
     # The components of Open MPI 4 and of 5 that would follow its variables; None if no mpirun does.
     followed_by: tuple[str, str] | None = None
 

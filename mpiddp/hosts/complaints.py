@@ -1,4 +1,4 @@
-"""What a host answers, or a sentence with the command that fixes it, by what ssh itself says."""
+"""The answer of a host, or a sentence with the cause and the command that fixes it, by ssh's own errors."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from mpiddp.hosts.transport import Transport
 from mpiddp.text import shown
 
 NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
-_OR_PUSH = "or copy them there: mpiddp hosts push"
-_CONFIG_S = 5.0
+_CONFIG_S = 5.0  # for a program that tells of keys, or of the configuration of ssh
 
-# What ssh prints where a jump host (ProxyJump) fails: the reason, then that the host said nothing. Where only
-# the host behind it is not reached, ssh says "stdio forwarding failed" before.
+# The errors of ssh if a jump host (ProxyJump) fails: the reason, then that the host said nothing. If only the
+# host behind it is not reached, "stdio forwarding failed" stands before them.
 _JUMP_FAILED = (
     r"(?m)^(?!Warning: |stdio forwarding failed)(.+?)\.?\n"
     r"kex_exchange_identification: .*\n.* UNKNOWN port 65535"
 )
-# What the sshd of a jump host answers where it cannot, or may not, reach the host behind it.
+# The answer of a jump host whose sshd cannot, or may not, reach the host behind it.
 _NOT_BEHIND = (
     r"(?m)^channel \d+: open failed: (?!connect failed: Connection refused)(?:connect failed: )?"
     r"(.+?)\.?$"
 )
 _WAY = "({here} → {name} tcp/{at})"
 _SLOW = "If its logins are slow: --login-timeout {longer}s"
-_GONE = "Check that the host is on and the network is up."
+_IS_IT_ON = "Check that the host is on and the network is up."
 _DENIED = r"^(?:\S+: )?Permission denied \(([^)]*)\)"
 
 
 class SshError(NamedTuple):
-    """What ssh prints, and the sentence for it: the cause, then the command that fixes it.
+    """An error of ssh, and the sentence for it: the cause, then the command that fixes it.
 
     Both may name {name}, {target}, {here}, {at} (a port), {ssh} (the command), and {0}, the pattern's group.
     """
@@ -49,7 +48,7 @@ class SshError(NamedTuple):
     fix: str
     id: str = ""  # of `mpiddp explain`, which finds the error in a log
     says: tuple[str, ...] = ()  # texts, of which the line in a log has one
-    example: str = ""  # of {0}, for a reader who asks what the error means
+    example: str = ""  # of {0}, for the page and the answer that explain the error
 
 
 # The first row that matches counts.
@@ -70,7 +69,7 @@ SSH_ERRORS = (
     SshError(
         "IDENTIFICATION HAS CHANGED",
         "ssh {name}: its host key has changed.",
-        "Check that it is the same host, then run: ssh-keygen -R {known}",
+        "Check that it is the same host, then run: ssh-keygen -R {key_name}",
         "ssh-host-key-changed",
         ("REMOTE HOST IDENTIFICATION HAS CHANGED",),
     ),
@@ -113,14 +112,14 @@ SSH_ERRORS = (
     SshError(
         "^ssh: connect to host .*: (?:No route to host|Network is unreachable)",
         f"ssh {{name}}: no route {_WAY}.",
-        _GONE,
+        _IS_IT_ON,
         "ssh-unreachable",
         ("ssh: connect to host",),
     ),
     SshError(
         "^Timeout, server .* not responding",
         f"ssh {{name}}: it does not answer any more {_WAY}.",
-        _GONE,
+        _IS_IT_ON,
     ),
     SshError(
         r"^Connection to \S+ port \d+ timed out",
@@ -130,7 +129,7 @@ SSH_ERRORS = (
     SshError(
         "^(?:ssh: connect to host .*: |)(?:Connection|Operation) timed out",
         f"ssh {{name}}: no answer in {{connect}} s {_WAY}.",
-        _GONE,
+        _IS_IT_ON,
         "ssh-timed-out",
         ("ssh: connect to host",),
     ),
@@ -169,9 +168,9 @@ class Answer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing of the host answers: no route leads to it, no sshd listens, or it is silent."""
-        is_silent = self.exit_code is None or not self.transport.is_ssh
-        return not self.has_begun and (is_silent or bool(re.search(_LOST, self.stderr)))
+        """Whether nothing of the host answers: no route leads to it, no sshd listens, or no login ends."""
+        says_nothing = self.exit_code is None or not self.transport.is_ssh
+        return not self.has_begun and (says_nothing or bool(re.search(_LOST, self.stderr)))
 
     @property
     def is_of_machine(self) -> bool:
@@ -185,12 +184,12 @@ class Answer:
 
     @property
     def value(self) -> Any:
-        """The JSON that it has printed, None for none."""
+        """The JSON that the program has printed, None if there is none."""
         return self._printed[0] if self._printed else None
 
     @cached_property
     def why(self) -> str:
-        """A sentence about why it has printed no JSON, "" if it has."""
+        """A sentence that says why the program has printed no JSON, "" if it has."""
         return "" if self._printed else _no_answer(self)
 
     @cached_property
@@ -205,8 +204,11 @@ def _no_answer(answer: Answer) -> str:
     host, python, transport = answer.host, answer.python, answer.transport
     is_ours = os.sep in python  # else it is any Python
     if answer.exit_code == NO_PROGRAM:
-        fix = f"Install it, and Python in {sys.base_prefix}, at the same path on every host, {_OR_PUSH}"
-        return f"{host.name}: {python} is missing. {fix if is_ours else 'Install it there.'}"
+        fix = "Install it there."
+        if is_ours:
+            fix = f"Install it, and Python in {sys.base_prefix}, at the same path on every host, "
+            fix += "or copy them there: mpiddp hosts push"
+        return f"{host.name}: {python} is missing. {fix}"
     if answer.has_begun and answer.exit_code is None:
         hint = f"The host is gone, or a file server does not answer. Try: {ssh_line(host)} df"
         return f"{host.name}: {python} has started there, and does not end in time. {hint}"
@@ -243,15 +245,23 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
     lines = errors.strip().splitlines()  # ssh ends them with \r\n
     text = "\n".join(lines)
     port, ssh = (f"-p {host.port} " if host.port else ""), ssh_line(host)
-    known = f"'[{host.name}]:{host.port}'" if host.port else host.name
+    key_name = f"'[{host.name}]:{host.port}'" if host.port else host.name  # in known_hosts
     port_line = re.search(r"(?m)^ssh: connect to host \S+ port (\d+)", text)
     at = host.port or (port_line[1] if port_line else [*settings(host, "port"), "22"][0])
-    words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh, "known": known}
+    words = {
+        "name": host.name,
+        "target": host.ssh_target,
+        "port": port,
+        "ssh": ssh,
+        "key_name": key_name,
+    }
     words |= {"here": socket.gethostname(), "connect": str(transport.connect_s), "at": str(at)}
     words["longer"] = f"{2 * transport.login_s:.0f}"
     for error in SSH_ERRORS:
         if match := re.search(error.pattern, text, re.MULTILINE):
-            if error.pattern == _DENIED and (key := _locked_key(host)):
+            files = settings(host, "identityfile") if error.pattern == _DENIED else ()
+            keys = (os.path.expanduser(file) for file in files)  # noqa: PTH111
+            if key := next(filter(_is_locked, keys), ""):
                 agent = "" if os.environ.get("SSH_AUTH_SOCK") else 'eval "$(ssh-agent)"; '
                 why = f"the key {key} has a passphrase, and no agent holds it"
                 return f"ssh {host.name}: {why}. Run: {agent}ssh-add {key}"
@@ -263,23 +273,19 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
 
 def in_general(error: SshError) -> tuple[str, str]:
     """The cause and the fix of an error of any host."""
-    words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "known": "NODE"}
+    words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "key_name": "NODE"}
     words |= {"here": "this host", "connect": "10", "at": "22", "longer": "30"}
     return error.cause.format(error.example, **words), error.fix.format(error.example, **words)
 
 
-def _locked_key(host: Host) -> str:
-    """The first key for the host that needs a passphrase and that no agent holds, "" if there is none."""
-    keys = (os.path.expanduser(path) for path in settings(host, "identityfile"))  # noqa: PTH111
-    return next(filter(_is_locked, keys), "")
-
-
 @cache
 def _is_locked(key: str) -> bool:
+    """Whether the file of a key needs a passphrase, and no agent holds the key."""
+
     def output(program: str, *arguments: str) -> str:
         return tool_output(program, arguments, None, _CONFIG_S) or ""
 
-    fingerprint = output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]  # its fingerprint
+    fingerprint = output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]
     is_open = output("ssh-keygen", "-y", "-P", "", "-f", key)
     return bool(fingerprint) and not is_open and fingerprint[0] not in output("ssh-add", "-l")
 

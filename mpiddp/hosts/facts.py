@@ -1,4 +1,4 @@
-"""What a host says of itself in the preflight of a job.
+"""The facts of a host for the preflight of a job.
 
 Its source travels to the hosts, with those of the modules that it imports. It needs Python 3.8 and
 the standard library. What a host cannot tell is None.
@@ -62,7 +62,7 @@ def package_version(package: str, folders: Sequence[str] = ()) -> str | None:
 def program_version(
     program: str, env: Mapping[str, str], stderr: int = subprocess.DEVNULL
 ) -> str | None:
-    """What `program --version` prints; None if it cannot run, or does not answer within VERSION_S."""
+    """The output of `program --version`; None if it cannot run, or does not answer within VERSION_S."""
     variables = with_own_folder(Path(program), env)
     return tool_output(program, ("--version",), None, VERSION_S, variables, stderr) or None
 

@@ -1,4 +1,4 @@
-"""What is wrong with the GPUs of a host, a sentence for each, from what `read_health` has found there.
+"""The faults of a host's GPUs, a sentence for each, by the answer of `read_health`.
 
 A fault breaks a job that uses the GPU: one that is lost, an error of its memory, a Xid of the hardware. A
 note may not: memory that others hold, a GPU that is slowed down. `mpiddp launch` asks in its preflight,
@@ -16,11 +16,9 @@ from mpiddp.text import counted, duration, escaped, listed, size_text
 
 _LEAST = 128 << 20  # bytes; a server of MPS holds less
 _LEAST_SHARE = 0.1  # of a GPU's memory, that no process is seen to hold
-_USABLE = (
-    "None",
-    "No",
-)  # the driver asks for no recovery, by the newer and the older field of nvidia-smi
-# Those of the hardware, by https://docs.nvidia.com/deploy/xid-errors. A program causes most of the others.
+# The driver asks for no recovery, by the newer and the older field of nvidia-smi.
+_USABLE = ("None", "No")
+# Errors of the hardware, by https://docs.nvidia.com/deploy/xid-errors. Programs cause most of the others.
 _XIDS = {
     48: "an uncorrectable memory error",
     64: "a row of its memory could not be replaced",
@@ -74,7 +72,7 @@ def notes(
 
 
 def _reported(gpu: Gpu, *, is_over: bool) -> Iterator[str]:
-    """What a GPU has reported of its hardware, the latest of each kind.
+    """The errors of its hardware that a GPU has reported, the latest of each kind.
 
     That is over if the driver has been loaded since, or asks for no recovery: the GPU may have been reset.
     """

@@ -1,4 +1,4 @@
-"""What a host tells of its GPUs beside their own facts: who holds their memory, and the errors of its kernel.
+"""The health of a host's GPUs: the processes that hold their memory, and their errors in the kernel's log.
 
 Standard library only: the launcher sends this file to other hosts. gpu_faults.py makes sentences of it.
 """
@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, Holder, Xid, read_gpus, tool_output
+from mpiddp.hosts.processes import marked
 
 MORE_S = 3.0  # for who uses the GPUs, and for each log of the kernel
 SINCE_S = 3600  # of these logs
@@ -37,19 +38,13 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] 
     users = tool_output("nvidia-smi", _USERS, path, MORE_S) or ""
     holders: dict[str, list[Holder]] = defaultdict(list)
     for uuid, pid, memory in re.findall(r"(?m)^(\S+), (\d+), (\S+)$", users):
-        holders[uuid].append(_holder(pid, memory))
+        size = int(memory) << 20 if memory.isdigit() else None  # MiB
+        holders[uuid].append(Holder(int(pid), size, *who(pid), _is_left(pid)))
     xids = _xids(path)
     return [
         gpu._replace(holders=holders[gpu.uuid], xids=xids[gpu.address[:-2]])  # without the function
         for gpu in gpus
     ]
-
-
-def _holder(pid: str, memory: str) -> Holder:
-    """A line of nvidia-smi, with what /proc tells of the process."""
-    size = int(memory) << 20 if memory.isdigit() else None  # MiB
-    job = _job_of(Path("/proc", pid))
-    return Holder(int(pid), size, *who(pid), bool(job) and not _has_agent(job))
 
 
 def who(pid: str) -> tuple[str, str]:
@@ -66,22 +61,19 @@ def who(pid: str) -> tuple[str, str]:
     return str(number), command
 
 
-def _job_of(process: Path) -> str:
-    """The job of mpiddp to which a process of /proc belongs, "" for none, and for another user's."""
-    with suppress(OSError):
-        for variable in (process / "environ").read_bytes().split(b"\0"):
+def _is_left(pid: str) -> bool:
+    """Whether the process belongs to a job of mpiddp that has no agent on this host any more."""
+    with suppress(OSError):  # it belongs to another user
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if variable.startswith(_MARK):
-                return variable[len(_MARK) :].decode(errors="replace")
-    return ""
+                # A process in a container of the job is no descendant of the agent.
+                return not any(map(_is_agent, marked(variable)))
+    return False
 
 
-def _has_agent(job: str) -> bool:
-    """Whether an agent of the job runs on this host. A container of the job is no descendant of it."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            is_agent = (process / "comm").read_bytes().startswith(_AGENT)
-            if is_agent and _job_of(process) == job:
-                return True
+def _is_agent(pid: int) -> bool:
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/comm").read_bytes().startswith(_AGENT)
     return False
 
 

@@ -28,7 +28,7 @@ NO_ANSWER = (
     "run without GPUs."
 )
 _MOST_BYTES = 16 << 20  # of a tool's output; a kernel's log may have so many
-# What NVIDIA's driver lists, also in a container without nvidia-smi, and the GPUs that a container may use.
+# The GPUs that NVIDIA's driver lists, also in a container without nvidia-smi, and those that it may use.
 _LISTED, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
 _END_S = 0.5  # at least, for a tool to end once it has closed its output
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
@@ -44,7 +44,7 @@ _ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
 _NAMED_GPU = (
     rf"GPU ?(?:\d+: )?({_ADDRESS})"  # "GPU 0000:44:00.0", and by newer drivers "GPU2: 0000:44:00.0"
 )
-# What slows a GPU down although it has work. A limit of power is usual.
+# The reasons that slow a GPU down although it has work. A limit of power is usual, so it is left out.
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
 _SLOWED = {
     0x08: "HW slowdown",
@@ -59,7 +59,7 @@ class Holder(NamedTuple):
 
     pid: int
     memory: int | None  # bytes
-    user: str  # "" where this host does not show the process, as that of another container
+    user: str  # "" if this host does not show the process, for example in another container
     command: str
     is_left: bool  # by a job of mpiddp that has no agent on this host any more
 
@@ -85,7 +85,7 @@ class Gpu(NamedTuple):
     slowed: str = ""  # why
     errors: int | None = None  # of its memory, not corrected by ECC, since the driver has started
     driver: str = ""
-    recovery: str = ""  # what the driver asks for, as "Reset"; "None" or "No" for nothing
+    recovery: str = ""  # the action that the driver asks for, as "Reset"; "None" or "No" for none
     is_lost: bool = False  # the driver does not reach it
     # These of `read_health` alone.
     holders: Sequence[Holder] = ()
@@ -276,7 +276,7 @@ def tool_output(
         return None
     finally:
         if tool.returncode is None:
-            # It may be a script, whose children hang. A driver holds even what is killed: nothing waits.
+            # It may be a script with children. A driver may hold even a killed process, so do not wait.
             with suppress(OSError):
                 os.killpg(tool.pid, signal.SIGKILL)
     return text.decode(errors="replace")

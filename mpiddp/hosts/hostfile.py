@@ -141,10 +141,10 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
     return _checked(Hosts(source, tuple(hosts), options=options))
 
 
-def _merged(found: Sequence[Host]) -> list[Host]:
+def _merged(hosts: Sequence[Host]) -> list[Host]:
     """One host for each name, at the place of its first line, with the sum of its slots: 1 of a bare line."""
     merged: dict[str, Host] = {}
-    for host in found:
+    for host in hosts:
         slots = 1 if host.slots is None else host.slots
         first = merged.get(host.key)
         merged[host.key] = replace(first or host, slots=slots + ((first and first.slots) or 0))
@@ -187,7 +187,7 @@ def _tokens(line: str) -> list[str]:
 
 
 def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
-    """The hosts from the tokens of a line: one, or those of a set of names, as gpu[01-16]."""
+    """The hosts from the tokens of a line: one host, or a set of them, as gpu[01-16]."""
     user, at, rest = tokens[0].rpartition("@")
     name, count = rest, None
     bracketed = _BRACKETED.fullmatch(rest)
@@ -200,12 +200,12 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
     except ValueError as error:
         example = "Example: gpu[01-16,20] slots=8"
         raise UserError(f'{where}: "{shown(tokens[0])}": {error}. {example}') from None
-    name, *more = [_value(where, "host", each, each) for each in names]
-    found: dict[str, Any] = {}
+    name, *more = [_value(where, "host", text, text) for text in names]
+    values: dict[str, Any] = {}
     if at:
-        found["user"] = _value(where, "user", user, tokens[0])
+        values["user"] = _value(where, "user", user, tokens[0])
     if count is not None:
-        found["slots"] = _value(where, "slots", count, tokens[0])
+        values["slots"] = _value(where, "slots", count, tokens[0])
     for token in tokens[1:]:
         key, equals, value = token.partition("=")
         key = key.replace("max-slots", "max_slots")
@@ -214,10 +214,10 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
                 f'{where}: "{shown(token)}" is not one of slots=, max_slots=, gpus=, port= and user=. '
                 f"{EXAMPLE}"
             )
-        if key in found:
+        if key in values:
             raise UserError(f'{where}: "{shown(token)}" sets {key} twice. Remove one.')
-        found[key] = _value(where, key, value, token)
-    host = Host(name, **{"slots": len(found.get("gpus", ())) or None, **found})
+        values[key] = _value(where, key, value, token)
+    host = Host(name, **{"slots": len(values.get("gpus", ())) or None, **values})
     if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
         raise UserError(
             f"{where}: max_slots={host.max_slots} is less than slots={host.slots}. "
@@ -225,7 +225,7 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
         )
     if host.port is not None and not 1 <= host.port <= 65535:
         raise UserError(f"{where}: port={host.port} is not a port. Expected 1 to 65535.")
-    return [host, *(replace(host, name=each) for each in more)]
+    return [host, *(replace(host, name=name) for name in more)]
 
 
 def _value(where: str, key: str, text: str, token: str) -> Any:

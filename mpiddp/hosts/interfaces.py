@@ -33,7 +33,7 @@ def resolved(name: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     except UnicodeError:  # an invalid name, such as "a..b"
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
     addresses = dict.fromkeys((family, address) for family, _, _, _, address in answers)
-    return sorted(addresses, key=lambda each: each[0])
+    return sorted(addresses, key=lambda pair: pair[0])
 
 
 class Interface(NamedTuple):
@@ -85,7 +85,7 @@ def interfaces() -> list[Interface]:
 
 
 def machine(*namespaces: str) -> str:
-    """What tells this host from others, whatever its names: its boot, and its namespaces, such as "net"."""
+    """An identity of this host that needs no name: its boot, and its namespaces, such as "net"."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in namespaces)])

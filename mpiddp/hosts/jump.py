@@ -8,9 +8,7 @@ login. The connection ends with this process. If the user has one open (ControlP
 from __future__ import annotations
 
 import atexit
-import os
 import re
-import select
 import signal
 import subprocess
 import threading
@@ -19,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
-from subprocess import DEVNULL, PIPE, STDOUT
+from subprocess import DEVNULL, PIPE
 from typing import NamedTuple
 
 from mpiddp.hosts.complaints import settings
@@ -29,16 +27,15 @@ from mpiddp.hosts.scratch import private_folder
 
 PAUSE_S = 0.5  # before a login that was dropped is tried again
 NOT_SHARED = "Stdio forwarding request failed"  # ssh says so, but not why the jump host refuses
-_IS_OPEN = b"mpiddp-is-open\n"
 _AT_ONCE = 8  # programs that tell of ssh's configuration
-_END_S = 2.0
+_CHECK_S, _END_S = 0.05, 2.0
 _DROPPED = re.compile(
     rf"(kex|ssh)_exchange_identification: .*|Connection (closed|reset) by .* port \d+|{NOT_SHARED}.*"
 )
 
 
 class _Connection(NamedTuple):
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     lines: str  # of ssh's configuration, by which logins share it
 
     @property
@@ -46,7 +43,7 @@ class _Connection(NamedTuple):
         return self.process.poll() is None
 
 
-_connections: dict[str, _Connection] = {}  # by what ProxyJump says
+_connections: dict[str, _Connection] = {}  # by the value of ProxyJump
 _lock = threading.Lock()
 
 
@@ -67,9 +64,8 @@ def share(hosts: Sequence[Host], config: str, login_s: float) -> None:
     with ThreadPoolExecutor(_AT_ONCE) as threads:  # ssh -G takes some milliseconds
         jumps = {*threads.map(_jump_of, hosts)} - {""}
     with _lock:
-        for jump in jumps - {
-            jump for jump, connection in _connections.items() if connection.is_open
-        }:
+        are_open = {jump for jump, connection in _connections.items() if connection.is_open}
+        for jump in jumps - are_open:
             if (connection := _connect(jump, config, login_s)) is not None:
                 _connections[jump] = connection
 
@@ -81,7 +77,7 @@ def shared() -> str:
 
 @cache
 def _jump_of(host: Host) -> str:
-    """What ssh's own configuration says of jump hosts on the way to this host, "" for none."""
+    """The jump hosts on the way to this host, by ssh's own configuration; "" for none."""
     return [*settings(host, "proxyjump(?! none)"), ""][0]
 
 
@@ -89,46 +85,38 @@ def _connect(jump: str, config: str, login_s: float) -> _Connection | None:
     """Log in to the last host of `jump`. None if it refuses, or if the user has a connection there."""
     *before, last = jump.split(",")
     ssh = ["ssh", "-F", config, *(("-J", ",".join(before)) if before else ())]
-    where = ("--", f"ssh://{last}")
-    is_open = subprocess.run([*ssh, "-O", "check", *where], stdin=DEVNULL, capture_output=True)
-    if is_open.returncode == 0:
+    target = ("--", f"ssh://{last}")
+    if _is_open([*ssh, "-O", "check", *target]):
         return None
     until, opened = time.monotonic() + login_s, ExitStack()
     # In /tmp, because a socket's path has at most 107 characters, and ssh needs some 60 of them.
     path = opened.enter_context(private_folder({})) / "%C"
-    options = ["ControlMaster yes", f"ControlPath {path}", "ControlPersist no"]
-    # ssh runs this command once others can share the connection.
-    options += ["PermitLocalCommand yes", f"LocalCommand echo {_IS_OPEN.decode().strip()}"]
-    command = [*ssh, "-N", *(f"-o{option}" for option in options), *where]
+    ssh.append(f"-oControlPath {path}")
+    master = ("-N", "-oControlMaster yes", "-oControlPersist no", *target)
     while True:
-        process = opened.enter_context(_running(command))
-        printed = _printed(process, until)
-        if printed.endswith(_IS_OPEN):
-            atexit.register(opened.close)
-            name = re.sub(r"^.*@|:\d+$", "", last).strip("[]")
-            return _Connection(process, f"Host {name}\n  ControlPath {path}\n")
-        if time.monotonic() + PAUSE_S > until or not was_dropped(printed.decode(errors="replace")):
+        process = opened.enter_context(_running([*ssh, *master]))
+        while process.poll() is None and time.monotonic() < until:
+            if _is_open([*ssh, "-O", "check", *target]):
+                assert process.stderr is not None
+                process.stderr.close()  # nobody reads it any more, and a full pipe would stop ssh
+                atexit.register(opened.close)
+                name = re.sub(r"^.*@|:\d+$", "", last).strip("[]")
+                return _Connection(process, f"Host {name}\n  ControlPath {path}\n")
+            time.sleep(_CHECK_S)
+        errors = process.communicate()[1] if process.returncode is not None else ""
+        if time.monotonic() + PAUSE_S > until or not was_dropped(errors):
             opened.close()
             return None
         time.sleep(PAUSE_S)
 
 
-def _printed(process: subprocess.Popen[bytes], until: float) -> bytes:
-    """What it prints until it has ended, or is open; or until that time."""
-    assert process.stdout is not None
-    printed, chunk, poll = b"", b"?", select.poll()
-    with process.stdout as stdout:
-        poll.register(stdout, select.POLLIN)
-        while chunk and not printed.endswith(_IS_OPEN):
-            if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-                break
-            chunk = os.read(stdout.fileno(), 65536)
-            printed += chunk
-    return printed
+def _is_open(check: Sequence[str]) -> bool:
+    """Whether there is a connection that others can share, by ssh's own command."""
+    return subprocess.run(check, stdin=DEVNULL, capture_output=True).returncode == 0
 
 
 @contextmanager
-def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     """ssh, as long as the body lasts. It ends with this process."""
 
     def prepare() -> None:
@@ -140,8 +128,10 @@ def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         command,
         stdin=DEVNULL,
-        stdout=PIPE,
-        stderr=STDOUT,
+        stdout=DEVNULL,
+        stderr=PIPE,
+        text=True,
+        errors="replace",
         start_new_session=True,
         preexec_fn=prepare,
     )

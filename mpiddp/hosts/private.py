@@ -88,7 +88,7 @@ def _check_room(folder: Path) -> None:
         _write(part, b"\n")
     except FileNotFoundError:
         return  # it takes /tmp
-    except OSError as error:  # that of a full disk names no file
+    except OSError as error:  # the error of a full disk names no file
         raise OSError(error.errno, error.strerror, str(folder)) from None
     finally:
         with suppress(OSError):
@@ -123,11 +123,11 @@ def is_private(folder: Path) -> bool:
 
 
 def remove(name: str) -> None:
-    """Remove what is kept under this name, if anything is."""
+    """Remove the folder that is kept under this name, if there is one."""
     shutil.rmtree(_folder(name), ignore_errors=True)
 
 
 def sweep(mark: str, name: str, outputs: Sequence[str]) -> list[int]:
-    """Remove what is left of an attempt: the variables, and its processes, whose pids it returns."""
+    """Remove the variables of an attempt, and kill its processes. Returns their pids."""
     remove(name)
     return kill_marked(mark.encode(), outputs)

@@ -140,7 +140,7 @@ def marked(mark: bytes, outputs: Collection[str] = ()) -> list[int]:
 
 
 def key_of_output(file: Path) -> str:
-    """What distinguishes a pipe or a terminal, by its link in /proc/PID/fd, from all others; "" if closed.
+    """An identity of a pipe or a terminal, by its link in /proc/PID/fd; "" if it is closed.
 
     A later terminal may get the same name, so its time of creation counts as well.
     """
@@ -168,7 +168,7 @@ def signal_all(find: Callable[[], Collection[int]], number: int) -> list[int]:
 
 
 def end_all(find: Callable[[], Collection[int]], *, grace_s: float) -> Collection[int]:
-    """End what `find` returns: SIGTERM, and SIGKILL after `grace_s`. Returns those that cannot be killed."""
+    """End the processes that `find` returns: SIGTERM, then SIGKILL after `grace_s`. Returns the survivors."""
     if not (left := find()):
         return left
     if grace_s:

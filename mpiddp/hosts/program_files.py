@@ -117,39 +117,39 @@ def sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, byt
     return texts
 
 
-def modules_at(name: str, folders: Iterable[Path], known: Collection[Path] = ()) -> list[Path]:
+def modules_at(name: str, folders: Iterable[Path], taken: Collection[Path] = ()) -> list[Path]:
     """The files of a module or package, and of the packages above it, in the first folder that has it.
 
-    A package counts as a whole, unless it is known. A folder without an __init__.py may hold data: only its
-    own modules count.
+    A package counts as a whole, unless its __init__.py is among `taken`. A folder without an __init__.py may
+    hold data, so only the modules in it count.
     """
     parts = name.split(".")
     if parts[0] == _OURS:
         return []
-    found: list[Path] = []
+    files: list[Path] = []
     for folder in folders:
         for count in range(1, len(parts) + 1):
             package = folder.joinpath(*parts[:count])
-            if (init := package / "__init__.py") in known:
-                return found
+            if (init := package / "__init__.py") in taken:
+                return files
             if Path(init).is_file():  # unlike Path's, it raises nothing
-                return [*found, *sorted(package.rglob("*.py"))]
+                return [*files, *sorted(package.rglob("*.py"))]
             if Path(module := package.with_suffix(".py")).is_file():
-                return [*found, module]
-            found += sorted(package.glob("*.py"))
-    return found
+                return [*files, module]
+            files += sorted(package.glob("*.py"))
+    return files
 
 
 def imported_by(text: bytes) -> set[str]:
-    """The modules that a file imports, and what may be one, such as "a.b" for "from a import b".
+    """The modules that a file imports. A name that may be a module counts: "a.b" for "from a import b".
 
     The names of a package's own modules begin with a dot for each level, as in its lines.
     """
-    found = set()
+    modules = set()
     for plain, package, names in _IMPORT.findall(b"\n" + text):
         inner = _NAME.findall(_RENAMED.sub(b"", plain or names))
         start = package.decode("ascii", "replace")
-        found |= {start} if start.strip(".") else set()
+        modules |= {start} if start.strip(".") else set()
         between = "" if not start or start.endswith(".") else "."
-        found |= {f"{start}{between}{each.decode('utf-8', 'replace')}" for each in inner}
-    return found
+        modules |= {f"{start}{between}{name.decode('utf-8', 'replace')}" for name in inner}
+    return modules

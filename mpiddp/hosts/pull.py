@@ -31,7 +31,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
-    """Bring everything, and print what came from where. Returns 1 if something could not be brought."""
+    """Bring the folder from every host, and print how much came. Returns 1 if a host failed."""
     if len(options.folders) != 1:
         raise UserError(f"mpiddp hosts pull: expected one folder, not {len(options.folders)}.")
     push.refuse_home(folder := Path(push.parse_folder(options.folders[0])), "a run")
@@ -54,7 +54,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 
 def _pull(host: Host, folder: Path, transport: Transport) -> str:
-    """Bring what is missing here, and say what came. Raises JobFailed."""
+    """Bring the missing files from a host. Returns a sentence about them. Raises JobFailed."""
     with named_by(""):
         folder.mkdir(parents=True, exist_ok=True)
     paths = ("--", f"{host.alias}:{folder}/", f"{folder}/")

@@ -4,8 +4,8 @@
     mpiddp hosts push hostfiles/two_nodes ~/project ~/miniconda3/envs/project
 
 rsync sends what has changed, and all changes of a folder appear at the end, by renames. A file that an
-earlier push has sent and that is gone here is removed. What a push replaces or removes is kept in
-.mpiddp-replaced of the folder. What only a host has stays there, but not in the environment.
+earlier push has sent and that was deleted here is removed. The files that a push replaces or removes are kept
+in .mpiddp-replaced of the folder. Files that only a host has stay there, but not in the environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -38,15 +38,18 @@ from mpiddp.hosts.transport import SSH, Transport
 from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
-_PART, _REPLACED = ".mpiddp-part", ".mpiddp-replaced"
+_REPLACED = ".mpiddp-replaced"
 _AT_ONCE = 8  # rsync processes
-# -s keeps names from the shell there. Its long name differs between versions of rsync. cat, of _SHELL, cannot
-# write to what does not block.
-_RSYNC = ("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates")
+# -s keeps names from the shell there. Its long name differs between versions of rsync. cat, in _SHELL, needs
+# a pipe that blocks.
+_RSYNC = (
+    *("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates"),
+    *("--partial-dir=.mpiddp-part", "--out-format=%i %l %n"),
+)
 _VANISHED = 24  # rsync's exit code where a file was deleted meanwhile
 
-# ssh for rsync, without what the start-up files of the shell there print before the login's line. Its exit
-# code is ssh's: that of the rsync there, which may have written only a part.
+# ssh for rsync, without the output of the start-up files there, which ends with the login's line. Its exit
+# code is ssh's, and so that of the rsync there, which may have written only a part.
 _SHELL = (
     'sh -c \'exec 4>&1; exit $({{ {{ ssh -F {} "$@" 3>&- 4>&-; echo $? >&3; }} | '
     f'while IFS= read -r line; do [ "$line" = {LOGIN} ] && exec cat >&4 3>&-; done; }}}} 3>&1)\' ssh'
@@ -75,7 +78,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def parse_folder(text: str) -> str:
-    """The path of a folder. "", as of a variable that is not set, is none: it would be this folder."""
+    """The path of a folder. "" is refused, because a variable that is not set would push this one."""
     if not text:
         raise UserError("expected a folder, not ''.")
     return os.path.abspath(text)  # noqa: PTH100 - a link stays one
@@ -90,7 +93,7 @@ def _entry(text: str) -> str:
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
-    """Push, and print the result. Raises what `push` does."""
+    """Push, and print the result. Raises the errors of `push`."""
     folders = [*map(parse_folder, options.folders)]
     for data in (f"{path}/data" for path in folders if "data" not in options.leave_out):
         if os.path.lexists(data):  # the folder may be a data set
@@ -127,7 +130,7 @@ def _environment() -> list[str]:
 
 
 def summary(sent: Mapping[Host, int], seconds: float) -> str:
-    """What each host lacked, the same amounts together."""
+    """The bytes that each host lacked, hosts with the same amount together."""
     texts = {
         host.name: f"{size_text(count)} sent in {seconds:.1f} s" if count else "nothing has changed"
         for host, count in sent.items()
@@ -141,10 +144,10 @@ def push(
     folders: Sequence[str],
     *,
     left_out: Sequence[str] = LEFT_OUT,
-    min_hosts: int | None = None,  # that must get it, with this one; None: all
+    min_hosts: int | None = None,  # how many hosts must have it, with this host; None: all
     transport: Transport = SSH,
 ) -> tuple[dict[Host, int], dict[Host, str]]:
-    """Make the folders of all other hosts as they are here, except what no push has sent there.
+    """Make the folders of all other hosts as they are here, except the files that no push has sent there.
 
     The environment becomes the same, also where it is within another folder. Returns the bytes that each host
     lacked (0: nothing has changed), and a sentence for each that has not got everything. Raises UserError if
@@ -182,7 +185,7 @@ def push(
 
 
 def refuse_home(folder: Path, expected: str) -> None:
-    """Raise UserError for a folder that holds more than what the user means to copy."""
+    """Raise UserError if the folder is or holds the home folder, which nobody means to copy."""
     home = Path.home()
     if home.is_relative_to(folder) or home.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of {expected}.")
@@ -190,12 +193,11 @@ def refuse_home(folder: Path, expected: str) -> None:
 
 def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
     """Why hosts take no part: they do not answer, or print a sentence."""
-    sentences = {
-        host: f"{host.name}: {answer.value}"
+    return {
+        host: answer.why or f"{host.name}: {answer.value}"
         for host, answer in answers.items()
-        if isinstance(answer.value, str)
+        if answer.why or isinstance(answer.value, str)
     }
-    return sentences | {host: answer.why for host, answer in answers.items() if answer.why}
 
 
 def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
@@ -213,55 +215,45 @@ def _send(
     host: Host,
     folder: str,
     paths: set[str],
-    packed: str,
+    sent_before: str,
     left_out: Sequence[str],
     transport: Transport,
 ) -> int:
-    """Send a folder with these paths, and remove those that were sent before (`packed`) and are gone here.
+    """Send a folder with these paths. Remove the paths that were sent before (packed) and deleted here.
 
     Returns the bytes of the files that the host lacked, 1 for none, or 0 if nothing has changed. Raises
     JobFailed.
     """
-    before = _unpacked(packed)
-    gone = before - paths
+    before = set[str]()
+    with suppress(ValueError, zlib.error):  # another program has written the file
+        before = {*os.fsdecode(zlib.decompress(b64decode(sent_before))).split("\0")} - {""}
+    deleted = before - paths
     environment = _environment()
-    within = [os.path.relpath(path, folder) for path in environment]
-    removed = {path: None for name in gone for path in accumulate(name.split("/"), "{}/{}".format)}
-    rules = "\0".join(f"R /{_pattern(path)}" for path in removed)
-    kept = ("--from0", "--filter=. -", "--filter=R __pycache__/***", "--filter=P *")
+    branches = (accumulate(path.split("/"), "{}/{}".format) for path in deleted)
+    removable = dict.fromkeys(chain.from_iterable(branches))  # each file, and the folders above it
+    rules = "\0".join(f"R /{_pattern(path)}" for path in removable)
+    filters = [f"--filter=R /{os.path.relpath(path, folder)}/***" for path in environment]
+    filters += ["--from0", "--filter=. -", "--filter=R __pycache__/***", "--filter=P *"]
     lines = rsync(
         host,
         transport,
         *("--delete", "--delete-delay", "--omit-dir-times"),
         *(f"--exclude=/{name}" for name in (*left_out, _REPLACED, pushed.SENT)),
-        # Each host has its own. A folder that is removed takes its __pycache__ along (p).
+        # Each host has its own __pycache__. A folder that is removed takes its __pycache__ along (p).
         "--filter=-p __pycache__",
-        *(
-            []
-            if folder in environment
-            else [*(f"--filter=R /{path}/***" for path in within), *kept]
-        ),
+        *([] if folder in environment else filters),
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
         *("--", f"{folder}/", f"{host.alias}:{folder}/"),
         stdin=os.fsencode(rules),
     )
-    sent = paths | {path for path in gone if path.partition("/")[0] in left_out}
+    sent = paths | {path for path in deleted if path.partition("/")[0] in left_out}
     if sent != before:
         with TemporaryDirectory() as new:
-            Path(new, pushed.SENT).write_text(_packed(sent), encoding="ascii")
+            # Packed, because a folder may have a million files.
+            packed = b64encode(zlib.compress(os.fsencode("\0".join(sorted(sent)))))
+            Path(new, pushed.SENT).write_bytes(packed)
             rsync(host, transport, "--", f"{new}/{pushed.SENT}", f"{host.alias}:{folder}/")
     return max(1, sum(sizes(lines))) if lines else 0
-
-
-def _packed(paths: set[str]) -> str:
-    """These paths as a text, which is small because a folder may have a million files."""
-    return b64encode(zlib.compress(os.fsencode("\0".join(sorted(paths))))).decode()
-
-
-def _unpacked(text: str) -> set[str]:
-    with suppress(ValueError, zlib.error):  # another program has written it
-        return {*os.fsdecode(zlib.decompress(b64decode(text))).split("\0")} - {""}
-    return set()
 
 
 def _pattern(path: str) -> str:
@@ -276,11 +268,10 @@ def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"")
     """
     if shutil.which("rsync") is None:
         raise UserError(pushed.NO_RSYNC.format("here", ""))
-    settings = (f"--partial-dir={_PART}", "--out-format=%i %l %n")
     env = {**os.environ, "LC_ALL": "C"}  # its messages are in English
     with config_file([host], transport) as config:
         shell = (f"--rsync-path=echo {LOGIN}; rsync", "-e", _SHELL.format(config))
-        command = [*_RSYNC, *settings, *shell, *arguments]
+        command = [*_RSYNC, *shell, *arguments]
         done = subprocess.run(command, env=env, input=stdin, capture_output=True)
     if done.returncode not in (DONE, _VANISHED):
         raise JobFailed(_why_failed(host, done, transport))

@@ -1,4 +1,4 @@
-"""What a host does for a push or a pull, beside rsync.
+"""The part of a push or a pull that each host does itself, beside rsync.
 
 This module travels to the hosts as source. It needs Python 3.8 and the standard library.
 """
@@ -20,7 +20,7 @@ def has(folder: str) -> str | bool:
 
 
 def prepare(folders: Sequence[str]) -> str | list[str]:
-    """Make these folders. Returns what pushes have sent to each, or a sentence if this host takes no push."""
+    """Make these folders. Returns the packed paths that pushes have sent to each, or why it takes no push."""
     sent = [""] * len(folders)
     if why_not := _why_not():
         return why_not

@@ -22,7 +22,7 @@ START_S, START_S_PER_HOST = 10.0, 0.2
 LARGE = 256 << 10  # bytes: more than a link's MTU, so a path that loses large packets stops here
 _CONNECTIONS = 64  # at once
 _PAUSE_S = 0.02
-_OF_TCP = 128  # bytes of tcp_info, up to those of Linux 4.1
+_OF_TCP = 128  # bytes of tcp_info, up to the fields of Linux 4.1
 
 
 def longest_s(hosts: int) -> float:
@@ -73,7 +73,7 @@ def meet(
 
 
 def _reach(address: str, port: int, until: float) -> dict[str, str]:
-    """The error of a connection, and that of many bytes. The host may not listen before `until`."""
+    """The errors of a connection, and of a large message over it. The host may not listen before `until`."""
     part = "error"
     while True:
         try:
@@ -134,7 +134,7 @@ def reason(error: OSError) -> str:
 def blocked(
     answers: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], port: int
 ) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """What is wrong by what `meet` has returned on each host: the host or both, the fact, and its fix."""
+    """The faults that the answers of `meet` show: of each, the host or both hosts, the fact, and its fix."""
     at = {name: f"{address} tcp/{port}" for name, address in addresses.items()}
     errors = {(a, b): answer["error"] for a in answers for b, answer in answers[a].items()}
     unreached = {

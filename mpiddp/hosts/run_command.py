@@ -37,7 +37,7 @@ for folder in (FOLDER, os.path.expanduser("~"), "/"):
         break
     except OSError:
         pass
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it where its host is that of the terminal
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process on the host of the terminal
 try:
     running = subprocess.Popen(
         COMMAND,
@@ -79,7 +79,7 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def main(options: argparse.Namespace, hosts: Hosts) -> int:
-    """Run `options.command` on all hosts, and print what each one answers. Returns 1 if it failed on any."""
+    """Run `options.command` on all hosts, and print the answers. Returns 1 if it failed on any."""
     if not options.command:
         raise UserError(
             "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L"

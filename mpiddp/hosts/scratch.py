@@ -28,13 +28,13 @@ def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
     alive. The locks of other machines may not be seen here (NFS with nolock, Lustre with localflock).
     """
     parent = env.get("TMPDIR", "")
-    # An mpirun splits what it gets for ssh at blanks and colons. (Importing tempfile would take 10 ms.)
+    # An mpirun splits the arguments for ssh at blanks and colons. (Importing tempfile would take 10 ms.)
     is_fit = re.fullmatch(f"/[^ :]{{,{_LONGEST_PARENT}}}", parent)
     if not is_fit or not os.access(parent, os.W_OK | os.X_OK):
         parent = "/tmp"
     beginning = f"mpiddp-{zlib.crc32(socket.gethostname().encode()):08x}"
     for lock in Path(parent).glob(f"{beginning}-*/{_LOCK}"):
-        # An error: its owner is alive. What another user may write is not opened.
+        # If the owner is alive, it holds the lock. A file that another user may write is not opened.
         with suppress(OSError):
             if is_private(lock.parent):
                 with lock.open("rb+") as file:

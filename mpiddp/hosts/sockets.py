@@ -97,12 +97,14 @@ def allow_open(count: int) -> int:
     return needed
 
 
-def out_of_the_way(own: socket.socket) -> socket.socket:
+def out_of_the_way(listener: socket.socket) -> socket.socket:
     """The same socket with a high number, which no file gets that a script opens after it has closed all."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _HIGH if soft == resource.RLIM_INFINITY else min(soft, _HIGH)
-    with own, suppress(OSError):  # no file is left
-        return socket.socket(fileno=fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 64)))
+    with listener, suppress(OSError):  # no file is left
+        return socket.socket(
+            fileno=fcntl.fcntl(listener, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 64))
+        )
     raise JobFailed(f"{limit} open files are too few (ulimit -n).")
 
 

@@ -18,7 +18,6 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -134,7 +133,7 @@ def ask_hosts(
     """
     if (others := other_hosts(hosts)) and not transport.is_installed:
         raise UserError(f"{_NO_SSH} {transport.hint}".rstrip())
-    kept = logins if transport.is_ssh else None  # that of a scheduler may want the end of stdin
+    kept = logins if transport.is_ssh else None  # a scheduler's program may need the end of stdin
     allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     work_s = transport.login_s if work_s is None else work_s
     waiting, running = [*reversed(hosts)], list[Login]()
@@ -187,10 +186,10 @@ def ask_hosts(
                     news = {login.host: login.lines() for login in running if login.has_begun} | new
                     show({host: news[host] for host in hosts if host in news}, [*new])
                     new, show_at = {}, math.inf
-    except KeyboardInterrupt:  # what has come may be all that the user has waited for
-        for login in [login for login in running if login.has_begun]:
-            login.deadline = 0.0
-            new[login.host] = replace(login.answer(), exit_code=None)
+    except KeyboardInterrupt:  # the user may have waited for no more than these lines
+        for login in running:
+            login.deadline = 0.0  # do not wait for its end
+        new |= {login.host: login.answer() for login in running if login.has_begun}
         if show is not None:
             show(new, [*new])
         raise
@@ -246,7 +245,7 @@ def config_file(
     transport = transport._replace(silence_s=SSH.silence_s)
     text = "LogLevel INFO\n" + ssh_config(hosts, transport, shares_jumps=shares_jumps)
     with unnamed_file(text.encode()) as file:
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes what it inherits
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes the files that it inherits
 
 
 def unnamed_file(content: bytes = b"") -> BinaryIO:
@@ -268,7 +267,7 @@ class Login:
         self._to_send, self._is_last = _FOR_START_UP_FILES, False
         self.deadline, self._work_s = math.inf, 0.0
         self.has_begun = False  # the login has succeeded
-        self._before = bytearray()  # what was printed until then
+        self._before = bytearray()  # the output of start-up files, before the login
         self.output = bytearray()  # of the present program
         # stdin is a socket: a user with many pipes gets pipes that are smaller than a program. stderr is a
         # file: a connection that ssh keeps (ControlPersist) may hold it open for long.
@@ -311,7 +310,7 @@ class Login:
                 self._stdin.shutdown(socket.SHUT_WR)
 
     def read(self) -> bool:
-        """Read what has arrived. Returns whether more may come."""
+        """Read the bytes that have arrived. Returns whether more may come."""
         chunk = os.read(self.stdout.fileno(), 65536)
         (self.output if self.has_begun else self._before).extend(chunk)
         line = f"{LOGIN}\n".encode()

@@ -1,4 +1,4 @@
-"""The programs that run a command on another host: ssh, and those of schedulers, which need no ssh.
+"""The programs that run a command on another host: ssh, and the programs of schedulers, which need no ssh.
 
 Each is called as ssh is: its options, the host, and one command line for a shell there. A job uses one of
 them for its preflight, for its start, and to kill what is left of it.
@@ -17,7 +17,7 @@ class Transport(NamedTuple):
     agent: tuple[str, ...]  # its command up to the host
     hydra: str  # the name of Hydra's launcher that calls it, or the agent as if that were rsh
     instead: str = ""  # the options of `mpiddp launch` that use ssh instead, "" for ssh itself
-    hint: str = ""  # what works where it cannot be used, "" for nothing
+    hint: str = ""  # for users who cannot use it, "" if there is nothing to say
     login_s: float = 15.0  # that a login may take, see --login-timeout
     silence_s: float = 15.0  # of a host, until ssh ends a connection to it
 

@@ -26,7 +26,7 @@ BY_ID = {failure.id: failure for failure in FAILURES}
 def found_in(lines):
     """What is found in a log, [] if its job has survived it."""
     findings = explain_file(io.BytesIO("\n".join(lines).encode("utf-8", "replace")))
-    return [] if findings.survived else findings.found
+    return [] if findings.survived else findings.explanations
 
 
 # The root cause of each whole log in tests/data/logs and its line, behind what looks like one.
@@ -221,7 +221,7 @@ def test_a_launchers_prefix_does_no_harm(prefix):
 def test_any_bytes_are_searched(pieces):
     noise = b"".join(piece.replace(b"\n", b"") for piece in pieces)
     log = noise + b"\n" + noise + b"\nHost key verification failed.\n" + noise
-    found = explain_file(io.BytesIO(log)).found
+    found = explain_file(io.BytesIO(log)).explanations
     assert [each.number for each in found if each.failure.id == "ssh-host-key-unknown"] == [3]
     text = log.decode("utf-8", "surrogateescape")
     assert explain(text.split("\n")) is not None

@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names
+from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names, processes
 from mpiddp.hosts.complaints import Answer, ssh_line
 from mpiddp.hosts.gpu_faults import faults
 from mpiddp.hosts.gpu_faults import notes as notes_on
@@ -38,7 +38,7 @@ _PUSH = "Copy it there: mpiddp launch --push …, or mpiddp hosts push HOSTFILE"
 _NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports. They need only a Python.
-TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, gpu_health, facts)
+TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, processes, gpu_health, facts)
 
 
 @dataclass(frozen=True)
