@@ -2,9 +2,9 @@
 
     agents = start(launcher, plan, turn)    # preflight's plan -> mpirun -> agents
     attempt = Attempt(agents, turn)
-    outcome = attempt.run()                 # a failed one may leave the agents waiting
-    agents.begin_again(next_turn)           # either for another attempt,
-    attempt.end()                           # or they end
+    outcome = attempt.run()                 # after a failure, the agents may wait
+    attempt.begin_again(next_turn)          # they begin the next attempt,
+    attempt.end()                           # or end
 
 An agent outlives its script. So a restart on the same hosts begins in the same agents: no preflight, no new
 mpirun, and no new login.
@@ -16,7 +16,6 @@ import json
 import os
 import selectors
 import socket
-import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -38,10 +37,7 @@ from mpiddp.launch.run.mpirun import MpirunProcess
 from mpiddp.launch.run.output import JobOutput
 from mpiddp.protocol import variables as names
 from mpiddp.protocol.group import TimedSelector
-from mpiddp.protocol.server import Event
-from mpiddp.protocol.terminal import Manners
 
-AGAIN_S = 5.0  # all agents to begin again
 STOP_AFTER = "--stop-after"  # a reason to stop
 LEAST_SILENCE_S = 3.0  # that means anything: the kernel asks a host once a second
 
@@ -101,55 +97,6 @@ class Agents:
     def has_logged_in(self) -> bool:
         """Whether their mpirun reaches other hosts, over logins and not by a scheduler."""
         return bool(self.others) and not self.plan.starter.has_scheduler
-
-    def wait(self, until: float = float("inf")) -> tuple[list[Event], list[int]]:
-        """Wait for sockets, signals and timers, at most until `until`, and copy output.
-
-        Returns the events, and the stop signals, whose sender may have reacted to them.
-        """
-        messages, signals = list[Event](), self.launcher.signals
-        ready = self.server.selector.ready(until)
-        for data in ready:
-            if data not in (self.output, signals):
-                messages += self.server.receive(data)
-        for message in messages:
-            if message.kind == "terminal" and message.rank == 0:
-                self.output.follow(Manners(message.facts["echo"], message.facts["lines"]))
-        if (
-            self.output in ready
-        ):  # last: the terminal's echo is switched off before a password is asked for
-            self.output.copy()
-        numbers = signals.receive() if signals in ready else []
-        if signals.has_resized:
-            signals.has_resized = False
-            if (terminal := self.plan.options.terminal).files:
-                self.server.send_all("size", columns=terminal.columns, rows=terminal.rows)
-        return messages, numbers
-
-    def begin_again(self, turn: Turn) -> bool:
-        """Let the agents that wait begin the next attempt, with its server.
-
-        Returns False if some agents do not come, or if the user stops the job meanwhile.
-        """
-        server, deadline = self.server, time.monotonic()
-        self.wait(deadline)  # an agent may have been killed meanwhile
-        if len(server.connected) < server.world_size:
-            return False
-        server.stop_listening()
-        args = () if self.first.known.resume_args else turn.known.resume_args
-        facts = {"variables": turn.variables(), "args": args, "holds": turn.holds}
-        server.ask(server.connected, "again", agents=True, **facts)
-        deadline += AGAIN_S
-        while server.has_members and self.mpirun.code is None and time.monotonic() < deadline:
-            self.wait(deadline)
-            for reaction in server.selector.due():
-                reaction()
-        is_stopped = self.launcher.signals.has_stop()
-        if is_stopped or server.has_members or self.mpirun.code is not None:
-            return False
-        self.server = server.successor()
-        self.output.begin_again()
-        return True
 
     def clean_up(self, outcome: Outcome, silent: Collection[str]) -> None:
         """mpirun has ended: leave no process of the job on any host that can be reached.

@@ -144,7 +144,7 @@ class Job:
         turn = Turn(self.attempts, self.known, self._may_hold, self.may_grow, avoided)
         if self.waiting is not None:
             agents = self.waiting.agents
-            if agents.plan is self.plan and agents.begin_again(turn):
+            if agents.plan is self.plan and self.waiting.begin_again(turn):
                 return Attempt(agents, turn)
             self.close()
             if self.signals.has_stop():  # which has come to agents that have not begun
