@@ -1,4 +1,4 @@
-"""The agents of one mpirun, and the attempts that they make.
+"""The agents of one mpirun: started, used for one or more attempts, and cleaned up.
 
     agents = start(launcher, plan, turn)    # preflight's plan -> mpirun -> agents
     attempt = Attempt(agents, turn)
@@ -39,48 +39,48 @@ from mpiddp.protocol import variables as names
 from mpiddp.protocol.group import TimedSelector
 
 STOP_AFTER = "--stop-after"  # a reason to stop
-LEAST_SILENCE_S = 3.0  # that means anything: the kernel asks a host once a second
+LEAST_SILENCE_S = 3.0  # a shorter silence is no sign: the kernel asks a host once a second
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What a launcher has over all attempts of its job."""
+    """What all attempts of a job share."""
 
     signals: SignalQueue
     console: Console
-    # When to stop, in time.monotonic()'s seconds: --stop-after is over, or a scheduler's limit is near.
+    # When --stop-after is over, or a scheduler's limit is near, by time.monotonic().
     stop_at: float = float("inf")
     why_stop: str = ""
-    exchange: Exchange | None = None  # of the function that every rank runs, if it is no script
+    exchange: Exchange | None = None  # under `mpiddp.spawn`, where the ranks run a function
     logs: LogFolder | None = None
-    logins: Logins = field(default_factory=Logins)  # of the preflight, until mpirun starts
+    logins: Logins = field(default_factory=Logins)  # the preflight's, which mpirun's start closes
     run_id: str = field(default_factory=lambda: os.urandom(8).hex())
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An attempt as the job numbers it, and what the attempts before it have announced."""
+    """One attempt in the job: its number, and what the attempts before it have announced."""
 
     number: int
-    known: Announcement
-    holds: bool  # its agents may make the next attempt
+    announced: Announcement
+    holds: bool  # whether its agents may make the next attempt
     grows: bool
     avoided: tuple[str, ...] = ()  # hosts that are not to join
 
     def variables(self) -> dict[str, str]:
         """The environment variables of its ranks."""
-        size = self.known.global_batch_size
-        announced = {"global_batch_size": size, "world_size": self.known.world_size}
+        size = self.announced.global_batch_size
+        announced = {"global_batch_size": size, "world_size": self.announced.world_size}
         return {
             names.RESTART_COUNT: str(self.number - 1),
             names.ANNOUNCED: json.dumps(announced) if size else "",
-            names.RUN_DIR: self.known.run_dir,
+            names.RUN_DIR: self.announced.run_dir,
         }
 
 
 @dataclass(eq=False)
 class Agents:
-    """The agents of one mpirun, which has started, and the launcher's ends of what leads to them."""
+    """The agents of one mpirun, which has started, and the launcher's connections to them."""
 
     launcher: Launcher
     plan: Plan
@@ -89,26 +89,26 @@ class Agents:
     output: JobOutput
     opened: ExitStack  # closes all of these
     first: Turn
-    others: list[Host] = field(default_factory=list)  # the hosts beside this one
-    job: str = ""  # marks all processes of the job, in their environment
-    kept: str = ""  # under this name, the other hosts keep what is private
+    others: list[Host] = field(default_factory=list)  # all hosts but this one
+    job: str = ""  # an id in the environment of all processes of the job
+    private_name: str = ""  # under this name, the other hosts keep the private variables
 
     @property
     def has_logged_in(self) -> bool:
-        """Whether their mpirun reaches other hosts, over logins and not by a scheduler."""
+        """Whether mpirun reaches other hosts by ssh logins."""
         return bool(self.others) and not self.plan.starter.has_scheduler
 
     def clean_up(self, outcome: Outcome, silent: Collection[str]) -> None:
-        """mpirun has ended: leave no process of the job on any host that can be reached.
+        """After mpirun's end, leave no process of the job on any host but the silent ones.
 
-        `outcome` is that of their last attempt, in which the `silent` hosts have stopped answering.
+        `outcome` is the outcome of the last attempt.
         """
         self.output.settle(is_said=outcome.is_complete)
         self.server.drop_all()
         self.opened.close()
         if self.has_logged_in and outcome.code not in (DONE, BAD_INPUT, STOPPED):
-            left = [host for host in self.others if host.name not in silent]
-            sweep(self.plan.request, left, self.job, self.kept)
+            hosts = [host for host in self.others if host.name not in silent]
+            sweep(self.plan.request, hosts, self.job, self.private_name)
 
 
 def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
@@ -140,21 +140,21 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         stack.callback(server.close)
         settings = {name: value for name, value in settings.items() if value} | server.settings
         variables, private_ones = {**request.variables, **settings}, dict[str, str]()
-        kept = private.new_name() if others and not has_scheduler else ""
-        if kept:
-            stack.callback(private.remove, kept)
+        private_name = private.new_name() if others and not has_scheduler else ""
+        if private_name:
+            stack.callback(private.remove, private_name)
             private_ones = take_private(variables, options.variables)
             private_ones[names.LEFT_OUT] = ",".join([socket.gethostname(), *left_out(request)])
-            variables[names.PRIVATE] = kept
+            variables[names.PRIVATE] = private_name
             with launcher.signals.interrupting():
-                hand_over(plan, server, kept, private_ones, launcher.logins)
+                hand_over(plan, server, private_name, private_ones, launcher.logins)
         launcher.logins.close()
-        command_of_rank = (*request.job, *turn.known.resume_args)
+        command_of_rank = (*request.job, *turn.announced.resume_args)
         request = request._replace(job=command_of_rank, variables=variables)
         command = plan.starter.compose(request, str(folder))
-        env = of_mpirun(os.environ, private_ones) if kept else os.environ
+        env = of_mpirun(os.environ, private_ones) if private_name else os.environ
         mpirun = MpirunProcess(plan.starter, command, env)
-        # What a detached job prints is kept without --log-dir.
+        # The output of a detached job is kept without --log-dir, too.
         logs = launcher.logs if options.log_dir else None
         output = JobOutput(
             options, len(hosts), selector, mpirun.streams, logs, has_prefix=has_prefix
@@ -163,4 +163,4 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         if (viewers := launcher.console.listener) is not None:
             selector.register(viewers, selectors.EVENT_READ, viewers)
         ends = (server, mpirun, output, stack.pop_all())
-        return Agents(launcher, plan, *ends, turn, others, job, kept)
+        return Agents(launcher, plan, *ends, turn, others, job, private_name)

@@ -59,8 +59,8 @@ class Attempt:
         )
         self.are_waiting = False  # whether all agents wait for the next attempt
         self._timers = self.server.selector
-        self._has_ended = threading.Event()
-        self._looks = Looks(agents, self.record, self._end_job, self._has_ended)
+        self._is_over = threading.Event()
+        self._looks = Looks(agents, self.record, self._end_job, self._is_over)
         self._watchers: list[Looks | Growth] = [self._looks]  # they see the ranks once a second
         self._signals: set[int] = set()  # the signals that have arrived
         # All ranks may import torch from a slow file system.
@@ -79,7 +79,7 @@ class Attempt:
             are_held = len(self.record.latest["held"]) == self.record.world_size
             self.are_waiting = are_held and not self.output.open_ranks
         if self.are_waiting:
-            self._has_ended.set()
+            self._is_over.set()
             self._timers.timers.clear()
         else:
             self._finish()
@@ -100,7 +100,7 @@ class Attempt:
         if len(server.connected) < server.world_size:
             return False
         server.stop_listening()
-        args = () if agents.first.known.resume_args else turn.known.resume_args
+        args = () if agents.first.announced.resume_args else turn.announced.resume_args
         facts = {"variables": turn.variables(), "args": args, "holds": turn.holds}
         server.ask(server.connected, "again", agents=True, **facts)
         deadline = time.monotonic() + AGAIN_S
@@ -141,7 +141,7 @@ class Attempt:
         self._timers.cancel(*self._timers.timers.keys() - {self.request_stop})
         self._copy_the_rest()
         signal_all(partial(self.mpirun.left, agents=True), signal.SIGKILL)
-        self._has_ended.set()
+        self._is_over.set()
         self.record.note("mpirun", **self.mpirun.end._asdict())
 
     def wait(self, until: float = float("inf")) -> None:
@@ -270,9 +270,7 @@ class Attempt:
                     self.output.hold_mpirun()
                     self._looks.ask_for_calls()
                     if self.turn.grows:
-                        self._watchers.append(
-                            Growth(self.agents, self.turn, record, self._has_ended)
-                        )
+                        self._watchers.append(Growth(self.agents, self.turn, record, self._is_over))
             case "stopped" if record.stop is Stop.TO_GROW and record.phase is Phase.RUNNING:
                 self._begin_grace()
             case "claim" if record.phase < Phase.ENDING and len(record.latest["claim"]) == 1:
@@ -293,7 +291,7 @@ class Attempt:
                     self._end_job(after_s=0 if record.silent_hosts else spread_s, has_failed=True)
         self._looks.see_early()
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
-        if is_end and record.own("hold") and not self._has_ended.is_set():
+        if is_end and record.act("hold") and not self._is_over.is_set():
             self._end_job(has_failed=True)  # the other agents wait for this one in vain
         if not self.server.connected and record.silent_hosts and self.agents.has_logged_in:
             self.mpirun.kill_all()  # mpirun would wait for its daemons on the silent hosts
@@ -302,13 +300,14 @@ class Attempt:
 
     def _add(self, event: Event) -> None:
         """Record a message of a rank, until the attempt is over."""
-        if event.kind in OF_RANKS and not self._has_ended.is_set():
+        if event.kind in OF_RANKS and not self._is_over.is_set():
             self.record.add(event)
 
     def _see(self) -> None:
         """Look at the job once a second."""
         now = time.monotonic()
         self._timers.after(min(CHECK_S, self.options.hang_timeout_s or CHECK_S), self._see)
+        self.output.show_growth()
         for event in self.server.lose_silent(self._looks.silence_of_lost(now)):
             self.on_event(event)
         match self.record.phase:
@@ -380,7 +379,7 @@ class Attempt:
         self.server.send_all("end", code=1)
 
     def _end_mpirun_after_saves(self) -> None:
-        end = self.record.own("end")
+        end = self.record.act("end")
         if end and self.record.saving and time.monotonic() < end.at + SAVE_GRACE_S:
             self._timers.after(CHECK_S, self._end_mpirun_after_saves)
         else:

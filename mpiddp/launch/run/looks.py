@@ -48,7 +48,7 @@ class Looks:
 
     def see_start(self, now: float) -> None:
         """End a start that hangs: a host is lost, or the limit of time is over."""
-        record, limit = self._record, self._record.own("limit")
+        record, limit = self._record, self._record.act("limit")
         if self._lost_hosts:
             self._end_job("\n".join(self._lost_hosts))
         elif limit and not record.is_late and now >= limit.at + limit.facts["seconds"]:
@@ -76,7 +76,7 @@ class Looks:
             ranks, sentence = straggler_sentence(record)
             if ranks:  # the same ranks are named once
                 self._output.log(sentence, about=f"stragglers {sorted(ranks)}")
-        printed, copied_at = record.own("printed"), self._output.copied_at
+        printed, copied_at = record.act("printed"), self._output.copied_at
         if not record.newest_step and (printed is None or printed.at != copied_at):
             record.add(Event("printed", at=copied_at))
         if now >= next_look_at(record):

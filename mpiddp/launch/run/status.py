@@ -1,4 +1,4 @@
-"""What is shown of an attempt: the status below the output on a terminal, and the facts for `mpiddp top`."""
+"""The status of an attempt: the lines below the output on a terminal, and the facts for `mpiddp top`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpiddp.launch.judge.gpu_use import find_idle
 from mpiddp.launch.judge.stragglers import straggler_sentence
 from mpiddp.text import counted, duration, escaped, size_text
 
-# What people look at first, as a narrow terminal cuts the rest.
+# A narrow terminal cuts the other names.
 _FIRST = ("epoch", "train_loss", "loss", "test_accuracy", "accuracy", "lr")
-_QUIET_STEPS, _QUIET_S = 10, 3.0  # without a step: a rank is quiet after the longer of these
+_QUIET_STEPS, _QUIET_S = 10, 3.0  # a rank without a step is quiet after the longer of these times
 _LONGEST_LINE = 200  # characters of a rank's last line
 
 
 def status_lines(record: Record, now: float) -> list[str]:
-    """The lines of the status; none before the first step."""
+    """The lines of the status. There are none before the first step."""
     if not record.paces:
         return []
     step, shown = record.newest_step, dict(record.shown)
@@ -58,7 +58,7 @@ def idle_sentence(record: Record) -> str:
 
 
 def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
-    """The state of the job and of each rank: seconds, and bytes. `latest` ends with the rank's last line."""
+    """The state of the job and of each rank, in seconds and bytes. `latest` is the end of its output."""
     table = [
         _rank_facts(record, rank, latest.get(rank, b""), now) for rank in range(record.world_size)
     ]
@@ -81,7 +81,7 @@ def _rank_facts(record: Record, rank: int, latest: bytes, now: float) -> dict[st
         "running": record.latest["joining"],
         "joining": record.latest["started"],
     }
-    # Of the last line that is not empty, what a terminal shows.
+    # What a terminal shows of the last line that is not empty.
     line = latest.decode(errors="replace").rstrip().replace("\r", "\n").rpartition("\n")[2]
     facts = {
         "rank": rank,
