@@ -33,7 +33,7 @@ _UP = b"\x1b[%dA"
 _NESTED = b"\x1b[A"
 _UPWARDS = re.compile(rb"\x1b\[\d*A")  # to the other lines of a bar
 _CODE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # a colour, for example: it takes no column
-_MOST_CODES = 1 << 12  # bytes of codes in what a terminal shows of a line
+_MOST_CODES = 1 << 12  # bytes of codes in the part of a line that a terminal shows
 _MODE = re.compile(rb"\x1b\[\?(\d+)([hl])")
 _ON = (b"7", b"25")  # the margin and the cursor: other modes, such as a full screen, are off
 # From _CUT to _WRAPPED, the terminal cuts text at its right margin.

@@ -76,8 +76,8 @@ _PROBES = 100  # of a silent host, before the kernel ends a connection; at most 
 _TCP_INFO = struct.Struct("8x13I")
 
 _NUMBER, _MAYBE = (int, float), (int, type(None))
-# The messages that a rank may send, with their required fields and types. The first four are those of every
-# job channel.
+# The messages that a rank may send, with their required fields and types. Without a launcher, a rank sends
+# the first four.
 MESSAGES: dict[str, dict[str, Any]] = {
     "gather": {"key": str, "timeout_s": (int, float, type(None))},
     "claim": {"key": str},
@@ -135,7 +135,7 @@ def decode(line: bytes) -> tuple[dict[str, Any], bytes]:
 def introduce(
     connection: socket.socket, key: str, kind: str, rank: int, facts: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Answer the server's challenge by a message of this kind, and return what the server answers.
+    """Answer the server's challenge by a message of this kind, and return the server's answer.
 
     Both sides prove that they have the member's key. Raises one of NO_MESSAGE if another program answers, or
     the server of another job, and OSError if the connection ends or does not answer within its timeout.

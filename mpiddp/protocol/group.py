@@ -24,7 +24,7 @@ _LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 class TimedSelector(selectors.DefaultSelector):
     """A selector with timers. Times are time.monotonic()'s seconds.
 
-    After Ctrl-Z and `fg`, handle what is ready before the timers: the ranks have run on meanwhile.
+    After Ctrl-Z and `fg`, handle the files before the timers, because the ranks have run on meanwhile.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The server of the job channel: who is connected, what they agree on, and their messages for its owner.
+"""The server of the job channel: its connections, its groups, and the messages for its owner.
 
 The launcher has a server in its event loop, and so has the process beside rank 0 (`mpiddp.protocol.channel`).
 It only drops a connection that does not prove that it belongs to the job, or that violates the protocol. It
@@ -23,7 +23,7 @@ from mpiddp.protocol.variables import LOST_AFTER_S
 
 LAUNCHER = -1  # the rank of an event of the launcher itself
 PER_RANK = 3  # connections of a rank: its messages and its two streams
-STRANGERS = 64  # connections without a proof, beyond those of the ranks
+STRANGERS = 64  # connections without a proof, in addition to PER_RANK for each rank
 _ACCEPTED_AT_ONCE = 64
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
@@ -77,7 +77,7 @@ class ChannelServer:
         self._listener.close()
 
     def drop_all(self) -> None:
-        """Close all connections, also those of viewers that wait."""
+        """Close all connections, also of viewers that wait."""
         members = [peer for group in self._groups for peer in group.members.values()]
         for peer in (*self._strangers, *members):
             self._forget(peer).close()
@@ -146,7 +146,7 @@ class ChannelServer:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, _ = listener.accept()
-            except OSError:  # nobody waits, or it has already closed
+            except OSError:  # no connection waits, or it has closed already
                 return
             # If there are too many strangers, the oldest makes room. A rank authenticates at once, so the
             # oldest is not a rank. A rank that is dropped all the same connects again.

@@ -70,7 +70,7 @@ def give_size(file: int) -> None:
 
 
 class Manners(NamedTuple):
-    """Whether a terminal shows what is typed, and whether it passes on whole lines only."""
+    """Whether a terminal shows the keys that are typed, and whether it passes on whole lines only."""
 
     echo: bool = True
     lines: bool = True

@@ -130,9 +130,8 @@ def detach(beginning: str) -> tuple[DetachedJob, int | None]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for file, standard in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(file, standard)
-    os.close(nothing)
-    os.close(output)
-    os.close(planned)
+    for file in (nothing, output, planned):
+        os.close(file)
     threading.Thread(target=_limit, args=(job,), daemon=True).start()
     return job, plans
 

@@ -212,7 +212,7 @@ def _starts(path: Path) -> list[Start]:
             starts.append(Start(at))
         elif event == "ended" and starts:
             start, rank, step = starts[-1], number(line, "rank") or 0, number(line, "step")
-            if not rank or start.ends is None:  # the clock of rank 0 is that of the begin
+            if not rank or start.ends is None:  # rank 0 has written the beginning by the same clock
                 start.ends = max(at, start.begins)
             if not rank and step is not None:
                 start.step = int(step)

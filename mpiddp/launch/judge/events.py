@@ -127,11 +127,11 @@ class Record:
         self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest events "window"
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
-        self.add(Event("began", facts=facts, at=self.began_at))
+        self.note("began", self.began_at, **facts)
 
-    def note(self, kind: str, **facts: object) -> None:
-        """Record an act of the launcher, at this time."""
-        self.add(Event(kind, facts=facts))
+    def note(self, kind: str, at: float | None = None, **facts: object) -> None:
+        """Record an act of the launcher, at this time or now."""
+        self.add(Event(kind, facts=facts, at=time.monotonic() if at is None else at))
 
     def add(self, event: Event) -> None:
         assert event.kind in KINDS, event

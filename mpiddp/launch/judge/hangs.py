@@ -87,7 +87,7 @@ def _quiet_at(record: Record) -> float:
 def _quiet_since(record: Record) -> float:
     """When a rank last made a step, called a collective, began or ended a save, or ended itself.
 
-    Before the first step, what the job prints counts as well.
+    Before the first step, output of the job counts as well.
     """
     signs = [pace.since for pace in record.paces.values()]
     signs += [record.last_saved_at, *record.saving.values(), *record.called_at.values()]

@@ -44,7 +44,7 @@ LEAST_SILENCE_S = 3.0  # a shorter silence is no sign: the kernel asks a host on
 
 @dataclass(frozen=True)
 class Launcher:
-    """What all attempts of a job share."""
+    """The parts of a launcher that all attempts of its job share."""
 
     signals: SignalQueue
     console: Console
@@ -59,7 +59,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Turn:
-    """One attempt in the job: its number, and what the attempts before it have announced."""
+    """One attempt in the job: its number, its options, and the announcement of the attempts before."""
 
     number: int
     announced: Announcement
@@ -162,5 +162,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         selector.register(launcher.signals, selectors.EVENT_READ, launcher.signals)
         if (viewers := launcher.console.listener) is not None:
             selector.register(viewers, selectors.EVENT_READ, viewers)
-        ends = (server, mpirun, output, stack.pop_all())
-        return Agents(launcher, plan, *ends, turn, others, job, private_name)
+        opened = stack.pop_all()
+        return Agents(
+            launcher, plan, server, mpirun, output, opened, turn, others, job, private_name
+        )

@@ -145,7 +145,7 @@ class Attempt:
         self.record.note("mpirun", **self.mpirun.end._asdict())
 
     def wait(self, until: float = float("inf")) -> None:
-        """Wait for sockets, signals and timers, at most until `until`, and handle what has happened."""
+        """Wait for sockets, signals and timers, at most until `until`, and react to them."""
         signals = self.agents.launcher.signals
         ready = self._timers.ready(until)
         for data in ready:
@@ -191,7 +191,7 @@ class Attempt:
         while output.blocked_since is not None and has_time():
             self.wait(time.monotonic() + 0.05)
 
-    # --- what happens ---
+    # --- events and signals ---
 
     def on_signal(self, number: int) -> None:
         """Request a stop at the first signal of a kind. The same signal again kills the ranks at once.
@@ -236,7 +236,12 @@ class Attempt:
         record, facts, rank = self.record, event.facts, event.rank
         exchange, console = self.agents.launcher.exchange, self.agents.launcher.console
         was_starting = record.phase is Phase.STARTING
+        had_failed = bool(record.latest["claim"] or record.failures)
         self._add(event)
+        has_failed = bool(record.latest["claim"] or record.failures)
+        if has_failed and not had_failed and record.phase < Phase.ENDING:
+            # The verdict names the collectives in which the ranks are now, and they end soon.
+            self._looks.ask_for_stacks()
         match event.kind:
             case "output":
                 self.output.add(rank=rank, **facts)
@@ -273,12 +278,7 @@ class Attempt:
                         self._watchers.append(Growth(self.agents, self.turn, record, self._is_over))
             case "stopped" if record.stop is Stop.TO_GROW and record.phase is Phase.RUNNING:
                 self._begin_grace()
-            case "claim" if record.phase < Phase.ENDING and len(record.latest["claim"]) == 1:
-                # The verdict names the collectives in which the ranks were, and they end soon.
-                self._looks.ask_for_stacks()
             case "failed" | "lost" if rank in record.failures and record.phase < Phase.ENDING:
-                if not record.latest["claim"]:
-                    self._looks.ask_for_stacks()
                 if event.kind == "failed" and self._may_hold:
                     # All agents end their scripts, and wait for the next attempt.
                     self._end_job(after_s=HOLD_S, has_failed=True)

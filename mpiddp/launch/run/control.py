@@ -161,13 +161,10 @@ class ControlServer(ChannelServer):
             for rank, pair in pairs.items()
         }
 
-    def lose_silent(self, silence: Mapping[int, float]) -> list[Event]:
+    def lose_silent(self, silence: Mapping[int, float]) -> Iterator[Event]:
         """Drop the agents of these ranks, whose hosts have been silent for so many seconds."""
-        return [
-            event
-            for rank, silent_s in silence.items()
-            for event in self.lose(self._ranks[rank], silent_s=silent_s)
-        ]
+        for rank, silent_s in silence.items():
+            yield from self.lose(self._ranks[rank], silent_s=silent_s)
 
 
 class Console:
@@ -197,7 +194,7 @@ class Console:
         self.close = self._opened.close
 
     def answer(self, viewer: Peer, **facts: object) -> None:
-        """Send a viewer these facts, and those of the job itself."""
+        """Send a viewer these facts, and the facts of the job itself."""
         age_s = time.monotonic() - self._began_at
         job = {"pid": os.getpid(), "name": self._name, "age_s": age_s}
         viewer.send(encode("answer", b"", **job, **facts))

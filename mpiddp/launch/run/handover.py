@@ -31,7 +31,7 @@ from mpiddp.text import listed, names_by_value
 TRAVELLING = (channel, interfaces, reachability, processes, private)
 _PORTS = range(33_000, 60_000)  # the kernel chooses the ports of the ranks in this range, too
 _MOST = 16  # hosts that all connect to each other; among more hosts, each connects to some
-_SWEEP_S = 8.0  # for a login that kills what an attempt has left
+_SWEEP_S = 8.0  # for a login that kills leftover processes
 
 
 class CutOff(JobFailed):
@@ -47,7 +47,7 @@ def hand_over(
     server: ControlServer,
     name: str,
     variables: Mapping[str, str],
-    logins: Logins | None = None,
+    logins: Logins,
 ) -> None:
     """Let each host keep the variables under this name. Raises CutOff for hosts that are cut off.
 

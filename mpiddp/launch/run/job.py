@@ -56,9 +56,8 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         report.begin()
         folder = folder_of_launch(options.log_dir) if options.log_dir else report.folder
         logs = stack.enter_context(closing(LogFolder(folder))) if folder else None
-        ends = stop_at, why_stop
-        job = Job(Launcher(signals, console, *ends, exchange, logs, logins), plan, report)
-        stack.enter_context(closing(job))
+        launcher = Launcher(signals, console, stop_at, why_stop, exchange, logs, logins)
+        job = stack.enter_context(closing(Job(launcher, plan, report)))
         outcome = job.attempt()
         while (move := job.next_move(outcome)) is not Move.END:
             outcome = job.go_on(move, outcome)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from threading import Event
 
 from mpiddp.launch.judge.events import Phase, Record
 from mpiddp.launch.judge.hangs import (
@@ -20,7 +20,6 @@ from mpiddp.launch.run.agents import Agents
 from mpiddp.launch.run.growth import ask_in_thread
 from mpiddp.launch.run.handover import gone
 from mpiddp.protocol.group import Peer
-from mpiddp.protocol.server import Event
 
 PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hosts still answer
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, and after an interrupt
@@ -30,11 +29,7 @@ class Looks:
     """The looks at one attempt, which `end_job` ends for the reason that it gets."""
 
     def __init__(
-        self,
-        agents: Agents,
-        record: Record,
-        end_job: Callable[[str], None],
-        is_over: threading.Event,
+        self, agents: Agents, record: Record, end_job: Callable[[str], None], is_over: Event
     ) -> None:
         self._agents, self._console = agents, agents.launcher.console
         self._server, self._output = agents.server, agents.output
@@ -78,15 +73,15 @@ class Looks:
                 self._output.log(sentence, about=f"stragglers {sorted(ranks)}")
         printed, copied_at = record.act("printed"), self._output.copied_at
         if not record.newest_step and (printed is None or printed.at != copied_at):
-            record.add(Event("printed", at=copied_at))
+            record.note("printed", at=copied_at)
         if now >= next_look_at(record):
             self.ask_for_stacks()
 
     def silence_of_lost(self, now: float) -> dict[int, float]:
         """The ranks whose hosts have been silent for --lost-after, with the seconds of their silence.
 
-        As long as other ranks make steps, none is lost: these steps need all ranks, so only the network of
-        the job channel is broken.
+        As long as other ranks make steps, no rank is lost: these steps need all ranks, so only the network
+        of the job channel is broken.
         """
         record, lost_s = self._record, self._server.lost_s
         silence = self._server.silence()

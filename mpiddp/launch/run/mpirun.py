@@ -87,7 +87,7 @@ class MpirunProcess:
     def kill_all(self) -> None:
         """Kill all processes of the job on this host. Its daemons on other hosts then end too.
 
-        The ranks' agents end by themselves, once they have sent what the ranks wrote.
+        The ranks' agents end by themselves, once they have sent the ranks' output.
         """
         self.was_ended = True
         signal_all(self.left, signal.SIGKILL)

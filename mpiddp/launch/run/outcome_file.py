@@ -51,8 +51,7 @@ class Report:
     ) -> None:
         self.name, self.command, self.folder, self._plans = name, command, folder, plans
         self._paths, self._on_end = list(paths), on_end
-        self._attempts: list[dict[str, Any]] = []
-        self._facts = {
+        self._facts: dict[str, Any] = {
             "name": name,
             "command": list(command),
             "launched_on": socket.gethostname(),
@@ -61,7 +60,7 @@ class Report:
             "cause": "running",
             **dict.fromkeys(_UNKNOWN.split()),
             "hosts": [],
-            "attempts": self._attempts,
+            "attempts": [],
         }
         if on_end and not shutil.which(on_end[0]):
             raise UserError(f"--on-end: {shown(on_end[0])} is not a program.")
@@ -78,7 +77,8 @@ class Report:
         span = {"began_at": began_at, "ended_at": time.time()}
         self._facts["hosts"] = list(dict.fromkeys(hosts))
         ranks = {"hosts": self._facts["hosts"], "world_size": len(hosts)}
-        self._attempts.append(span | ranks | {"gpus": outcome.gpus} | _ending(outcome))
+        attempt = span | ranks | {"gpus": outcome.gpus} | _ending(outcome)
+        self._facts["attempts"].append(attempt)
         self._write()
 
     def end(self, outcome: Outcome, resume: str | None) -> None:

@@ -50,23 +50,17 @@ def status_lines(record: Record, now: float) -> list[str]:
     return [escaped("  ".join(training)), escaped("  ".join(machines))]
 
 
-def idle_sentence(record: Record) -> str:
-    """A sentence about the ranks whose GPUs have idled for some readings, "" for none."""
-    idle, others = find_idle(record.gpus, record.left if record.phase is Phase.RUNNING else [])
-    they = "the GPU of {} idles" if len(idle) == 1 else "the GPUs of {} idle"
-    return f"{they.format(record.names(idle))}{others}." if idle else ""
-
-
 def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
     """The state of the job and of each rank, in seconds and bytes. `latest` is the end of its output."""
-    table = [
-        _rank_facts(record, rank, latest.get(rank, b""), now) for rank in range(record.world_size)
-    ]
+    ranks = range(record.world_size)
+    table = [_rank_facts(record, rank, latest.get(rank, b""), now) for rank in ranks]
+    idle, others = find_idle(record.gpus, record.left if record.phase is Phase.RUNNING else [])
+    they = "the GPU of {} idles" if len(idle) == 1 else "the GPUs of {} idle"
     return {
         "attempt": record.fact("began", "attempt"),
         "phase": record.phase.name.lower(),
         "straggler": straggler_sentence(record)[1],
-        "idle_gpus": idle_sentence(record),
+        "idle_gpus": f"{they.format(record.names(idle))}{others}." if idle else "",
         "ranks": table,
         "step": record.newest_step if record.paces else None,
         "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
@@ -81,7 +75,7 @@ def _rank_facts(record: Record, rank: int, latest: bytes, now: float) -> dict[st
         "running": record.latest["joining"],
         "joining": record.latest["started"],
     }
-    # What a terminal shows of the last line that is not empty.
+    # The last line that is not empty, as a terminal shows it.
     line = latest.decode(errors="replace").rstrip().replace("\r", "\n").rpartition("\n")[2]
     facts = {
         "rank": rank,
