@@ -63,7 +63,7 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["mpiddp", "mpiddp.*"]),
-    package_data={"mpiddp": ["py.typed", "explain/failures/*.ini"]},
+    package_data={"mpiddp": ["py.typed", "explain/failures/*.ini", "hosts/*.sh"]},
     # The launcher needs the standard library alone. mpiddp.cli names the extra that a verb needs.
     install_requires=[],
     extras_require={

@@ -20,12 +20,14 @@ _HEAD = """\
 <!-- Written by `python -m docs.command_line` from the parsers of the verbs. Change the help there. -->
 
 This page has every option of every command. `mpiddp COMMAND --help` prints the same with examples;
-`mpiddp launch --help` prints the most used options, and `--help-all` every one.
+`launch` and `train` print the most used options with `--help`, and every one with `--help-all`.
 
 Options of `mpiddp launch` come before the script, because what follows the script belongs to it. An option's
 name may be written with underscores (`--max_restarts`), and a time as `30s`, `10m` or `1h`.
 """
 
+# Their --help leaves out the options that are rarely used.
+_WITH_HELP_ALL = ("launch", "train")
 # The verbs that have verbs of their own.
 _PARTS = {
     "hosts": ("check", "keys", "push", "pull", "run"),
@@ -70,7 +72,7 @@ def parser_of(*words: str) -> argparse.ArgumentParser:
     names = ("parse_known_args", "print_help")
     with mock.patch.multiple(argparse.ArgumentParser, **dict.fromkeys(names, made)):
         try:
-            cli.main([*words, "--help"])
+            cli.main([*words, "--help-all" if words[0] in _WITH_HELP_ALL else "--help"])
         except _Made as caught:
             return caught.parser
     raise AssertionError(f"mpiddp {' '.join(words)} has no parser")

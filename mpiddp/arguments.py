@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -105,6 +106,20 @@ def duration(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def shell_words(text: str) -> tuple[str, ...]:
+    """The words of the text, as a shell splits it."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: {str(error).lower()}") from None
+
+
+def shell_command(text: str) -> tuple[str, ...]:
+    if words := shell_words(text):
+        return words
+    raise argparse.ArgumentTypeError("expected a command")
 
 
 def as_arguments(actions: Iterable[argparse.Action], values: argparse.Namespace) -> list[str]:

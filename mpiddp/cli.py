@@ -44,6 +44,7 @@ _OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 # The verbs that every rank of a job runs.
 RANK_VERBS = ("run", "train")
+_HELP = frozenset(("-h", "--help", "--help-all"))  # of `train`: it needs neither a launch nor ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, *rest = args or ["--help"]
     if verb == "run" and not _is_rank():
         verb = "launch"
-    if verb == "train" and not _is_rank() and {"-h", "--help"}.isdisjoint(rest):
+    if verb == "train" and not _is_rank() and _HELP.isdisjoint(rest):
         from mpiddp.launch.plan.options import launch_of_train
 
         if (launch := launch_of_train(rest)) is not None:
@@ -119,7 +120,7 @@ def _call(verb: str, args: list[str]) -> int:
     module, _, function = modules[verb].partition(":")
     try:
         main = getattr(import_module(f"mpiddp.{module}"), function or "main")
-        if verb == "train" and not {"-h", "--help"} & {*args}:
+        if verb == "train" and _HELP.isdisjoint(args):
             from mpiddp.runtime.script import run_trainer
 
             return run_trainer(main, args)

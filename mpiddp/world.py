@@ -14,7 +14,6 @@ import re
 import socket
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpiddp.errors import UserError
@@ -112,8 +111,7 @@ _OF_LAUNCHERS = re.compile(
 ALONE = RankSource("none", (), ())
 
 
-@dataclass(frozen=True)
-class World:
+class World(NamedTuple):
     """This process's identity in the job.
 
     `mpiddp.init` and `mpiddp.process_group` return one with all of its fields set. In one that
@@ -141,7 +139,7 @@ class World:
     local_rank: int | None
     local_world_size: int | None
     launcher: RankSource = ALONE
-    hostname: str = field(default_factory=socket.gethostname)
+    hostname: str = socket.gethostname()
     node_rank: int | None = None
     num_nodes: int | None = None
     master_addr: str | None = None
@@ -164,36 +162,36 @@ class World:
                 each other, or do not include the number of ranks.
         """
         env = os.environ if env is None else env
-        source = next((each for each in RANK_SOURCES if _present(each, env)), None)
+        source = next((row for row in RANK_SOURCES if _present(row, env)), None)
         if source is None:
             return cls(rank=0, world_size=1, local_rank=0, local_world_size=1)
         if source is _PMIX:
-            name = next(each for each in source.proof if each in env)
+            name = next(proof for proof in source.proof if proof in env)
             raise UserError(
                 f"{name}={shown(env[name])} is set: a launcher has started this process as one of "
                 "several, but PMIx alone does not say of how many. Start the job with mpiddp launch, "
                 f"mpirun, or srun --mpi=none, or unset {' and '.join(source.proof)}."
             )
-        found = {name: env[name] for name in source.variables if name in env}
-        if missing := [name for name in source.variables if name not in found]:
+        values = {name: env[name] for name in source.variables if name in env}
+        if missing := [name for name in source.variables if name not in values]:
             raise UserError(
                 f"only some of {source.name}'s variables are set: found "
-                f"{_listed(found) or source.proof[0]}, missing {', '.join(missing)}. "
+                f"{_listed(values) or source.proof[0]}, missing {', '.join(missing)}. "
                 "Start the job with mpirun, torchrun or srun, or unset these variables."
             )
         try:
-            rank, world_size, *known = map(parse_whole, found.values())
+            rank, world_size, *local = map(parse_whole, values.values())
         except ValueError as error:
-            raise UserError(f"{_listed(found)}: each must be {error}.") from None
+            raise UserError(f"{_listed(values)}: each must be {error}.") from None
         alone: list[int | None] = [0, 1] if world_size == 1 else [None, None]  # on its host
-        local_rank, local_size = known + alone[len(known) :]
+        local_rank, local_size = local + alone[len(local) :]
         most = world_size if local_size is None else local_size
         if not (rank < world_size and (local_rank or 0) < most <= world_size):
             raise UserError(
-                f"{_listed(found)}: these variables do not come from one launcher. Unset the stale ones."
+                f"{_listed(values)}: these variables do not come from one launcher. Unset the stale ones."
             )
         if source.name == "env://" and is_joined(env):  # its agent has left out the other variables
-            named = (each for each in RANK_SOURCES if each.name == env.get(LAUNCHER))
+            named = (row for row in RANK_SOURCES if row.name == env.get(LAUNCHER))
             source = next(named, source)
         return cls(rank, world_size, local_rank, local_size, source)
 
@@ -213,7 +211,7 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
 
     They decide which of several ranks prints an error, where `World.from_env` may have failed.
     """
-    for source in (each for each in RANK_SOURCES if _present(each, env)):
+    for source in (row for row in RANK_SOURCES if _present(row, env)):
         with suppress(ValueError):  # a stale variable, beside those of the launcher
             rank, _, local_rank, *_ = (*source.variables, "", "")
             return parse_whole(env.get(rank, "")), parse_whole(env.get(local_rank, "0"))
@@ -243,6 +241,10 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     if was_joined:
         for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
             del env[name]
+    # A launcher sets all of these, or the first two. Fewer are left over in a shell.
+    complete = next((names for names in (TORCH, TORCH[:2]) if {*names} <= env.keys()), ())
+    for name in {*TORCH} - {*complete}:
+        env.pop(name, None)
     if not env.keys() & {*TORCH}:  # a stale id of torchrun's
         env.pop("TORCHELASTIC_RUN_ID", None)
     return was_joined
@@ -257,5 +259,5 @@ def leave_launchers(env: MutableMapping[str, str]) -> None:
     names -= {"SLURM_NTASKS"}  # of a job as well
     if "TORCHELASTIC_RUN_ID" in env:
         names |= {"MASTER_ADDR", "MASTER_PORT"}
-    for name in [each for each in env if each in names or _OF_LAUNCHERS.match(each)]:
+    for name in [name for name in env if name in names or _OF_LAUNCHERS.match(name)]:
         del env[name]

@@ -150,10 +150,10 @@ def sum_gradients(parameters: Iterable[Tensor], group: dist.ProcessGroup) -> Non
 
     DistributedDataParallel does the same, and overlaps it with the backward pass, but takes no DTensor.
     """
-    gradients = [_local(each.grad) for each in parameters if each.grad is not None]
-    flat = torch.cat([each.flatten() for each in gradients])
+    gradients = [_local(weight.grad) for weight in parameters if weight.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
-    sizes = [each.numel() for each in gradients]
+    sizes = [gradient.numel() for gradient in gradients]
     for gradient, part in zip(gradients, flat.split(sizes), strict=True):
         gradient.copy_(part.view_as(gradient))
 
@@ -165,8 +165,8 @@ def clip_gradients(part: nn.Module, highest: float, stages: dist.ProcessGroup | 
     the stages if `part` is one of them.
     """
     is_copy = isinstance(part, Stage) and not part.is_first  # its table counts in the first stage
-    counted = [each for each in part.parameters() if not (is_copy and each is part.table)]
-    square = torch.stack([_squared_norm(each.grad) for each in counted]).sum()
+    counted = [weight for weight in part.parameters() if not (is_copy and weight is part.table)]
+    square = torch.stack([_squared_norm(weight.grad) for weight in counted]).sum()
     if stages is not None:
         dist.all_reduce(square, group=stages)
     norm = square.sqrt().item()

@@ -180,7 +180,7 @@ def validation_loss(
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for rows in starts[sampler.rank * count :][:count].split(EVALUATED_AT_ONCE):
         tokens, targets = (
-            each.to(device) for each in windows(text.validation, rows, options.context)
+            numbers.to(device) for numbers in windows(text.validation, rows, options.context)
         )
         with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
             logits = part(tokens)

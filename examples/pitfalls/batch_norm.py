@@ -50,8 +50,8 @@ def main() -> None:
         expected = nn.BatchNorm2d(3).to(device)(images)  # one process with the whole batch
         layers = {"BatchNorm": nn.BatchNorm2d(3), "SyncBatchNorm": SyncBatchNorm(3)}
         for name, layer in layers.items():
-            own = layer.to(device)(images.tensor_split(world.world_size)[world.rank])
-            difference = (own - expected.tensor_split(world.world_size)[world.rank]).abs().max()
+            local = layer.to(device)(images.tensor_split(world.world_size)[world.rank])
+            difference = (local - expected.tensor_split(world.world_size)[world.rank]).abs().max()
             dist.all_reduce(difference, dist.ReduceOp.MAX)
             if world.rank == 0:
                 print(f"{name} differs from one process by up to {difference.item():.6f}")

@@ -24,7 +24,7 @@ def main() -> None:
         # A part of the state that differs between ranks, as BatchNorm's statistics and random numbers do.
         state = {"own": torch.full((1 << 20,), float(world.rank))}
         for savers in ([0], range(world.world_size)):
-            found: Counter[str] = Counter()
+            contents: Counter[str] = Counter()
             for number in range(ROUNDS):
                 dist.barrier()
                 # Ranks never arrive at the same moment. Here each in turn is the last.
@@ -32,11 +32,11 @@ def main() -> None:
                 if world.rank in savers:
                     torch.save(state, path)
                 dist.barrier()
-                found[whose(path)] += 1
+                contents[whose(path)] += 1
             if world.rank == 0:
                 who = "rank 0" if len(savers) == 1 else "all ranks"
-                contents = ", ".join(f"{count} times {name}" for name, count in found.items())
-                print(f"saved by {who}: {contents}", flush=True)
+                counts = ", ".join(f"{count} times {name}" for name, count in contents.items())
+                print(f"saved by {who}: {counts}", flush=True)
 
 
 def whose(path: Path) -> str:

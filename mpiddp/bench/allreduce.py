@@ -144,8 +144,8 @@ def _series(numbers: torch.Tensor, count: int, device: torch.device) -> list[flo
         ends.append(clock())
     if on_gpu:
         ends[-1].synchronize()
-    own = [a.elapsed_time(b) / 1000 if on_gpu else b - a for a, b in pairwise(ends)]
-    slowest = torch.tensor(own, dtype=torch.float64, device=device)
+    spans = [a.elapsed_time(b) / 1000 if on_gpu else b - a for a, b in pairwise(ends)]
+    slowest = torch.tensor(spans, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return list(slowest.tolist())
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: options, turns, ratios, tables, and the lines by which ranks send results.
+"""The parts that benchmarks share: options, turns, ratios, tables, and the lines of results of ranks.
 
 The options of a benchmark are the fields of its dataclass `Options`:
 

@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
         return DONE
     name, *rest = argv
     if name not in BENCHMARKS:
-        known = ", ".join(BENCHMARKS)
-        raise UserError(f'mpiddp bench: unknown benchmark "{name}". Expected one of: {known}.')
+        names = ", ".join(BENCHMARKS)
+        raise UserError(f'mpiddp bench: unknown benchmark "{name}". Expected one of: {names}.')
     module = import_module(f"mpiddp.bench.{name}")
     return run_benchmark(f"mpiddp bench {name}", name, BENCHMARKS[name], module, rest)
 

@@ -82,13 +82,13 @@ def output_of(argv: Sequence[str], *, timeout_s: float) -> list[str]:
     Raises:
         BenchJobFailed: its exit code is not 0, or it did not end within `timeout_s`.
     """
-    with started(argv, subprocess.PIPE) as (child, said):
+    with started(argv, subprocess.PIPE) as (child, stderr):
         try:
             printed, _ = child.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise BenchJobFailed(1, f"mpiddp: a job did not end within {timeout_s:g} s.") from None
         if child.returncode != DONE:
-            raise BenchJobFailed(child.returncode, text_of(said))
+            raise BenchJobFailed(child.returncode, text_of(stderr))
     return str(printed).splitlines()
 
 
@@ -96,12 +96,12 @@ def output_of(argv: Sequence[str], *, timeout_s: float) -> list[str]:
 def started(argv: Sequence[str], stdout: int) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
     """Start a command, and stop it at the end, also on Ctrl-C. Yield it, and the file of its stderr."""
     with (
-        TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
+        TemporaryFile("w+", encoding="utf-8", errors="replace") as stderr,
         subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
-            stderr=said,
+            stderr=stderr,
             encoding="utf-8",
             errors="replace",
             # A Ctrl-C may come before `child` is known here.
@@ -109,7 +109,7 @@ def started(argv: Sequence[str], stdout: int) -> Iterator[tuple[subprocess.Popen
         ) as child,
     ):
         try:
-            yield child, said
+            yield child, stderr
         finally:
             child.terminate()
 

@@ -87,7 +87,7 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
     hosts = set[str]()
     job: RunningJob | None = None
     until = time.monotonic() + timeout_s
-    with started(command, subprocess.DEVNULL) as (launcher, said):
+    with started(command, subprocess.DEVNULL) as (launcher, stderr):
         while launcher.poll() is None and time.monotonic() < until:
             job = job or next((job for job in running_jobs() if job.pid == launcher.pid), None)
             facts = _facts_of(job)
@@ -105,7 +105,7 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
                 break
             time.sleep(_POLL_S)
         if launcher.poll() not in (None, DONE):
-            raise BenchJobFailed(launcher.returncode, text_of(said))
+            raise BenchJobFailed(launcher.returncode, text_of(stderr))
     steps = {rank: last[rank].step - first[rank].step for rank in first}
     if not steps or min(steps.values()) < 1:
         newest = max((report.step for report in last.values()), default=0)
@@ -125,7 +125,7 @@ def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float
 
 
 def _facts_of(job: RunningJob | None) -> dict[str, Any]:
-    """What the launcher says of its job; {} while it starts, or if it has just ended."""
+    """The launcher's status of its job; {} while it starts, or if it has just ended."""
     with contextlib.suppress(UserError):
         return job.ask(VIEW_JOB) if job else {}
     return {}

@@ -1,4 +1,4 @@
-"""What all ranks together save: what they have under one key is the same, or refused before the save.
+"""The union of the states of all ranks: ranks that have different values under one key are refused.
 
 In each save, the ranks compare keys, types, shapes, numbers, and small tensors of integers. In the first two
 saves and every tenth, they compare hashes of all other tensors, one pass over the memory: replicas that
@@ -40,14 +40,14 @@ _EVERY = 10  # saves
 _LONGEST = 80  # characters of what a rank has, in a sentence
 _TOLERANCE = 1e-3  # of the largest element: processors and kernels may round differently
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-# Each rank has its own in DDP, and those of the lowest rank are saved.
+# Each rank has its own statistics of BatchNorm in DDP. The statistics of the lowest rank are saved.
 _OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
 _HINT = "Save what differs under keys of its own, as in {f'optimizer{stage}': …}, or in per_rank."
 
 
 @dataclass
 class Union:
-    """What all ranks together save.
+    """The union of the states that the ranks save.
 
     Attributes:
         tree: the state with a type in the place of each tensor.
@@ -72,8 +72,7 @@ def compares_values(number: int) -> bool:
 
 def digest_of(flat: FlatState) -> str:
     """A hash that is the same on ranks that save the same keys, types, shapes and numbers."""
-    pairs = zip(flat.paths, flat.tensors, strict=True)
-    rows = [(_label_of(path, value), mesh_of(value)) for path, value in pairs]
+    rows = [_Leaf.of(path, value) for path, value in flat.tensors.items()]
     return hashlib.sha256(repr((flat.tree, rows)).encode()).hexdigest()
 
 
@@ -85,12 +84,10 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     if len(first) == 1:
         return Union(flat.tree)
-    pairs = zip(flat.paths, flat.tensors, strict=True)
-    leaves = [_Leaf(value.dtype, _label_of(path, value), mesh_of(value)) for path, value in pairs]
-    own = flat.with_tensors(leaves)
+    tree = flat.with_tensors(_Leaf.of(path, value) for path, value in flat.tensors.items())
     trees: dict[int, Any] = {}
     for rank in sorted(first.values()):  # one of each kind, not those of a thousand ranks
-        sent = [own]
+        sent = [tree]
         dist.broadcast_object_list(sent, rank, group=run.group)
         trees[rank] = sent[0]
     merge = _Merge(run, {first[digests[rank]] for rank in run.writers}, len(trees))
@@ -116,6 +113,10 @@ class _Leaf(NamedTuple):
     dtype: torch.dtype
     label: str  # what has to be the same on all ranks
     mesh: tuple[int, ...]  # the ranks that share a DTensor; () for a plain one
+
+    @classmethod
+    def of(cls, path: Keys, value: Any) -> _Leaf:
+        return cls(value.dtype, _label_of(path, value), mesh_of(value))
 
 
 def _label_of(path: Keys, value: Any) -> str:
@@ -173,7 +174,7 @@ class _Merge:
 
 
 def _kind_of(value: Any) -> str:
-    """What has to be the same on all ranks."""
+    """The properties of a value that have to be the same on all ranks."""
     kind = type(value)
     if kind in DICTS:
         return f"a {kind.__name__}"
@@ -183,37 +184,36 @@ def _kind_of(value: Any) -> str:
 
 
 def _refuse(run: Run, name: str, values: Mapping[int, str]) -> None:
-    both = ", and ".join(f"{what} on {run.coordinator.name(at)}" for at, what in values.items())
+    both = ", and ".join(f"{value} on {run.coordinator.name(at)}" for at, value in values.items())
     raise ValueError(f"{name} differs: {both}. {_HINT}")
 
 
 # The values of tensors
 
 
-def hashes_of(run: Run, flat: FlatState) -> dict[str, int]:
-    """A hash of each tensor, or part of one, that other ranks may have as well. Waits for a GPU."""
-    sums: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
-    for path, value in zip(flat.paths, flat.tensors, strict=True):
-        part = _compared_part(run, path, value)
-        if part is not None:
-            name, tensor = part
-            sums[tensor.device].append((name, _hash(tensor)))
+def _shared_parts(run: Run, flat: FlatState) -> dict[str, Tensor]:
+    """This rank's tensors, and parts of sharded ones, that others may have too, by a name that they share."""
+    parts = {}
+    for path, value in flat.tensors.items():
+        mesh = mesh_of(value)
+        is_elsewhere = mesh and value.device_mesh.get_coordinate() is None  # type: ignore[attr-defined]
+        if is_of_each_rank(path) or is_elsewhere or len(mesh) == run.world_size:
+            continue
+        part, offsets = own_part(value)
+        if part.numel():
+            parts[shown_path(path) + (f" at {list(offsets)}" if mesh else "")] = part
+    return parts
+
+
+def _hashes_of(parts: Mapping[str, Tensor]) -> dict[str, int]:
+    """A hash of each tensor. Waits for a GPU once."""
+    sums: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
+    for name, part in parts.items():
+        sums[part.device][name] = _hash(part)
     hashes: dict[str, int] = {}
-    for rows in sums.values():
-        values = torch.stack([value for _, value in rows]).tolist()
-        hashes |= dict(zip([name for name, _ in rows], values, strict=True))
+    for by_name in sums.values():
+        hashes |= dict(zip(by_name, torch.stack([*by_name.values()]).tolist(), strict=True))
     return hashes
-
-
-def _compared_part(run: Run, path: Keys, value: Any) -> tuple[str, Tensor] | None:
-    """A name that other ranks have as well, and this rank's part; None for what is of one rank."""
-    mesh = mesh_of(value)
-    is_elsewhere = mesh and value.device_mesh.get_coordinate() is None
-    if is_of_each_rank(path) or is_elsewhere or len(mesh) == run.world_size:
-        return None
-    part, offsets = own_part(value)
-    name = shown_path(path)
-    return (f"{name} at {list(offsets)}" if mesh else name, part) if part.numel() else None
 
 
 def _hash(value: Tensor) -> Tensor:
@@ -228,7 +228,8 @@ def _hash(value: Tensor) -> Tensor:
 
 def digest_of_values(run: Run, flat: FlatState) -> str:
     """A hash that is the same on ranks whose tensors have the same bits."""
-    return hashlib.sha256(repr(sorted(hashes_of(run, flat).items())).encode()).hexdigest()
+    hashes = _hashes_of(_shared_parts(run, flat))
+    return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
 
 
 def compare_values(run: Run, flat: FlatState) -> None:
@@ -236,27 +237,20 @@ def compare_values(run: Run, flat: FlatState) -> None:
 
     Raises ValueError, the same on all ranks, if one differs by more than the last bits.
     """
-    gathered: list[Any] = [None] * run.world_size
-    dist.all_gather_object(gathered, hashes_of(run, flat), group=run.group)
-    ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank, hashes_there in enumerate(gathered):
-        for name in hashes_there:
-            ranks_of[name].append(rank)
-    pairs = zip(flat.paths, flat.tensors, strict=True)
-    parts = [_compared_part(run, path, value) for path, value in pairs]
-    own = dict(part for part in parts if part is not None)
+    parts = _shared_parts(run, flat)
+    by_rank: list[Any] = [None] * run.world_size
+    dist.all_gather_object(by_rank, _hashes_of(parts), group=run.group)
     rounded: list[str] = []
-    for name, ranks in ranks_of.items():
-        if len({gathered[rank][name] for rank in ranks}) == 1:
+    for name in dict.fromkeys(name for hashes in by_rank for name in hashes):
+        ranks = [rank for rank, hashes in enumerate(by_rank) if name in hashes]
+        if len({by_rank[rank][name] for rank in ranks}) == 1:
             continue
-        value = own.get(name)
-        sent = [value.cpu() if value is not None and run.rank == ranks[0] else None]
+        part, problem = parts.get(name), None
+        sent = [part.cpu() if part is not None and run.rank == ranks[0] else None]
         dist.broadcast_object_list(sent, ranks[0], group=run.group)
-        problem = None
-        if sent[0] is not None and value is not None:
-            problem = _difference(sent[0], value.cpu())
-        answers = run.gather(problem)
-        for rank, answer in enumerate(answers):
+        if sent[0] is not None and part is not None:
+            problem = _difference(sent[0], part.cpu())
+        for rank, answer in enumerate(run.gather(problem)):
             if answer is not None:
                 _refuse(run, name, {ranks[0]: answer[0], rank: answer[1]})
         rounded.append(name)
@@ -272,11 +266,10 @@ def _difference(first: Tensor, value: Tensor) -> list[str] | None:
     first, value = (torch.view_as_real(t) if t.is_complex() else t for t in (first, value))
     is_exact = not value.is_floating_point()
     a, b = (t.reshape(-1).to(torch.int64 if is_exact else torch.float64) for t in (first, value))
-    gap = (a - b).abs()
-    gap = gap.masked_fill((a == b) | (a.isnan() & b.isnan()), 0).nan_to_num(float("inf"))
     finite = a[a.isfinite()].abs()
-    largest = finite.max().item() if finite.numel() else 0.0
-    if gap.max().item() <= (0 if is_exact else _TOLERANCE * largest):
+    most = 0 if is_exact or not finite.numel() else _TOLERANCE * finite.max().item()
+    differs = ~torch.isclose(a, b, rtol=0, atol=most, equal_nan=not is_exact)
+    if not differs.any():
         return None
-    index = int(gap.argmax())
+    index = int(differs.int().argmax())
     return [f"element {index} is {a[index].item()}", f"{b[index].item()}"]

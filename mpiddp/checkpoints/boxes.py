@@ -30,7 +30,16 @@ from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its b
 
 from mpiddp.checkpoints.agreement import Union
 from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
-from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, key_of, mesh_of, name_of, own_part
+from mpiddp.checkpoints.state import (
+    FlatState,
+    Keys,
+    is_sharded,
+    key_of,
+    mesh_of,
+    name_of,
+    own_part,
+    shown_path,
+)
 from mpiddp.checkpoints.tensor_files import CODES, header_of, row_of, write_tensors
 
 _SMALL = 1 << 14  # elements of a tensor that is copied in one block with others
@@ -42,13 +51,14 @@ Place = tuple[Sequence[int], Sequence[int], Sequence[int | str | None]]
 
 
 class Box(NamedTuple):
-    """What a rank saves of a tensor of the state.
+    """The part of a tensor that a rank saves.
 
     Attributes:
         path, file: of the tensor in the state, and the name of the file for it.
         shape: of the box.
         place: of a box of a DTensor: the shape of the whole tensor, the offsets there, and its placements.
         layout: the order of the dimensions in memory, if it is not row by row.
+        is_guarded: it has to be finite.
     """
 
     path: Keys
@@ -56,6 +66,7 @@ class Box(NamedTuple):
     shape: Sequence[int]
     place: Place | None = None
     layout: Sequence[int] = ()
+    is_guarded: bool = False
 
 
 class Block(NamedTuple):
@@ -67,7 +78,7 @@ class Block(NamedTuple):
 
 @dataclass
 class Copies:
-    """What a rank saves, copied to the host.
+    """The boxes that a rank saves, copied to the memory of the host.
 
     Attributes:
         blocks: of each file, by its name.
@@ -79,7 +90,7 @@ class Copies:
     _events: list[torch.Event] = field(default_factory=list)
 
     @classmethod
-    def of(cls, boxes: Sequence[Box], tensors: Sequence[Tensor]) -> Copies:
+    def of(cls, pairs: Sequence[tuple[Box, Tensor]]) -> Copies:
         """Copy the tensors of the boxes, each into a block of its own, or small ones of a file together.
 
         Tied tensors have one copy, an expanded one has a copy of what it repeats. With a GPU, torch pins the
@@ -89,24 +100,24 @@ class Copies:
         copies = cls()
         groups: dict[Any, list[int]] = defaultdict(list)  # numbers of tensors that share a block
         first: dict[Any, int] = {}  # the number of the first tensor at an address
-        for number, (box, value) in enumerate(zip(boxes, tensors, strict=True)):
+        for number, (box, value) in enumerate(pairs):
             before = first.setdefault((box.file, value.data_ptr()), number)
-            if before < number and _kind_of(value) == _kind_of(tensors[before]):
-                copies.tied[boxes[before].path].append(box)
+            if before < number and _kind_of(value) == _kind_of(pairs[before][1]):
+                copies.tied[pairs[before][0].path].append(box)
                 continue
             is_small = 0 < value.numel() <= _SMALL and value.dtype in _JOINED
             is_joined = is_small and value.is_contiguous()
             groups[box.file, value.device, value.dtype, -1 if is_joined else number].append(number)
         with torch.inference_mode(False), torch.no_grad():
             # The widest elements come first in a file, so that all are aligned.
-            for numbers in sorted(groups.values(), key=lambda row: -tensors[row[0]].element_size()):
-                group = [tensors[number] for number in numbers]
+            for numbers in sorted(groups.values(), key=lambda row: -_width(pairs[row[0]])):
+                group = [pairs[number][1] for number in numbers]
                 is_alone = len(group) == 1
                 block = _unexpanded(group[0].detach()) if is_alone else flattened(group)
                 values = block.to("cpu", non_blocking=True, copy=is_alone)
-                members = [boxes[number] for number in numbers]
+                members = [pairs[number][0] for number in numbers]
                 copies.blocks[members[0].file].append(Block(values, members))
-        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+        for device in {tensor.device for _, tensor in pairs if tensor.device.type != "cpu"}:
             copies._events.append(torch.Event(device))
             copies._events[-1].record(torch.accelerator.current_stream(device))
         return copies
@@ -121,8 +132,8 @@ class Copies:
             for file, blocks in self.blocks.items()
         }
 
-    def not_finite(self, guarded: set[Keys]) -> tuple[Keys, float] | None:
-        """The first guarded box that has a NaN or an infinity, and which; None if there is none.
+    def not_finite(self) -> str:
+        """The first guarded box that has a NaN or an infinity, in a sentence; "" if there is none.
 
         Infinities among nothing but zeros are on purpose: that is a mask.
         """
@@ -134,11 +145,11 @@ class Copies:
                 end = start + math.prod(box.shape)
                 part = block.values.reshape(-1)[start:end]
                 start, value = end, _worst(part)
-                names = {tied.path for tied in self.tied_to(box)} & guarded
+                paths = [shown_path(tied.path) for tied in self.tied_to(box) if tied.is_guarded]
                 is_mask = math.isinf(value) and not (part.isfinite() & (part != 0)).any()
-                if names and not math.isfinite(value) and not is_mask:
-                    return min(names, key=str), value
-        return None
+                if paths and not math.isfinite(value) and not is_mask:
+                    return f"{min(paths)} has {value}"
+        return ""
 
     def tied_to(self, box: Box) -> list[Box]:
         """The box of a block, and those that have its values too."""
@@ -156,14 +167,15 @@ class Copies:
                 name = _name_of(box)
                 rows.append(row_of(name, code or "U8", part if code else [end - start], start, end))
                 for tied in self.tied_to(box):
-                    own = _name_of(tied)
+                    alias = _name_of(tied)
                     if tied is not box:
-                        notes["tied"][own] = name
+                        notes["tied"][alias] = name
                     if tied.place or code is None or part is not box.shape:
                         shape, offsets, placements = tied.place or (tied.shape, None, ())
-                        notes["boxes"][own] = [list(shape), offsets, list(part), list(placements)]
+                        place = [list(shape), offsets, list(part), list(placements)]
+                        notes["boxes"][alias] = place
                     if tied.layout:
-                        notes["layouts"][own] = list(tied.layout)
+                        notes["layouts"][alias] = list(tied.layout)
         return header_of(rows, notes)
 
 
@@ -200,15 +212,15 @@ def _worst(value: Tensor) -> float:
     return worst
 
 
-# What a rank saves
+# The boxes of a rank
 
 
 def boxes_of(
     flat: FlatState, union: Union, rank: int, *, is_writer: bool
-) -> tuple[list[Box], list[Tensor]]:
-    """What this rank saves: the boxes, and their tensors. Not a collective."""
-    boxes, tensors = list[Box](), list[Tensor]()
-    for path, tensor in zip(flat.paths, flat.tensors, strict=True):
+) -> list[tuple[Box, Tensor]]:
+    """The boxes that this rank saves, with their tensors. Not a collective."""
+    pairs = []
+    for path, tensor in flat.tensors.items():
         savers, place = union.savers.get(path), None
         if is_sharded(tensor):
             if savers not in (None, mesh_of(tensor)) or not _saves(path, tensor):
@@ -225,9 +237,13 @@ def boxes_of(
             file = f"{stem_of(path[0])}{SUFFIX}"
         else:
             continue
-        boxes.append(Box(path, file, tensor.shape, place, layout_of(tensor)))
-        tensors.append(tensor)
-    return boxes, tensors
+        box = Box(path, file, tensor.shape, place, layout_of(tensor), path in flat.guarded)
+        pairs.append((box, tensor))
+    return pairs
+
+
+def _width(pair: tuple[Box, Tensor]) -> int:
+    return pair[1].element_size()
 
 
 def _dim_of(placement: Any) -> int | str | None:
@@ -258,8 +274,8 @@ def with_layout(tensor: Tensor, order: Sequence[int]) -> Tensor:
 def _saves(path: Keys, tensor: Any) -> bool:
     """Whether this rank saves its box of a DTensor.
 
-    Of a box that several ranks have, under HSDP for example, one copy is saved. Its path decides which, so
-    their ranks save about as much as each other.
+    If several ranks have the same box, as under HSDP, one of them saves it. The path of the tensor decides
+    which one, so that these ranks save about as much as each other.
     """
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank has no part of the tensor
@@ -279,11 +295,9 @@ def _saves(path: Keys, tensor: Any) -> bool:
 def write_whole(state: Mapping[str, Any], folder: Path) -> Any:
     """Write the files of a state whose tensors are whole, on the CPU. Returns its tree. Raises OSError."""
     flat = FlatState("state", state)
-    boxes, tensors = boxes_of(flat, Union(flat.tree), 0, is_writer=True)
+    pairs = boxes_of(flat, Union(flat.tree), 0, is_writer=True)
     copies = Copies()  # none: these tensors do not change
-    for box, tensor in sorted(
-        zip(boxes, tensors, strict=True), key=lambda pair: -pair[1].element_size()
-    ):
+    for box, tensor in sorted(pairs, key=_width, reverse=True):
         copies.blocks[box.file].append(Block(tensor, [box]))
     copies.write(folder)
     return flat.tree

@@ -4,9 +4,14 @@
     bucket.pull(run.dir)              # at the start: the local folder becomes what the bucket has
     bucket.push(checkpoint, names)    # after each save; COMPLETE arrives last
 
-Objects cannot be renamed or locked, so a run writes its folder on a local disk, and the bucket has a copy.
+A run writes its folder on a local disk, and the bucket has a copy. A class in the place of `Path` would be
+larger and less safe: objects can neither be renamed nor locked, so each function that relies on a rename or a
+lock would need a second way; and a resume maps its tensors from files that it has verified, which would have
+to be local all the same. So the rest of the room knows one kind of folder, and this module alone knows
+fsspec, whose packages raise errors of many types: each becomes an OSError.
+
 A checkpoint in the bucket is whole if COMPLETE is there: it arrives last, and goes first. What is pulled is
-verified as on any disk. fsspec's packages raise errors of many types, and each becomes an OSError.
+verified as on any disk.
 """
 
 from __future__ import annotations

@@ -12,29 +12,25 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from mpiddp.checkpoints.bucket import Bucket, is_address, local_path, pull
-from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folder import COMPLETE, is_set_aside, list_steps, name_of_step
+from mpiddp.checkpoints.bucket import Bucket, is_address, local_path
+from mpiddp.checkpoints.folder import list_steps
 from mpiddp.checkpoints.join_job import script_coordinator
 from mpiddp.checkpoints.records import RunRecords
-from mpiddp.checkpoints.resume import Candidate, bring, find
+from mpiddp.checkpoints.resume import resume
 from mpiddp.checkpoints.resumed import Resumed
-from mpiddp.checkpoints.retention import Retention, hold, set_aside
+from mpiddp.checkpoints.retention import Retention
 from mpiddp.checkpoints.run_folder import Run, RunDir, RunOptions
-from mpiddp.checkpoints.save import agree, start
+from mpiddp.checkpoints.save import agree, save
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.checkpoints.state import FlatState
 from mpiddp.errors import UserError, named_by
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
-from mpiddp.runtime.rank_log import log
-from mpiddp.text import from_here, parse_interval
+from mpiddp.text import parse_interval
 
 PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
 
@@ -70,11 +66,10 @@ class Checkpoints:
     ) -> None:
         """
         Args:
-            folder: path of the run: it gets checkpoints/, metrics.jsonl, owner.json while the run writes,
-                and logs/ under mpiddp launch. Or an address of fsspec, such as "s3://bucket/runs/a".
+            folder: path of the run, or an address of fsspec, such as "s3://bucket/runs/a".
             keep: number of verified checkpoints to keep, besides the newest finite one and pinned ones.
-            every: when `due` is true: a number of steps, or a time such as "30s", "10m" or "1h". None:
-                only before a stop.
+            every: steps, or a time such as "30s", "10m" or "1h", after which `due` is true. None: only
+                before a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
             timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
@@ -83,11 +78,6 @@ class Checkpoints:
                 the best value in `mpiddp.log_metrics`.
             not_finite: metrics, such as ("train_loss",), that must be finite, as the tensors of modules and
                 optimizers must. "keep" treats all checkpoints as finite.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong.
-            UserError: the variables of the launcher contradict each other.
-            JobFailed: the ranks do not join.
         """
         if keep < 1:
             raise ValueError(f"keep: expected 1 or more, not {keep}")
@@ -105,20 +95,24 @@ class Checkpoints:
             self._interval = None if every is None else parse_interval(str(every))
         except ValueError as error:
             raise ValueError(f"every: {error}") from None
-        self._config: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
+        settings: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
         bucket = Bucket(str(folder)) if is_address(folder) else None
+        run_dir = RunDir(local_path(folder).absolute())  # the script may change the working folder
+        losses = () if not_finite == "keep" else not_finite
+        self._records = RunRecords(run_dir, best[0] if best else "", losses, settings)
+        arguments: dict[str, Any] = {"folder": folder if bucket else run_dir.path}
+        arguments |= {"every": every, "keep": keep, "keep_every": keep_every, "best": best}
+        arguments |= {"not_finite": not_finite, "on_save_error": on_save_error}
+        arguments |= {"timeout_s": timeout_s}
+        arguments |= {f"config[{name!r}]": value for name, value in settings.items()}
         self._options = RunOptions(
             keep=Retention(keep, keep_every, best),
             must_succeed=on_save_error == "stop",
             is_guarded=not_finite != "keep",
             timeout_s=timeout_s,
             bucket=bucket,
+            arguments={name: str(value) for name, value in arguments.items()},
         )
-        self._dir = RunDir(
-            local_path(folder).absolute()
-        )  # the script may change the working folder
-        losses = () if not_finite == "keep" else not_finite
-        self._records = RunRecords(self._dir, best[0] if best else "", losses, self._config)
         self._coordinator = script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
@@ -126,10 +120,8 @@ class Checkpoints:
         self._has_ended, self._pid = False, os.getpid()
         self._made: int | None = None  # the last step of which `due` was asked
         session = current()
-        if session.run is None or not session.run.open():
-            session.run = self._records
-        else:
-            session.run.also.append(self._records)
+        open_ones = [records for records in session.runs if not records.is_closed]
+        session.runs = [*open_ones, self._records]
         session.savers.append(self._wait_for_own_save)
 
     def __enter__(self) -> Checkpoints:
@@ -151,10 +143,9 @@ class Checkpoints:
     ) -> Resumed | None:
         """The newest verified checkpoint of any host, on all ranks; None if there is none yet.
 
-        One that is not finite counts only if there is no other. The call restores the random number
-        generators of Python, numpy and torch on every rank that existed at the save, so build the model
-        before. Later checkpoints of this run are set aside, and records of later steps dropped. Call it once,
-        before the first `save`.
+        A checkpoint that is not finite counts only if there is no other. The random number generators of
+        Python, numpy and torch are restored as well, so build the model before. Later checkpoints of this run
+        are set aside, and records of later steps dropped. Call it once, before the first `save`.
 
         Args:
             path: a checkpoint, or a folder of a run, to start from instead. One of another run is used until
@@ -163,77 +154,17 @@ class Checkpoints:
             step: with a checkpoint of another run: the step that it counts as here, such as 0 for a
                 fine-tuning. Its `config` may differ then.
 
-        Returns:
-            The step, and the states that were saved after it; None if the run has no checkpoint.
-
         Raises:
-            RuntimeError: it has been called before, or after the first `save`.
             UserError: no verified checkpoint there, or one of another script, program or config; another
                 run writes into the folder; the finite checkpoint is more than one interval older than the
-                newest one, and `path` does not name it.
+                newest one, and `path` does not name it. The arguments differ between the ranks. A restart
+                names another folder than the run before it, and this folder has no checkpoint.
             JobFailed: a disk has failed.
         """
         if self._run is not None:
             raise RuntimeError("resume() must be called once, before the first save().")
-        with self._opening() as run:
-            with run.together(), named_by(""):
-                if (
-                    path is not None
-                    and run.is_writer
-                    and local_path(path).parent != run.dir.checkpoints
-                ):
-                    pull(path)
-            copies = find(run, None if path is None else local_path(path))
-            if not copies:
-                return None
-            files = bring(run, copies)
-            first = copies[0]
-            with run.together():
-                folders = {file.parent for file in files.values()}
-                run.held += [hold(folder) for folder in folders if (folder / COMPLETE).exists()]
-                resumed = read(files, run.rank, local_rank=run.local_rank)
-                is_seed = not first.of_this_run and step is not None
-                if is_seed:
-                    resumed = replace(resumed, step=step or 0)
-                else:
-                    self._refuse_another(first, resumed)
-            host = self._coordinator.hostnames[first.rank]
-            where = f" on {host}" if first.rank else ""
-            log.info(f"resuming from {from_here(first.path)}{where}: step {resumed.step}")
-            with run.together(), named_by("cannot rename"):
-                # Or a restart would resume from the newest of them.
-                own = [folder for folder in folders if first.of_this_run and is_set_aside(folder)]
-                root = run.dir.checkpoints
-                for old in set_aside(root, resumed.step, *own) if run.is_writer else ():
-                    log.info(f"renamed to {old.name}: its step is not before that of the resume")
-                    if bucket := run.bucket:
-                        bucket.rename(old.stem, old.name)
-                if run.is_writer and first.of_this_run and first.is_named:
-                    self._records.note(event="went back", to=Path(first.path).name)
-            run.step, run.unloaded = -1 if is_seed else resumed.step, resumed._unloaded
-            run.first = resumed.step
-            current().stop.steps_before = resumed.step
-            return resumed
-
-    def _refuse_another(self, chosen: Candidate, resumed: Resumed) -> None:
-        """Raise UserError for a checkpoint of another config, or one whose folder was renamed."""
-        path = from_here(chosen.path)
-        if chosen.of_this_run and chosen.step != resumed.step:
-            name = name_of_step(resumed.step)
-            raise UserError(
-                f"{path} is the checkpoint of step {resumed.step}: rename it to {name}."
-            )
-        saved, config = resumed.config, self._config
-        different = [
-            f"{name} {saved.get(name)!r}, now {config.get(name)!r}"
-            for name in sorted(saved.keys() | config.keys())
-            if saved.get(name) != config.get(name)
-        ]
-        if different:
-            raise UserError(
-                f"{path} was made with another config: {'; '.join(different)}. "
-                "Use the same config, or name another folder."
-            )
+        with self._opening(f"resume({path or ''}, step={step})") as run:
+            return resume(run, path, step)
 
     def due(self, step: int) -> bool:
         """Whether to save after this step: the interval has passed, or `mpiddp.should_stop()` is true now.
@@ -270,8 +201,7 @@ class Checkpoints:
             checkpoints.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
         A save waits for the one before, and the end of the script for the last: if that one fails, the exit
-        code is 1. A step that is saved is left as it is; one whose save has failed is saved again. All saves
-        need one thread, in which the process's other collectives run too.
+        code is 1. A step that is saved is left as it is; one whose save has failed is saved again.
 
         Args:
             step: the step that has just ended, the same on all ranks. It grows from save to save.
@@ -280,17 +210,17 @@ class Checkpoints:
                 numbers, lists and dicts. A key of all ranks has the same value on all; BatchNorm's running
                 statistics are those of the lowest rank. If only some ranks have a key, as of a pipeline's
                 stage, the lowest of them saves it. Of a DTensor, each rank saves its part.
-            per_rank: what only this rank has, such as its position in its data. The states of random number
-                generators are always saved.
+            per_rank: what only this rank has, such as its position in its data.
             objects: more entries of the state.
 
         Raises:
             TypeError: the state holds anything else. The error names it: state['optimizer']['lr'].
-            ValueError: the step is earlier than the newest checkpoint, or not that of the other ranks; an
-                entry's name cannot be a file's; ranks have different things under one key, which it names.
-            RuntimeError: `close` has been called, or another thread has saved before.
-            UserError: the folder has checkpoints, and `resume` has not been called; see there as well. No
-                rank has loaded a pipeline stage's tensor of the checkpoint that the run resumes from.
+            ValueError: the step is earlier than the newest checkpoint; an entry's name cannot be a file's;
+                ranks have different things under one key, which it names.
+            RuntimeError: another thread than that of the first save calls it.
+            UserError: the ranks save different steps; the folder has checkpoints, and `resume` has not been
+                called; see there as well. No rank has loaded a pipeline stage's tensor of the checkpoint that
+                the run resumes from.
             JobFailed: the previous save has failed, and `on_save_error` is "stop".
         """
         step = operator.index(step)  # a number of numpy, for example
@@ -299,7 +229,7 @@ class Checkpoints:
         if twice := sorted((state or {}).keys() & objects.keys()):
             raise ValueError(f"state has {twice[0]!r} already")
         flat = FlatState("state", {**(state or {}), **objects} if objects else state or {})
-        own = FlatState("per_rank", per_rank or {})
+        of_rank = FlatState("per_rank", per_rank or {})
         if self._records.is_closed:
             raise RuntimeError("save() was called after close().")
         self._thread = self._thread or threading.get_ident()
@@ -309,14 +239,14 @@ class Checkpoints:
                 "of the training: call it in the thread that trains."
             )
         if self._run is None:
-            with self._opening() as run, run.together(), named_by(""):
-                if folders := list_steps(self._dir.checkpoints):
+            with self._opening("save()") as run, run.together(), named_by(""):
+                if folders := list_steps(self._records.dir.checkpoints):
                     raise UserError(
-                        f"{self._dir} has {folders[-1].name} of an earlier run. "
+                        f"{self._records.dir} has {folders[-1].name} of an earlier run. "
                         "Call resume() before the first save(), or name another folder."
                     )
         assert self._run is not None
-        start(self._run, step, flat, own, self._config)
+        save(self._run, step, flat, of_rank)
 
     def close(self) -> None:
         """Wait for the last save, and give the folder up. A collective: every rank must call it.
@@ -363,28 +293,28 @@ class Checkpoints:
             run.wait()
 
     @contextlib.contextmanager
-    def _opening(self) -> Iterator[Run]:
-        """Open the folder, which an earlier attempt may have created. All ranks must call this.
+    def _opening(self, call: str) -> Iterator[Run]:
+        """Open the folder, which an earlier attempt may have created. All ranks must make this `call`.
 
         The body finds the step from which the run starts. Afterwards the run takes records and saves.
         """
         session = current()
         # A run of this process that an error has ended, and the script has caught it, may still save.
         session.wait_for_saves()
-        run = Run(self._dir, self._records, self._coordinator, self._options)
+        run = Run(self._records, self._coordinator, self._options, call)
         try:
             yield run
             with run.writing_together():
                 if run.is_writer:
-                    self._dir.metrics.touch()
-                if session.run is self._records:
-                    session.log_to(self._dir.logs.absolute())
+                    self._records.dir.metrics.touch()
+                if session.runs[0] is self._records:
+                    session.log_to(self._records.dir.logs.absolute())
         except BaseException:
             run.close(removes_new=True)
             raise
         self._records.start(run.first, is_writer=run.is_writer)
         self._run = run
-        session.coordinator.tell_launcher("run_dir", path=str(self._dir.path.absolute()))
+        session.coordinator.tell_launcher("run_dir", path=str(self._records.dir.path.absolute()))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)

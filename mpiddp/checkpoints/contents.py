@@ -33,11 +33,11 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> R
         tensors = [path for name, path in files.items() if name.endswith(SUFFIX)]
         state = read_boxes(saved["state"], tensors)
         ranks = saved["ranks"]
-        own = unpacked(ranks[rank].numpy().tobytes()) if 0 <= rank < len(ranks) else {}
-        if own:
-            restore_rng_states(own["rng"], local_rank)
+        of_rank = unpacked(ranks[rank].numpy().tobytes()) if 0 <= rank < len(ranks) else {}
+        if of_rank:
+            restore_rng_states(of_rank["rng"], local_rank)
         rest = len(ranks), about.config, about, ranks
-        return Resumed(about.step, state, own.get("state", {}), *rest)
+        return Resumed(about.step, state, of_rank.get("state", {}), *rest)
     except (UserError, JobFailed):
         raise
     except MemoryError:
@@ -45,8 +45,10 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> R
     except OSError as error:
         raise cause_of(error)(f"{folder} cannot be read: {reason_of(error)}.") from None
     except Exception as error:  # files that fit their hashes, of another program
-        what = f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
-        raise UserError(f"{folder} was not written by this version of mpiddp: {what}.") from None
+        problem = (
+            f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
+        )
+        raise UserError(f"{folder} was not written by this version of mpiddp: {problem}.") from None
 
 
 def read_boxes(tree: Any, files: Iterable[Path]) -> Any:

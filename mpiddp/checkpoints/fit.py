@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mpiddp.checkpoints.sharded_tensor import ShardedValue
-from mpiddp.checkpoints.state import DICTS, LISTS, Keys, as_kind_of, is_sharded, mapped, shown_path
+from mpiddp.checkpoints.state import LISTS, Keys, as_kind_of, is_sharded, leaves, mapped, shown_path
 from mpiddp.errors import UserError
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import listed
@@ -48,7 +48,7 @@ class Fit:
     def of(
         cls, name: str, entry: Any, target: Any, modules: Sequence[Module], **options: bool
     ) -> Iterator[Fit]:
-        """One for the object, or for each object in a dict. Raises UserError if one does not fit."""
+        """A fit for the object, or for each object in a dict. Raises UserError if an entry does not fit."""
         if type(target) is dict:
             for key, part in target.items():
                 if not isinstance(entry, Mapping) or key not in entry:
@@ -62,7 +62,10 @@ class Fit:
             fit._match_optimizer(modules)
         elif callable(getattr(target, "state_dict", None)):
             fit.likes = _tensors_in(target.state_dict())
-        mapped(fit.entry, fit._check_tensor)
+        if not isinstance(target, Module):
+            for path, value in leaves(fit.entry):
+                if type(value) is ShardedValue:
+                    fit._check_place(path)
         yield fit
 
     def load(self, types: Mapping[int, torch.dtype]) -> None:
@@ -108,39 +111,40 @@ class Fit:
                 _restore(state, saved[path[1]])
 
     def _match_module(self) -> None:
-        own = self.target.state_dict()
+        tensors = self.target.state_dict()
         if not isinstance(self.entry, dict):
             raise UserError("it is not the state of a module")
-        bare = {_bare(name): name for name in own}
+        bare = {_bare(name): name for name in tensors}
         renamed = {bare.get(_bare(name), name): value for name, value in self.entry.items()}
         entry = renamed if len(renamed) == len(self.entry) else dict(self.entry)
         if self.has_stages:
-            self.unloaded = {str(name) for name in entry if name not in own}
-            entry = {name: value for name, value in entry.items() if name in own}
+            self.unloaded = {str(name) for name in entry if name not in tensors}
+            entry = {name: value for name, value in entry.items() if name in tensors}
         if not self.strict:
-            entry = self._leave_out(own, entry)
+            entry = self._leave_out(tensors, entry)
         # torch decides about what a module loads by code of its own.
         loads_itself = tuple(_prefixes_of_own_loads(self.target))
-        for problem, names, others in (("has no", own, entry), ("also has", entry, own)):
+        for problem, names, others in (("has no", tensors, entry), ("also has", entry, tensors)):
             rest = [str(name) for name in names if name not in others]
             rest = [name for name in rest if not name.startswith(loads_itself)]
             if rest and self.strict:
                 raise UserError(f"it {problem} {listed(rest, _MAX_NAMES)}")
         self.entry = as_kind_of(self.entry, entry)
-        self.likes = {(name,): value for name, value in own.items()}
-        for name, value in own.items():
+        self.likes = {(name,): value for name, value in tensors.items()}
+        for name, value in tensors.items():
             saved = entry.get(name)
             if isinstance(value, Tensor) and not name.startswith(loads_itself):
                 _check_shape(name, saved, value)
 
-    def _leave_out(self, own: Mapping[str, Any], entry: dict[Any, Any]) -> dict[Any, Any]:
+    def _leave_out(self, tensors: Mapping[str, Any], entry: dict[Any, Any]) -> dict[Any, Any]:
         """The part of the entry that the module has in the same shape. Logs the rest."""
         fits = {
             name: value
             for name, value in entry.items()
-            if name in own and getattr(value, "shape", None) == getattr(own[name], "shape", None)
+            if name in tensors
+            and getattr(value, "shape", None) == getattr(tensors[name], "shape", None)
         }
-        rest = sorted({*own, *entry} - fits.keys())
+        rest = sorted({*tensors, *entry} - fits.keys())
         if not fits:
             raise UserError("it has none of its tensors")
         if rest:
@@ -170,16 +174,18 @@ class Fit:
         with contextlib.suppress(RuntimeError):
             self.likes |= _tensors_in(self.target.state_dict())
 
-    def _match_names(self, saved: set[str], own: set[int], modules: Sequence[Module]) -> None:
-        """Of an optimizer's state by the names of parameters; `own`: the ids of this one's."""
+    def _match_names(self, saved: set[str], trained: set[int], modules: Sequence[Module]) -> None:
+        """Match an optimizer's state by parameter names. `trained`: the ids of the optimizer's parameters."""
         for module in modules:
             parameters = {_bare(name): parameter for name, parameter in module.named_parameters()}
-            if own <= {id(parameter) for parameter in parameters.values()}:
+            if trained <= {id(parameter) for parameter in parameters.values()}:
                 break
         else:
             raise UserError("its state is by parameter names: load its model in the same call")
         self.module = module
-        names = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
+        names = {
+            name: parameter for name, parameter in parameters.items() if id(parameter) in trained
+        }
         self.likes = {("state", name): parameter for name, parameter in names.items()}
         if missing := names.keys() - saved:
             raise UserError(f"it has no state of {listed(sorted(missing), _MAX_NAMES)}")
@@ -187,11 +193,9 @@ class Fit:
             self.unloaded = saved - names.keys()
             self.entry = {key: value for key, value in self.entry.items() if _name_in(key) in names}
 
-    def _check_tensor(self, path: Keys, value: Any) -> None:
+    def _check_place(self, path: Keys) -> None:
         """Refuse a sharded tensor that the object does not tell how to place."""
         like = like_of(path, self.likes)
-        if type(value) is not ShardedValue or isinstance(self.target, Module):
-            return
         name = str(path[0]) if len(path) == 1 else shown_path(path, "")
         if not isinstance(like, Tensor):
             raise UserError(
@@ -213,13 +217,13 @@ def saved_types(fits: Iterable[Fit]) -> dict[int, torch.dtype]:
     return types
 
 
-def _check_shape(name: str, saved: Any, own: Tensor) -> None:
-    if own.is_meta:
+def _check_shape(name: str, saved: Any, tensor: Tensor) -> None:
+    if tensor.is_meta:
         raise UserError(_on_meta(name))
-    is_lazy = torch.nn.parameter.is_lazy(own)
-    if not is_lazy and getattr(saved, "shape", own.shape) != own.shape:
+    is_lazy = torch.nn.parameter.is_lazy(tensor)
+    if not is_lazy and getattr(saved, "shape", tensor.shape) != tensor.shape:
         raise UserError(
-            f"{name} was saved with shape {list(saved.shape)}; it now has {list(own.shape)}"
+            f"{name} was saved with shape {list(saved.shape)}; it now has {list(tensor.shape)}"
         )
 
 
@@ -246,7 +250,7 @@ def _is_of_torch(hook: Any) -> bool:
 
 
 def _restore(loaded: Any, saved: Any) -> Any:
-    """What was loaded, with the types of what was saved."""
+    """The loaded state, with the types that its tensors had when they were saved."""
     if isinstance(saved, Mapping) and isinstance(loaded, dict):
         for key in saved.keys() & loaded.keys():
             loaded[key] = _restore(loaded[key], saved[key])
@@ -260,8 +264,8 @@ def _restore(loaded: Any, saved: Any) -> Any:
 
 def like_of(path: Keys, likes: Mapping[Keys, Any]) -> Any:
     """The object's own tensor, or for the state of an optimizer its parameter."""
-    own = likes.get(path, likes.get(path[:2]))
-    return likes.get(("state", _name_in(path[0]))) if own is None and path else own
+    like = likes.get(path, likes.get(path[:2]))
+    return likes.get(("state", _name_in(path[0]))) if like is None and path else like
 
 
 def placed(
@@ -272,7 +276,7 @@ def placed(
     With `owns`, the object keeps the tensors: those on the CPU are copied out of their files. The state of an
     optimizer lies in memory as its parameter does: fused kernels read both in this order.
     """
-    was_sharded = any(type(value) is ShardedValue for value in _leaves(entry))
+    was_sharded = any(type(value) is ShardedValue for _, value in leaves(entry))
 
     def place(path: Keys, value: Any) -> Any:
         like: Any = like_of(path, likes)
@@ -293,24 +297,8 @@ def placed(
     return mapped(entry, place)
 
 
-def _leaves(nested: Any) -> Iterator[Any]:
-    kind = type(nested)
-    if kind not in DICTS and kind not in LISTS:
-        yield nested
-        return
-    for value in nested.values() if kind in DICTS else nested:
-        yield from _leaves(value)
-
-
 def _tensors_in(state: Any) -> dict[Keys, Any]:
-    tensors: dict[Keys, Any] = {}
-
-    def keep(path: Keys, value: Any) -> None:
-        if isinstance(value, Tensor):
-            tensors[path] = value
-
-    mapped(state, keep)
-    return tensors
+    return {path: value for path, value in leaves(state) if isinstance(value, Tensor)}
 
 
 def _bare(name: Any) -> str:

@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class About:
-    """What a checkpoint tells of its state: the contents of about.json.
+    """Facts about the state of a checkpoint: the contents of about.json.
 
     Attributes:
         step, config: those of the save.
@@ -96,7 +96,7 @@ class About:
 
     @classmethod
     def of(cls, folder: Path) -> About:
-        """That of a checkpoint. A broken one has none, and counts as finite."""
+        """The facts of a checkpoint. A broken checkpoint has none, and counts as finite."""
         try:
             return cls.read(folder / ABOUT)
         except (OSError, ValueError, TypeError, RecursionError):
@@ -299,13 +299,13 @@ def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
 
 
 def list_files(folder: Path) -> Listing:
-    """What the folder lists. Reads no file of tensors. Raises BrokenCheckpoint."""
+    """The files that the folder lists. Reads no file of tensors. Raises BrokenCheckpoint."""
     expected, manifest = _read(folder, COMPLETE), _read(folder, MANIFEST)
     save_id = hashlib.sha256(manifest).hexdigest()
     if save_id.encode() != expected:
         raise BrokenCheckpoint(folder, f"{MANIFEST} does not match its SHA-256")
-    found = (folder / COMPLETE).stat()
-    inode = f"{found.st_ino} {found.st_ctime_ns}"
+    stat = (folder / COMPLETE).stat()
+    inode = f"{stat.st_ino} {stat.st_ctime_ns}"
     here = _entries(folder, MANIFEST, manifest)
     if INDEX not in here:
         return Listing(here, {}, save_id, inode)

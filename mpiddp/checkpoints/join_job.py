@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -28,7 +27,7 @@ def script_coordinator(finish: Callable[[], None]) -> Coordinator:
     if not session.is_member and world.launcher.name == "none":
         log_to_console(0)
         at_exit(finish)
-        alone = Coordinator(replace(world, node_rank=0, num_nodes=1))
+        alone = Coordinator(world._replace(node_rank=0, num_nodes=1))
         alone.hostnames = (socket.gethostname(),)
         return alone
     if not session.is_member:

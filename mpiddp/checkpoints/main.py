@@ -86,36 +86,36 @@ def _verify(folder: Path) -> int:
     return 0
 
 
-def _prune(given: Path, keep: int) -> int:
-    found = folders.checkpoints_at(given)
-    if found == [given.resolve()]:
+def _prune(path: Path, keep: int) -> int:
+    checkpoints = folders.checkpoints_at(path)
+    if checkpoints == [path.resolve()]:
         raise UserError(
-            f"{given} is one checkpoint. Expected a run's folder or a folder of checkpoints."
+            f"{path} is one checkpoint. Expected a run's folder or a folder of checkpoints."
         )
-    for folder in prune(found[0].parent, Retention(keep), is_good=folders.is_verified):
+    for folder in prune(checkpoints[0].parent, Retention(keep), is_good=folders.is_verified):
         print(f"checkpoint {folder.name}: removed")
     return 0
 
 
-def _pin(given: Path, step: int) -> int:
+def _pin(path: Path, step: int) -> int:
     """Keep a checkpoint from being removed, until the user removes the file."""
-    names = {folder.name: folder for folder in folders.checkpoints_at(given)}
+    names = {folder.name: folder for folder in folders.checkpoints_at(path)}
     name = folders.name_of_step(step)
     if name not in names:
-        raise UserError(f"{given} has no {name}. It has: {listed(list(names))}.")
+        raise UserError(f"{path} has no {name}. It has: {listed(list(names))}.")
     pin = names[name] / PINNED
     pin.touch()
     print(f"checkpoint {name}: pinned. To unpin it, remove {pin}")
     return 0
 
 
-def _export(given: str, out: Path, to: str) -> int:
+def _export(path: str, out: Path, to: str) -> int:
     from mpiddp.checkpoints.load import export  # needs torch
 
-    for each in (signal.SIGTERM, signal.SIGHUP):  # a part of the export must not remain
-        if signal.getsignal(each) is signal.SIG_DFL:  # not under nohup
-            signal.signal(each, lambda number, _: sys.exit(128 + number))
-    saved = export(given, out, to)
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # a part of the export must not remain
+        if signal.getsignal(ending) is signal.SIG_DFL:  # not under nohup
+            signal.signal(ending, lambda number, _: sys.exit(128 + number))
+    saved = export(path, out, to)
     name = folders.name_of_step(saved.step)
     print(f"checkpoint {name}: written to {out} as {to}, with {listed(list(saved.state))}")
     return 0

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from mpiddp.errors import UserError
 from mpiddp.files import replace_file
 from mpiddp.protocol.variables import RUN_ID
 from mpiddp.runtime.job.session import current, script_session
-from mpiddp.runtime.rank_log import log
+from mpiddp.runtime.rank_log import log, log_to_console
 from mpiddp.runtime.sinks import SinkRun, number_of, open_sinks
 from mpiddp.text import from_here
 from mpiddp.world import World
@@ -55,7 +55,6 @@ class RunRecords:
 
     Attributes:
         scores: by step, the values of the metric by which the best checkpoint is kept.
-        also: the records of later runs of this process, which take the same values.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class RunRecords:
         self.dir, self._metric, self._losses = run, metric, losses
         self.config = config or {}
         self.scores: dict[int, float] = {}
-        self.also: list[RunRecords] = []
         # By name, the losses whose latest value is not finite.
         self._not_finite: dict[str, str] = {}
         self._is_writer: bool | None = None  # None until the run has started
@@ -96,10 +94,6 @@ class RunRecords:
     def not_finite(self) -> str:
         """Why the latest loss is not finite; "" if it is."""
         return next(iter(self._not_finite.values()), "")
-
-    def open(self) -> list[RunRecords]:
-        """These and the later ones that have not been closed."""
-        return [records for records in (self, *self.also) if not records.is_closed]
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         if not self._is_writer:
@@ -180,24 +174,23 @@ def run_dir() -> Path:
     Raises:
         UserError: there is none yet.
     """
-    run: RunRecords | None = current().run
-    if run is None:
+    runs = open_runs()
+    if not runs:
         raise UserError(
             "there is no folder of a run yet. Create one first: mpiddp.Checkpoints('runs/a')"
         )
-    return _open_records(run)[0].dir.path
+    return runs[0].dir.path
 
 
 def log_metrics(step: int, **values: Any) -> None:
     """Record values of a step in the folder of each open run, and in the libraries of `--log-to`.
 
     With `mpiddp.Checkpoints`, this appends a line to metrics.jsonl in its folder: `{"step": 7, "loss": 0.5}`.
-    A run that resumes drops the lines of the steps that it repeats. With `mpiddp launch --log-to tensorboard`
-    or MPIDDP_LOG_TO=tensorboard in the environment, rank 0 writes the numbers to TensorBoard too; wandb,
-    mlflow and trackio are the other libraries. The status of `mpiddp launch` always shows the numbers.
+    With `mpiddp launch --log-to tensorboard` or MPIDDP_LOG_TO=tensorboard in the environment, rank 0 writes
+    the numbers to TensorBoard too; wandb, mlflow and trackio are the other libraries.
 
-    Call it on all ranks, or on rank 0. One rank of each file system writes, rank 0 among them; calls of
-    other ranks do nothing. A record that cannot be written causes a warning.
+    Call it on all ranks, or on rank 0: one rank of each file system writes. A record that cannot be written
+    causes a warning.
 
     Args:
         step: the step of the run to which the values belong, as `Checkpoints.save` counts them. A value of
@@ -213,7 +206,7 @@ def log_metrics(step: int, **values: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int):
         raise TypeError(f"mpiddp.log_metrics: step: expected a whole number, not {step!r}")
     session = script_session()
-    runs = [] if session.run is None else _open_records(session.run)
+    runs = open_runs()
     if runs and not runs[0].has_started:
         raise UserError(
             "mpiddp.log_metrics: call Checkpoints.resume() first. It knows which records are kept."
@@ -222,20 +215,23 @@ def log_metrics(step: int, **values: Any) -> None:
         records.record(step, values)
     session.progress.show(values)
     if session.sinks is None:
-        is_writer = World.from_env().rank == 0
-        session.sinks = open_sinks(_run_of_sinks(session.run, step)) if is_writer else ()
+        rank = World.from_env().rank
+        log_to_console(rank)  # a script that has not joined may have no other handler
+        session.sinks = () if rank else open_sinks(_run_of_sinks(runs, step))
     for sink in session.sinks:
         sink.write(step, values)
 
 
-def _open_records(first: RunRecords) -> list[RunRecords]:
-    """Those of the open runs of this process; those of the first one if all are closed."""
-    return first.open() or [first]
+def open_runs() -> list[RunRecords]:
+    """The records of the open runs of this process; those of the first one if all are closed."""
+    runs: list[RunRecords] = current().runs
+    return [records for records in runs if not records.is_closed] or runs[:1]
 
 
-def _run_of_sinks(records: RunRecords | None, step: int) -> SinkRun:
+def _run_of_sinks(runs: Sequence[RunRecords], step: int) -> SinkRun:
     """The run of this process for `--log-to`. `step` is the first one that it records."""
-    if records is not None:
+    if runs:
+        records = runs[0]
         name, began = records.dir.path.name, _when(records.began_at())
         key = _NO_NAME.sub("-", f"{name}-{began}")
         return SinkRun(key, records.dir.path, records.config, step)
@@ -246,7 +242,7 @@ def _run_of_sinks(records: RunRecords | None, step: int) -> SinkRun:
 
 
 def _when(seconds: float) -> str:
-    """The same on all hosts, in whatever time zone a run resumes."""
+    """The time as a text that is the same on all hosts, because they may have different time zones."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
 
 

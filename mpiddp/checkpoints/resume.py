@@ -9,29 +9,38 @@ from its own host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from mpiddp.checkpoints.bucket import local_path, pull
+from mpiddp.checkpoints.contents import read
 from mpiddp.checkpoints.folder import (
+    COMPLETE,
     INDEX,
     About,
     BrokenCheckpoint,
     Entry,
     NewFolder,
     checkpoints_at,
+    is_set_aside,
     list_files,
     list_steps,
     name_of_step,
     step_of,
     verify,
 )
+from mpiddp.checkpoints.resumed import Resumed
+from mpiddp.checkpoints.retention import hold, set_aside
 from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, send_files
 from mpiddp.checkpoints.tensor_files import reason_of
 from mpiddp.errors import JobFailed, UserError, named_by
+from mpiddp.runtime.job.session import current
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import counted, from_here
 
@@ -63,6 +72,67 @@ class Candidate(NamedTuple):
         return self._replace(damage=damage, is_failure=getattr(error, "is_failure", False))
 
 
+def resume(run: Run, path: str | os.PathLike[str] | None, step: int | None) -> Resumed | None:
+    """Restore the newest checkpoint, see `Checkpoints.resume`. A collective: every rank must call it."""
+    with run.together(), named_by(""):
+        if path is not None and run.is_writer:
+            pull(path)
+    copies = find(run, None if path is None else local_path(path))
+    if not copies:
+        return None
+    files, chosen = bring(run, copies), copies[0]
+    folders = {file.parent for file in files.values()}
+    is_seed = not chosen.of_this_run and step is not None
+    with run.together():
+        run.held += [hold(folder) for folder in folders if (folder / COMPLETE).exists()]
+        resumed = read(files, run.rank, local_rank=run.local_rank)
+        if is_seed:
+            resumed = replace(resumed, step=step or 0)
+        else:
+            _refuse_another(chosen, resumed, run.records.config)
+    where = f" on {run.coordinator.hostnames[chosen.rank]}" if chosen.rank else ""
+    log.info(f"resuming from {from_here(chosen.path)}{where}: step {resumed.step}")
+    with run.together(), named_by("cannot rename"):
+        if run.is_writer:
+            _set_later_ones_aside(run, chosen, folders, resumed.step)
+    run.step, run.unloaded = -1 if is_seed else resumed.step, resumed._unloaded
+    run.first = resumed.step
+    current().stop.steps_before = resumed.step
+    return resumed
+
+
+def _refuse_another(chosen: Candidate, resumed: Resumed, config: Mapping[str, Any]) -> None:
+    """Raise UserError for a checkpoint of another config, or one whose folder was renamed."""
+    path, saved = from_here(chosen.path), resumed.config
+    if chosen.of_this_run and chosen.step != resumed.step:
+        name = name_of_step(resumed.step)
+        raise UserError(f"{path} is the checkpoint of step {resumed.step}: rename it to {name}.")
+    different = [
+        f"{name} {saved.get(name)!r}, now {config.get(name)!r}"
+        for name in sorted(saved.keys() | config.keys())
+        if saved.get(name) != config.get(name)
+    ]
+    if different:
+        raise UserError(
+            f"{path} was made with another config: {'; '.join(different)}. "
+            "Use the same config, or name another folder."
+        )
+
+
+def _set_later_ones_aside(run: Run, chosen: Candidate, folders: set[Path], step: int) -> None:
+    """Rename the checkpoints of later steps, because a restart would resume from the newest of them."""
+    again = [folder for folder in folders if chosen.of_this_run and is_set_aside(folder)]
+    for renamed in set_aside(run.dir.checkpoints, step, *again):
+        log.info(f"renamed to {renamed.name}: its step is not before that of the resume")
+        if bucket := run.bucket:
+            bucket.rename(renamed.stem, renamed.name)
+    if chosen.of_this_run and chosen.is_named:
+        run.records.note(event="went back", to=Path(chosen.path).name)
+
+
+# Find it
+
+
 def find(run: Run, path: Path | None = None) -> list[Candidate]:
     """The newest verified checkpoint on the hosts that together have all of it; [] if there is none.
 
@@ -80,8 +150,8 @@ def find(run: Run, path: Path | None = None) -> list[Candidate]:
             log.info(f"{path} is not used: the run has gone back to it before, and continues")
             path = None
     with run.together(), named_by(""):
-        own = _on_this_host(run, path) if run.local_rank == 0 else []
-    candidates = _gathered(run, own)
+        here = _on_this_host(run, path) if run.local_rank == 0 else []
+    candidates = _gathered(run, here)
     copies: list[Candidate] = []
     while usable := [candidate for candidate in candidates if not candidate.damage]:
         best = max(usable, key=lambda candidate: (candidate.order, -candidate.rank))
@@ -115,9 +185,9 @@ def _refuse_long_way(run: Run, candidates: Sequence[Candidate], chosen: Candidat
         )
 
 
-def _gathered(run: Run, own: Sequence[Candidate]) -> list[Candidate]:
+def _gathered(run: Run, candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates of all ranks. All ranks must call this."""
-    return [Candidate(*row) for rows in run.gather(own) for row in rows]
+    return [Candidate(*row) for rows in run.gather(candidates) for row in rows]
 
 
 def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
@@ -127,13 +197,13 @@ def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
         return [copy.damaged(BrokenCheckpoint(Path(copy.path), where)) for copy in copies]
     # One folder on a shared file system is verified once: the ranks of all its hosts divide its files.
     by_rank = _by_rank(run, copies)
-    own, broken = by_rank[run.rank], list[Candidate]()
-    if own is not None:
-        sharing = [at for at, copy in enumerate(by_rank) if copy and copy.inode == own.inode]
+    local, broken = by_rank[run.rank], list[Candidate]()
+    if local is not None:
+        sharing = [at for at, copy in enumerate(by_rank) if copy and copy.inode == local.inode]
         try:
-            verify(Path(own.path), share=(sharing.index(run.rank), len(sharing)))
+            verify(Path(local.path), share=(sharing.index(run.rank), len(sharing)))
         except BrokenCheckpoint as error:
-            broken.append(own.damaged(error))
+            broken.append(local.damaged(error))
     by_inode = {copy.inode: copy for copy in _gathered(run, broken)}
     return [by_inode.get(copy.inode, copy) for copy in copies]
 
@@ -147,11 +217,11 @@ def _by_rank(run: Run, copies: Sequence[Candidate]) -> list[Candidate | None]:
 def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
     """The checkpoints of this host that may be chosen, and those that are broken. Raises OSError."""
     root = run.dir.checkpoints
-    own = [_candidate(run, folder, of_this_run=True) for folder in list_steps(root)]
+    candidates = [_candidate(run, folder, of_this_run=True) for folder in list_steps(root)]
     goes_back = path is not None and path.parent == root
-    has_own = any(not candidate.damage for candidate in own)
+    has_own = any(not candidate.damage for candidate in candidates)
     if path is None or (has_own and not goes_back):
-        return own
+        return candidates
     try:
         folders = checkpoints_at(path)
         is_named = folders == [path.resolve()]
@@ -161,7 +231,7 @@ def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
         ]
     except UserError as error:
         named = [Candidate(run.rank, str(path), -1, goes_back, damage=str(error))]
-    return named if goes_back else own + named
+    return named if goes_back else candidates + named
 
 
 def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = False) -> Candidate:
@@ -243,8 +313,8 @@ def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
         if receivers:
             path = Path(source.path) / name
             transfers.append(Transfer(source.rank, path, Entry(**entry), tuple(sorted(receivers))))
-        own = by_rank[run.rank]
-        places[name] = (final if own is None or lacks[run.rank] else Path(own.path)) / name
+        local = by_rank[run.rank]
+        places[name] = (final if local is None or lacks[run.rank] else Path(local.path)) / name
     if not transfers:
         return places
     log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")

@@ -1,4 +1,4 @@
-"""What a script has of a checkpoint: its state, whose sharded tensors are still in their files."""
+"""A checkpoint as a script has it: the state, whose sharded tensors are still in their files."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Resumed:
     world_size: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
     _about: About = field(default=About(0, {}), repr=False)
-    # What each rank has saved for itself.
+    # The state that each rank has saved for itself.
     _ranks: list[Any] = field(default_factory=list, repr=False)
-    # Of a checkpoint with stages: the tensors of an entry that this rank has not loaded.
+    # If the checkpoint has stages: by entry, the tensors that this rank has not loaded.
     _unloaded: dict[str, set[str]] = field(default_factory=dict, repr=False)
 
     def load_into(self, *, strict: bool = True, **objects: Any) -> None:

@@ -1,6 +1,6 @@
 """The folder of a run, open: its paths, its one owner, and the ranks that write into it.
 
-    run = Run(RunDir(path), records, coordinator, options)
+    run = Run(records, coordinator, options, "resume()")
 
 The folder has one owner at a time, because two runs in one folder would remove each other's saves. The owner
 holds the kernel's lock on owner.json, which ends with its process. `ls runs/a` shows the rest.
@@ -14,9 +14,9 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, BinaryIO
@@ -31,13 +31,13 @@ from mpiddp.protocol.variables import RUN_DIR, is_restart
 from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.patches import await_gloo_at_destroy, is_on
 from mpiddp.runtime.rank_log import log
-from mpiddp.text import escaped
+from mpiddp.text import escaped, from_here
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-# What a folder cannot do at the start, it cannot do after a restart either.
+# These errors would come again after a restart.
 _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 
 
@@ -98,7 +98,7 @@ def _holder(file: BinaryIO) -> str:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What `Checkpoints` was told.
+    """The options of `Checkpoints`.
 
     Attributes:
         keep: which checkpoints stay.
@@ -106,6 +106,7 @@ class RunOptions:
         is_guarded: a checkpoint that is not finite counts only if there is no other.
         timeout_s: how long to wait for a rank that does not answer.
         bucket: the object storage that has a copy of the folder.
+        arguments: by name, the arguments that have to be the same on all ranks.
     """
 
     keep: Retention
@@ -113,13 +114,14 @@ class RunOptions:
     is_guarded: bool
     timeout_s: float
     bucket: Bucket | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
 
 
 class Run:
     """The open folder of a run, and the ranks that share it, on one rank.
 
     Attributes:
-        records: of the metrics.
+        records: of the metrics, with the paths of the run and its config.
         group: all ranks, for tensors on the CPU; None for the script's own group, if that is of gloo. A
             reference to it would keep it alive after the script has destroyed it: a rank that still waits
             in a collective would not notice that this one has left.
@@ -130,17 +132,17 @@ class Run:
         unloaded: the tensors of the checkpoint resumed from that this rank has not loaded, by entry.
         num_saves: that this process has begun.
         pending: the step of the save in flight, and why it fails, or "".
-        is_warned: of a state that is not finite.
+        is_warned: the user knows that the newest checkpoint is not finite.
         ring: all ranks, for copies of shards.
         held: the checkpoint resumed from, until the first save.
     """
 
     def __init__(
-        self, run_dir: RunDir, records: RunRecords, coordinator: Coordinator, options: RunOptions
+        self, records: RunRecords, coordinator: Coordinator, options: RunOptions, call: str
     ) -> None:
-        """Create the run's folder on every host, and become its owner. All ranks must call this."""
-        self.dir, self.records, self.coordinator = run_dir, records, coordinator
-        self.options = options
+        """Create the run's folder on every host, and become its owner. All ranks must make this `call`."""
+        self.dir = run_dir = records.dir
+        self.records, self.coordinator, self.options = records, coordinator, options
         self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
         assert coordinator.world.local_rank is not None, "the ranks have joined"
         self.local_rank = coordinator.world.local_rank
@@ -153,10 +155,8 @@ class Run:
         self.prefix = coordinator.unique_prefix("saves")  # of the keys of its exchanges
         self._verified: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
         self._lock: RunLock | None = None  # on the ranks that write
-        if os.environ.get(RUN_DIR) == str(run_dir.path.absolute()):
-            with self.together():
-                if not any(self.gather(run_dir.checkpoints.exists())):  # its server may be away
-                    raise JobFailed(f"{run_dir.path} is not there any more: no host can read it.")
+        self._require_equal_arguments(call)
+        self._require_folder_of_restart()
         with self.writing_together():
             if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
                 raise UserError(
@@ -178,6 +178,44 @@ class Run:
         except BaseException:
             self.close(removes_new=True)
             raise
+
+    def _require_equal_arguments(self, call: str) -> None:
+        """Raise UserError, on all ranks, if they have not created the same `Checkpoints`."""
+        by_rank = self.gather({**self.options.arguments, "the first call": call})
+        for name in dict.fromkeys(name for arguments in by_rank for name in arguments):
+            values = [arguments.get(name, "nothing") for arguments in by_rank]
+            if different := self.different(values):
+                raise UserError(
+                    f"mpiddp.Checkpoints: {name} differs: {different}. Give all ranks the same: rank 0 can "
+                    "broadcast it, and MPIDDP_RUN_ID is the same on all ranks, in restarts too."
+                )
+
+    def _require_folder_of_restart(self) -> None:
+        """Raise, on all ranks, if a restart would not continue the run of the attempt before it.
+
+        Only the first folder that a process opens is judged, because a script may have several runs.
+        """
+        announced = os.environ.pop(RUN_DIR, None)
+        if announced is None:
+            return
+        root = self.dir.checkpoints
+        folders = self.gather([root.exists(), bool(folder.list_steps(root))])
+        if announced == str(self.dir.path):
+            if not any(exists for exists, _ in folders):  # its file server may be away
+                raise JobFailed(f"{announced} is not there any more: no host can read it.")
+        elif not any(has_steps for _, has_steps in folders):
+            raise UserError(
+                f"this restart would begin anew in {self.dir}, which has no checkpoint: the run before it "
+                f"wrote to {from_here(announced)}. Name one folder for all restarts, for example by "
+                "MPIDDP_RUN_ID."
+            )
+
+    def different(self, values: Sequence[str]) -> str:
+        """The values of the ranks, each with the first rank that has it; "" if all are equal."""
+        distinct = list(dict.fromkeys(values))
+        names = [self.coordinator.name(values.index(value)) for value in distinct]
+        pairs = zip(distinct, names, strict=True)
+        return ", ".join(f"{value} on {name}" for value, name in pairs) if names[1:] else ""
 
     @property
     def writers(self) -> list[int]:
@@ -203,7 +241,7 @@ class Run:
 
     @contextlib.contextmanager
     def writing_together(self) -> Iterator[None]:
-        """The same for a body that writes into the folder."""
+        """Run a body that writes into the folder on every rank, see `together`."""
         with self.together():
             try:
                 yield
@@ -246,8 +284,8 @@ class Run:
 
         with self.together():
             has_group = dist.is_available() and dist.is_initialized()
-            found = (dist.get_rank(), dist.get_world_size()) if has_group else None
-            if found != (self.rank, self.world_size):
+            place = (dist.get_rank(), dist.get_world_size()) if has_group else None
+            if place != (self.rank, self.world_size):
                 raise UserError(
                     f"mpiddp.Checkpoints needs a process group of all {self.world_size} ranks. Call "
                     "torch.distributed.init_process_group or mpiddp.init before resume() and save()."
@@ -263,15 +301,15 @@ class Run:
         rank whose file it sees is its writer. The next run removes what a killed one leaves.
         """
         root, seen = self.dir.checkpoints, list[int]()
-        own = folder.hidden(root, f"seen-by-rank-{self.rank}-{secrets.token_hex(8)}")
+        mark = folder.hidden(root, f"seen-by-rank-{self.rank}-{secrets.token_hex(8)}")
         try:
             with self.writing_together():
                 if self.local_rank == 0:
-                    own.touch()
-            marks = self.gather(own.name)
+                    mark.touch()
+            marks = self.gather(mark.name)
             with self.writing_together():
                 seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
             return self.gather(seen[0])
         finally:
             with contextlib.suppress(OSError):
-                own.unlink(missing_ok=True)
+                mark.unlink(missing_ok=True)

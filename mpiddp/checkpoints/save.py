@@ -13,9 +13,9 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -41,9 +41,9 @@ from mpiddp.checkpoints.folder import (
 from mpiddp.checkpoints.retention import prune
 from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
-from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, shown_path
+from mpiddp.checkpoints.state import FlatState, is_sharded
 from mpiddp.checkpoints.tensor_files import packed, reason_of
-from mpiddp.errors import JobFailed, NoAnswer
+from mpiddp.errors import JobFailed, NoAnswer, UserError
 from mpiddp.files import flush
 from mpiddp.runtime.job.coordinator import AnotherFailed, ChannelLost
 from mpiddp.runtime.job.session import current
@@ -54,9 +54,7 @@ from mpiddp.text import from_here
 _NICENESS = 10  # of the thread that writes
 
 
-def start(
-    run: Run, step: int, flat: FlatState, per_rank: FlatState, config: Mapping[str, Any]
-) -> None:
+def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
     """Compare and copy the state, and write it in a thread. A collective, see `Checkpoints.save`."""
     agreed = agree(run, step, flat)
     if step < run.step:
@@ -71,16 +69,16 @@ def start(
         agreement.compare_values(run, flat)
     run.free()
     run.num_saves += 1
-    tensors = [tensor.detach().to("cpu", copy=True) for tensor in per_rank.tensors]
-    own = per_rank.with_tensors(tensors)
-    copies = _copy(run, flat, union, has_own_buffers=agreed.has_own_buffers)
-    about = About(step, config, run.step, union.has_stages, agreed.not_finite)
-    has_shards = bool(union.savers) or any(map(is_sharded, flat.tensors))
-    save = Save(run, about, union.tree, copies, flat.guarded, _gather(run, own), has_shards)
+    if agreed.has_own_buffers and len(run.writers) > 1:
+        _share_buffers(run, flat, union)
+    copies = Copies.of(boxes_of(flat, union, run.rank, is_writer=run.is_writer))
+    about = About(step, run.records.config, run.step, union.has_stages, agreed.not_finite)
+    has_shards = bool(union.savers) or any(map(is_sharded, flat.tensors.values()))
     if has_shards and run.ring is None and len(run.writers) > 1:
         timeout = timedelta(seconds=run.options.timeout_s)
         run.ring = dist.new_group(backend="gloo", timeout=timeout)
-    run.pending = step, save.start()
+    ranks = _gather(run, per_rank)
+    run.pending = step, Save(run, about, union.tree, copies, ranks, has_shards).start()
 
 
 # Compare
@@ -88,12 +86,12 @@ def start(
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks know of each other before a save.
+    """The facts that the ranks know of each other before a save.
 
     Attributes:
-        digests: of what each rank saves: [world_size].
+        digests: of the state of each rank: [world_size].
         values_differ: the tensors of some ranks have other values.
-        has_own_buffers: each rank has statistics of its own, of which those of rank 0 are saved.
+        has_own_buffers: each rank has its own statistics of BatchNorm. Those of rank 0 are saved.
         not_finite: why the latest loss is not finite, or "".
     """
 
@@ -109,8 +107,8 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
     `step` is None after the last save. That one must succeed, or its checkpoint would be lost.
 
     Raises:
-        ValueError: the ranks save different steps.
-        UserError: no rank has taken a tensor of the checkpoint that the run resumes from.
+        UserError: the ranks save different steps; no rank has taken a tensor of the checkpoint that the run
+            resumes from.
         JobFailed: the save before has failed, and it had to succeed; or a rank did not answer.
     """
     run.wait()
@@ -121,37 +119,32 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
         digest = agreement.digest_of(flat)
         if agreement.compares_values(run.num_saves + 1):
             values = agreement.digest_of_values(run, flat)
-    own_buffers = flat is not None and any(map(is_of_each_rank, flat.paths))
+    own_buffers = flat is not None and any(map(is_of_each_rank, flat.tensors))
     unloaded = {entry: sorted(names) for entry, names in run.unloaded.items()}
     is_first = step is not None and run.num_saves == 0
     record = [run.records.not_finite, _scores(run), own_buffers] if run.rank == 0 else []
     answers: list[Any] = run.gather(
         [step, problem, digest, values, unloaded if is_first else {}, record]
     )
-    first = {step: rank for rank, (step, *_) in reversed(list(enumerate(answers)))}
-    if len(first) > 1:
-        calls = [
-            f"{run.coordinator.name(rank)} {'closes' if step is None else f'saves step {step}'}"
-            for step, rank in first.items()
-        ]
-        raise ValueError(f"{', '.join(sorted(calls))}. All ranks must save the same step.")
-    problems = [answer[1] for answer in answers]
+    steps, problems, digests, hashes, missing, records = zip(*answers, strict=True)
+    calls = ["close()" if at is None else f"save({at}, …)" for at in steps]
+    if different := run.different(calls):
+        raise UserError(f"the ranks save different steps: {different}. Save one step on all ranks.")
     if any(problems) and (run.options.must_succeed or step is None):
-        raise JobFailed("\n".join(run.coordinator.sentences(problems)))
+        raise JobFailed("\n".join(run.coordinator.sentences(list(problems))))
     for host, text in zip(run.coordinator.hostnames, problems, strict=True):
         if text and run.rank == 0:
             log.warning(f"warning: {host}: {text}")
     if before and not any(problems):
         run.step = before[0]
-    agreement.require_every_tensor_loaded([answer[4] for answer in answers])
-    not_finite, scores, has_own_buffers = answers[0][5]
+    agreement.require_every_tensor_loaded(missing)
+    not_finite, scores, has_own_buffers = records[0]
     run.records.scores |= {int(step): score for step, score in scores.items()}
-    differ = len({answer[3] for answer in answers}) > 1
-    return Agreement([answer[2] for answer in answers], differ, has_own_buffers, not_finite)
+    return Agreement(digests, len(set(hashes)) > 1, has_own_buffers, not_finite)
 
 
 def _scores(run: Run) -> dict[int, float]:
-    """Of the checkpoints in the folder. Only rank 0 is sure to have them: a script may log on it alone."""
+    """The scores of the checkpoints in the folder. Only rank 0 has all, if the script logs on it alone."""
     scores = run.records.scores
     steps = map(step_of, list_steps(run.dir.checkpoints) if scores else ())
     return {step: scores[step] for step in steps if step in scores}
@@ -160,38 +153,33 @@ def _scores(run: Run) -> dict[int, float]:
 # Copy
 
 
-def _copy(run: Run, flat: FlatState, union: Union, *, has_own_buffers: bool) -> Copies:
-    """This rank's part of the state, in memory of the host. A collective on hosts without a shared disk."""
-    boxes, tensors = boxes_of(flat, union, run.rank, is_writer=run.is_writer)
-    if has_own_buffers and len(run.writers) > 1:
-        # So the files of all hosts are the same, and a resume sends none.
-        pairs = zip(flat.paths, flat.tensors, strict=True)
-        buffers = {path: value for path, value in pairs if is_of_each_rank(path)}
-        sent: list[Any] = [None]
-        if run.rank == 0:
-            sent = [{path: value.detach().cpu() for path, value in buffers.items()}]
-        dist.broadcast_object_list(sent, 0, group=run.group)
-        saved: dict[Keys, Tensor] = sent[0]
-        is_own = [box.path in union.savers or box.path not in saved for box in boxes]
-        tensors = [
-            tensor if own else saved[box.path]
-            for box, tensor, own in zip(boxes, tensors, is_own, strict=True)
-        ]
-    return Copies.of(boxes, tensors)
+def _share_buffers(run: Run, flat: FlatState, union: Union) -> None:
+    """Take the statistics of BatchNorm from rank 0: all hosts then have the same files. A collective.
 
-
-def _gather(run: Run, per_rank: dict[str, Any]) -> list[Tensor]:
-    """What each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
-
-    It can be a hundred small tensors, and no rank needs those of another. As bytes, they are rebuilt neither
-    by the rank that writes them nor by the other ranks that resume.
+    Without a shared disk, a resume would otherwise send whole checkpoints.
     """
-    own = packed({"rng": rng_states(run.local_rank), "state": per_rank})
-    gathered = [own] * run.world_size
+    sent: list[Any] = [None]
+    if run.rank == 0:
+        buffers = filter(is_of_each_rank, flat.tensors)
+        sent = [{path: flat.tensors[path].detach().cpu() for path in buffers}]
+    dist.broadcast_object_list(sent, 0, group=run.group)
+    for path in flat.tensors.keys() & sent[0].keys() - union.savers.keys():
+        flat.tensors[path] = sent[0][path]
+
+
+def _gather(run: Run, per_rank: FlatState) -> list[Tensor]:
+    """The state that each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
+
+    It travels as bytes, because it can be a hundred small tensors, and no rank needs those of another.
+    """
+    tensors = (value.detach().to("cpu", copy=True) for value in per_rank.tensors.values())
+    state = per_rank.with_tensors(tensors)
+    packed_state = packed({"rng": rng_states(run.local_rank), "state": state})
+    gathered = [packed_state] * run.world_size
     if run.world_size > 1 and run.writers == [0]:
-        dist.gather_object(own, gathered if run.is_writer else None, 0, group=run.group)
+        dist.gather_object(packed_state, gathered if run.is_writer else None, 0, group=run.group)
     elif run.world_size > 1:
-        dist.all_gather_object(gathered, own, group=run.group)
+        dist.all_gather_object(gathered, packed_state, group=run.group)
     written = gathered if run.is_writer else []
     return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in written]
 
@@ -199,33 +187,36 @@ def _gather(run: Run, per_rank: dict[str, Any]) -> list[Tensor]:
 # In the thread
 
 
+@dataclass
 class Save:
-    """What this rank saves of one step, in host memory; a thread writes it."""
+    """This rank's part of the checkpoint of a step, in host memory; a thread writes it.
 
-    def __init__(
-        self,
-        run: Run,
-        about: About,
-        tree: Any,
-        copies: Copies,
-        guarded: set[Keys],
-        ranks: Sequence[Tensor],
-        has_shards: bool,
-    ) -> None:
-        """`ranks`: what each rank saves for itself. Without shards, every writer has the whole state."""
-        self._run, self._about, self._tree, self._copies = run, about, tree, copies
-        self._guarded, self._ranks, self._has_shards = guarded, ranks, has_shards
-        self._step, self._number = about.step, run.num_saves
-        final = run.dir.checkpoints / name_of_step(about.step)
+    Attributes:
+        ranks: the state that each rank saves for itself: [world_size].
+        has_shards: the ranks write together; else every writer has the whole state, and settles it alone.
+        hashes: the SHA-256 of the files that this rank has written, by name.
+        shards: the files of all ranks' shards.
+    """
+
+    run: Run
+    about: About
+    tree: Any
+    copies: Copies
+    ranks: Sequence[Tensor]
+    has_shards: bool
+    hashes: dict[str, str] = field(default_factory=dict)
+    shards: list[Transfer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        final = self.run.dir.checkpoints / name_of_step(self.about.step)
         # All ranks know this name. Leftovers of other processes were removed when the run opened.
-        self._new = NewFolder(final, f"{final.name}-{run.num_saves}")
-        self._hashes: dict[str, str] = {}  # by the names of files that this rank has written
-        self._shards: list[Transfer] = []  # the files of all ranks' shards
+        self.number = self.run.num_saves
+        self.new = NewFolder(final, f"{final.name}-{self.number}")
 
     def start(self) -> Future[str]:
         """Write it in a thread. The result says why the save has failed, or ""."""
         result: Future[str] = Future()
-        if not (self._has_shards or self._run.is_writer):
+        if not (self.has_shards or self.run.is_writer):
             result.set_result("")
             return result
         # A thread of its own, because its priority is lowered.
@@ -245,31 +236,31 @@ class Save:
             except Exception as error:
                 return self._sentence(error)
             finally:
-                self._copies, self._ranks = Copies(), []  # as large as the state
+                self.copies, self.ranks = Copies(), []  # as large as the state
         return ""
 
     def _write_and_publish(self) -> None:
-        run = self._run
+        run = self.run
         try:
             reports = self._on_all_ranks("written", self._write)
             receivers = receivers_of(run.writer_of)
-            self._shards = [
-                Transfer(rank, self._new.path / shard_of(rank), Entry(*shard), (receivers[rank],))
+            self.shards = [
+                Transfer(rank, self.new.path / shard_of(rank), Entry(*shard), (receivers[rank],))
                 for rank, (shard, _) in enumerate(reports)
                 if shard
             ]
-            if run.ring is not None and self._has_shards:
+            if run.ring is not None and self.has_shards:
                 self._on_all_ranks("copied", self._send)
-            reasons = (self._about.not_finite, *(reason for _, reason in reports))
+            reasons = (self.about.not_finite, *(reason for _, reason in reports))
             reason = next(filter(None, reasons), "") if run.options.is_guarded else ""
-            self._about = replace(self._about, not_finite=reason)
+            self.about = replace(self.about, not_finite=reason)
             self._on_all_ranks("published", self._publish)
             if run.options.bucket:
-                self._on_all_ranks("copied to the bucket", self._push)
+                self._on_all_ranks("copied to the bucket", self._push_shards)
                 self._on_all_ranks("complete in the bucket", self._complete_push)
         except BaseException:
             if run.is_writer:
-                self._new.discard()
+                self.new.discard()
             raise
 
     def _on_all_ranks(self, part: str, work: Callable[[], Any]) -> list[Any]:
@@ -277,7 +268,7 @@ class Save:
 
         A save of nothing sharded needs no other rank: each writer settles it alone.
         """
-        if not self._has_shards:
+        if not self.has_shards:
             return [work()]
         result, problem = None, None
         try:
@@ -285,16 +276,16 @@ class Save:
         except Exception as error:
             problem = error
         try:
-            reports = self._run.coordinator.all_gather_json(
+            reports = self.run.coordinator.all_gather_json(
                 [result, problem is not None],
-                timeout_s=self._run.options.timeout_s,
-                key=f"{self._run.prefix}/{self._number}/{part}",
+                timeout_s=self.run.options.timeout_s,
+                key=f"{self.run.prefix}/{self.number}/{part}",
             )
         except NoAnswer as missing:
-            raise NoAnswer(f"the save of step {self._step}: {missing}") from None
+            raise NoAnswer(f"the save of step {self.about.step}: {missing}") from None
         except (AnotherFailed, ChannelLost) as error:
             why = "another rank has failed" if type(error) is AnotherFailed else "the job has ended"
-            raise JobFailed(f"step {self._step} was not saved: {why}.") from None
+            raise JobFailed(f"step {self.about.step} was not saved: {why}.") from None
         if problem is not None:
             raise problem
         if any(has_failed for _, has_failed in reports):
@@ -306,54 +297,51 @@ class Save:
 
         Returns the size and the hash of its shards, or None; and why its tensors are not finite, or "".
         """
-        run, folder = self._run, self._new.path
+        run, folder = self.run, self.new.path
         folder.mkdir(parents=True, exist_ok=True)
-        self._hashes = self._copies.write(folder)
+        self.hashes = self.copies.write(folder)
         if run.is_writer:
-            torch.save({"state": self._tree, "ranks": self._ranks}, folder / TREE)
+            torch.save({"state": self.tree, "ranks": self.ranks}, folder / TREE)
         shard, file = None, shard_of(run.rank)
-        if file in self._hashes:
+        if file in self.hashes:
             flush(folder / file)
-            shard = [(folder / file).stat().st_size, self._hashes[file]]
-        reason = ""
-        if run.options.is_guarded and (bad := self._copies.not_finite(self._guarded)):
-            reason = f"{shown_path(bad[0])} has {bad[1]}"
-        return [shard, reason]
+            shard = [(folder / file).stat().st_size, self.hashes[file]]
+        return [shard, self.copies.not_finite() if run.options.is_guarded else ""]
 
     def _send(self) -> None:
         """Send this rank's shards to the next host, which keeps a copy."""
-        send_files(self._shards, self._run.rank, self._run.ring, self._new.path)
+        send_files(self.shards, self.run.rank, self.run.ring, self.new.path)
 
     def _publish(self) -> None:
         """Complete the checkpoint on this file system, if this rank writes there."""
-        run, folder = self._run, self._new.path
+        run, folder = self.run, self.new.path
         if not run.is_writer:
             return
-        self._about.write(folder)
-        for shard in self._shards:
+        self.about.write(folder)
+        for shard in self.shards:
             if run.rank in (run.writer_of[rank] for rank in (shard.source, *shard.receivers)):
-                self._hashes[shard.path.name] = shard.entry.sha256
+                self.hashes[shard.path.name] = shard.entry.sha256
                 if shard.path.stat().st_size != shard.entry.bytes:  # not yet shown by a file server
                     raise RuntimeError(f"{shard.path.name} is incomplete")
-        if self._shards:
-            index = {"files": {shard.path.name: vars(shard.entry) for shard in self._shards}}
+        if self.shards:
+            index = {"files": {shard.path.name: vars(shard.entry) for shard in self.shards}}
             (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-        self._new.seal(self._hashes)
-        self._new.publish()
+        self.new.seal(self.hashes)
+        self.new.publish()
 
-    def _push(self) -> None:
+    def _push_shards(self) -> None:
         """Copy the shards that only other hosts have to the object storage."""
-        run, final = self._run, self._new.final
-        if run.is_writer and run.rank != 0 and self._has_shards and run.options.bucket:
-            run.options.bucket.push(final, is_last=False)
+        bucket = self.run.options.bucket
+        if bucket and self.has_shards and self.run.is_writer and self.run.rank != 0:
+            bucket.push(self.new.final, is_last=False)
 
     def _complete_push(self) -> None:
-        if bucket := self._run.bucket:
-            bucket.push(self._new.final, is_last=True)
+        if bucket := self.run.bucket:
+            bucket.push(self.new.final, is_last=True)
 
     def _prune(self) -> None:
         """Remove old checkpoints, and say if the new one is not finite."""
-        run, final, root = self._run, self._new.final, self._run.dir.checkpoints
+        run, final, root = self.run, self.new.final, self.run.dir.checkpoints
         if run.rank == 0:
             current().coordinator.tell_launcher("saved", path=str(final))
         if not run.is_writer:
@@ -367,7 +355,7 @@ class Save:
         except OSError as error:  # the new checkpoint is complete anyway
             why = f"cannot remove old checkpoints: {error.strerror}"
             log.warning(f"warning: {root}: {why}.")
-        reason = self._about.not_finite
+        reason = self.about.not_finite
         if reason and run.rank == 0 and not run.is_warned:
             rest = "There is no finite checkpoint."
             if finite := [at for at in list_steps(root) if not About.of(at).not_finite]:
@@ -379,9 +367,9 @@ class Save:
         """The error, and the newest checkpoint that remains, if the folder can still be read."""
         if isinstance(error, JobFailed):
             return str(error)
-        root = self._run.dir.checkpoints
+        root = self.run.dir.checkpoints
         reason = reason_of(error) or type(error).__name__
-        sentence = f"{root}: step {self._step} cannot be saved: {reason}."
+        sentence = f"{root}: step {self.about.step} cannot be saved: {reason}."
         with contextlib.suppress(OSError):  # a file server that is gone
             kept = list_steps(root)
             rest = f"{kept[-1].name} is kept." if kept else "There is no older checkpoint."

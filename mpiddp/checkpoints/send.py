@@ -102,7 +102,7 @@ def receivers_of(writer_of: Sequence[int]) -> list[int]:
     each rank's file system, [world_size].
     """
     hosts = [
-        [rank for rank, its in enumerate(writer_of) if its == writer]
+        [rank for rank, other in enumerate(writer_of) if other == writer]
         for writer in sorted(set(writer_of))
     ]
     receivers = {

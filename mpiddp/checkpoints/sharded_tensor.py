@@ -58,9 +58,9 @@ class ShardedValue:
 
     def _filled(self, target: Tensor) -> Tensor:
         """The target, after this rank's part of it is read."""
-        own, offsets = own_part(target)
-        for box, at in self.boxes if own.numel() else ():
-            _copy_overlap(box, at, own, offsets)
+        part, offsets = own_part(target)
+        for box, at in self.boxes if part.numel() else ():
+            _copy_overlap(box, at, part, offsets)
         return target
 
 

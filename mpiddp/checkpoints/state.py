@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,16 @@ def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> 
     if kind in LISTS:
         return kind(mapped(value, change, (*path, index)) for index, value in enumerate(nested))
     return change(path, nested)
+
+
+def leaves(nested: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """The values in these dicts, lists and tuples, with their paths."""
+    kind = type(nested)
+    if kind not in DICTS and kind not in LISTS:
+        yield path, nested
+        return
+    for key, value in nested.items() if kind in DICTS else enumerate(nested):
+        yield from leaves(value, (*path, key))
 
 
 def as_kind_of(pattern: Any, items: dict[Any, Any]) -> Any:
@@ -73,11 +83,11 @@ def own_part(tensor: Any) -> tuple[Tensor, Sequence[int]]:
 
 
 class FlatState:
-    """What a rank saves.
+    """The state that a rank saves, flattened.
 
     Attributes:
         tree: the state with types in place of its tensors.
-        paths, tensors: the tensors and their paths, in the order of the tree.
+        tensors: by their paths, in the order of the tree.
         guarded: the paths of the tensors of modules and of optimizers.
     """
 
@@ -86,7 +96,7 @@ class FlatState:
         if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
             raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
         self._name = name
-        self.paths, self.tensors = list[Keys](), list[Tensor]()
+        self.tensors: dict[Keys, Tensor] = {}
         self.guarded = set[Keys]()
         try:
             self.tree = self._flatten((), dict(entries), is_guarded=False)
@@ -172,8 +182,7 @@ class FlatState:
             self._refuse(path, "cannot save a tensor on meta, which has no values")
         elif value.is_quantized:  # it is more than its elements
             return value.detach().to("cpu", copy=True)
-        self.paths.append(path)
-        self.tensors.append(value)
+        self.tensors[path] = value
         if is_guarded:
             self.guarded.add(path)
         return value.dtype

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mpiddp.errors import JobFailed, UserError, cause_of, named_by
 
-# What a damaged file raises.
+# The errors that a damaged file raises.
 DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error)
 _MAX_HEADER = 1 << 30
 _NAMES = (
@@ -34,7 +34,7 @@ CODES = {dtype: code for code, dtype in _TYPES.items()}
 
 
 def reason_of(error: Exception) -> str:
-    """What the system or torch says of an error, on one line."""
+    """The message of the system or of torch, on one line."""
     return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
 
@@ -69,9 +69,9 @@ def row_of(name: str, code: str, shape: Iterable[int], start: int, end: int) -> 
     return f"{encode_basestring_ascii(name)}:{about}"
 
 
-def header_of(rows: Iterable[str], beside: Mapping[str, Any]) -> bytes:
+def header_of(rows: Iterable[str], notes: Mapping[str, Any]) -> bytes:
     """The beginning of a file with these rows, and with what is told beside them as JSON."""
-    metadata = {"format": "pt", "mpiddp": json.dumps(beside)}
+    metadata = {"format": "pt", "mpiddp": json.dumps(notes)}
     text = ",".join((f'{{"__metadata__":{json.dumps(metadata)}', *rows)).encode() + b"}"
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
@@ -98,7 +98,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError("its header is longer than the file")
         header = json.loads(file.read(length))
     content, tensors = _mapped(path, size), {}
-    beside = json.loads(header.pop("__metadata__", {}).get("mpiddp", "{}"))
+    notes = json.loads(header.pop("__metadata__", {}).get("mpiddp", "{}"))
     for name, about in header.items():
         start, end = (8 + length + offset for offset in about["data_offsets"])
         dtype, shape = _TYPES[about["dtype"]], about["shape"]
@@ -115,7 +115,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             if count
             else torch.empty(shape, dtype=dtype, device="cpu")
         )
-    return tensors, beside
+    return tensors, notes
 
 
 def _mapped(path: Path, size: int) -> Any:
@@ -162,7 +162,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def _load(file: Any, *, mmap: bool = False) -> Any:
-    """What torch.load reads without code. Raises ValueError for another file, OSError, JobFailed."""
+    """The contents that torch.load reads without running code. Raises ValueError, OSError, JobFailed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of code that it then refuses
         try:

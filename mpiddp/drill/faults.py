@@ -5,18 +5,15 @@ docs/drill.md explains them.
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-SETTLE_S = 0.5  # before a fault: a save that runs beside the training may end
-SLOW_S = 0.05  # a step after the fault, so that a script of a few milliseconds does not end before a signal
+PLAN = "plan.json"  # the file with the `FaultPlan`
 FIRED = "fired"  # the file that says that the fault has hit; it hits once in all attempts
 _LEAST_BYTES = 64  # of a file with weights
+_ONE_SAVE_S = 0.05  # between the files of one save
 _TEXT = (".json", ".jsonl", ".log", ".txt", ".csv", ".yaml", ".out", ".err")
 
 
@@ -43,47 +40,22 @@ FAULTS = (
     Fault("fewer", fewer=1),
 )
 NAMES = tuple(fault.name for fault in FAULTS)
-UNDISTURBED = "undisturbed"
+UNDISTURBED = Fault("undisturbed", number=0)
 
 
 @dataclass(frozen=True)
 class FaultPlan:
     """When a fault hits in the ranks of one rehearsal. The process that runs it has written the plan.
 
-    fault: its name in the table. last: the step after which the script ends; 0 for where it ends by itself.
+    number: the signal; 0 for the undisturbed run. last: the step after which the script ends; 0 for where it
+    ends by itself. folder: its working folder; "" for that of the launcher.
     """
 
-    fault: str = UNDISTURBED
+    number: int = 0
     rank: int = 0
     step: int = 0
     last: int = 0
-
-    def write(self, folder: Path) -> None:
-        (folder / "plan.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> FaultPlan:
-        return cls(**json.loads((folder / "plan.json").read_text(encoding="utf-8")))
-
-
-class PlannedFault:
-    """The fault in one rank, in one attempt."""
-
-    def __init__(self, plan: FaultPlan, folder: Path, rank: int) -> None:
-        self._plan, self._rank, self._fired = plan, rank, folder / FIRED
-        self._row = next((fault for fault in FAULTS if fault.name == plan.fault), None)
-        self._is_over = self._row is None or self._fired.exists()  # in an earlier attempt
-
-    def after_step(self, step: int) -> None:
-        """Called after each step of this rank, with its number."""
-        if self._is_over or self._row is None or step < self._plan.step:
-            return
-        if step == self._plan.step and self._rank == self._plan.rank:
-            time.sleep(SETTLE_S)
-            self._fired.touch()
-            if self._row.number == signal.SIGKILL:
-                os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(SLOW_S)
+    folder: str = ""
 
 
 def flip_newest_save(folder: Path, rng: random.Random) -> None:
@@ -94,10 +66,9 @@ def flip_newest_save(folder: Path, rng: random.Random) -> None:
     if not files:
         return
     newest = max(files, key=lambda path: files[path].st_mtime)
-    begins = files[newest].st_mtime - 0.05
-    near = (path for path in files if path.parent == newest.parent)
-    together = (path for path in near if files[path].st_mtime > begins)
-    victim = max(together, key=lambda path: files[path].st_size)
+    begins = files[newest].st_mtime - _ONE_SAVE_S
+    of_save = [p for p in files if p.parent == newest.parent and files[p].st_mtime > begins]
+    victim = max(of_save, key=lambda path: files[path].st_size)
     data = bytearray(victim.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     victim.write_bytes(data)

@@ -7,6 +7,7 @@ mpiddp drill --only kill,sigterm -n 2 -m mpiddp train --use-syn --out {out}
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import signal
@@ -16,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mpiddp.arguments import OUT, whole
+from mpiddp.arguments import OUT, as_arguments, whole
 from mpiddp.drill.faults import FAULTS, NAMES, Fault
 from mpiddp.drill.findings import Result, judge, judge_undisturbed
-from mpiddp.drill.launch_command import LaunchCommand, read_command
-from mpiddp.drill.rehearse import Drill
+from mpiddp.drill.rehearse import Drill, LaunchCommand
 from mpiddp.errors import DONE, FAILED, UserError, named_by, print_error
-from mpiddp.launch.plan.options import LaunchOptions, option_parser
+from mpiddp.launch.plan.job_plan import make_plan
+from mpiddp.launch.plan.options import LaunchOptions, option_parser, parse_options
 from mpiddp.text import align_columns, as_json, counted
 
 _HEAD = ("fault", "result", "steps lost", "weights at the end")
@@ -50,8 +51,8 @@ def main(argv: list[str]) -> int:
     except BaseException:  # Ctrl-C
         _say(f"what the runs printed and wrote: {work}")
         raise
-    found = {"results": [*map(asdict, results)]}
-    print(as_json("drill", found) if options.json else table(results))
+    rows = {"results": [*map(asdict, results)]}
+    print(as_json("drill", rows) if options.json else table(results))
     failed = any(result.passed is False for result in results)
     if failed or options.work:
         _say(f"what the runs printed and wrote: {work} (--seed {seed})")
@@ -65,13 +66,11 @@ def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
         _say(f"no argument has {OUT}: each run begins in an empty folder, without your files")
     undisturbed = drill.undisturbed()
     yield judge_undisturbed(undisturbed)
-    steps, saves = undisturbed.recording.length, undisturbed.recording.saved_steps()
+    steps, saves = undisturbed.length, undisturbed.saved_steps()
     counts = f"{counted(steps, 'step')}, {counted(len(saves), 'save')}"
     _say(f"undisturbed: {counts}, {undisturbed.seconds:.0f} s")
     if undisturbed.codes != (DONE,) or not steps:
         return
-    if steps < drill.last:
-        _say(f"the script ends after {steps} steps, before --steps {drill.last}")
     for fault in faults:
         if fault.fewer and drill.command.ranks < 2:
             yield Result(fault.name, None, "left out: it needs two ranks")
@@ -80,26 +79,21 @@ def _results(drill: Drill, faults: tuple[Fault, ...]) -> Iterator[Result]:
 
 
 def table(results: Sequence[Result]) -> str:
-    sentences = [f"{each.fault}: {each.cause}." for each in results if each.cause]
-    if differing := [each.differs_from for each in results if each.differs_from is not None]:
-        sentences.append(
-            f"Nothing is compared: two runs without a fault differ from step {differing[0]}."
-        )
-    return "\n".join([align_columns([_HEAD, *map(_row, results)]), *sentences])
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    lost = "-" if result.steps_lost is None else str(result.steps_lost)
-    return result.fault, _VERDICTS[result.passed], lost, _ENDS[result.weights_equal]
+    rows = [_HEAD]
+    for result in results:
+        lost = "-" if result.steps_lost is None else str(result.steps_lost)
+        rows.append((result.fault, _VERDICTS[result.passed], lost, _ENDS[result.weights_equal]))
+    sentences = [f"{result.fault}: {result.cause}." for result in results if result.cause]
+    return "\n".join([align_columns(rows), *sentences])
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, LaunchCommand]:
     """The options of the drill, and the command that it runs."""
     parser = option_parser()
     names = LaunchOptions.__dataclass_fields__
-    of_launch = [each for each in parser._actions if each.dest in names]
-    for each in of_launch:
-        each.help = argparse.SUPPRESS
+    of_launch = [action for action in parser._actions if action.dest in names]
+    for action in of_launch:
+        action.help = argparse.SUPPRESS
     parser.prog, parser.usage = "mpiddp drill", "%(prog)s [options] (SCRIPT | -m MODULE) [ARGS ...]"
     parser.description = (
         "Run a script undisturbed, then once with each fault and a resume, and compare. "
@@ -115,23 +109,43 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, LaunchCommand]:
     only = f"the faults, or none, by default all of: {', '.join(NAMES)}"
     add("--only", type=_faults, default=FAULTS, metavar="FAULT,FAULT", help=only)
     add("--seed", type=whole(0), metavar="K", help="seed of the steps and ranks (default: random)")
-    work = (
-        "a new folder for the runs, which all hosts see (default: a temporary one, with several hosts in the "
-        "working folder)"
-    )
+    work = "a new folder for the runs, which all hosts see (default: a temporary one)"
     add("--work", metavar="DIR", help=work)
     add("--json", action="store_true", help="print the results as JSON")
     values = parser.parse_args(argv)
-    return values, read_command(values, of_launch)
+    return values, _command(values, of_launch)
+
+
+def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> LaunchCommand:
+    """The command of the parsed options of `mpiddp launch`. Its hosts are checked, as before any start.
+
+    Raises:
+        UserError: an invalid option, a script that does not exist, a host that cannot be used.
+    """
+    job = [*(["-m", *values.module] if values.module else ()), *values.script]
+    # Its options can be checked without a folder.
+    argv = [word.replace(OUT, ".") for word in (*as_arguments(actions, values), *job)]
+    options = parse_options(argv, "mpiddp drill")
+    if options.job[0] == "--":
+        raise UserError(
+            "mpiddp drill: it observes a Python script or a module in each rank, and not a command "
+            'after "--". Example: mpiddp drill -n 2 train.py --out {out}'
+        )
+    if options.dry_run:
+        raise UserError("mpiddp drill: --dry-run runs nothing. Leave it out.")
+    placed = make_plan(options, os.environ).request.hosts
+    if not values.module:  # the script runs in another working folder
+        job = [os.path.abspath(job[0]), *job[1:]]  # noqa: PTH100, because a link stays a link
+    launch = tuple(as_arguments(actions, values))
+    return LaunchCommand(launch, tuple(job), placed.world_size, len(placed.hosts) > 1)
 
 
 def _faults(text: str) -> tuple[Fault, ...]:
     names = text.split(",")
-    for name in names:
-        if name not in (*NAMES, "none"):
-            raise argparse.ArgumentTypeError(
-                f'"{name}" is not a fault. Expected: {", ".join(NAMES)}'
-            )
+    if wrong := [name for name in names if name not in (*NAMES, "none")]:
+        raise argparse.ArgumentTypeError(
+            f'"{wrong[0]}" is not a fault. Expected: {", ".join(NAMES)}'
+        )
     return tuple(fault for fault in FAULTS if fault.name in names)
 
 
@@ -139,8 +153,8 @@ def _new_folder(named: str | None, command: LaunchCommand) -> Path:
     """The folder that the user names, else a temporary one. Several hosts share the working folder."""
     with named_by("--work" if named else ""):
         if named is None:
-            beside = Path.cwd() if command.has_hosts else None
-            return Path(tempfile.mkdtemp(prefix="mpiddp-drill-", dir=beside))
+            parent = Path.cwd() if command.has_hosts else None
+            return Path(tempfile.mkdtemp(prefix="mpiddp-drill-", dir=parent))
         work = Path(named).absolute()
         work.mkdir(parents=True, exist_ok=True)
         if any(work.iterdir()):

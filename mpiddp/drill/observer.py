@@ -1,4 +1,4 @@
-"""What a rank of a drill records of its script, which stays as it is, and the faults that hit from within.
+"""The observer of a drill: it records the script of a rank, and lets the fault hit from within.
 
 The start of a rank imports this module by the name in MPIDDP_OBSERVER and calls `observe`. It appends one
 line of JSON per event to a file of its own in the folder MPIDDP_DRILL: the state before the first step,
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import socket
 import time
 from pathlib import Path
@@ -25,21 +26,27 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mpiddp.drill.faults import FaultPlan, PlannedFault
-from mpiddp.drill.history import RATE, History, file_of, find, read_attempts
+from mpiddp.drill.faults import FIRED, PLAN, FaultPlan
+from mpiddp.drill.history import RATE, History, find, read_attempts
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
+
+_SETTLE_S = 0.5  # before a fault: a save that runs beside the training may end
+_SLOW_S = 0.05  # a step after the fault, so that a script of a few milliseconds does not end before a signal
 
 
 def observe() -> None:
     """Record this rank from now on. The rank has joined, and its script has not begun."""
     folder = Path(os.environ[DRILL])
-    if not (folder / "plan.json").is_file():
+    if not (folder / PLAN).is_file():
         raise UserError(
             f"mpiddp drill: {socket.gethostname()} does not see {folder}. Name a new folder that all hosts "
             "share: --work DIR"
         )
-    observer = _Observer(folder, int(os.environ["RANK"]), FaultPlan.read(folder))
+    plan = FaultPlan(**json.loads((folder / PLAN).read_text(encoding="utf-8")))
+    if plan.folder:
+        os.chdir(plan.folder)
+    observer = _Observer(folder, int(os.environ["RANK"]), plan)
     register_optimizer_step_pre_hook(observer.before_step)
     register_optimizer_step_post_hook(observer.after_step)
     nn.modules.module.register_module_forward_pre_hook(observer.before_forward)
@@ -55,12 +62,14 @@ def observe() -> None:
 class _Observer:
     def __init__(self, folder: Path, rank: int, plan: FaultPlan) -> None:
         self._folder, self._rank, self._plan = folder, rank, plan
-        self._fault = PlannedFault(plan, folder, rank)
+        # The fault hits once in all attempts.
+        self._is_over = not plan.number or (folder / FIRED).exists()
         self._step = 0  # of the run: that of the resume until the first one of this process
         self._optimizer: Optimizer | None = None  # the first one that makes a step
         self._model: nn.Module | None = None  # the first that is called
         self._first_buffers: dict[str, str] = {}  # a forward pass changes those of BatchNorm
-        self._file = file_of(folder, rank, time.time_ns()).open("w", buffering=1, encoding="utf-8")
+        file = folder / f"rank_{rank}_{time.time_ns()}.jsonl"
+        self._file = file.open("w", buffering=1, encoding="utf-8")
 
     def before_forward(self, module: nn.Module, inputs: object) -> None:
         """Remember the outermost module of the first forward pass."""
@@ -74,7 +83,7 @@ class _Observer:
         self._optimizer = optimizer
         state = self._state(optimizer)
         state["entries"] |= self._first_buffers
-        self._write(kind="first", **state)
+        self._write(**state)
         earlier = History(read_attempts(self._folder, self._rank)[:-1])
         self._step = find(earlier.steps, state) or 0
 
@@ -85,14 +94,24 @@ class _Observer:
         state = self._state(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         state["entries"] = {RATE: str(rates)} | state["entries"]
-        self._write(kind="step", **state)
-        self._fault.after_step(self._step)
+        self._write(**state)
+        if not self._is_over and self._step >= self._plan.step:
+            self._hit()
         if self._plan.last and self._step >= self._plan.last:
             raise SystemExit(0)
 
+    def _hit(self) -> None:
+        """Let the fault hit at its step. The steps after it are slow, until the signal arrives."""
+        if (self._step, self._rank) == (self._plan.step, self._plan.rank):
+            time.sleep(_SETTLE_S)
+            (self._folder / FIRED).touch()
+            if self._plan.number == signal.SIGKILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(_SLOW_S)
+
     def saves(self, name: Any) -> None:
         path = os.path.realpath(name) if isinstance(name, (str, os.PathLike)) and name else ""
-        self._write(kind="save", step=self._step, path=path)
+        self._write(step=self._step, path=path)
 
     def _state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The digest of each entry of the training's state, causes before effects, and of all weights."""

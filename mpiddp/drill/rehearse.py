@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mpiddp.drill.faults import FIRED, Fault, FaultPlan, flip_newest_save
-from mpiddp.drill.history import Recording, read
-from mpiddp.drill.launch_command import LaunchCommand
+from mpiddp.arguments import OUT
+from mpiddp.drill.faults import FIRED, PLAN, UNDISTURBED, Fault, FaultPlan, flip_newest_save
+from mpiddp.drill.history import History, read
 from mpiddp.errors import DONE
 from mpiddp.hosts.processes import descendants, kill_marked, marked, signal_all
 from mpiddp.protocol.variables import DRILL, OBSERVER
@@ -26,25 +27,55 @@ _END_S = 5.0  # for processes to end after the launcher
 _POLL_S = 0.02
 
 
+@dataclass(frozen=True)
+class LaunchCommand:
+    """The command of the user: the options of `mpiddp launch`, and the job with its arguments."""
+
+    options: tuple[str, ...]
+    job: tuple[str, ...]  # the script, or -m and the module
+    ranks: int
+    has_hosts: bool  # besides this one
+
+    @property
+    def names_folder(self) -> bool:
+        return any(OUT in argument for argument in self.job)
+
+    def arguments(self, out: Path, *, fewer: int = 0) -> list[str]:
+        """The arguments of `mpiddp` for a run in `out`, with so many ranks less."""
+        size = ["-n", str(self.ranks - fewer)] if fewer else []
+        job = [argument.replace(OUT, str(out)) for argument in self.job]
+        return ["launch", *self.options, *size, *job]
+
+
 class Ended(NamedTuple):
     """A command that has ended: its code, None if it took too long, and its stderr."""
 
     code: int | None
-    said: str
+    stderr: str
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What happened. `ended`: the first command and the resume. `injected`: whether the fault has hit."""
+    """A rehearsal that is over. `ended`: the first command and the resume. `injected`: the fault has hit."""
 
     injected: bool
     ended: list[Ended]
     seconds: float
-    recording: Recording
+    ranks: list[History]
 
     @property
     def codes(self) -> tuple[int | None, ...]:
-        return tuple(each.code for each in self.ended)
+        return tuple(command.code for command in self.ended)
+
+    @property
+    def length(self) -> int:
+        """The steps at the end."""
+        return len(self.ranks[0].steps) - 1 if self.ranks and self.ranks[0].steps else 0
+
+    def saved_steps(self, attempts: slice = slice(None)) -> list[int]:
+        """The steps at which any rank has called torch.save, in these attempts."""
+        of_ranks = (attempt for rank in self.ranks for attempt in rank.attempts[attempts])
+        return sorted({save["step"] for attempt in of_ranks for save in attempt.saves})
 
 
 @dataclass(frozen=True)
@@ -60,86 +91,76 @@ class Drill:
     seed: int
 
     def undisturbed(self) -> Rehearsal:
-        return self._rehearse(None, FaultPlan(last=self.last), UNDISTURBED_S)
+        return self._rehearse(UNDISTURBED, FaultPlan(last=self.last), UNDISTURBED_S)
 
     def run(self, fault: Fault, undisturbed: Rehearsal) -> Rehearsal:
         """The fault hits after the second save, if there is one, and before the end of the script."""
-        rng, recording = self._random(fault), undisturbed.recording
-        saved, length = recording.saved_steps(), recording.length
+        rng = random.Random(f"{self.seed} {fault.name}")
+        saved, length = undisturbed.saved_steps(), undisturbed.length
         # A damaged newest checkpoint can give way to an older one. In the later half, a run has ended epochs.
         early = max(length // 2, saved[min(1, len(saved) - 1)] + 1 if saved else 0)
         step = max(1, rng.randint(min(early, length - 1), length - 1))
-        plan = FaultPlan(fault.name, rng.randrange(self.command.ranks), step, self.last)
+        plan = FaultPlan(fault.number, rng.randrange(self.command.ranks), step, self.last)
         return self._rehearse(fault, plan, max(_LEAST_S, 4 * undisturbed.seconds))
 
-    def _random(self, fault: Fault) -> random.Random:
-        return random.Random(f"{self.seed} {fault.name}")
-
-    def _rehearse(self, fault: Fault | None, plan: FaultPlan, limit_s: float) -> Rehearsal:
+    def _rehearse(self, fault: Fault, plan: FaultPlan, limit_s: float) -> Rehearsal:
         """The run, and its resume if it has not come to its end. Each has `limit_s`."""
-        folder = self.work / plan.fault
+        folder = self.work / fault.name
         records, out = folder / "records", folder / "out"
         records.mkdir(parents=True)
         out.mkdir()
-        plan.write(records)
+        # Relative paths of a script without {out} must not reach the user's files.
+        plan = replace(plan, folder="" if self.command.names_folder else str(out))
+        (records / PLAN).write_text(json.dumps(vars(plan)), encoding="utf-8")
         since = time.monotonic()
-        run = partial(_run, folder, self.command.folder(out), limit_s)
-        sends = fault is not None and fault.number != signal.SIGKILL
-        ended = [run("first", self.command.arguments(out), sends=sends)]
+        run = partial(self._run, folder, limit_s)
+        ended = [run("first", sends=fault.number == signal.SIGTERM)]
         injected = (records / FIRED).exists()
-        if fault is not None and injected and ended[0].code != DONE:
+        if injected and ended[0].code != DONE:
             if fault.flips:
-                flip_newest_save(out, self._random(fault))
-            ended.append(run("resume", self.command.arguments(out, fewer=fault.fewer)))
+                flip_newest_save(out, random.Random(self.seed))
+            ended.append(run("resume", fewer=fault.fewer))
         return Rehearsal(injected, ended, time.monotonic() - since, read(records))
 
+    def _run(
+        self, folder: Path, limit_s: float, label: str, *, sends: bool = False, fewer: int = 0
+    ) -> Ended:
+        """Run the command for `limit_s` at most, with so many ranks less; keep what it prints in `folder`.
 
-def _run(
-    folder: Path,
-    working: Path,
-    limit_s: float,
-    label: str,
-    arguments: list[str],
-    *,
-    sends: bool = False,
-) -> Ended:
-    """Run `mpiddp ARGUMENTS` in the folder `working`, for `limit_s` at most; keep what it prints in `folder`.
-
-    `sends`: when the fault has hit, send SIGTERM to all processes of the job on this host.
-    """
-    records = folder / "records"
-    path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
-    own = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records)}
-    said, printed = (folder / f"{label}.{end}" for end in ("err", "out"))
-    with (
-        printed.open("w", encoding="utf-8") as stdout,
-        said.open("w", encoding="utf-8") as stderr,
-        subprocess.Popen(
-            [sys.executable, "-m", "mpiddp", *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **own},
-            cwd=working,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,  # a Ctrl-C of the drill's own terminal is the drill's
-        ) as launcher,
-    ):
-        deadline = time.monotonic() + limit_s
-        try:
-            while launcher.poll() is None and time.monotonic() < deadline:
-                if sends and (records / FIRED).exists():
-                    sends = False
-                    signal_all(
-                        lambda: {launcher.pid: "", **descendants(launcher.pid)}, signal.SIGTERM
-                    )
-                time.sleep(_POLL_S)
-        finally:
-            code = launcher.poll()
-            if code is None:
-                _end_leftover(records, wait_s=0.0)
-                launcher.kill()
-            _end_leftover(records, _END_S)
-    return Ended(code, said.read_text("utf-8", errors="replace"))
+        `sends`: when the fault has hit, send SIGTERM to all processes of the job on this host.
+        """
+        records, out = folder / "records", folder / "out"
+        path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
+        variables = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records)}
+        errors, printed = (folder / f"{label}.{end}" for end in ("err", "out"))
+        with (
+            printed.open("w", encoding="utf-8") as stdout,
+            errors.open("w", encoding="utf-8") as stderr,
+            subprocess.Popen(
+                [sys.executable, "-m", "mpiddp", *self.command.arguments(out, fewer=fewer)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,  # a Ctrl-C of the drill's own terminal is the drill's
+            ) as launcher,
+        ):
+            deadline = time.monotonic() + limit_s
+            try:
+                while launcher.poll() is None and time.monotonic() < deadline:
+                    if sends and (records / FIRED).exists():
+                        sends = False
+                        signal_all(
+                            lambda: {launcher.pid: "", **descendants(launcher.pid)}, signal.SIGTERM
+                        )
+                    time.sleep(_POLL_S)
+            finally:
+                code = launcher.poll()
+                if code is None:
+                    _end_leftover(records, wait_s=0.0)
+                    launcher.kill()
+                _end_leftover(records, _END_S)
+        return Ended(code, errors.read_text("utf-8", errors="replace"))
 
 
 def _end_leftover(records: Path, wait_s: float) -> None:

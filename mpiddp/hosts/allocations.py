@@ -37,7 +37,6 @@ MPIJOB_HOSTFILES = (
 UNLISTED = {
     "PET_NNODES": ("a PyTorchJob or TrainJob", "Start the script with torchrun, or use an MPIJob."),
     "AWS_BATCH_JOB_NUM_NODES": ("AWS Batch", "Start the script with torchrun on each node."),
-    "SKYPILOT_NUM_NODES": ("SkyPilot", 'On node 0, write: echo "$SKYPILOT_NODE_IPS" > hosts.'),
 }
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
 _ISO = "%Y-%m-%dT%H:%M:%S"
@@ -148,6 +147,20 @@ def mpijob(env: Mapping[str, str]) -> Hosts | None:
         )
     name = next((name for name in MPIJOB_HOSTFILES if env.get(name)), " or ".join(MPIJOB_HOSTFILES))
     return _of_file(env, name, f"the hostfile of {name}", "K_MPI_JOB_ROLE")
+
+
+def skypilot(env: Mapping[str, str]) -> Hosts | None:
+    """SkyPilot: SKYPILOT_NODE_IPS has a line for each node, all of which run the task's commands."""
+    name, count = "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"
+    if env.get(count, "").strip() in ("", "1") and len(env.get(name, "").split()) < 2:
+        return None
+    lines = _needed(env, name, count)
+    if _needed(env, rank := "SKYPILOT_NODE_RANK", name) != "0":
+        raise UserError(
+            f"{rank}={shown(env[rank])}: node 0 of this SkyPilot task starts the ranks of all nodes. "
+            f'Write: if [ "${rank}" = 0 ]; then mpiddp launch …; fi'
+        )
+    return replace(parse_hostfile(os.fsencode(lines), name), source="the SkyPilot task")
 
 
 def unlisted(env: Mapping[str, str]) -> None:
@@ -283,7 +296,8 @@ SCHEDULERS = (
         followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
-    Scheduler("Kubeflow, AWS Batch or SkyPilot", tuple(UNLISTED), unlisted),
+    Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot),
+    Scheduler("Kubeflow or AWS Batch", tuple(UNLISTED), unlisted),
 )
 
 
@@ -295,8 +309,8 @@ def find_allocation(env: Mapping[str, str]) -> Hosts | None:
     """
     for row in SCHEDULERS:
         if row.is_present(env) and (hosts := row.read(env)):
-            own = row.transport
-            transport = own if own.is_ssh or own.is_installed else SSH
+            transport = row.transport
+            transport = transport if transport.is_ssh or transport.is_installed else SSH
             return replace(hosts, scheduler=row.name, transport=transport, starter=row.starter)
     return None
 
@@ -316,11 +330,6 @@ def grants_hosts(env: Mapping[str, str]) -> bool:
         return find_allocation(env) is not None
     except (UserError, JobFailed):
         return True
-
-
-def leading_schedulers(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The names of the schedulers whose variables in `env` an mpirun would follow."""
-    return tuple(row.name for row in SCHEDULERS if row.followed_by and row.is_present(env))
 
 
 def expand_counts(counts: str) -> list[int]:

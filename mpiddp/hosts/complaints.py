@@ -222,11 +222,13 @@ def _no_answer(answer: Answer) -> str:
         )
     if answer.exit_code is None:
         slow = _SLOW.format(longer=f"{2 * limit_s:.0f}")
-        return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {slow}"
+        why = "A start-up file there may wait for input"
+        return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {why}. {slow}"
     printed = answer.printed_before.strip().splitlines()
-    if answer.exit_code != 255 and (printed or not errors or answer.exit_code == 0):
-        said = [*printed, *errors[-1:], "nothing"][0].rstrip(".")
-        why = f"the host runs another command, which prints: {shown(said)}"
+    if answer.exit_code != 255:
+        # An sshd may print a banner, and a start-up file a greeting, before the reason.
+        reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
+        why = f"the host runs another command, which prints: {reason or 'nothing'}"
         see = "its login shell, its start-up files, and command= in its authorized_keys"
         return f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, {see}."
     return ssh_complaint(host, answer.stderr, transport)
@@ -238,8 +240,8 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
     text = "\n".join(lines)
     port, ssh = (f"-p {host.port} " if host.port else ""), ssh_line(host)
     known = f"'[{host.name}]:{host.port}'" if host.port else host.name
-    said = re.search(r"(?m)^ssh: connect to host \S+ port (\d+)", text)
-    at = host.port or (said[1] if said else [*settings(host, "port"), "22"][0])
+    port_line = re.search(r"(?m)^ssh: connect to host \S+ port (\d+)", text)
+    at = host.port or (port_line[1] if port_line else [*settings(host, "port"), "22"][0])
     words = {"name": host.name, "target": host.ssh_target, "port": port, "ssh": ssh, "known": known}
     words |= {"here": socket.gethostname(), "connect": str(transport.connect_s), "at": str(at)}
     words["longer"] = f"{2 * transport.login_s:.0f}"
@@ -264,7 +266,7 @@ def in_general(error: SshError) -> tuple[str, str]:
 
 def _locked_key(host: Host) -> str:
     """The first key for the host that needs a passphrase and that no agent holds, "" if there is none."""
-    keys = (os.path.expanduser(each) for each in settings(host, "identityfile"))  # noqa: PTH111
+    keys = (os.path.expanduser(path) for path in settings(host, "identityfile"))  # noqa: PTH111
     return next(filter(_is_locked, keys), "")
 
 
@@ -273,9 +275,9 @@ def _is_locked(key: str) -> bool:
     def output(program: str, *arguments: str) -> str:
         return tool_output(program, arguments, None, _CONFIG_S) or ""
 
-    known = output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]  # its fingerprint
+    fingerprint = output("ssh-keygen", "-l", "-f", key).split(" ")[1:2]  # its fingerprint
     is_open = output("ssh-keygen", "-y", "-P", "", "-f", key)
-    return bool(known) and not is_open and known[0] not in output("ssh-add", "-l")
+    return bool(fingerprint) and not is_open and fingerprint[0] not in output("ssh-add", "-l")
 
 
 def settings(host: Host, name: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from mpiddp.hosts.gpu_health import MORE_S, read_health
 from mpiddp.hosts.gpus import TIMEOUT_S, tool_output
-from mpiddp.hosts.interfaces import interfaces
+from mpiddp.hosts.interfaces import interfaces, machine
 
 VERSION_S = 10.0  # of an mpirun --version
 LONGEST_S = TIMEOUT_S + 3 * MORE_S + VERSION_S + 5.0  # that a host with slow tools takes
@@ -29,14 +30,15 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     if program is not None and os.sep in program:  # relative to the working folder
         program = str(Path(needs["folder"], program))
     version = program_version(needs["mpirun"], os.environ)
-    packages = [os.path.join(needs["folder"], each) for each in needs["packages"]]
+    packages = [os.path.join(needs["folder"], folder) for folder in needs["packages"]]
     return {
         "has_folder": os.path.isdir(needs["folder"]),
         "has_program": program is None or shutil.which(program, path=needs["path"]) is not None,
         "has_script": os.path.exists(os.path.join(needs["folder"], needs.get("script") or "")),
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
-        "machine": machine(),
+        "machine": machine("net", "pid"),  # a container has pids of its own
+        "hostname": socket.gethostname(),
         "python": sys.version.split()[0],
         "torch": package_version("torch", packages),
         "mpi4py": package_version("mpi4py", packages),
@@ -46,15 +48,6 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def machine() -> str:
-    """What tells this host from others, whatever its names: its boot, its network, and a container's pids."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{each}") for each in ("net", "pid"))])
-    except OSError:
-        return ""
-
-
 def package_version(package: str, folders: Sequence[str] = ()) -> str | None:
     """The version in the package's metadata, None without it. To import torch would take seconds.
 
@@ -62,20 +55,20 @@ def package_version(package: str, folders: Sequence[str] = ()) -> str | None:
     """
     from importlib.metadata import distributions  # 20 ms
 
-    found = distributions(name=package, path=[*folders, *sys.path])
-    return next((each.version for each in found), None)
+    installed = distributions(name=package, path=[*folders, *sys.path])
+    return next((distribution.version for distribution in installed), None)
 
 
 def program_version(
     program: str, env: Mapping[str, str], stderr: int = subprocess.DEVNULL
 ) -> str | None:
     """What `program --version` prints; None if it cannot run, or does not answer within VERSION_S."""
-    own = with_own_folder(Path(program), env)
-    return tool_output(program, ("--version",), None, VERSION_S, own, stderr) or None
+    variables = with_own_folder(Path(program), env)
+    return tool_output(program, ("--version",), None, VERSION_S, variables, stderr) or None
 
 
 def with_own_folder(program: Path, env: Mapping[str, str]) -> dict[str, str]:
     """`env` with the program's folder on PATH, where Intel's mpirun looks for its other programs."""
     folders = env.get("PATH", os.defpath).split(os.pathsep)
-    own = str(program.parent)
-    return {**env, "PATH": os.pathsep.join(folders if own in folders else [*folders, own])}
+    folder = str(program.parent)
+    return {**env, "PATH": os.pathsep.join(folders if folder in folders else [*folders, folder])}

@@ -79,6 +79,7 @@ class Hosts:
     scheduler: str = ""  # that has granted them, "" for hosts that the user names
     transport: Transport = SSH
     starter: str = "mpirun"  # the program that starts their ranks
+    options: tuple[tuple[int, str], ...] = ()  # of `mpiddp launch`, by the lines "#: OPTIONS"
 
     @cached_property
     def usable(self) -> tuple[Host, ...]:
@@ -89,22 +90,9 @@ class Hosts:
     def world_size(self) -> int:
         return sum(host.ranks for host in self.hosts)
 
-    def over(self, login_s: float) -> Hosts:
-        """These hosts, with `login_s` seconds for each login."""
-        return replace(self, transport=self.transport._replace(login_s=login_s))
-
     def where(self, host: Host) -> str:
         """The host's position in the input, for an error: `hosts.txt:3`, or `-H`."""
         return self.source if host.line is None else f"{self.source}:{host.line}"
-
-
-def slots_of(hosts: Hosts, host: Host) -> int:
-    """The host's slot count. Raises UserError if it is not known."""
-    if host.slots is None:
-        raise UserError(
-            f"{hosts.where(host)}: {host.name} has no slot count. Write: {host.name} slots=N"
-        )
-    return host.slots
 
 
 def read_hostfile(path: str | Path) -> Hosts:
@@ -126,7 +114,8 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
 
     With `may_repeat`, the slots of a host are the sum of all its lines.
     """
-    lines = enumerate(_text(data, source).split("\n"), start=1)
+    lines = [*enumerate(_text(data, source).split("\n"), start=1)]
+    options = tuple((number, line[2:].strip()) for number, line in lines if line.startswith("#:"))
     split = {number: _tokens(line.partition("#")[0]) for number, line in lines}
     rows = {number: tokens for number, tokens in split.items() if tokens}
     # The columns of sge_pe(5): host, slots, queue instance, processors.
@@ -134,22 +123,22 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
     is_of_grid_engine = all(columns.fullmatch(" ".join(tokens)) for tokens in rows.values())
     if is_of_grid_engine:
         rows = {number: [tokens[0], f"slots={tokens[1]}"] for number, tokens in rows.items()}
-    found = [
+    hosts = [
         replace(host, line=number)
         for number, tokens in rows.items()
         for host in _parse_hosts(f"{source}:{number}", tokens)
     ]
-    if not found:
+    if not hosts:
         raise UserError(f"{source} lists no host. {EXAMPLE}")
     # A line for each slot. A list without a repeated host says nothing about the slots.
     are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
     if (
         may_repeat
         or is_of_grid_engine
-        or (are_bare and len({host.key for host in found}) < len(found))
+        or (are_bare and len({host.key for host in hosts}) < len(hosts))
     ):
-        found = _merged(found)
-    return _checked(Hosts(source, tuple(found)))
+        hosts = _merged(hosts)
+    return _checked(Hosts(source, tuple(hosts), options=options))
 
 
 def _merged(found: Sequence[Host]) -> list[Host]:
@@ -169,13 +158,13 @@ def parse_host_list(text: str) -> Hosts:
 
 def hosts_between_commas(where: str, text: str) -> list[Host]:
     """The hosts of an option. Raises UserError as for a hostfile, but they may repeat."""
-    found = []
+    hosts = []
     for entry in _COMMA.split(text):
         if len(tokens := _tokens(entry)) != 1:
             example = "Example: -H node1:2,node2:4"
             raise UserError(f'{where}: "{shown(entry)}" is not a host. {example}')
-        found += _parse_hosts(where, tokens)
-    return found
+        hosts += _parse_hosts(where, tokens)
+    return hosts
 
 
 def _text(data: bytes, source: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import re
 import socket
 import struct
@@ -31,8 +32,8 @@ def resolved(name: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
         answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except UnicodeError:  # an invalid name, such as "a..b"
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
-    found = dict.fromkeys((family, address) for family, _, _, _, address in answers)
-    return sorted(found, key=lambda each: each[0])
+    addresses = dict.fromkeys((family, address) for family, _, _, _, address in answers)
+    return sorted(addresses, key=lambda each: each[0])
 
 
 class Interface(NamedTuple):
@@ -49,9 +50,11 @@ class Interface(NamedTuple):
     def matches(self, requested: str) -> bool:
         """Whether one of `requested`, separated by commas, is its name, its address or its network."""
         address, names = ipaddress.ip_address(self.address), (self.name, self.address)
-        for each in requested.split(","):
+        for request in requested.split(","):
             with suppress(ValueError):  # not a network
-                if each in names or ("/" in each and address in ipaddress.ip_network(each, False)):
+                if request in names or (
+                    "/" in request and address in ipaddress.ip_network(request, False)
+                ):
                     return True
         return False
 
@@ -62,7 +65,7 @@ class Interface(NamedTuple):
 
 def interfaces() -> list[Interface]:
     """The interfaces of this host that are up and have an address, in the kernel's order: IPv4, then IPv6."""
-    found: list[Interface] = []
+    present: list[Interface] = []
     up = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -73,10 +76,21 @@ def interfaces() -> list[Interface]:
             address = _ioctl(probe, _SIOCGIFADDR, name)
             netmask = _ioctl(probe, _SIOCGIFNETMASK, name)
             if address is not None and netmask is not None:
-                with_prefix = "/".join(socket.inet_ntoa(each[20:24]) for each in (address, netmask))
+                with_prefix = "/".join(
+                    socket.inet_ntoa(answer[20:24]) for answer in (address, netmask)
+                )
                 parsed = ipaddress.ip_interface(with_prefix)
-                found.append(Interface(name, str(parsed.ip), str(parsed.network)))
-    return found + [each for each in _ipv6_interfaces() if each.name in up]
+                present.append(Interface(name, str(parsed.ip), str(parsed.network)))
+    return present + [interface for interface in _ipv6_interfaces() if interface.name in up]
+
+
+def machine(*namespaces: str) -> str:
+    """What tells this host from others, whatever its names: its boot, and its namespaces, such as "net"."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in namespaces)])
+    except OSError:
+        return ""
 
 
 def own_addresses() -> tuple[str, ...]:
@@ -98,12 +112,12 @@ def _ioctl(probe: socket.socket, request: int, name: str) -> bytes | None:
 def _ipv6_interfaces() -> list[Interface]:
     """The global IPv6 addresses of this host, with an interface for each."""
     table = Path("/proc/net/if_inet6")
-    found = []
+    present = []
     for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else ():
         digits, _, prefix, scope, _, name = line.split()
         # Global. A link-local address needs a zone, which other hosts do not share.
         if scope == "00":
             address = ipaddress.IPv6Address(int(digits, 16))
             network = ipaddress.ip_network(f"{address}/{int(prefix, 16)}", strict=False)
-            found.append(Interface(name, str(address), str(network)))
-    return found
+            present.append(Interface(name, str(address), str(network)))
+    return present

@@ -67,14 +67,16 @@ def share(hosts: Sequence[Host], config: str, login_s: float) -> None:
     with ThreadPoolExecutor(_AT_ONCE) as threads:  # ssh -G takes some milliseconds
         jumps = {*threads.map(_jump_of, hosts)} - {""}
     with _lock:
-        for jump in jumps - {jump for jump, each in _connections.items() if each.is_open}:
+        for jump in jumps - {
+            jump for jump, connection in _connections.items() if connection.is_open
+        }:
             if (connection := _connect(jump, config, login_s)) is not None:
                 _connections[jump] = connection
 
 
 def shared() -> str:
     """The lines of ssh's configuration by which logins share the connections."""
-    return "".join(each.lines for each in _connections.values() if each.is_open)
+    return "".join(connection.lines for connection in _connections.values() if connection.is_open)
 
 
 @cache

@@ -84,11 +84,11 @@ def _numbers(ranges: str) -> list[str]:
     """`07-09,12` → 07, 08, 09, 12."""
     numbers: list[str] = []
     for item in ranges.split(","):
-        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
-        low, high = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if found is None or not low <= high < low + MAX_HOSTS:
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or not low <= high < low + MAX_HOSTS:
             raise ValueError(f"{shown(item)!r} is not a range such as 07-09")
-        numbers += [str(number).zfill(len(found[1])) for number in range(low, high + 1)]
+        numbers += [str(number).zfill(len(match[1])) for number in range(low, high + 1)]
     return numbers
 
 
@@ -97,8 +97,8 @@ def compress_names(names: Sequence[str]) -> str:
     groups: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys(names):
         # An address is no name with a number: 10.0.0.1 and 10.0.0.2 are printed in full.
-        found = None if name[0].isdigit() or ":" in name else _LAST_NUMBER.fullmatch(name)
-        key, number = ((found[1], found[3]), found[2]) if found else ((name, ""), "")
+        match = None if name[0].isdigit() or ":" in name else _LAST_NUMBER.fullmatch(name)
+        key, number = ((match[1], match[3]), match[2]) if match else ((name, ""), "")
         groups.setdefault(key, []).append(number)
     texts = []
     for (before, after), numbers in groups.items():
@@ -108,6 +108,5 @@ def compress_names(names: Sequence[str]) -> str:
             follows = last and number == str(int(last) + 1).zfill(len(last))
             ranges[-1].append(number) if follows else ranges.append([number])
         inside = [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges]
-        one = len(numbers) == 1
-        texts.append(before + (inside[0] if one else f"[{','.join(inside)}]") + after)
+        texts.append(before + (inside[0] if len(numbers) == 1 else f"[{','.join(inside)}]") + after)
     return ",".join(texts)

@@ -1,4 +1,4 @@
-"""What the ranks get and no network carries in clear text: the job's key, and the values of -x.
+"""The environment variables of the ranks, the job's key among them, which no network carries in clear text.
 
 The launcher hands it to each host over ssh, where this file keeps it in a folder of its user alone. An agent
 takes it from there, and removes the folder once all ranks have met. The source of this file travels.
@@ -7,14 +7,13 @@ takes it from there, and removes the folder once all ranks have met. The source 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
 import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,11 @@ _STALE_S = 86400.0  # a killed launcher leaves its folder
 
 def new_name() -> str:
     return f"{_BEGINNING}{os.urandom(16).hex()}"
+
+
+def packed(variables: Mapping[str, str]) -> bytes:
+    """The variables as the kernel has them: b"NAME=VALUE", each with a zero behind."""
+    return b"".join(os.fsencode(f"{name}={value}\0") for name, value in variables.items())
 
 
 def ready(wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,8 +61,8 @@ def reach_launcher(at: str, key: str) -> str:
         return reason(error)
 
 
-def keep(name: str, variables: Mapping[str, str]) -> None:
-    """Put the variables where `take` finds them. Both raise OSError for a folder that others can enter."""
+def keep(name: str, variables: bytes) -> None:
+    """Put packed variables where `take` finds them. Both raise OSError if others can enter the folder."""
     for old in _PARENT.glob(f"{_BEGINNING}*"):
         with suppress(OSError):
             if is_private(old) and old.lstat().st_mtime < time.time() - _STALE_S:
@@ -68,7 +72,7 @@ def keep(name: str, variables: Mapping[str, str]) -> None:
         folder.mkdir(mode=0o700)
     _check(folder)
     part = folder / os.urandom(8).hex()
-    _write(part, json.dumps(variables).encode())
+    _write(part, variables)
     part.rename(folder / "variables")
 
 
@@ -95,8 +99,8 @@ def take(name: str) -> dict[str, str]:
     """The variables that this host keeps under this name."""
     folder = _folder(name)
     _check(folder)
-    variables: dict[str, str] = json.loads((folder / "variables").read_bytes())
-    return variables
+    rows = (folder / "variables").read_bytes().split(b"\0")[:-1]
+    return dict(os.fsdecode(row).split("=", 1) for row in rows)
 
 
 def _folder(name: str) -> Path:
@@ -123,7 +127,7 @@ def remove(name: str) -> None:
     shutil.rmtree(_folder(name), ignore_errors=True)
 
 
-def sweep(mark: str, name: str) -> list[int]:
+def sweep(mark: str, name: str, outputs: Sequence[str]) -> list[int]:
     """Remove what is left of an attempt: the variables, and its processes, whose pids it returns."""
     remove(name)
-    return kill_marked(mark.encode())
+    return kill_marked(mark.encode(), outputs)

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from stat import S_ISCHR
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -66,10 +67,10 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
                 if state != b"Z":
                     name = os.fsdecode(head.partition(b"(")[2])
                     children[int(parent)].append((int(entry.name), name))
-    found = [*children[ancestor]]
-    for pid, _ in found:
-        found += children[pid]
-    return dict(found)
+    below = [*children[ancestor]]
+    for pid, _ in below:
+        below += children[pid]
+    return dict(below)
 
 
 def command_of(pid: int) -> str:
@@ -116,20 +117,38 @@ def opened(pid: int) -> Iterator[Callable[[int], None]]:
         os.close(process)
 
 
-def kill_marked(mark: bytes) -> list[int]:
-    """Kill all processes that were started with the environment variable `mark`. Returns their pids."""
-    return signal_all(lambda: marked(mark), signal.SIGKILL)
+def kill_marked(mark: bytes, outputs: Collection[str] = ()) -> list[int]:
+    """Kill all processes that `marked` returns. Returns their pids."""
+    return signal_all(lambda: marked(mark, outputs), signal.SIGKILL)
 
 
-def marked(mark: bytes) -> list[int]:
-    """The pids of all processes that were started with the environment variable `mark`, b"NAME=VALUE"."""
+def marked(mark: bytes, outputs: Collection[str] = ()) -> list[int]:
+    """The pids of all processes that were started with the environment variable `mark`, b"NAME=VALUE".
+
+    A process that changes its title overwrites its variables. One that writes to one of `outputs`, see
+    `key_of_output`, is found all the same.
+    """
     pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):  # it has ended, or belongs to another user
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                if mark in (entry / "environ").read_bytes().split(b"\0") or any(
+                    key_of_output(entry / f"fd/{number}") in outputs for number in (1, 2) if outputs
+                ):
                     pids.append(int(entry.name))
     return pids
+
+
+def key_of_output(file: Path) -> str:
+    """What distinguishes a pipe or a terminal, by its link in /proc/PID/fd, from all others; "" if closed.
+
+    A later terminal may get the same name, so its time of creation counts as well.
+    """
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        name, status = str(file.readlink()), file.stat()
+        return f"{boot} {name} {status.st_ctime_ns if S_ISCHR(status.st_mode) else ''}"
+    return ""
 
 
 def signal_all(find: Callable[[], Collection[int]], number: int) -> list[int]:
@@ -177,9 +196,9 @@ def group_of(
     with suppress(OSError, ValueError):
         lines = os.fsdecode((proc / str(pid) / "cgroup").read_bytes()).splitlines()
         groups = {
-            each: path.lstrip("/")
+            controller: path.lstrip("/")
             for _, controllers, path in (line.split(":", 2) for line in lines)
-            for each in controllers.split(",")
+            for controller in controllers.split(",")
         }
         if of in groups:  # cgroup v1
             return mount / of / groups[of]

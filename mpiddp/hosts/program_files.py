@@ -27,7 +27,7 @@ _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 def python_path(env: Mapping[str, str]) -> list[str]:
     """The folders of PYTHONPATH, which the ranks on every host have."""
-    return [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def import_folders() -> list[str]:
@@ -36,9 +36,9 @@ def import_folders() -> list[str]:
     The working folder is none of them, unless PYTHONPATH names it: a script has its own folder instead.
     """
     here = os.getcwd()
-    found = [os.path.abspath(each) for each in python_path(os.environ)]
-    found += [each for each in sys.path if each not in ("", here)]
-    return [each for each in dict.fromkeys(found) if is_local(each)]
+    folders = [os.path.abspath(folder) for folder in python_path(os.environ)]
+    folders += [folder for folder in sys.path if folder not in ("", here)]
+    return [folder for folder in dict.fromkeys(folders) if is_local(folder)]
 
 
 def is_local(folder: str) -> bool:
@@ -63,13 +63,13 @@ def files_of(
     """
     from hashlib import sha256  # takes 5 ms of each rank, which needs it on several hosts only
 
-    own, sources = _sources(kind, name, folder, others)
-    found = []
+    base, sources = _sources(kind, name, folder, others)
+    files = []
     for path, text in sources.items():
-        is_below = own in path.parents
+        is_below = base in path.parents
         digest = "" if text is None else sha256(text).hexdigest()
-        found.append((str(path.relative_to(own) if is_below else path), digest))
-    return found
+        files.append((str(path.relative_to(base) if is_below else path), digest))
+    return files
 
 
 def texts_of(kind: str, name: str, folder: str, others: Sequence[str] = ()) -> list[bytes]:
@@ -81,28 +81,28 @@ def texts_of(kind: str, name: str, folder: str, others: Sequence[str] = ()) -> l
 def _sources(
     kind: str, name: str, folder: str, others: Sequence[str]
 ) -> tuple[Path, dict[Path, bytes | None]]:
-    own = Path(folder)
+    base = Path(folder)
     start: list[Path] = []
     if kind == "script":
-        start = [Path(os.path.realpath(own / name))]  # its folder is where a link leads
+        start = [Path(os.path.realpath(base / name))]  # its folder is where a link leads
         start = [start[0] / "__main__.py"] if Path(start[0]).is_dir() else start
-        own = start[0].parent
-    folders = [own, *map(Path, others)]
+        base = start[0].parent
+    folders = [base, *map(Path, others)]
     if kind == "module":
         start = modules_at(name, folders)
-    return own, sources_of(start, folders)
+    return base, sources_of(start, folders)
 
 
 def sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, bytes | None]:
     """These files, and those that they import from `folders`, as far as their lines show it."""
-    found: dict[Path, bytes | None] = {}
+    texts: dict[Path, bytes | None] = {}
     seen: set[tuple[str, str]] = set()
     todo = list(start)
-    known = set(todo)
+    paths = set(todo)
     for path in todo:  # which grows
-        found[path] = None
+        texts[path] = None
         try:
-            found[path] = text = path.read_bytes()
+            texts[path] = text = path.read_bytes()
         except OSError:  # Python will say why, if the program ever imports it
             continue
         for name in sorted(imported_by(text)):
@@ -111,10 +111,10 @@ def sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, byt
             package = str(path).rsplit(os.sep, level)[0] if level else ""
             if (package, module) not in seen:
                 seen.add((package, module))
-                new = modules_at(module, [Path(package)] if package else folders, known)
-                todo += [each for each in dict.fromkeys(new) if each not in known]
-                known.update(new)
-    return found
+                new = modules_at(module, [Path(package)] if package else folders, paths)
+                todo += [path for path in dict.fromkeys(new) if path not in paths]
+                paths.update(new)
+    return texts
 
 
 def modules_at(name: str, folders: Iterable[Path], known: Collection[Path] = ()) -> list[Path]:

@@ -41,17 +41,17 @@ def meet(
     from concurrent.futures import ThreadPoolExecutor  # 10 ms
 
     until = time.monotonic() + (start_s or longest_s(len(addresses)))
-    of_this_host = {each.address for each in interfaces()}
+    of_this_host = {interface.address for interface in interfaces()}
     me = next(name for name, address in addresses.items() if address in of_this_host)
-    names, own = [*addresses], addresses[me]
+    names, address = [*addresses], addresses[me]
     at = names.index(me)
     near = {names[0], names[at - 1], names[(at + 1) % len(names)]}
     # The first one connects to all, so each host connects to those that connect to it.
     has_all = at == 0 or len(names) <= (most or len(names))
-    others = {each: addresses[each] for each in names if each != me and (has_all or each in near)}
-    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    others = {name: addresses[name] for name in names if name != me and (has_all or name in near)}
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server((own, port), family=family, backlog=512)
+        listener = socket.create_server((address, port), family=family, backlog=512)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
@@ -65,11 +65,11 @@ def meet(
 
     threading.Thread(target=accept, daemon=True).start()
     with ThreadPoolExecutor(_CONNECTIONS) as threads:
-        answers = threads.map(lambda each: _reach(each, port, until), others.values())
-        found = dict(zip(others, answers))
+        answers = threads.map(lambda address: _reach(address, port, until), others.values())
+        errors = dict(zip(others, answers))
     for _ in others:  # they may have started later
         served.acquire(timeout=max(0.0, until - time.monotonic()))
-    return found
+    return errors
 
 
 def _reach(address: str, port: int, until: float) -> dict[str, str]:
@@ -132,22 +132,22 @@ def reason(error: OSError) -> str:
 
 
 def blocked(
-    found: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], port: int
+    answers: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], port: int
 ) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """What is wrong by what `meet` has returned on each host: the host or both, the fact, and its fix."""
     at = {name: f"{address} tcp/{port}" for name, address in addresses.items()}
-    errors = {(a, b): answer["error"] for a in found for b, answer in found[a].items()}
+    errors = {(a, b): answer["error"] for a in answers for b, answer in answers[a].items()}
     unreached = {
         name
-        for name in found
-        if len(found) > 2 and all(error for pair, error in errors.items() if pair[1] == name)
+        for name in answers
+        if len(answers) > 2 and all(error for pair, error in errors.items() if pair[1] == name)
     }
     for name in sorted(unreached):
         error = next(error for pair, error in errors.items() if pair[1] == name)
         fact = f"no other host reaches {name} ({at.get(name)}): {error}"
         yield (name,), fact, f"allow TCP on {name} from the other hosts; see: ssh {name} ip addr"
     for (here, there), error in errors.items():
-        answer = found[here][there]
+        answer = answers[here][there]
         if error and there not in unreached:
             way = "" if errors.get((there, here), "-") else f"; {there} → {here} is open"
             fact = f"{here} → {there} ({at.get(there)}) fails: {error}{way}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import ipaddress
 import os
 import resource
 import selectors
@@ -17,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from mpiddp.errors import JobFailed, UserError, cause_of
-from mpiddp.hosts.interfaces import interfaces, resolved
 from mpiddp.text import parse_whole, shown
 
 # The answers of a name server that knows the name to be wrong. Any other is a failure of the network.
@@ -43,6 +41,8 @@ def resolve(name: str) -> str:
 
     Raises UserError if there is no such name, and JobFailed if no name server answers.
     """
+    from mpiddp.hosts.interfaces import resolved  # few scripts need it
+
     try:
         _, address = resolved(name)[0]
     except OSError as error:
@@ -61,16 +61,20 @@ def resolve_own(name: str) -> str:
 
     Raises UserError if it has no such address, and JobFailed as `resolve`.
     """
+    import ipaddress
+
+    from mpiddp.hosts.interfaces import interfaces
+
     address = resolve(name)
     if not ipaddress.ip_address(address).is_loopback:
         return address
-    own = [i.address for i in interfaces() if not (i.is_loopback or i.is_virtual)]
-    if not own:
+    addresses = [i.address for i in interfaces() if not (i.is_loopback or i.is_virtual)]
+    if not addresses:
         raise UserError(
             f"{name} resolves to {address} on {socket.gethostname()}, where rank 0 runs, and other "
             "hosts cannot reach that address. Set MASTER_ADDR to one that they can reach."
         )
-    return own[0]
+    return addresses[0]
 
 
 def reserve(listener: socket.socket) -> None:

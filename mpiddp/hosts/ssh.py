@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import selectors
-import shlex
 import socket
 import subprocess
 import time
@@ -51,14 +50,21 @@ _MOST_UNSHOWN = 1 << 20  # bytes of a host, which are shown at once
 LOGIN = "mpiddp-login"  # the line that proves the login; start-up files may print before it
 _ANSWERED = f"mpiddp-answered-{os.urandom(8).hex()}"
 _READ_ON = (
-    'import os; stdin = os.fdopen(0, "rb"); [(exec(stdin.read(int(size)), {}), '
-    'print(end.decode(), flush=True)) for size, end in map(bytes.split, iter(stdin.readline, b""))]'
+    "import sys; stdin = sys.stdin.buffer; [(exec(stdin.read(int(size)), {}), "
+    "print(end.decode(), flush=True)) for size, end in map(bytes.split, iter(stdin.readline, bytes()))]"
 )
 _SHELL_LINE = (
-    f"echo {LOGIN}; IFS= read -r python; "
-    f'command -v "$python" >/dev/null 2>&1 || exit {NO_PROGRAM}; '
-    f"cd / && exec \"$python\" -c '{_READ_ON}'"
+    f"echo {LOGIN}; while IFS= read -r line; do case $line in python=*) break ;; esac; done; "
+    f'python=${{line#python=}}; command -v "$python" >/dev/null 2>&1 || exit {NO_PROGRAM}; '
+    f'cd / && exec "$python" -c "{_READ_ON}"'
 )
+# A user's login shell may not be a Bourne shell: fish, or csh, whose quotes end with the line. All of them
+# pass a line without single quotes on to sh.
+_ANY_SHELL_LINE = f"exec sh -c '{_SHELL_LINE}'"
+ANY_SHELL_SSH = Path(__file__).with_name("any_shell_ssh.sh")  # the same for mpirun
+# Before LOGIN has come, only start-up files of the login shell read stdin. A file that asks a question gets
+# an empty line. If a file has started another shell, as with `exec zsh -l`, that shell gets the line.
+_FOR_START_UP_FILES = ("\n" * 8 + _ANY_SHELL_LINE + "\n").encode()
 
 # Of all connections of a job, before the settings of the user. ssh takes the first value that it finds. A job
 # whose ssh became the master (ControlMaster) would end the user's own logins with its own; it may use one.
@@ -149,46 +155,48 @@ def ask_hosts(
                 selector.register(login.stdout, selectors.EVENT_READ, login)
 
             while waiting or running:
-                pending = sum(not each.has_begun for each in running)
+                pending = sum(not login.has_begun for login in running)
                 for _ in range(min(len(waiting), _MOST_LOGINS - pending)):
                     host = waiting.pop()
-                    each = kept.pop(host.key, None) if kept else None
-                    ask(host, each or Login(host, python, transport, config))
-                wait_s = min(show_at, *(each.deadline for each in running)) - time.monotonic()
+                    login = kept.pop(host.key, None) if kept else None
+                    ask(host, login or Login(host, python, transport, config))
+                wait_s = min(show_at, *(login.deadline for login in running)) - time.monotonic()
                 # Nothing tells of new lines on stderr.
                 longest_s = _LONGEST_WAIT_S if show is None else _TOGETHER_S
                 events = selector.select(min(max(0.0, wait_s), longest_s))
                 ended = [key.data for key, _ in events if not key.data.read()]
                 now = time.monotonic()
-                for each in [each for each in running if each in ended or each.deadline <= now]:
-                    selector.unregister(each.stdout)
-                    running.remove(each)
-                    answer = each.answer()
-                    if (again := each.again(answer.stderr, config, direct)) is not None:
-                        ask(each.host, again, each.deadline)
+                for login in [
+                    login for login in running if login in ended or login.deadline <= now
+                ]:
+                    selector.unregister(login.stdout)
+                    running.remove(login)
+                    answer = login.answer()
+                    if (again := login.again(answer.stderr, config, direct)) is not None:
+                        ask(login.host, again, login.deadline)
                         continue
-                    new[each.host] = answers[each.host] = answer
-                    if kept is not None and each.has_answered:
-                        kept[each.host.key] = each
+                    new[login.host] = answers[login.host] = answer
+                    if kept is not None and login.has_answered:
+                        kept[login.host.key] = login
                     else:
-                        each.close()
-                if show is not None and (new or any(each.unshown for each in running)):
-                    is_much = any(each.unshown > _MOST_UNSHOWN for each in running)
+                        login.close()
+                if show is not None and (new or any(login.unshown for login in running)):
+                    is_much = any(login.unshown > _MOST_UNSHOWN for login in running)
                     show_at = now if is_much else min(show_at, now + _TOGETHER_S)
                 if show is not None and (now >= show_at or not (waiting or running)):
-                    news = {each.host: each.lines() for each in running if each.has_begun} | new
+                    news = {login.host: login.lines() for login in running if login.has_begun} | new
                     show({host: news[host] for host in hosts if host in news}, [*new])
                     new, show_at = {}, math.inf
     except KeyboardInterrupt:  # what has come may be all that the user has waited for
-        for each in [each for each in running if each.has_begun]:
-            each.deadline = 0.0
-            new[each.host] = replace(each.answer(), exit_code=None)
+        for login in [login for login in running if login.has_begun]:
+            login.deadline = 0.0
+            new[login.host] = replace(login.answer(), exit_code=None)
         if show is not None:
             show(new, [*new])
         raise
     finally:
-        for each in running:
-            each.close()
+        for login in running:
+            login.close()
     return {host: answers[host] for host in hosts}
 
 
@@ -202,12 +210,10 @@ def _login_command(host: Host, transport: Transport, config: str) -> list[str]:
     """The command that runs _SHELL_LINE on a host. `config` is the path of ssh's configuration."""
     if is_this_host(host.name):
         return ["sh", "-c", _SHELL_LINE]
-    # A user's login shell may not be a Bourne shell: fish, or csh, whose quotes end with the line.
-    line = f"exec sh -c {shlex.quote(_SHELL_LINE)}"
     if not transport.is_ssh:
-        return [*transport.agent, host.name, line]
+        return [*transport.agent, host.name, _ANY_SHELL_LINE]
     # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
-    return ["ssh", "-F", config, "-T", "--", host.alias, line]
+    return ["ssh", "-F", config, "-T", "--", host.alias, _ANY_SHELL_LINE]
 
 
 def ssh_config(
@@ -221,8 +227,8 @@ def ssh_config(
     blocks = jump.shared() if shares_jumps else ""
     for host in hosts:
         address = host.name if ":" in host.name else None
-        own = {"HostName": address, "User": host.user, "Port": host.port}
-        if lines := "".join(f"  {key} {value}\n" for key, value in own.items() if value):
+        settings = {"HostName": address, "User": host.user, "Port": host.port}
+        if lines := "".join(f"  {key} {value}\n" for key, value in settings.items() if value):
             blocks += f"Host {host.alias}\n{lines}"
     signs = math.ceil(max(transport.silence_s, transport.login_s) / 3)
     return blocks + _SETTINGS.format(connect_s=transport.connect_s, signs=signs)
@@ -232,8 +238,11 @@ def ssh_config(
 def config_file(
     hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
 ) -> Iterator[str]:
-    """The path of a file with `ssh_config`, which exists as long as the body lasts."""
-    text = ssh_config(hosts, transport, shares_jumps=shares_jumps)
+    """The path of a file with `ssh_config`, which exists as long as the body lasts.
+
+    By it, ssh says why a login fails, even if the user's own LogLevel is QUIET.
+    """
+    text = "LogLevel INFO\n" + ssh_config(hosts, transport, shares_jumps=shares_jumps)
     with unnamed_file(text.encode()) as file:
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes what it inherits
 
@@ -254,7 +263,7 @@ class Login:
         self, host: Host, python: str, transport: Transport, config: str, pause_s: float = 0.0
     ) -> None:
         self._python, self._transport = python, transport
-        self._to_send = f"{python}\n".encode()
+        self._to_send, self._is_last = _FOR_START_UP_FILES, False
         self.deadline, self._work_s = math.inf, 0.0
         self.has_begun = False  # the login has succeeded
         self._before = bytearray()  # what was printed until then
@@ -272,6 +281,9 @@ class Login:
             )
         assert self.process.stdout is not None
         self.stdout = self.process.stdout
+        self._stdin.settimeout(transport.login_s)
+        self._send()
+        self._to_send = f"python={python}\n".encode()
 
     @property
     def has_answered(self) -> bool:
@@ -280,17 +292,21 @@ class Login:
     def ask(self, host: Host, program: str, work_s: float, *, is_last: bool) -> None:
         """Send the next program. It has `work_s`, after the login is done."""
         self.host, self._work_s = host, work_s  # another one of the same name
-        login_s = self._transport.login_s
-        self.deadline = time.monotonic() + (work_s if self.has_begun else login_s)
+        wait_s = work_s if self.has_begun else self._transport.login_s
+        self.deadline = time.monotonic() + wait_s
         text = program.encode()
         self._to_send += f"{len(text)} {_ANSWERED}\n".encode() + text
+        self._is_last = is_last
         self.output.clear()
-        self._stdin.settimeout(login_s)
+        if self.has_begun:
+            self._send()
+
+    def _send(self) -> None:
+        data, self._to_send = self._to_send, b""
         with suppress(OSError):  # then no answer comes
-            self._stdin.sendall(self._to_send)
-            if is_last:
+            self._stdin.sendall(data)
+            if self._is_last:
                 self._stdin.shutdown(socket.SHUT_WR)
-        self._to_send = b""
 
     def read(self) -> bool:
         """Read what has arrived. Returns whether more may come."""
@@ -301,6 +317,7 @@ class Login:
             self._before, _, self.output = self._before.partition(line)
             self.has_begun = True
             self.deadline = time.monotonic() + self._work_s
+            self._send()
         if len(self.output) > OUTPUT_LIMIT:
             self.deadline = 0.0
             return False

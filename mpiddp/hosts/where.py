@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -71,13 +72,12 @@ def named_hosts(
     `login_s`: the time that a login may take, in seconds. Raises UserError for a list or an allocation that
     cannot be read, and JobFailed if a machine failed.
     """
+    hosts: Hosts | None
     if hostfile is not None:
         is_file = os.path.isfile(hostfile)  # noqa: PTH113 - False for any error
         hosts = (read_hostfile if is_file else _read_once)(hostfile)
     elif host_list is not None:
         hosts = parse_host_list(host_list)
-    elif (granted := find_allocation(env)) is not None:
-        hosts = granted
     else:
-        return None
-    return hosts.over(login_s)
+        hosts = find_allocation(env)
+    return hosts and replace(hosts, transport=hosts.transport._replace(login_s=login_s))

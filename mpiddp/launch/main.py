@@ -128,14 +128,14 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
     for number in repeated:
         signal.signal(number, lambda *_: None)  # which the command of --on-end does not inherit
     outcome.log()
-    known = outcome.announcement
-    resume_args, resume = known.resume_args, None
-    can_resume = outcome.code in (FAILED, INTERRUPTED) and (resume_args or known.checkpoint)
+    announced = outcome.announcement
+    resume_args, resume = announced.resume_args, None
+    can_resume = outcome.code in (FAILED, INTERRUPTED) and (resume_args or announced.checkpoint)
     if outcome.code == STOPPED or can_resume:
         resume = shlex.join([*report.command, *resume_args])
     if resume and outcome.code != FAILED:
         log.info(f"to resume: {resume}")
-        _say_left_out(each.partition("=")[0] for each in options.exports if "=" in each)
+        _say_left_out(export.partition("=")[0] for export in options.exports if "=" in export)
     report.end(outcome, resume)
     for number in repeated:
         signal.signal(number, signal.SIG_IGN)  # Python's end restores the default of the others
@@ -176,8 +176,8 @@ def launch_function(argv: list[str]) -> int:
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"mpiddp.spawn: {flag} has no place here. Leave it out.")
         # Those of `env=`, which are on no command line.
-        given = parse_exports([f"{name}={value}" for name, value in call["env"].items()], {})
-        options = replace(options, variables={**options.variables, **given})
+        variables, _ = parse_exports([f"{name}={text}" for name, text in call["env"].items()], {})
+        options = replace(options, variables={**options.variables, **variables})
         report = Report(Path(options.command[-1]).name)
         outcome = _final(run(options, report, exchange), exchange)
         if outcome.known_cause:  # the caller's exception has the verdict
@@ -204,8 +204,8 @@ def _report(outcome: Outcome, exchange: Exchange, caller: socket.socket) -> None
     for rank, body in (exchange.results if is_done else exchange.errors).items():
         if is_done or rank == outcome.rank:
             caller.sendall(encode("answer", body, rank=rank))
-    known = {name: getattr(outcome, name) for name in ("code", "sentence", "rank", "host")}
-    caller.sendall(encode("outcome", b"", **known))
+    facts = {name: getattr(outcome, name) for name in ("code", "sentence", "rank", "host")}
+    caller.sendall(encode("outcome", b"", **facts))
 
 
 def _end_with(caller: socket.socket) -> None:

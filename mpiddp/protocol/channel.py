@@ -62,8 +62,9 @@ VIEWS = (VIEW_JOB, VIEW_STACKS) = ("view_job", "view_stacks")  # the questions o
 VIEWED_AT = "job"  # the socket for viewers, in a folder of its own
 NAMED_AT = "name"  # the file with the job's name, in the same folder
 STREAMS = {1: "stdout", 2: "stderr"}
-# The names of a rank's agent, and of a Python that waits for the next attempt: at most 15 characters.
-AGENT_NAME, SPARE_NAME = "mpiddp-agent", "mpiddp-spare"
+# The names of a rank's agent, of a Python that waits for the next attempt, and of the process that serves
+# torch's store: at most 15 characters.
+AGENT_NAME, SPARE_NAME, STORE_NAME = "mpiddp-agent", "mpiddp-spare", "mpiddp-store"
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
 # The errors of a line that is not a message, and of a wrong address.
@@ -83,6 +84,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "claim": {"key": str},
     "fail": {"code": int},
     "leave": {},
+    # Then `outputs`, the pipes or terminals that its script writes to: see `key_of_output` in
+    # `mpiddp.hosts.processes`.
     "started": {"host": str, "pid": int},
     "joining": {"timeout_s": _NUMBER},
     "log": {"path": str},  # of the file that will contain a traceback

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 ADDRESS, SECRET, JOB = "MPIDDP_CONTROL", "MPIDDP_CONTROL_SECRET", "MPIDDP_JOB"
-PRIVATE, LEFT_OUT = "MPIDDP_PRIVATE", "MPIDDP_LEFT_OUT"
 PLACEMENT, NETWORKS, INTERFACE = "MPIDDP_PLACEMENT", "MPIDDP_NETWORKS", "MPIDDP_INTERFACE"
 TIMEOUT, FAILED_GRACE = "MPIDDP_TIMEOUT", "MPIDDP_FAILED_GRACE"
 LOST_AFTER = "MPIDDP_LOST_AFTER"
 ANNOUNCED, RUN_DIR = "MPIDDP_ANNOUNCED", "MPIDDP_RUN_DIR"
 LAUNCHER = "MPIDDP_LAUNCHER"
 CHANNEL, CHANNEL_SECRET = "MPIDDP_CHANNEL", "MPIDDP_CHANNEL_SECRET"
-GPUS = "MPIDDP_GPUS"
+PRIVATE, GPUS = "MPIDDP_PRIVATE", "MPIDDP_GPUS"
 ERROR_FILE, AGENT_STORE = "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"
 RUN_ID, RESTART_COUNT = "MPIDDP_RUN_ID", "MPIDDP_RESTART_COUNT"
 MAX_RESTARTS, HOLDS = "MPIDDP_MAX_RESTARTS", "MPIDDP_HOLDS"
@@ -23,7 +22,8 @@ NO_PATCHES = "MPIDDP_NO_PATCHES"
 PROGRAM, MODULES = "MPIDDP_PROGRAM", "MPIDDP_MODULES"
 
 JOIN_TIMEOUT_S = 60.0  # in which all ranks join, unless the user says otherwise
-FAILED_GRACE_S = 3.0  # from SIGTERM to SIGKILL after a failure, unless the user says otherwise
+# The time that a rank has after SIGTERM if another one has failed, unless the user says otherwise.
+FAILED_GRACE_S = 3.0
 SAVE_GRACE_S = 600.0  # for a rank to end while it saves
 LOST_AFTER_S = 45.0  # of silence, after which a host is lost, unless the user says otherwise
 # Under `mpiddp launch`, the kernel, ssh and the MPI wait so many times as long, because only the launcher

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import closing
 
 from mpiddp.hosts.processes import name_process, signal_at_parents_end
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
@@ -52,7 +53,8 @@ def run(rank: Rank) -> int:
     attempt = RankAttempt(rank)
     try:
         while True:
-            code = attempt.run()
+            with closing(attempt.store):
+                code = attempt.run()
             if attempt.again is None:
                 return code
             attempt = RankAttempt(attempt.rank.next(attempt.again), attempt.spare)

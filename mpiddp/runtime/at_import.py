@@ -7,7 +7,6 @@ So nothing is imported before the script's first line, and nothing has to be kno
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
@@ -35,7 +34,7 @@ class AtImport:
         if name not in self.names or os.getpid() != self._process:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             self._surround(spec.loader)
         return spec
@@ -88,13 +87,15 @@ def frozen_torch() -> Iterator[None]:
 
 
 def _freeze_all_but(objects: Iterable[object]) -> None:
+    import ctypes
+
     # gc.freeze() takes all that the collector tracks. https://docs.python.org/3/c-api/gcsupport.html
     untrack, track = ctypes.pythonapi.PyObject_GC_UnTrack, ctypes.pythonapi.PyObject_GC_Track
     for function in (untrack, track):
         function.argtypes, function.restype = [ctypes.py_object], None
-    for each in objects:
-        untrack(each)
+    for thing in objects:
+        untrack(thing)
     gc.freeze()
-    for each in objects:
-        if not gc.is_tracked(each):
-            track(each)
+    for thing in objects:
+        if not gc.is_tracked(thing):
+            track(thing)

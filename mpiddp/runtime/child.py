@@ -32,6 +32,7 @@ from mpiddp.hosts.processes import (
     descendants,
     end_all,
     group_of,
+    key_of_output,
     kills_in,
     signal_at_parents_end,
 )
@@ -76,12 +77,15 @@ class Child:
         world = rank.world
         name = f"rank {world.rank} on {world.hostname}"
         numbers = STREAMS if rank.selection else ()
-        self.outputs = [Stream(each, name, rank.terminal) for each in numbers]
+        self.outputs = [Stream(number, name, rank.terminal) for number in numbers]
         # stdin's first: the launcher hides what is typed before it shows the question.
         inputs = [Input(rank.terminal)] if rank.selection and world.rank == 0 else []
         self.streams: list[Stream | Input] = [*inputs, *self.outputs]
         # Their ends in the child, by its own file descriptors. They are closed here when it starts.
-        self._files = {each.number: each.theirs for each in self.streams}
+        self._files = {stream.number: stream.theirs for stream in self.streams}
+        self.outputs_there = [
+            key_of_output(Path(f"/proc/self/fd/{stream.theirs}")) for stream in self.outputs
+        ]
         if rank.selection and world.rank != 0:
             self._files[0] = os.open(os.devnull, os.O_RDONLY)
         self.pid = 0  # until it has started
@@ -179,12 +183,12 @@ class Child:
     def connect(self, launcher: Server) -> None:
         """Let the launcher show the streams, and send its stdin."""
         selection, world = self._rank.selection, self._rank.world
-        for each in self.streams:
-            if each.number == 0 or is_shown(selection, world.rank, each.number):
-                each.connect(launcher, world)
+        for stream in self.streams:
+            if stream.number == 0 or is_shown(selection, world.rank, stream.number):
+                stream.connect(launcher, world)
 
-    def go(self, rank: Rank, variables: Mapping[str, str], store: socket.socket | None) -> None:
-        """Let the script begin, with these variables. `store`: where rank 0 serves torch's store.
+    def go(self, rank: Rank, variables: Mapping[str, str], files: Sequence[int]) -> None:
+        """Let the script begin, with these variables. `files`: those of torch's store, on rank 0.
 
         If the process is of an earlier attempt, the last arguments of its program were not known then.
         """
@@ -197,7 +201,11 @@ class Child:
             "args": args,
             "mpi": mpi_environment(rank.variables),
         }
-        self._tell(facts, [store.fileno()] if store else [])
+        self._tell(facts, files)
+
+    def tell_first(self, *, is_first: bool) -> None:
+        """Answer a script that has lost a connection: it shows its error only if it has failed first."""
+        self._tell({"type": "first", "is_first": is_first})
 
     def hear(self) -> None:
         """Take what the script has said."""
@@ -291,8 +299,8 @@ class Child:
             self.outputs[-1].say(f"ended what the script has left behind: {named}.")
 
     def close(self) -> None:
-        for each in self.streams:
-            each.close()
+        for stream in self.streams:
+            stream.close()
 
     @property
     def saves(self) -> bool:

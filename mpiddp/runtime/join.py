@@ -25,7 +25,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -101,8 +100,7 @@ def _as_script(world: World, session: Session) -> None:
             f"first process of a rank joins the others. Unset {RUN_ID} to start a job of its own."
         )
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    world = replace(
-        world,
+    world = world._replace(
         local_rank=int(env["LOCAL_RANK"]),
         local_world_size=int(env["LOCAL_WORLD_SIZE"]),
         master_addr=address,

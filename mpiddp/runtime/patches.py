@@ -11,7 +11,6 @@ them is no longer needed. By hand, a process has only `stop_signal` and `no_dns`
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import os
 import re
@@ -20,12 +19,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
-from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
 
 from mpiddp.protocol.variables import JOB, NO_PATCHES
 from mpiddp.runtime.at_import import AtImport, frozen_torch
@@ -35,6 +32,7 @@ from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
+_ADDRESS = re.compile(r"[\d.]+|.*:.*")  # and no name, which DNS may know
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 
 
@@ -105,10 +103,13 @@ def await_gloo() -> None:
     deadline, idle = time.monotonic() + _GLOO_S, 0
     while idle < _IDLE and time.monotonic() < deadline:
         states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
-        # Path's raises an error where no file is left.
-        for file in map(Path, glob("/proc/self/task/*/stat")):  # noqa: PTH207
+        threads = list[Path]()
+        with suppress(OSError):  # no file is left
+            threads += Path("/proc/self/task").iterdir()
+        for thread in threads:
             with suppress(OSError):  # it has ended
-                name, _, rest = file.read_text("latin-1").rpartition(") ")  # "tid (name) state …"
+                # "tid (name) state …"
+                name, _, rest = (thread / "stat").read_text("latin-1").rpartition(") ")
                 if name.endswith(f"({_GLOO}"):
                     states.append(rest[0])
         if not states:
@@ -170,12 +171,35 @@ def await_gloo_at_destroy() -> None:
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = await_and_destroy
 
 
+def store_of_job(script: Script) -> None:
+    """A script's groups meet at the store that a process beside rank 0 serves, and wait for no DNS.
+
+    torch would serve the store in rank 0's process, and it would end with that.
+    """
+    module: Any = sys.modules.get("torch.distributed.rendezvous")
+    if (make := getattr(module, "TCPStore", None)) is None:
+        return
+    env = os.environ
+
+    def connect(*args: Any, **options: Any) -> Any:
+        address = str(options.get("host_name", ""))
+        if (address, str(options.get("port"))) == (env["MASTER_ADDR"], env["MASTER_PORT"]):
+            options["is_master"] = False
+        with no_dns() if _ADDRESS.fullmatch(address) else nullcontext():
+            return make(*args, **options)
+
+    module.TCPStore = connect
+    script.session.has_store_beside = True
+
+
 def optimizer_steps(script: Script) -> None:
     """A hook of torch counts the steps of optimizers, for `mpiddp top`.
 
     It costs a microsecond a step. A compiled optimizer reports none. A later optimizer, of the next
     fold for example, goes on from the steps of the others.
     """
+    from weakref import WeakKeyDictionary
+
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -205,6 +229,8 @@ def no_dns() -> Iterator[None]:
     does not help, because torch looks up the addresses' IPv6 form. If DNS does not answer, as on the own
     network of many clusters, each connection takes 5 s or more. Without glibc, nothing changes.
     """
+    import ctypes
+
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: None)  # glibc's
     file = Path("/etc/nsswitch.conf")
     services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")
@@ -220,5 +246,5 @@ def no_dns() -> Iterator[None]:
 
 BEFORE_RANKS_MEET = (crash_stack, stack, lines, flight_recorder)
 ONCE_THEY_HAVE_MET = (finalized_mpi, stop_signal)
-ONCE_TORCH_IS_THERE = (gloo_end, optimizer_steps)
+ONCE_TORCH_IS_THERE = (gloo_end, store_of_job, optimizer_steps)
 IN_A_CALL = (frozen_torch, no_dns)

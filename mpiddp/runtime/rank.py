@@ -7,17 +7,22 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mpiddp.errors import named_by
 from mpiddp.hosts.processes import descendants
 from mpiddp.protocol import variables
-from mpiddp.protocol.channel import next_key
+from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, next_key
 from mpiddp.protocol.terminal import Terminal, prefix_of
+from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.connection import Server
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.program import Program
 from mpiddp.world import World
+
+_GPUS_S = 5.0  # for a look at the GPUs before the next attempt
 
 
 def python_by_hand() -> list[str]:
@@ -38,7 +43,7 @@ class Rank(NamedTuple):
     holds: bool  # it waits for the launcher after a failure, which may begin the next attempt
     failed_grace_s: float  # for the script, after SIGTERM, when another rank has failed
     lost_s: float  # of silence, after which the launcher's host is lost
-    kept: str  # under this name, the host keeps what is private, until all ranks have met
+    kept: str  # under this name, the host keeps the variables until all ranks have met
     daemon: int | None  # this process's parent. Without it, nothing would end this rank.
     others: frozenset[int]  # children of the shell that this process may have replaced by exec
     variables: Mapping[str, str]  # of every attempt
@@ -53,11 +58,7 @@ class Rank(NamedTuple):
             from mpiddp.hosts import private  # takes 2 ms, and ranks of one host need none
 
             with named_by(""):
-                given = private.take(kept)
-            host, *names = given.pop(variables.LEFT_OUT).split(",")
-            for each in names if host == world.hostname else ():
-                env.pop(each, None)  # it has them from the launcher's shell
-            env.update(given)
+                env.update(private.take(kept))
         address, key = env.pop(variables.ADDRESS, ""), env.pop(variables.SECRET, "")
         launcher = Server(address, key) if address and key else None
         if launcher is None:
@@ -103,3 +104,26 @@ class Rank(NamedTuple):
         if terminal.has_prefix:
             terminal = terminal.behind(prefix_of(self.world.rank, self.world.hostname))
         return self._replace(terminal=terminal)
+
+
+def variables_of_script(ranks: Coordinator, error_file: Path) -> dict[str, str]:
+    """The variables of a script whose rank has met the others, beside those that come from the rendezvous."""
+    world = ranks.world
+    env = {variables.LAUNCHER: world.launcher.name}
+    if ranks.connection is not None:
+        key = ranks.server.member_key(world.rank, SCRIPT)
+        env |= {variables.CHANNEL: ranks.server.address, variables.CHANNEL_SECRET: key}
+    if world.launcher.name != "torchrun":
+        env[variables.ERROR_FILE] = str(error_file)
+    if threads := limit_threads(world):  # the local ranks have just been counted
+        env["OMP_NUM_THREADS"] = str(threads)
+    return env
+
+
+def wrong_with_host(world: World) -> str:
+    """What is wrong with the GPUs of this host, for which one rank of each host looks."""
+    if world.local_rank:
+        return ""
+    from mpiddp.hosts.gpu_faults import wrong_here
+
+    return "\n".join(wrong_here(os.environ, timeout_s=_GPUS_S))[:TEXT_LIMIT]

@@ -24,26 +24,21 @@ from mpiddp.errors import (
 )
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.protocol import variables
-from mpiddp.protocol.channel import SCRIPT as CHANNEL_SCRIPT
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT, silence_s
 from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
 from mpiddp.runtime.child import Child, caught_signals, reap
-from mpiddp.runtime.gpu import limit_threads, prepare
+from mpiddp.runtime.gpu import prepare
 from mpiddp.runtime.gpu_readings import GpuReadings
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
-from mpiddp.runtime.rank import Rank
+from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
 from mpiddp.runtime.store_port import StorePort
 
 _END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
-_GPUS_S = 5.0  # for a look at the GPUs before the next attempt
 _WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
 _WAIT_FOR_TORCH_MS = 200  # another process takes longer to import torch
-_REQUESTS = frozenset(
-    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-)
 
 
 class RankAttempt:
@@ -61,7 +56,7 @@ class RankAttempt:
             spare.discard()
             spare = None
         self.child = spare or Child(rank)
-        self._store = StorePort()
+        self.store = StorePort()
         self.coordinator = Coordinator(self.world)
         # For torch's `@record`. No other user of the host can guess the name, and so create the file before.
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
@@ -69,6 +64,9 @@ class RankAttempt:
         self._ended_by = EndedBy.SCRIPT
         self._code = FAILED  # of this rank
         self._ends_at: float | None = None  # when the program ends for what has happened elsewhere
+        self._first_at: float | None = (
+            None  # when the script has failed first, if nothing else is heard
+        )
         self._signals: int | None = None  # that have arrived, once the ranks have met
         self._readings = ExitStack()  # of the GPUs of this host
 
@@ -93,14 +91,12 @@ class RankAttempt:
             if self.child.runs:  # this rank could not begin
                 self.child.end(0.0)
             self._error_file.unlink(missing_ok=True)
-            self._store.close()
+            self.store.hand_over()
         if self._ended_by is EndedBy.HOLD:
             self._wait_for_launcher()
-        elif self._ended_by is not EndedBy.OTHERS and (stops or self._code == DONE):
-            # The first rank that exits with a code other than 0 ends the others, which may still save.
-            self.coordinator.leave(waits=stops)
         else:
-            self._await_others()
+            is_done = self._ended_by is not EndedBy.OTHERS and (stops or self._code == DONE)
+            self._leave(is_done=is_done, waits=stops or not is_done or self.store.is_served)
         return self._code
 
     def _end_script(self) -> None:
@@ -120,16 +116,23 @@ class RankAttempt:
         while child.runs and time.monotonic() < deadline:
             self._wait()
 
-    def _await_others(self) -> None:
-        """Wait until no rank runs a script: the first that exits makes the MPI end the others at once."""
+    def _leave(self, *, is_done: bool, waits: bool) -> None:
+        """Tell the others that no script runs here. With `waits`, wait until none runs elsewhere.
+
+        Other ranks may need torch's store, which ends with this process. After a failure or a stop, the first
+        rank that exits makes the MPI end the others at once.
+        """
         ranks = self.coordinator
-        limit_s = None if ranks.has_launcher else GRACE_S + self.rank.failed_grace_s + _END_S
+        is_limited = not (is_done or ranks.has_launcher)
+        limit_s = GRACE_S + self.rank.failed_grace_s + _END_S if is_limited else None
         ranks.give("ended", None, timeout_s=limit_s)
         with suppress(NoAnswer):
-            while ranks.connection and not (ranks.is_lost or ranks.given("ended")):
+            while waits and ranks.connection and not (ranks.is_lost or ranks.given("ended")):
                 if self.rank.daemon not in (None, os.getppid()):
                     break
                 self._wait()
+        if is_done:
+            ranks.send("leave")
 
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
@@ -137,12 +140,7 @@ class RankAttempt:
         if self.spare is not None:
             self.spare.hurry()
         self._ends_at = None
-        wrong = []
-        if (self.coordinator.world.local_rank or 0) == 0:  # one rank of each host looks
-            from mpiddp.hosts.gpu_faults import wrong_here
-
-            wrong = wrong_here(os.environ, timeout_s=_GPUS_S)
-        self.coordinator.send("held", error="\n".join(wrong)[:TEXT_LIMIT])
+        self.coordinator.send("held", error=wrong_with_host(self.coordinator.world))
         while self.again is None and self._ended_by is EndedBy.HOLD:
             self._wait()
         if self.again is not None and self.coordinator.connection is not None:
@@ -183,39 +181,27 @@ class RankAttempt:
         adopt_orphans()
         self._signals = caught_signals()
         ranks = self.coordinator
-        if ranks.connection is not None:
-            key = ranks.server.member_key(world.rank, CHANNEL_SCRIPT)
-            env |= {variables.CHANNEL: ranks.server.address, variables.CHANNEL_SECRET: key}
-        env[variables.LAUNCHER] = world.launcher.name
-        if world.launcher.name != "torchrun":
-            env[variables.ERROR_FILE] = str(self._error_file)
-        if threads := limit_threads(ranks.world):  # only now known
-            env["OMP_NUM_THREADS"] = str(threads)
+        env |= variables_of_script(ranks, self._error_file)
         os.environ.update(env)
         self._join(joining_timeout_s())
-        self._store.take(store)
+        self.store.take(store)
         if child.is_command:
-            self._store.leave()
+            self.store.leave()
             with ranks.all_or_none():
                 child.start(os.environ)
             return
-        child.go(rank, env, store)
+        child.go(rank, env, self.store.files)
 
     def _see_torch(self) -> None:
-        """Once the script has imported torch, start the Python that imports it for the next attempt.
-
-        Until then, a process that the script starts may be the one that needs torch's store.
-        """
+        """Once the script has imported torch, start the Python that imports it for the next attempt."""
         child, spare = self.child, self.spare
+        self.store.see(child)
         if "torch" in child.said:
-            self._store.close()
             told = child.said.pop("torch")
             if self.rank.holds and spare is None:
                 self.spare = Child(self.rank)
                 self.spare.import_ahead(os.environ, told["ahead"])
                 child.others.add(self.spare.pid)
-        elif self._store.listens and child.has_children:
-            self._store.leave()
         if child.said.pop("mpi", None):  # no later process of this rank can start it
             self.rank = self.rank._replace(holds=False)
         if spare is not None:
@@ -229,7 +215,8 @@ class RankAttempt:
         self.coordinator.connect(world, launcher)
         self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
-        self.coordinator.send("started", host=world.hostname, pid=os.getpid())
+        outputs = self.child.outputs_there
+        self.coordinator.send("started", host=world.hostname, pid=os.getpid(), outputs=outputs)
         self.child.connect(launcher)
         if folder := os.environ.get(variables.LOG_DIR):
             self._log_to(Path(folder).absolute(), "--log-dir")
@@ -245,7 +232,7 @@ class RankAttempt:
         self.coordinator.send("log", path=str(paths[2]))
 
     def _join(self, timeout_s: float) -> None:
-        """Wait until the scripts of all ranks have imported torch, unless that of this one has ended."""
+        """Wait until the Pythons of all scripts have started, unless that of this rank has ended."""
         child, ranks = self.child, self.coordinator
         while child.runs and "ready" not in child.said:
             self._wait()
@@ -300,10 +287,9 @@ class RankAttempt:
         for file in (child.control, self._signals, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        wait_ms = _WAIT_IN_GRACE_MS if self._ends_at else _WAIT_MS
-        ready = dict(
-            poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self._store.listens else wait_ms)
-        )
+        is_close = self._ends_at or self._first_at
+        wait_ms = _WAIT_IN_GRACE_MS if is_close else _WAIT_MS
+        ready = dict(poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self.store.listens else wait_ms))
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
@@ -363,6 +349,12 @@ class RankAttempt:
     def _see_others(self) -> None:
         """End with the daemon of the MPI. End some time after the launcher holds, or a failure elsewhere."""
         ranks, child, now = self.coordinator, self.child, time.monotonic()
+        if child.said.pop("lost_connection", None):
+            self._first_at = now + GRACE_S
+        has_news = bool(self._ends_at or ranks.code_of_failure or ranks.is_lost)
+        if self._first_at and (has_news or now >= self._first_at):
+            child.tell_first(is_first=not has_news)
+            self._first_at = None
         if self._ended_by is EndedBy.OTHERS:
             return
         ranks.is_lost |= self._is_cut_off(now)
@@ -404,16 +396,10 @@ class RankAttempt:
         child, has_launcher = self.child, self.rank.launcher is not None
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
         # so its ranks look at that alone.
-        was_asked = (
-            self._ended_by is EndedBy.STOP_REQUEST if has_launcher else child.passed & _REQUESTS
-        )
-        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + each for each in child.passed)}
-        # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
-        is_exit = not (ending.signal or ending.traceback or ending.error)
+        is_asked = self._ended_by is EndedBy.STOP_REQUEST if has_launcher else None
         # If scripts within a command agree on a stop, its agent is not told.
         says_so = child.is_command or "stopped" in child.said
-        has_stopped = ending.code == STOPPED and says_so
-        stops = has_stopped or bool(was_asked and (ending.code in ends or is_exit))
+        stops = ending.stops(child.passed, is_asked=is_asked, says_so=says_so)
         if stops or not ending.is_failure:
             if ending.code == STOPPED and "stopped" not in child.said:
                 self.coordinator.send("stopped")

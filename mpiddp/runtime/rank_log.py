@@ -16,14 +16,19 @@ log = logging.getLogger("mpiddp")
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints and flushes the bare message: INFO on stdout, higher levels on stderr."""
+    """Prints and flushes "mpiddp: …": INFO on stdout, higher levels on stderr.
+
+    The lines of `mpiddp train` about its training are a program's output, and stay as they are.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno > logging.INFO else sys.stdout
         # The terminal is gone, the disk is full, or the script has closed or replaced the stream.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             try:
-                print_line(self.format(record), stream)
+                is_output = record.name != log.name and record.levelno == logging.INFO
+                start = "" if is_output else "mpiddp: "
+                print_line(f"{start}{self.format(record)}", stream)
             except BrokenPipeError:  # the reader is gone, and Python's own flush at exit would fail
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -61,7 +61,7 @@ def announce(
         "global_batch_size": global_batch_size,
         "max_ranks": max_ranks,
     }
-    numbers = [each for each in (global_batch_size, max_ranks) if each is not None]
+    numbers = [number for number in (global_batch_size, max_ranks) if number is not None]
     is_right = is_valid("announce", facts) and min(numbers, default=1) > 0
     is_right &= b"\0" not in os.fsencode("".join(resume_args)) and not isinstance(resume_args, str)
     if not is_right or len(json.dumps(facts)) > LINE_LIMIT // 2:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import ctypes
 import json
 import os
 import select
@@ -100,12 +99,12 @@ def _show(error: BaseException) -> None:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception as of_hook:
         of_hook.__traceback__ = script_frames(of_hook.__traceback__)
-        for title, each in (
+        for title, shown in (
             ("Error in sys.excepthook", of_hook),
             ("\nOriginal exception was", error),
         ):
             print(f"{title}:", file=sys.stderr)
-            sys.__excepthook__(type(each), each, each.__traceback__)
+            sys.__excepthook__(type(shown), shown, shown.__traceback__)
 
 
 @contextmanager
@@ -115,7 +114,9 @@ def _handlers_wait() -> Iterator[None]:
     That of DataLoader raises one when a worker ends, often just after the error that ends the script.
     """
     numbers = range(1, signal.NSIG)
-    handlers = {each: found for each in numbers if callable(found := signal.getsignal(each))}
+    handlers = {
+        number: handler for number in numbers if callable(handler := signal.getsignal(number))
+    }
     for number in handlers:
         signal.signal(number, lambda number, _: atexit.register(signal.raise_signal, number))
     yield
@@ -127,8 +128,8 @@ def _begin(script: patches.Script) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
     The agent sends a line: "go", with the variables that a script finds under torchrun, where the server of
-    the job is, and the last arguments, if the process is older than these. With its first byte comes, on rank
-    0, the file where torch's store is to listen. A process that waits for the next attempt gets "ahead"
+    the job is, and the last arguments, if the process is older than these. With its first byte come, on rank
+    0, the files of `serve_beside`. A process that waits for the next attempt gets "ahead"
     before, and answers "ask".
     """
     session = script.session
@@ -148,7 +149,7 @@ def _begin(script: patches.Script) -> None:
     else:
         sys.meta_path.insert(0, AtImport(["torch"], importing_torch))
     session.tell_agent("ready")
-    facts, listeners = _told_by_agent(script.control)
+    facts, of_store = _told_by_agent(script.control)
     ahead = facts if facts["type"] == "ahead" else None
     if ahead is not None:
         from mpiddp.hosts.processes import name_process  # few scripts need it
@@ -156,10 +157,10 @@ def _begin(script: patches.Script) -> None:
         name_process(SPARE_NAME)
         _import_ahead(ahead)
         _import_compiler(script.control)
-        facts, listeners = _told_by_agent(script.control)
+        facts, of_store = _told_by_agent(script.control)
         while facts["type"] == "ask":
             session.tell_agent("here")
-            facts, listeners = _told_by_agent(script.control)
+            facts, of_store = _told_by_agent(script.control)
         name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
     env = facts["variables"]
@@ -171,14 +172,19 @@ def _begin(script: patches.Script) -> None:
         sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
 
     def serve() -> None:
-        for listener in listeners:
-            from mpiddp.runtime.rendezvous.store import serve_store
+        if not of_store:
+            return
+        from mpiddp.runtime.rendezvous.store import serve_beside, serve_store
 
+        listener, lifeline = of_store
+        if session.has_store_beside:
+            session.tell_agent("store", pid=serve_beside(env, listener, lifeline))
+        else:
             with suppress(RuntimeError):  # a process of the script listens there
                 session.torch_store = serve_store(env, listener.detach())
 
-    at_torch.append(serve)
     at_torch.append(lambda: session.tell_agent("torch", ahead=ahead or before.changes()))
+    at_torch.append(serve)
     if "torch" in sys.modules:
         for act in at_torch[1:]:
             act()
@@ -193,12 +199,12 @@ class Before(NamedTuple):
     def changes(self) -> dict[str, Any]:
         """What it has changed since then that an import may depend on, see `_import_ahead`."""
         now = {**dict.fromkeys(self.variables), **os.environ}
-        new = [each for each in sys.modules if each not in self.modules and "." not in each]
-        files = {each: getattr(sys.modules[each], "__file__", None) for each in new}
+        new = [name for name in sys.modules if name not in self.modules and "." not in name]
+        files = {name: getattr(sys.modules[name], "__file__", None) for name in new}
         return {
             "variables": {n: now[n] for n in now if now[n] != self.variables.get(n)},
-            "path": [each for each in sys.path if isinstance(each, str)],
-            "packages": [each for each in new if _INSTALLED in str(files[each])],
+            "path": [folder for folder in sys.path if isinstance(folder, str)],
+            "packages": [name for name in new if _INSTALLED in str(files[name])],
         }
 
 
@@ -245,7 +251,7 @@ def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[No
 
 def _told_by_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
     """What the agent says, and the sockets that come with it."""
-    first, files, _, _ = socket.recv_fds(control, 1, 1)
+    first, files, _, _ = socket.recv_fds(control, 1, 2)
     line = first + control.makefile("rb").readline()
     if not line.endswith(b"\n"):
         os._exit(1)
@@ -261,8 +267,8 @@ def _run(kind: str, name: str) -> None:
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__annotations__={}, __builtins__=builtins)
     # multiprocessing, which may be there already, finds objects of the script by the second name.
-    for each in {"__main__", "__mp_main__"} & sys.modules.keys():
-        sys.modules[each] = main_module
+    for alias in {"__main__", "__mp_main__"} & sys.modules.keys():
+        sys.modules[alias] = main_module
     if kind == "module" or _is_folder(kind, name):
         import runpy
 
@@ -295,6 +301,8 @@ def keep_freed_memory(env: Mapping[str, str]) -> None:
     the kernel has found and zeroed every page again. With another libc, or a setting of the user's, this does
     nothing.
     """
+    import ctypes
+
     is_configured = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & env.keys()
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or is_configured or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):

@@ -36,8 +36,8 @@ def install(sources: bytes, path: Sequence[str] = ()) -> None:
     """Let this process import the packed sources. `path` is the caller's sys.path."""
     _sources.update(pickle.loads(zlib.decompress(sources)))
     _folders.update(str(folder) for file in _sources for folder in Path(file).parents)
-    sys.path[:0] = [each for each in path if each in _folders]
-    sys.path += [each for each in path if each not in sys.path]
+    sys.path[:0] = [folder for folder in path if folder in _folders]
+    sys.path += [folder for folder in path if folder not in sys.path]
     sys.path_hooks.insert(0, _Folder)
     sys.path_importer_cache.clear()
 

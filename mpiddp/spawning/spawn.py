@@ -116,7 +116,9 @@ def spawn(
         values: Sequence[Value] = [value] if isinstance(value, (str, int, float)) else value or []
         if len(values) > 1 and flag not in _REPEATED:
             values = [",".join(map(str, values))]
-        argv += [flag if each is True else f"{flag}={each}" for each in values if each is not False]
+        argv += [
+            flag if value is True else f"{flag}={value}" for value in values if value is not False
+        ]
     name, pickled = pickled_call(partial(function, *args))
     call = encode("call", pickled, options=argv, env=dict(env or {}))
     with errors.named_by("mpiddp.spawn:"):
@@ -164,7 +166,7 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
     source = getattr(getattr(function, "__code__", None), "co_filename", "")
     lines = linecache.getlines(source)
-    path = [os.path.abspath(each) for each in sys.path if isinstance(each, str)]  # noqa: PTH100
+    path = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]  # noqa: PTH100
     try:
         body = cloudpickle.dumps(call)
     except Exception as error:
@@ -188,9 +190,9 @@ def _own_modules(source: str, text: str, path: Sequence[str]) -> dict[str, bytes
 
     They are those of the loaded modules, and of what these, or the function's file or cell, import.
     """
-    folders = [Path(each) for each in path if is_local(each)]
+    folders = [Path(folder) for folder in path if is_local(folder)]
     beginnings = tuple(f"{folder}{os.sep}" for folder in folders)
-    names = {each for each in imported_by(text.encode()) if not each.startswith(".")}
+    names = {name for name in imported_by(text.encode()) if not name.startswith(".")}
     for name, module in list(sys.modules.items()):
         file = str(getattr(module, "__file__", None))
         if file.startswith(beginnings) and "-packages" not in file:
@@ -200,8 +202,8 @@ def _own_modules(source: str, text: str, path: Sequence[str]) -> dict[str, bytes
         start |= dict.fromkeys(modules_at(name, folders, start))
     if source.startswith(beginnings):  # it may import its own package
         start[Path(source)] = None
-    found = sources_of(start, folders)
-    return {str(file): each for file, each in found.items() if each is not None}
+    sources = sources_of(start, folders)
+    return {str(file): source for file, source in sources.items() if source is not None}
 
 
 def _launched(
@@ -315,12 +317,12 @@ class _Unpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
+        value = super().find_class(module, name)
 
         def set_state(kind: type, state: object) -> Any:
             with suppress(KeyError, AttributeError):
                 if attrgetter(kind.__qualname__)(sys.modules[kind.__module__]) is kind:
                     return kind
-            return found(kind, state)
+            return value(kind, state)
 
-        return set_state if name == "_class_setstate" else found
+        return set_state if name == "_class_setstate" else value

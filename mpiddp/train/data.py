@@ -205,7 +205,7 @@ _side_stream = cache(torch.cuda.Stream)
 
 
 def on_a_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The same batches, whose copies and crops on a GPU run beside the steps.
+    """The batches of an iterator, whose copies and crops on a GPU run beside the steps.
 
     The host runs ahead of the device, and requests a batch while an earlier step still computes. On the
     stream of the steps, a copy or a crop would wait for that step.
@@ -382,7 +382,7 @@ def _unpack(archive: Path, sha256: str) -> None:
     if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
         raise ValueError("it does not match its SHA-256")
     with tarfile.open(archive) as tar:
-        # As root, leave the owner of its files out. Older Pythons ignore this.
+        # If root extracts the archive, its files belong to root. Older Pythons ignore this.
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(archive.parent)
 

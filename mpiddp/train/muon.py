@@ -72,10 +72,10 @@ class Muon(torch.optim.Optimizer):
             work[least] += parameter.numel()
         for parameter in convolutions:
             self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
-        # Those of one shape together: a GPU takes as long to start a small product as to compute it.
+        # Weights of one shape form one product: a GPU takes as long to start a small one as to compute it.
         for _, group in groupby(sorted(shares[rank], key=_shape), key=_shape):
             same = list(group)
-            directions = orthogonal(torch.stack([self._nesterov(each) for each in same]))
+            directions = orthogonal(torch.stack([self._nesterov(parameter) for parameter in same]))
             for parameter, direction in zip(same, directions, strict=True):
                 scaled = parameter * (len(parameter) ** 0.5 / parameter.norm())
                 parameter.copy_(scaled - lr * direction)
@@ -103,11 +103,14 @@ def _shape(parameter: Tensor) -> tuple[int, ...]:
 
 def _gather(shares: list[list[nn.Parameter]], rank: int) -> None:
     """Give every rank the new weights of all shares, in one collective: many small ones cost more."""
-    sizes = [[each.numel() for each in share] for share in shares]
+    sizes = [[parameter.numel() for parameter in share] for share in shares]
     new = shares[0][0].new_zeros(len(shares), max(map(sum, sizes)))  # a row for each rank
     parts = [row[: sum(size)].split(size) for row, size in zip(new, sizes, strict=True)]
-    # As they lie in memory, in one dimension: such copies are quick in any memory layout.
-    flat = [[each.as_strided((each.numel(),), (1,)) for each in share] for share in shares]
+    # In one dimension, in the order of memory, because such copies are quick in any memory layout.
+    flat = [
+        [parameter.as_strided((parameter.numel(),), (1,)) for parameter in share]
+        for share in shares
+    ]
     for parameter, part in zip(flat[rank], parts[rank], strict=True):
         part.copy_(parameter)
     dist.all_gather(list(new.unbind()), new[rank].clone())

@@ -54,7 +54,7 @@ BATCH_PIXELS = 500 * 32 * 32  # of an evaluation batch, if the training batch is
 WHITENING_IMAGES = 1000  # whose patches stand for those of the data set
 LARGE_IMAGE = 64  # pixels: smaller ones are what CIFAR's stems are for
 STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the speed
-log = logging.getLogger("mpiddp")  # rank 0 prints it
+log = logging.getLogger("mpiddp.train")  # rank 0 prints it
 
 
 # --- the options: each is one field, with its type, its default and its help ---
@@ -120,6 +120,10 @@ GROUPS = {  # of --help, by their first settings
     "out": "run",
     "check_determinism": "checks",
 }
+COMMON = (  # of --help; --help-all has every option
+    *("arch", "weights", "dataset", "data_dir", "use_syn", "batch_size", "global_batch_size"),
+    *("epochs", "lr", "optimizer", "amp", "parallel", "out", "resume", "save_every"),
+)
 _POSITIVE, _FRACTION, _SWITCH = number(1e-12), number(0, 1), "store_true"
 NAMES = tuple(ARCHS)
 
@@ -127,7 +131,7 @@ NAMES = tuple(ARCHS)
 # fmt: off
 @dataclass(frozen=True)
 class Config:
-    """The settings of a training, resolved. `mpiddp train --help` lists them; config.json contains them."""
+    """The settings of a training, resolved. `mpiddp train --help-all` lists them; config.json has them."""
 
     max_shift: int  # pixels by which CIFAR-10's images are shifted; it is no option
     low_res_epochs: int  # first epochs, on smaller images; no option
@@ -213,8 +217,8 @@ class _Parser(argparse.ArgumentParser):
         raise mpiddp.UserError(f"{self.prog}: {message}. See: {self.prog} --help")
 
 
-def option_parser() -> argparse.ArgumentParser:
-    """The parser of every option, with dashes."""
+def option_parser(*, shows_all: bool = True) -> argparse.ArgumentParser:
+    """The parser of every option, with dashes. Its help has them all, or the common ones."""
     parser = _Parser(
         prog="mpiddp train",
         usage="%(prog)s [options]\n\n"
@@ -223,12 +227,15 @@ def option_parser() -> argparse.ArgumentParser:
         description="Train a ResNet, as one rank of a job or alone.",
         allow_abbrev=False,
     )
-    group = parser.add_argument_group()
+    parser.add_argument("--help-all", action="help", help="show every option, and exit")
+    group = parser.add_argument_group("the most used options")
     for setting in dataclasses.fields(Config):
-        if setting.name in GROUPS:
+        if shows_all and setting.name in GROUPS:
             group = parser.add_argument_group(GROUPS[setting.name])
         if setting.metadata:
-            group.add_argument(f"--{setting.name.replace('_', '-')}", **setting.metadata)
+            added = group.add_argument(f"--{setting.name.replace('_', '-')}", **setting.metadata)
+            if not shows_all and setting.name not in COMMON:
+                added.help = argparse.SUPPRESS
     return parser
 
 
@@ -236,7 +243,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The options as written; None where the user has set none. Raises UserError."""
     # --use_syn=1 becomes --use-syn=1; the value keeps its underscores.
     dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv]
-    options = option_parser().parse_args(dashed)
+    options = option_parser(shows_all="--help-all" in dashed).parse_args(dashed)
     sharded, is_sharded = f"--parallel {options.parallel}", options.parallel != "ddp"
     for one, other, are_given in (
         ("--batch-size", "--global-batch-size", options.batch_size and options.global_batch_size),
@@ -259,12 +266,12 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
     A CPU without instructions for bf16 trains for fewer epochs, so both kinds of CPUs take less than four
     minutes: docs/evidence/accuracy.md.
     """
-    given = {name: value for name, value in vars(options).items() if value not in (None, "auto")}
+    chosen = {name: value for name, value in vars(options).items() if value not in (None, "auto")}
     on_cpu, is_ddp = device.type == "cpu", options.parallel == "ddp"
     is_folder = options.dataset == "image-folder"
     image_size = (options.image_size or 224) if is_folder else 32
     is_large = image_size >= LARGE_IMAGE
-    amp = given.get("amp") or ("bf16" if fast_dtype(device) is torch.bfloat16 else "off")
+    amp = chosen.get("amp") or ("bf16" if fast_dtype(device) is torch.bfloat16 else "off")
     arch = options.arch or ("whitened_resnet8" if on_cpu and not is_folder else "resnet18")
     is_whitened = arch == "whitened_resnet8"
     if is_whitened and (is_folder or options.stem != "auto"):
@@ -296,7 +303,7 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
         "compile": "on" if device.type == "cuda" and is_large and is_ddp else "off",
     }
     split = split_batch(options, mpiddp.announced(), world_size, 128 if on_cpu else 256)
-    config = Config(**{**vars(options), **by_default, **given, **split})
+    config = Config(**{**vars(options), **by_default, **chosen, **split})
     if config.sync_bn and on_cpu:
         raise mpiddp.UserError("--sync-bn needs GPUs: torch's SyncBatchNorm has no kernels for CPUs.")
     # A stem halves the sides of the images up to two times, and each group of blocks but the first once.
@@ -346,7 +353,7 @@ def split_batch(
 
 @dataclass(frozen=True)
 class State:
-    """What a training has: its settings, its data, and everything that a step changes."""
+    """The state of a training: its settings, its data, and everything that a step changes."""
 
     config: Config
     data: Data
@@ -373,7 +380,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Score:
-    """Of the model on all images for testing; of its average with --ema-decay."""
+    """The score of the model, or of its average with --ema-decay, on all images for testing."""
 
     accuracy: float  # the fraction of images that it classifies
     loss: float  # the mean cross-entropy
@@ -622,7 +629,7 @@ def evaluate(state: State, dataset: Dataset) -> Score:
     size = math.ceil(share / num_batches)
     first, end = (dataset.num_images * part // world_size for part in (rank, rank + 1))
     numbers = torch.arange(first, first + num_batches * size)
-    # Those beyond the share fill the last batch, and do not count.
+    # Images beyond the share fill the last batch, and do not count.
     beyond = (numbers >= end).to(dataset.device).split(size)
     numbers = numbers.clamp(max=dataset.num_images - 1)
     totals = torch.zeros(3, dtype=torch.float64, device=dataset.device)  # correct, loss, images
@@ -685,7 +692,7 @@ def with_mean_statistics(values: Mapping[str, Tensor], model: nn.Module) -> dict
 def open_checkpoints(
     out: Path, config: Config, data: Data, world: mpiddp.World
 ) -> mpiddp.Checkpoints:
-    """Those of the run in `out`. They refuse a resume with other FIXED options or other data."""
+    """The checkpoints of the run in `out`. They refuse a resume with other FIXED options or data."""
     with mpiddp.together():
         contents = data_of_run(out, config, data) if world.rank == 0 else ""
     fixed = {f"--{name.replace('_', '-')}": getattr(config, name) for name in FIXED}
@@ -998,25 +1005,23 @@ def gathered(value: Any) -> list[Any]:
 
 def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
     """Raise UserError unless all ranks train the same. A collective."""
-    comparisons = {
-        "the automatic choice of settings": (
-            f"{world.backend}, {config.arch}, amp {config.amp}, batch size {config.batch_size}",
-            "Set --backend, --arch, --amp.",
-        ),
-        "the data set": (data.contents, "Use the same --data-dir on every host."),
-        "the settings": (str({**vars(config), "num_workers": 0}), "Give all ranks the same options."),
-    }
+    compared = {f"--{name.replace('_', '-')}": str(value) for name, value in vars(config).items()}
+    compared |= {"--backend": str(world.backend), "--num-workers": ""}  # a host may have its own number
+    compared["the data set"] = data.contents
+    hints = {"the data set": "Use the same --data-dir on every host."}
     if config.parallel == "hsdp":  # the ranks of a host share a copy of the model
-        hint = "Give equal slots, or use --parallel fsdp."
-        comparisons["the number of ranks of a host"] = (f"{world.local_world_size}", hint)
+        compared["the number of ranks of a host"] = f"{world.local_world_size}"
+        hints["the number of ranks of a host"] = "Give equal slots, or use --parallel fsdp."
         if config.check_divergence and world.num_nodes in (None, 1):
             copies = "copies of the model, and --parallel hsdp has one on one host"
             raise mpiddp.UserError(f"--check-divergence compares {copies}. Leave one out.")
-    for what, (value, hint) in comparisons.items():
-        values = gathered(value)
+    by_rank = gathered(compared)
+    for name in compared:
+        values = [of_rank.get(name) for of_rank in by_rank]
         if len(set(values)) > 1:
-            listed = ", ".join(f"{each} (rank {values.index(each)})" for each in dict.fromkeys(values))
-            raise mpiddp.UserError(f"{what} differs: {listed}. {hint}")
+            listed = ", ".join(f"{value} (rank {values.index(value)})" for value in dict.fromkeys(values))
+            hint = hints.get(name, "Give all ranks the same options.")
+            raise mpiddp.UserError(f"{name} differs: {listed}. {hint}")
 
 
 def check_divergence(state: State, step: int) -> None:
@@ -1146,7 +1151,7 @@ class Records:
         return {
             "dataset": data.name,
             "arch": config.arch,
-            "num_parameters": sum(each.numel() for each in self._state.model.parameters()),
+            "num_parameters": sum(p.numel() for p in self._state.model.parameters()),
             "world_size": world.world_size,
             "num_nodes": world.num_nodes,
             "hosts": dict(Counter(gathered(world.hostname))),

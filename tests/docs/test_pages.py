@@ -293,19 +293,15 @@ def help_of(*verb: str) -> frozenset[str]:
 @cache
 def help_text(*verb: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "mpiddp", *verb, "--help"],
+        [sys.executable, "-m", "mpiddp", *verb, "--help-all" if verb == ("train",) else "--help"],
         env=clean_env({"COLUMNS": "200"}), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-# Those of `train` and `report` are longer.
 ON_ONE_SCREEN = [
-    *(
-        [verb]
-        for verb in sorted(VERBS.keys() - {"train", "report", "bench", "hosts", "checkpoints"})
-    ),
+    *([verb] for verb in sorted(VERBS.keys() - {"report", "bench", "hosts", "checkpoints"})),
     *(["hosts", verb] for verb in ("--help", "check", "keys", "push", "pull", "run")),
     *(["bench", verb] for verb in ("--help", "allreduce", "scaling")),
     *(["checkpoints", verb] for verb in ("--help", "list", "verify", "prune", "pin", "export")),

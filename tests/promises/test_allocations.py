@@ -66,7 +66,7 @@ def sbatch(hosts: Hosts, batch: Slurm) -> Callable[..., Done]:
     """Run `mpiddp launch` in a batch script with two tasks on each of two hosts."""
 
     def submit(*arguments: str, first: str = "", how: str = "exec") -> Done:
-        text = f"#!/bin/sh\n{first}\n{how} {shlex.join([*LAUNCH, *arguments])}\n"
+        text = f"#!/bin/bash\n{first}\n{how} {shlex.join([*LAUNCH, *arguments])}\n"
         done = batch.sbatch(text, *TWO_EACH, cwd=hosts.folder, env=ENV)
         return Done(done.returncode, done.stdout, done.stdout)
 
@@ -104,9 +104,15 @@ def test_an_mpirun_in_a_slurm_job(sbatch, mpi):
 
 
 def test_a_command_in_a_slurm_job(hosts, sbatch):
-    """In a Slurm job, a command can be a rank. A command that fails is named, and ends the others."""
-    text = "echo shown $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE; env"
-    done = sbatch("--", "sh", "-c", text).assert_ok()
+    """In a Slurm job, a command can be a rank. A command that fails is named, and ends the others.
+
+    All ranks have the variables of the batch script, except one of -x NAME-.
+    """
+    text = "echo shown $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE; f; env"
+    first = "f() { echo $MODE; }; export -f f; export MODE='a b,$c' KEPT=1"
+    done = sbatch("-x", "KEPT-", "--", "bash", "-c", text, first=first).assert_ok()
+    assert done.lines.count("a b,$c") == 4
+    assert not re.search(r"^KEPT=", done.stdout, re.MULTILINE)
     shown = sorted(line for line in done.lines if line.startswith("shown"))
     assert shown == [f"shown {n} {n % 2} {n // 2} 4" for n in range(4)]
     assert not re.search(r"^(OMPI|PMI|PMIX)\w*=", done.stdout, re.MULTILINE)
@@ -167,7 +173,7 @@ def qsub(without_sshd: GridEngine, engine: Hosts) -> Callable[..., Done]:
         user: str | None = None,
         first: str = "",
     ) -> Done:
-        text = f"#!/bin/sh\n{first}\nexec {shlex.join([*LAUNCH, *options])}\n"
+        text = f"#!/bin/bash\n{first}\nexec {shlex.join([*LAUNCH, *options])}\n"
         done = without_sshd.qsub(text, "-pe", pe, slots, cwd=engine.folder, env=ENV, user=user)
         return Done(done.returncode, done.stdout, done.stdout)
 

@@ -132,6 +132,10 @@ def test_what_differs(here, folders):
     assert alone <= named
     variables = {*ours["variables"]} ^ {*theirs["variables"]}
     assert {name for name in variables if f"`{name}`" not in page} == set()
+    counts = here.script("import sys; print(len(sys.modules))")
+    modules = [int(here.run(*WAYS[way], counts).stdout.split()[-1]) for way in ("python", "mpiddp")]
+    most = re.search(r"at most (\d+) more modules", page)
+    assert modules[1] - modules[0] <= int(most[1]), modules
 
 
 SETS = 'import os\nos.putenv("A", "1")\nos.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"\n'

@@ -22,7 +22,7 @@ from mpiddp.runtime.job.session import current
 from tests.support import installs, tiny_data
 from tests.support.cluster import faults
 from tests.support.own_script import DIES, STEPS, example
-from tests.support.place import Done, Here, Hosts, Place, eventually, program
+from tests.support.place import Done, Here, Hosts, Place, eventually, here_and_on_hosts, program
 from tests.support.ranks import ROOT, mpirun_command, script
 from tests.support.training import (
     contents,
@@ -352,7 +352,7 @@ def test_what_cannot_be_saved(here):
         refused = pytest.raises(TypeError, match=rf"^{re.escape(where)}: .*\b{kind}\.( |$)")
         with mpiddp.Checkpoints(here.folder / "run") as checkpoints, refused:
             checkpoints.save(1, state)
-        current().run = None  # or the tests after this one would write their records into it
+        current().runs.clear()  # or the tests after this one would write their records into it
     assert not (here.folder / "run").exists()
 
 
@@ -374,6 +374,28 @@ def test_wrong_resume_is_refused_by_all_ranks(here):
         assert "restart" not in done.stderr
         assert "Traceback" not in done.stderr
         assert steps_kept(here.folder / "run") == [1]
+
+
+DIFFERENT = {
+    "folder": r"folder differs: \S+/new-0 on rank 0 on \S+, \S+/new-1 on rank 1 on ",
+    "width": r"config\['width'\] differs: 0 on rank 0 on \S+, 1 on rank 1 on ",
+    "step": r"different steps: save\(2, …\) on rank 0 on \S+, save\(3, …\) on rank 1 on ",
+    "restart": r"begin anew in new-1, which has no checkpoint: the run before it wrote to new-0\. ",
+}
+
+
+@here_and_on_hosts
+def test_two_runs_are_never_made_in_silence(place):
+    """Ranks that name different folders, settings or steps are refused, each value with its rank; so is a
+    restart in another folder than the run before it. The sentence comes once.
+    """
+    for wrong, words in DIFFERENT.items():
+        job = (program("wrong_resume.py"), "new", wrong)
+        done = place.run("launch", *place.where(2), "--max-restarts", "3", *job)
+        assert (done.code, len(re.findall(words, done.stderr))) == (2, 1), done.stderr
+        assert done.stderr.count("restarting") == (wrong == "restart")
+        folders = sorted(path.name for path in place.folder.glob("new*"))
+        assert folders == {"step": ["new"], "restart": ["new", "new-0"]}.get(wrong, [])
 
 
 def test_run_in_use_is_refused(hosts):
@@ -506,7 +528,7 @@ def test_an_ended_export_leaves_nothing(here):
     """An export that a signal ends, such as that of a closed terminal, removes what it has written."""
     with mpiddp.Checkpoints(here.folder / "run", every=None) as checkpoints:
         checkpoints.save(1, {"model": {str(index): torch.zeros(5_000_000) for index in range(9)}})
-    current().run = None
+    current().runs.clear()
     job = here.start("checkpoints", "export", "run", "out")
     eventually(lambda: list(here.folder.glob(".unfinished-out-*")), poll_s=0)
     job.signal(signal.SIGHUP)

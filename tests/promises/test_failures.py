@@ -288,15 +288,25 @@ def memory_limited(limit_bytes: int) -> Iterator[list[str]]:
         group.rmdir()
 
 
+LACKS_MEMORY = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    bytearray(3 << 30)
+dist.barrier()
+"""
+
+
 def test_a_kill_for_lack_of_memory(here):
-    """If the kernel kills a rank for lack of memory, the error says so, with the memory limit."""
-    script = here.script("import os\nif os.environ['RANK'] == '1': bytearray(3 << 30)\n")
+    """If the kernel kills a rank for lack of memory, the error says so once, with the memory limit."""
+    script = here.script(LACKS_MEMORY)
     with memory_limited(3 << 29) as enter:
         done = here.run(*enter, *LAUNCH, *here.where(2), script)
         eventually(lambda: not here.processes())
     assert done.code == 1
     limit = "its control group's limit of 1.6 GB was reached (oom_kill)"
     assert any(limit in line for line in done.said), done.stderr
+    assert "Traceback" not in done.stderr  # that of rank 0, which has lost the connection
 
 
 # --- a rank that leaves with code 0 ---
@@ -311,6 +321,7 @@ dist.all_reduce(torch.ones(1))
 if who == os.environ["RANK"]:
     os._exit(0)
 time.sleep(5)  # longer than it takes the launcher to end a failed job
+dist.distributed_c10d._get_default_store().set("key", "value")  # the store outlives rank 0
 print("went on", flush=True)
 if how == "raise":
     raise RuntimeError("the other one is missing")
@@ -319,30 +330,52 @@ os._exit(0)
 
 
 LEAVES_THE_OTHERS = """
-import atexit, sys, time, torch, torch.distributed as dist
+import atexit, os, signal, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-if dist.get_rank() == 1:
-    sys.exit(int(sys.argv[1]))
-atexit.register(time.sleep, int(sys.argv[1]))  # rank 0 is ended before it has ended itself
+who, how = sys.argv[1:]
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))  # it keeps its group
+model(torch.ones(1)).sum().backward()
+if dist.get_rank() == int(who):
+    if how == "destroy":
+        dist.destroy_process_group()
+    if how == "SIGTERM":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        os.kill(os.getpid(), signal.SIGTERM)
+    sys.exit(int(how) if how.isdigit() else 0)
+if how == "2":
+    atexit.register(time.sleep, 2)  # this rank is ended before it has ended itself
 dist.barrier()
 """
+EARLY = r"rank {} on \S+ ended early, with exit code 0\. Then rank {} on \S+ {} first.*"
 
 
 @pytest.mark.parametrize(
-    ("code", "named"),
+    ("who", "how", "named"),
     [
-        ("0", r"rank 1 on \S+ ended early, with exit code 0\. Then rank 0 on \S+ failed first: .*"),
-        ("2", rf"rank 1 on \S+ ended first, with exit code 2\.{re.escape(OTHERS)}"),
+        ("1", "0", EARLY.format(1, 0, "failed")),
+        ("1", "2", rf"rank 1 on \S+ ended first, with exit code 2\.{re.escape(OTHERS)}"),
+        ("0", "destroy", EARLY.format(0, 1, "failed")),
+        ("0", "SIGTERM", EARLY.format(0, 1, "failed")),
     ],
 )
-def test_a_rank_that_leaves_the_others(here, code, named):
+def test_a_rank_that_leaves_the_others(here, who, how, named):
     """A rank that leaves while others wait for it is named, and the job restarts, after code 2 too."""
     script = here.script(LEAVES_THE_OTHERS)
-    done = here.run("launch", *here.where(2), "--max-restarts", "1", script, code)
+    done = here.run("launch", *here.where(2), "--max-restarts", "1", script, who, how)
     assert done.code == 1
     ends = [line for line in done.said if re.fullmatch(named, line)]
     assert len(ends) == 2, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["script", "command"])
+def test_rank_0_leaves_other_hosts(hosts, kind):
+    """A rank 0 that leaves while other hosts wait for it is named, also if it is a command."""
+    script = hosts.script(LEAVES_THE_OTHERS)
+    program = ["--", sys.executable, script] if kind == "command" else [script]
+    done = hosts.run("launch", *hosts.where(2), *program, "0", "0")
+    assert done.code == 1
+    how = "ended" if kind == "command" else "failed"
+    assert re.fullmatch(EARLY.format(0, 1, how), verdict(done)), done.stderr
 
 
 @pytest.mark.parametrize(("who", "how"), [("0", ""), ("1", "raise")])
@@ -350,7 +383,6 @@ def test_ranks_leave(here, who, how):
     """If ranks end by os._exit(0), the others go on. If those fail then, the rank that left is named."""
     done = here.run("launch", *here.where(2), here.script(LEAVES), who, how)
     assert (done.code, done.stdout) == (bool(how), "went on\n"), done.stderr
-    # The native stacks of the others, which lost rank 0's store.
     assert "frame #" not in done.stderr
     if not how:
         assert done.said == []
@@ -718,6 +750,33 @@ def test_orphans(hosts):
     assert all(re.fullmatch(killed, line) for line in done.said if "leftover" in line), done.stderr
     eventually(lambda: [each.command for each in hosts.processes()] == ["sleep 6001"])
     bystander.end()
+
+
+HIDES = """
+import subprocess, sys, time
+HELPER = \'\'\'
+import ctypes, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+first, last = map(int, pathlib.Path("/proc/self/stat").read_text().split()[49:51])
+ctypes.memset(first, 0, last - first)  # its variables, as setproctitle does
+print("hidden", flush=True)
+time.sleep(6000)
+\'\'\'
+subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
+time.sleep(6000)
+"""
+
+
+def test_an_orphan_without_its_variables(hosts):
+    """A process that has overwritten its variables, as setproctitle does, ends with a killed agent's job."""
+    launch = ("launch", "--log-ranks", "all", *hosts.where(2))
+    job = hosts.start(*launch, hosts.script(HIDES)).until("hidden", times=2)
+    hidden = "as setproctitle"
+    assert "node1" in {each.host for each in hosts.processes(hidden)}
+    (agent,) = (each for each in hosts.processes("mpiddp run") if each.host == "node1")
+    hosts.kill(agent)
+    assert job.wait().code == 1
+    eventually(lambda: not hosts.processes(hidden))
 
 
 # --- any command, and no launcher ---

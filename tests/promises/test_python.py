@@ -407,7 +407,7 @@ def test_a_library_that_fails(here):
     env = {**variables, "MPIDDP_LOG_TO": "'trackio:a project'"}
     done = here.fork(here.script(LOGS), "5", ranks=2, env=env).assert_ok()
     assert done.lines == ["done"] * 2
-    gone = "warning: --log-to trackio: the server is gone. The job goes on without it."
+    gone = "mpiddp: warning: --log-to trackio: the server is gone. The job goes on without it."
     assert done.stderr.splitlines() == [gone]
     calls = (here.folder / "calls").read_text().splitlines()
     begins = ["0 init a project allow", "0 log 1 {'loss': nan}", "0 log 2 {'loss': nan}"]

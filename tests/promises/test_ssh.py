@@ -6,7 +6,7 @@ Holds mpiddp/hosts/ssh.py and mpiddp/launch/plan/job_network.py.
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from subprocess import PIPE
 
@@ -16,6 +16,7 @@ from mpiddp.checkpoints import folder as directory
 from tests.support.cluster import Cluster, Host, faults, ssh
 from tests.support.cluster.faults import begins_with, sshd_with
 from tests.support.cluster.host import TMPDIR, configure
+from tests.support.cluster.needs import need, tool
 from tests.support.place import Hosts, eventually, program
 
 CONFIG, BASHRC, KEY = "/root/.ssh/config", "/root/.bashrc", "/root/.ssh/id_ed25519"
@@ -42,6 +43,74 @@ def test_the_settings_of_a_user(hosts, setting):
         (hosts.folder / "file").write_text("gpu2\n")
         done = hosts.run("hosts", "run", hosts.folder / "file", "--", "hostname").assert_ok()
         assert done.stdout == "gpu2: node1\n"
+
+
+# --- login shells, and their start-up files ---
+
+
+def login_shell(host: Host, shell: str) -> AbstractContextManager[None]:
+    need(shell)
+    return faults.changed(
+        host, "/etc/passwd", partial(re.sub, "(?m)^(root:.*:).*$", rf"\1{tool(shell)}")
+    )
+
+
+@pytest.mark.parametrize("shell", ["fish", "tcsh"])
+@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)
+def test_a_login_shell_of_another_kind(hosts, mpi, shell):
+    """A host's login shell may be of any kind, under every MPI."""
+    script = hosts.script("print()")
+    with login_shell(hosts["node1"], shell):
+        done = hosts.run("launch", "-H", "node0:1,node1:1", script, mpi=mpi)
+    done.assert_ok()
+
+
+START_UP_FILES = {
+    "variables": "set -u -e\n",
+    "question": "echo Welcome; read -p 'Which module? ' module\n",
+    "trap": "trap 'echo Good-bye' EXIT; trap '' HUP INT TERM\n",
+    "shell": '[ "$OTHER" ] || OTHER=1 exec bash -l\n',
+}
+
+
+@pytest.mark.parametrize("text", START_UP_FILES.values(), ids=[*START_UP_FILES])
+def test_a_start_up_file(hosts, text):
+    """A start-up file of a host may print, ask a question, set options and start another shell."""
+    script = hosts.script("print('trained')")
+    with begins_with(hosts["node1"], BASHRC, text):
+        done = hosts.run("launch", "-H", "node0:1,node1:1", script, env={"MPIDDP_PREFIX": "never"})
+    assert done.assert_ok().lines == ["trained"] * 2
+
+
+# --- the own names of hosts ---
+
+
+@contextmanager
+def own_names(hosts: Hosts, *names: str) -> Iterator[None]:
+    for number, name in enumerate(names):
+        hosts[f"node{number}"].run(["hostname", name], check=True)
+    try:
+        yield
+    finally:
+        for number, _ in enumerate(names):
+            hosts[f"node{number}"].run(["hostname", f"node{number}"], check=True)
+
+
+def test_hosts_with_one_hostname(hosts):
+    """Hosts with one hostname run, and are told apart by their names in the hostfile."""
+    script = hosts.script("import os, sys; print(flush=True); sys.exit(int(os.environ['RANK']))")
+    with own_names(hosts, "ubuntu", "ubuntu"):
+        done = hosts.run("launch", "-H", "node0:1,node1:1", "--log-ranks=all", script)
+    assert "rank 1 on node1 ended first" in done.said[0]
+    assert "ubuntu" not in done.stdout + done.stderr
+
+
+def test_hosts_whose_own_names_are_crossed(hosts):
+    """A host whose own name is that of another host of the job is refused before the start."""
+    with own_names(hosts, "node0", "node2", "node1"):
+        done = hosts.run("launch", "-H", "node0:1,node1:1,node2:1", program("identity.py"))
+    assert done.code == 2
+    assert "node1: its own name is node2, another host of the job." in done.stderr
 
 
 # --- jump hosts, and logins that are dropped ---
@@ -155,6 +224,16 @@ def banner(node0: Host, node1: Host) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def quiet(node0: Host, node1: Host) -> Iterator[None]:
+    with begins_with(node0, CONFIG, "LogLevel QUIET\n"), faults.key_refused(node1):
+        yield
+
+
+def greeting(_: Host, node1: Host) -> AbstractContextManager[None]:
+    return begins_with(node1, BASHRC, "echo Welcome\n. missing || exit\n")
+
+
 FORCED = "ForceCommand echo This account is not available.\n"
 OTHER = "runs another command, which prints: {} See ForceCommand in its sshd_config"
 FAULTS = {
@@ -168,6 +247,8 @@ FAULTS = {
         node0, CONFIG, "Prot 22\n"
     ): "line 1: Bad configuration option: prot",
     banner: "permission denied (publickey). Run: ssh-copy-id node1",
+    quiet: "permission denied (publickey). Run: ssh-copy-id node1",
+    greeting: OTHER.format("Welcome / /root/.bashrc: line 2: missing: No such file or directory."),
 }
 
 

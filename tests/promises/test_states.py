@@ -32,7 +32,7 @@ from tests.support.training import step_folder, steps_kept, unequal
 @pytest.fixture(autouse=True)
 def run_of_this_test() -> Iterator[None]:
     yield
-    current().run = None
+    current().runs.clear()
 
 
 def saved_run(folder: Path, *states: dict[str, Any], **options: Any) -> Path:

@@ -22,6 +22,8 @@ from mpiddp.text import escaped, signal_name, size_text
 
 # An error that follows from the end of another rank may be reported this much before that end.
 _CONSEQUENCE_S = 0.3
+_LONGEST_ERROR = 1000  # characters of an error in the line; the traceback has all
+_ENDS_S = 1.5  # for a script to end that has closed its connections
 _AT_ONCE_S = 0.1  # ranks that end within this time have one cause: no rank ends others this soon
 _LOST_DAEMON = re.compile(
     r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
@@ -174,6 +176,14 @@ def _may_follow(failure: Event) -> bool:
     return bool(facts.get("traceback") and is_consequence(facts["error"]))
 
 
+def _needed_another(record: Record, failure: Event) -> bool:
+    """Whether a rank reports, or its command has printed, what happens when another rank has ended."""
+    if failure.kind != "failed" or failure.facts["error"]:
+        return _may_follow(failure)
+    tail = record.latest["tail"].get(failure.rank)
+    return tail is not None and any(map(is_consequence, tail.facts["lines"][-1:]))
+
+
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
     facts, failures = first.facts, [failure for _, failure in sorted(record.failures.items())]
@@ -191,7 +201,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     at_once = [end for end in killed if first in killed and end.at - first.at < _AT_ONCE_S]
     hosts = list(dict.fromkeys(record.host_of(end.rank) for end in at_once))
     others, is_complete, daemon = _others(record), True, _lost_daemon(record)
-    before = _left_early(record, first.at, is_needed=_may_follow(first))
+    before = _left_early(record, first.at, is_needed=_needed_another(record, first))
     # A person or a scheduler sends SIGTERM, so it is no fault of a host.
     is_own = len(hosts) == 1 and facts.get("signal") != signal.SIGTERM
     host_at_fault = record.hosts[first.rank] if is_own else ""
@@ -270,6 +280,7 @@ def _report(record: Record, first: Event) -> str:
 def _in_one_line(error: str) -> str:
     """The first line of an error, with the inner error if it only wraps one, for example of a worker."""
     head, *rest = filter(None, map(str.strip, error.splitlines()))
+    head = f"{head[:_LONGEST_ERROR]}…" if len(head) > _LONGEST_ERROR else head
     if any("Traceback (most recent call last)" in line for line in rest):
         return f"{head.rstrip('.:')}: {rest[-1].rstrip('.')}"
     return f"{head} {rest[0]}".rstrip(".") if head.endswith(":") and rest else head.rstrip(".")
@@ -294,7 +305,7 @@ def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool
     exited = [end for end in record.done.values() if end.kind == "exited" and end.at <= before]
     how = " (os._exit)" if exited else ""
     if is_needed and not exited:
-        exited = [end for end in record.done.values() if end.at <= before + _CONSEQUENCE_S]
+        exited = [end for end in record.done.values() if end.at <= before + _ENDS_S]
     early = record.names(sorted(end.rank for end in exited))
     return f"{early} {_LEFT_EARLY}{how}. Then " if early else ""
 

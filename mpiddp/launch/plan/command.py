@@ -18,10 +18,10 @@ from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpiddp.hosts.allocations import leading_schedulers
+from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
-from mpiddp.hosts.ssh import ssh_config
+from mpiddp.hosts.ssh import ANY_SHELL_SSH, ssh_config
 from mpiddp.text import all_of
 
 LEFT_OUT = "…"  # stands for a value in what is printed
@@ -70,9 +70,9 @@ class Request(NamedTuple):
     @property
     def why_pinned(self) -> str:
         """The reason of flags that keep an mpirun from following a scheduler's variables; "" without any."""
-        schedulers = all_of(leading_schedulers(self.env))
+        names = [row.name for row in SCHEDULERS if row.followed_by and row.is_present(self.env)]
         why = "the hosts, and the way to them, are those of this command; mpirun would follow"
-        return f"{why} {schedulers}" if schedulers else ""
+        return f"{why} {all_of(names)}" if names else ""
 
 
 @dataclass
@@ -103,18 +103,20 @@ class Command:
         is_short = len(",".join(lines)) <= _LONGEST_ARGUMENT
         return "" if is_short else self.file("mpiddp-hosts", lines)
 
-    def ssh_arguments(self, hosts: Hosts) -> str:
-        """The arguments of ssh for the job's configuration; "" if the job needs no ssh."""
+    def ssh_agent(self, hosts: Hosts) -> str:
+        """The command in the place of ssh, with the job's configuration; "" if the job needs no ssh."""
         here = socket.gethostname().lower()  # by this name alone mpirun gets this machine
         is_here = all(host.key in (here, here.partition(".")[0]) for host in hosts.hosts)
         if is_here or not hosts.transport.is_ssh:
             return ""
-        lines = ssh_config(hosts.hosts, hosts.transport).splitlines()
-        return f"-F {self.file('mpiddp-ssh_config', lines)}"
+        config = ssh_config(hosts.hosts, hosts.transport).splitlines()
+        # mpirun splits the agent at blanks, which the path of this package may have.
+        agent = self.file("mpiddp-ssh", [f". {shlex.quote(str(ANY_SHELL_SSH))}"])
+        return f"sh {agent} -F {self.file('mpiddp-ssh_config', config)}"
 
     @property
     def argv(self) -> list[str]:
-        return [self.program, *(each for _, *flag in self.flags for each in flag), *self.job]
+        return [self.program, *(word for _, *flag in self.flags for word in flag), *self.job]
 
     def explained(self, hidden: Collection[str] = ()) -> str:
         """The command ready to paste, without the values of `hidden`, and then each flag with its reason."""
@@ -158,10 +160,9 @@ class Starter(NamedTuple):
         """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
         variables, env = request.variables, request.env
         # The others are inherited from the user's environment.
-        own = {name: value for name, value in variables.items() if env.get(name) != value}
+        changed = {name: value for name, value in variables.items() if env.get(name) != value}
         command = Command(str(self.program), [], request.job, {*variables}, scratch)
         self.add_flags(request, command)
-        if request.mpi_args:
-            command.add("--mpi-args, as you wrote them", *request.mpi_args)
-        command.settings = {**own, **command.settings, **own}
+        command.add("--mpi-args, as you wrote them" * bool(request.mpi_args), *request.mpi_args)
+        command.settings = {**changed, **command.settings, **changed}
         return command

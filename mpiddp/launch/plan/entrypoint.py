@@ -15,8 +15,6 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.program_files import import_folders, texts_of
 from mpiddp.text import all_of
 
-_HELP = ("-h", "--help")
-_HAS_HELP = re.compile(r"\b(argparse|\w*ArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
 # With these, a field, a parameter or a line of a docstring is an option.
 _TAKES_NAMES = re.compile(r"\b(HfArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
 
@@ -73,26 +71,15 @@ def split(
 def _is_named(flag: str, kind: str, name: str) -> bool:
     """Whether the text of a script or a module, or of a file that it imports, has this option."""
     texts = texts_of(kind, name, str(Path.cwd()), import_folders())
-    if not texts:
-        return True  # nobody can tell
+    if not texts or flag in ("-h", "--help"):
+        return True  # nobody can tell, or every script may be asked
     bare = re.escape(flag.lstrip("-").replace("_", "-"))
     for text in (text.decode(errors="replace").replace("_", "-") for text in texts):
-        if re.search(rf"[\"']-*{bare}[\"'=]", text) or (flag in _HELP and _HAS_HELP.search(text)):
+        if re.search(rf"[\"']-*{bare}[\"'=]", text):
             return True
         if _TAKES_NAMES.search(text) and re.search(rf"(?<![\w-]){bare}(?![\w-])", text):
             return True
     return False
-
-
-def value_of(arguments: Sequence[str], option: str) -> str:
-    """The value of an option among the arguments of a script: the last one, "" without any."""
-    value = ""
-    for word, following in zip(arguments, [*arguments, ""][1:], strict=True):
-        if word == option:
-            value = following
-        elif word.startswith(f"{option}="):
-            value = word.partition("=")[2]
-    return value
 
 
 def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
-"""The environment variables of the ranks: an allow-list, those that the user names, and the launcher's own.
+"""The environment variables of the ranks: those of the launcher, those that the user names, and our own.
 
-Variables are passed by name, so that no value is on a command line, where every user of a host can read it.
+As under torchrun, a rank has every variable of its launcher, but those that a login, a host, a scheduler or
+an MPI sets. On several hosts they travel over ssh (`mpiddp.hosts.private`). No command line shows a value.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,89 +16,90 @@ from mpiddp.errors import UserError, named_by
 from mpiddp.hosts.gpus import for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
-from mpiddp.launch.plan.command import LEFT_OUT, Request
-from mpiddp.protocol.variables import SECRET
+from mpiddp.hosts.transport import Transport
+from mpiddp.launch.plan.command import LEFT_OUT
+from mpiddp.protocol.variables import JOB, PRIVATE
 
-# Those that reach the ranks of every job. Rank 0 uses the address, and it may run on another host than the
-# launcher; the ids of schedulers are for names of runs; the paths of this Python are left out.
-_KNOWN = re.compile(
-    "(PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|MPI4PY_LIBMPI|MASTER_ADDR|MASTER_PORT)$"
-    "|(SLURM_JOB_ID|SLURM_JOB_NAME|PBS_JOBID|LSB_JOBID|JOB_ID)$"
-    "|(NCCL|GLOO|RCCL|UCX|FI|OMP|KMP|MKL|HF|MPIDDP|MLFLOW|TRACKIO|WANDB|PYTORCH|CUDA|CUBLAS|CUDNN|HIP|ROCR|ZE|ONEAPI)_"
-    "|TORCH|PYTHON(?!(HOME|EXECUTABLE|PLATLIBDIR|STARTUP)$)"
-)
-# Those that a login sets on each host by itself.
+# What a login or a host sets for itself, and the paths of this Python.
 _OF_A_HOST = re.compile(
-    "(HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|TERM|TMPDIR|HOSTNAME|DISPLAY|KRB5CCNAME|TZ|_)$"
-    "|LANG|LC_|SSH_|XDG_|DBUS_"
+    "(HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|TMPDIR|TMP|TEMP|TZ|LANG|LANGUAGE|_)$"
+    "|(HOST|HOSTNAME|DISPLAY|XAUTHORITY|KRB5CCNAME|PYTHON(HOME|EXECUTABLE|PLATLIBDIR|STARTUP))$"
+    "|LC_|SSH_|XDG_|DBUS_"
 )
-# The user's settings of an MPI, which it passes on, and what a scheduler sets on each host.
+# The user's settings of an MPI, which it passes on by itself.
 _OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MPIEXEC|MV2)_")
+# What a scheduler sets, and the ids of its job among it, which are for names of runs and for seeds.
 _OF_A_SCHEDULER = re.compile(
-    "(SLURM|PBS|LSB|LSF|LS|EGO|SGE|JOB|TASK)_|PE|N(SLOTS|HOSTS|QUEUES)|QUEUE|ARC|RESTARTED|REQUEST"
+    "(SLURMD?|PBS|LSB|LSF|LS|EGO|FLUX|SGE)_|SKYPILOT_NODE_RANK$"
+    "|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_(ID|NAME|SCRIPT))$"
 )
+_OF_A_JOB = re.compile(
+    "((SLURM_)?JOB_(ID|NAME)|SLURM_ARRAY_(JOB|TASK)_ID|PBS_(JOBID|ARRAY_INDEX)|LSB_JOB(ID|INDEX)|SGE_TASK_ID)$"
+)
+_PLACES = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER)
+# An agent's Python may need these before it can read the others.
+_TO_START = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", JOB, PRIVATE)
 
-# A variable with such a word in its name is passed only if -x or a file of variables names it: it may be a
-# password.
-SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASS", "CREDENTIAL", "AUTH", "COOKIE", "SESSION", "DSN")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LONGEST = 131_071  # bytes of NAME=VALUE that Linux passes to a program
 _MAX_BYTES = 1 << 20
 
 
-def forwarded(env: Mapping[str, str], *, env_all: bool = False) -> dict[str, str]:
-    """The variables of `env` that every job gets, sorted by name; with --env-all, all but secrets.
+def forwarded(env: Mapping[str, str], kept_home: Collection[str] = ()) -> dict[str, str]:
+    """The variables of `env` that every rank gets, without those that the user has `kept_home`.
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
-    of_no_job = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER)
-
-    def is_free(name: str) -> bool:
-        is_name = _NAME.fullmatch(name) and not is_secret(name)
-        is_ours = name.startswith("PYTHON") or any(each.match(name) for each in of_no_job)
-        return bool(is_name) and not is_ours
-
-    chosen = [name for name in sorted(env) if is_known(name) or (env_all and is_free(name))]
-    return {name: env[name] for name in chosen if not is_of_one_host(name, env[name])}
+    return {
+        name: value
+        for name, value in env.items()
+        if (_OF_A_JOB.match(name) or not any(place.match(name) for place in _PLACES))
+        and not (name in kept_home or is_of_one_host(name, value))
+    }
 
 
-def is_known(name: str) -> bool:
-    """Whether a variable of this name reaches the ranks of every job."""
-    return bool(_KNOWN.match(name)) and not is_secret(name)
+def to_start(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a rank that its agent needs before it takes the others, which mpirun carries."""
+    return {name: variables[name] for name in _TO_START if name in variables}
 
 
-def told(env: Mapping[str, str], given: Mapping[str, str]) -> list[str]:
-    """Which variables of this shell the ranks of several hosts get, and which they do not: two sentences."""
-    got = ", ".join(sorted(given.keys() & env.keys())) or "no variable"
-    others = [name for name in sorted(env) if name not in given and not _OF_A_HOST.match(name)]
-    hint = "-x NAME passes one, --env-all all but secrets."
-    return [
-        f"of this shell, the ranks get {got}.",
-        *([f"they do not get {', '.join(others)}. {hint}"] if others else []),
-    ]
+def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
+    """The least that an mpirun needs to start ranks on several hosts.
 
-
-def is_secret(name: str) -> bool:
-    is_partition = name.upper().endswith("_PKEY")  # of InfiniBand: NCCL_IB_PKEY
-    return any(word in name.upper() for word in SECRET_WORDS) and not is_partition
+    Hydra sends all of it to them in clear text, and the ranks beside any mpirun inherit it. The programs of
+    a scheduler need its variables.
+    """
+    needed = [_OF_A_HOST, _OF_AN_MPI, *([] if transport.is_ssh else [_OF_A_SCHEDULER])]
+    return {
+        name: value
+        for name, value in env.items()
+        if name in _TO_START or any(place.match(name) for place in needed)
+    }
 
 
 # --- that the user names ---
 
 
-def parse_exports(exports: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the options `-x VAR`, whose value is that in `env`, and `-x VAR=VALUE`."""
-    variables = {}
+def parse_exports(
+    exports: Sequence[str], env: Mapping[str, str]
+) -> tuple[dict[str, str], set[str]]:
+    """The variables of `-x VAR`, with their values in `env`, and of `-x VAR=VALUE`; names of `-x VAR-`."""
+    variables, kept_home = dict[str, str](), set[str]()
     for export in exports:
         name, has_value, value = export.partition("=")
-        if not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name if has_value else name.removesuffix("-")):
             shown = f"{name}={LEFT_OUT}" if has_value else name
             raise UserError(
                 f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
             )
+        if not has_value and name.endswith("-"):
+            variables.pop(name[:-1], None)  # of an option before it
+            kept_home.add(name[:-1])
+            continue
         if not has_value and name not in env:
             raise UserError(f"-x {name}: {name} is not set here. Set it first: export {name}=…")
-        variables[name] = value if has_value else env[name]
-    return variables
+        variables[name] = _checked("-x", name, value if has_value else env[name])
+    return variables, kept_home - variables.keys()
 
 
 def read_env_file(path: str, env: Mapping[str, str]) -> dict[str, str]:
@@ -117,7 +120,7 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
         if not text or text.startswith("#"):
             continue
         name, has_value, value = text.removeprefix("export ").partition("=")
-        if not _NAME.fullmatch(name) or "\0" in value or "\ufffd" in value:
+        if not _NAME.fullmatch(name) or "\ufffd" in value:
             raise UserError(
                 f"{source}:{number}: expected NAME=VALUE, a name alone, or a # comment."
             )
@@ -125,45 +128,33 @@ def parse_env_file(data: bytes, source: str, env: Mapping[str, str]) -> Iterator
             raise UserError(f"{source}:{number}: {name} is not set here. Write: {name}=VALUE")
         if value[:1] in ("'", '"') and len(value) > 1 and value[0] == value[-1]:
             value = value[1:-1]
-        yield name, value if has_value else env[name]
+        yield name, _checked(f"{source}:{number}", name, value if has_value else env[name])
+
+
+def _checked(where: str, name: str, value: str) -> str:
+    """The value, if a program can have it in its environment."""
+    if "\0" in value:
+        raise UserError(f"{where}: the value of {name} contains a zero byte.")
+    size = len(os.fsencode(f"{name}={value}"))
+    if size > _LONGEST:
+        raise UserError(
+            f"{where}: {name} and its value have {size:,} bytes, and Linux passes at most {_LONGEST:,} to a "
+            "program. Write the value into a file, and pass the path of the file."
+        )
+    return value
 
 
 def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str]:
     """Options that are safe to print: `VAR=…` for each -x VAR=VALUE of `exports`."""
-    shown = {each: f"{each.partition('=')[0]}={LEFT_OUT}" for each in exports if "=" in each}
-    for export in shown:
+    names = {
+        export: f"{export.partition('=')[0]}={LEFT_OUT}" for export in exports if "=" in export
+    }
+    for export, safe in names.items():
         arguments = [
-            each.removesuffix(export) + shown[export] if each.endswith(export) else each
-            for each in arguments
+            word.removesuffix(export) + safe if word.endswith(export) else word
+            for word in arguments
         ]
     return [*arguments]
-
-
-def take_private(variables: dict[str, str], exports: Iterable[str]) -> dict[str, str]:
-    """Take out what mpirun must not send in clear text: the job's key, and what only the user names."""
-    names = [SECRET, *(name for name in exports if not is_known(name))]
-    return {name: variables.pop(name) for name in names}
-
-
-def of_mpirun(env: Mapping[str, str], kept: Collection[str]) -> dict[str, str]:
-    """The environment of mpirun without secrets, and what is `kept`: Hydra sends all of it to its proxies.
-
-    An ssh with a ProxyCommand may need any other.
-    """
-
-    def is_needed(name: str) -> bool:
-        return bool(_OF_A_HOST.match(name) or _OF_AN_MPI.match(name))
-
-    left = {name for name in env if name in kept or is_secret(name)}
-    return {name: env[name] for name in env if name not in left or is_needed(name)}
-
-
-def left_out(request: Request) -> list[str]:
-    """The names that ranks beside the launcher inherit from its shell, and no rank of another host has."""
-    of_others = [_OF_A_HOST, _OF_AN_MPI]
-    of_others += [] if request.hosts.transport.is_ssh else [_OF_A_SCHEDULER]
-    inherited = request.env.keys() - request.variables.keys()
-    return [name for name in inherited if not any(each.match(name) for each in of_others)]
 
 
 # --- the GPUs of each host ---

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log
 from mpiddp.launch.plan import placement
 from mpiddp.launch.plan.command import Request, Starter
-from mpiddp.launch.plan.environment import forwarded, gpu_table, told
+from mpiddp.launch.plan.environment import forwarded, gpu_table, to_start
 from mpiddp.launch.plan.job_network import find_network, requested_network
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past
@@ -41,7 +42,6 @@ PYTHON = Path(sys.executable).absolute()
 AGENT: tuple[str, ...] = ("-P", "-m", "mpiddp")
 if sys.version_info < (3, 11):
     AGENT = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
-THIS_MACHINE = Hosts("this machine", (Host("localhost"),))
 
 
 class Plan(NamedTuple):
@@ -63,6 +63,12 @@ class Plan(NamedTuple):
     def used(self) -> list[str]:
         """The keys of the hosts that take ranks, as in the list of hosts."""
         return [self.key_of(host.name) for host in self.request.hosts.hosts]
+
+    @property
+    def shared_names(self) -> set[str]:
+        """The own names that several hosts have: only their names in the hostfile tell these apart."""
+        names = Counter(info.hostname for info in self.checked.infos.values())
+        return {name for name, count in names.items() if count > 1}
 
     def key_of(self, name: str) -> str:
         """The key, in that list, of a host that mpirun got as `name`: this machine under its own name."""
@@ -132,6 +138,8 @@ def _plan(
         if own := network.interface:
             log.info(f"{own.name} ({own.address}) leads to the other hosts")
     if options.verbose or options.dry_run:
+        for line in options.of_hostfile:
+            log.info(f"{line} (the command line takes precedence)")
         last = -1
         for host in placed.hosts:
             first, last = last + 1, last + host.ranks
@@ -149,9 +157,6 @@ def _plan(
         mpi_args=options.mpi_args,
     )
     request = request._replace(variables=rank_variables(options, starter, request))
-    if options.dry_run and len(placed.hosts) > 1:
-        for sentence in told(env, request.variables):
-            log.info(sentence)
     return Plan(options, starter, request, past, chosen, checked)
 
 
@@ -161,7 +166,7 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     Once the job has begun (not `is_first`), a host of --exclude may be gone from an edited hostfile.
     """
     named = named_hosts(options.hostfile, options.host_list, env, options.login_s)
-    hosts = named or THIS_MACHINE
+    hosts = named or Hosts("this machine", (Host("localhost"),))
     patient = hosts.transport._replace(silence_s=names.PATIENCE * options.lost_s)
     hosts = replace(hosts, transport=patient)
     if options.exclude is not None:
@@ -184,9 +189,9 @@ def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
     excluded = {host.key for host in hosts_between_commas("--exclude", exclude)}
     unknown = sorted(excluded - {host.key for host in hosts.hosts})
     if unknown and is_first:
-        known = listed([host.name for host in hosts.hosts])
+        present = listed([host.name for host in hosts.hosts])
         raise UserError(
-            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {known}.'
+            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {present}.'
         )
     left = tuple(host for host in hosts.hosts if host.key not in excluded)
     if all(host.slots == 0 for host in left):
@@ -194,18 +199,14 @@ def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
     return replace(hosts, hosts=left)
 
 
-def _is_local(named: Hosts) -> bool:
-    """Whether this machine alone takes ranks."""
-    return all(is_this_host(host.name) for host in named.usable)
-
-
 def _push(named: Hosts, folder: str, least: int) -> None:
     """Push `folder` and the environment of this Python to the other hosts, to `least` in all."""
     from mpiddp.hosts import push  # few jobs need it
 
     if not named.transport.is_ssh:
-        reaches = f"{named.transport.name} reaches the hosts of this job"
-        raise UserError(f"--push needs ssh, and {reaches}.")
+        raise UserError(
+            f"--push needs ssh, and {named.transport.name} reaches the hosts of this job."
+        )
     since = time.monotonic()
     folders, transport = push.default_folders(folder), named.transport
     sent, failures = push.push(named.usable, folders, min_hosts=least, transport=transport)
@@ -228,7 +229,8 @@ def run_preflight(
     `waits`: how many seconds to wait at most, and until how many hosts answer. Hosts with slots=0 take no
     rank and are not checked.
     """
-    kind, is_alone, exports = options.job[0], _is_local(named), options.variables
+    kind, exports = options.job[0], options.variables
+    is_alone = all(is_this_host(host.name) for host in named.usable)
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
     has_none = starter.has_scheduler or options.dry_run or not options.check
     if has_none or (is_alone and not uses_gpus):
@@ -269,13 +271,13 @@ def working_folder(env: Mapping[str, str]) -> str:
 
 
 def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
-    """All variables that the ranks get. The launcher's own, and its options, precede -x and --env-file."""
+    """The variables that the command sets. The launcher's own, and its options, precede -x and --env-file."""
     hosts, env, exports = request.hosts.hosts, request.env, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(request.network.networks)
     # Its default, which the environment may hold, does not precede -x.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
-    own = {
+    ours = {
         names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
         # A scheduler chooses the GPUs of each host itself.
@@ -286,8 +288,10 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
         names.LOG_TO: shlex.join(options.log_to),
         "MASTER_ADDR": options.master_addr,
     }
-    given = {name: value for name, value in own.items() if value}
-    return {**forwarded(env, env_all=options.env_all), **library, **exports, **given}
+    set_here = {name: value for name, value in ours.items() if value}
+    inherited = forwarded(env, options.kept_home)
+    inherited = inherited if starter.has_scheduler else to_start(inherited)
+    return {**inherited, **library, **exports, **set_here}
 
 
 # --- hosts that can join a running job ---

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from mpiddp.arguments import OneSentenceParser, duration, whole
+from mpiddp.arguments import OneSentenceParser, duration, shell_command, shell_words, whole
 from mpiddp.errors import UserError
+from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.transport import SSH
-from mpiddp.hosts.where import refuse_both
+from mpiddp.hosts.where import named_hosts, refuse_both
 from mpiddp.launch import log
 from mpiddp.launch.plan import entrypoint
 from mpiddp.launch.plan.environment import parse_exports, read_env_file, without_values
@@ -42,22 +43,8 @@ def _ranks(text: str) -> str:
     raise UserError(f"--log-ranks {shown(text)}: expected all, none, or ranks such as 0,5.")
 
 
-def _words(text: str) -> tuple[str, ...]:
-    """The words of the text, as a shell splits it."""
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: {str(error).lower()}") from None
-
-
-def _command(text: str) -> tuple[str, ...]:
-    if words := _words(text):
-        return words
-    raise argparse.ArgumentTypeError("expected a command")
-
-
 def _mpi_args(text: str) -> str:
-    first = "".join(_words(text)[:1])
+    first = "".join(shell_words(text)[:1])
     if first.startswith("-") or not first:
         return text
     raise argparse.ArgumentTypeError(
@@ -74,7 +61,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
     "TIME": duration,
     "TIME|never": lambda text: math.inf if text in ("never", "inf") else duration(text),
     "RANKS": _ranks,
-    "COMMAND": _command,
+    "COMMAND": shell_command,
     "ARGS": _mpi_args,
 }
 
@@ -112,6 +99,8 @@ class LaunchOptions:
     backend: str | None = None  # that the job's own options request, if known
     # Those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
     variables: Mapping[str, str] = field(default_factory=dict)
+    kept_home: frozenset[str] = frozenset()  # variables of this environment that reach no rank
+    of_hostfile: tuple[str, ...] = ()  # the options in a hostfile, with its lines
     max_hosts: int | None = None  # the first hosts of the list, by --nnodes MIN:MAX
     prefix: str = "auto"  # of MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
 
@@ -138,11 +127,9 @@ class LaunchOptions:
     interface: str | None = common(None, "--interface NAME",
         "the job's network: an interface, an address or a network")
     exports: tuple[str, ...] = common((), "-x VAR[=VALUE]",
-        "pass this environment variable to the ranks (repeatable)")
+        "set this environment variable of the ranks; -x VAR- keeps it from them (repeatable)")
     env_files: tuple[str, ...] = common((), "--env-file FILE",
         "pass the variables of this file of lines NAME=VALUE")
-    env_all: bool = option(False, "--env-all",
-        "pass every variable of this environment, except those that may be secrets")
     mpi_args: tuple[str, ...] = option((), "--mpi-args ARGS",
         "options for mpirun itself, such as --mpi-args='--mca pml ucx' (repeatable)")
     check: bool = option(True, "--no-check",
@@ -225,13 +212,13 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
     """Add the options, each with all of its spellings. `only`: first words of groups, or names of fields."""
     group: Any = None
     added = []
-    for each in fields(LaunchOptions):
-        name, default = each.name, each.default
+    for option_field in fields(LaunchOptions):
+        name, default = option_field.name, option_field.default
         if name in _GROUPS:
             group = parser.add_argument_group(_GROUPS[name])
-        if not each.metadata or (only and not {group.title.split()[0], name} & {*only}):
+        if not option_field.metadata or (only and not {group.title.split()[0], name} & {*only}):
             continue
-        *spellings, value = each.metadata["flags"].split()
+        *spellings, value = option_field.metadata["flags"].split()
         more: dict[str, Any] = {"metavar": value, "type": _PARSERS.get(value)}
         if isinstance(default, bool):
             spellings.append(value)
@@ -242,10 +229,10 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
             default, more["action"] = [], "append"
         elif name in _DEFAULTS:
             default = os.environ.get(_DEFAULTS[name]) or default
-        every = [flag.strip("()") for flag in spellings]
-        every += [f"--{flag[2:].replace('-', '_')}" for flag in every if flag.startswith("--")]
+        flags = [flag.strip("()") for flag in spellings]
+        flags += [f"--{flag[2:].replace('-', '_')}" for flag in flags if flag.startswith("--")]
         action = group.add_argument(
-            *every, dest=name, default=default, help=each.metadata["help"], **more
+            *flags, dest=name, default=default, help=option_field.metadata["help"], **more
         )
         # argparse would list the spellings of other launchers in the help.
         action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
@@ -332,33 +319,59 @@ class _Help(argparse._HelpAction):
 def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions:
     """The options of `argv`. If the job is one of mpiddp's own verbs, its options are checked too."""
     parser = option_parser()
-    given = vars(parser.parse_args(argv))
-    _as_torchrun(parser, given)
-    job = entrypoint.read_job(given.pop("module"), given.pop("script"))
+    values = vars(parser.parse_args(argv))
+    if hosts := named_hosts(values["hostfile"], values["host_list"], {}, values["login_s"]):
+        values = vars(parser.parse_args(argv, _of_hostfile(hosts)))
+    _as_torchrun(parser, values)
+    job = entrypoint.read_job(values.pop("module"), values.pop("script"))
     command = job[job[0] in ("-m", "--") :]
-    before = without_values(argv[: -len(command)], given["exports"])
+    before = without_values(argv[: -len(command)], values["exports"])
     before = before[: -1 if before[-1:] == ["-m"] else None]
     entrypoint.refuse_misplaced(job, _spellings(parser), before, verb)
     if job[:3] == ("-m", "mpiddp", "train"):
-        given["backend"] = entrypoint.value_of(job[3:], "--backend") or "auto"
+        backends = re.findall(r"(?<=\s)--backend[=\s](\S+)", " ".join(job))
+        values["backend"] = ["auto", *backends][-1]
     prefix = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
-    if given["log_dir"] == "":
+    if values["log_dir"] == "":
         raise UserError('--log-dir "": expected a folder.')
-    refuse_both(given["hostfile"], given["host_list"])
-    given["mpi_args"] = [word for text in given["mpi_args"] for word in _words(text)]
+    refuse_both(values["hostfile"], values["host_list"])
+    values["mpi_args"] = [word for text in values["mpi_args"] for word in shell_words(text)]
     variables: dict[str, str] = {}
-    for path in given["env_files"]:
+    for path in values["env_files"]:
         variables |= read_env_file(path, os.environ)
-    variables |= parse_exports(given["exports"], os.environ)  # these take precedence
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return LaunchOptions(job, variables=variables, prefix=prefix, **given)
+    exported, kept_home = parse_exports(values["exports"], os.environ)
+    variables |= exported  # these take precedence
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    kept = frozenset(kept_home - variables.keys())
+    return LaunchOptions(job, variables=variables, kept_home=kept, prefix=prefix, **values)
+
+
+def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
+    """The values of the options that a hostfile has in lines "#: OPTIONS"."""
+    parser = OneSentenceParser(prog="mpiddp launch", allow_abbrev=False, add_help=False)
+    parser.elsewhere = {
+        "-H|--(hosts?|hostfile|machinefile|dry-run)": "Write it on the command line"
+    }
+    names = {option.name for option in fields(LaunchOptions)}
+    add_options(parser, *(names - {"hostfile", "host_list", "dry_run"}))
+    values = argparse.Namespace(of_hostfile=())
+    for number, text in hosts.options:
+        where = f"{hosts.source}:{number}"
+        try:
+            words = shell_words(text)
+            parser.parse_args(words, values)
+            parse_exports(values.exports, os.environ)
+        except (UserError, argparse.ArgumentTypeError) as error:
+            raise UserError(f"{where}: {str(error).removeprefix('mpiddp launch: ')}") from None
+        values.of_hostfile += (f"{where}: {shlex.join(without_values(words, values.exports))}",)
+    return values
 
 
 def _spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Each option by each of its spellings, also of other launchers."""
-    return {flag: each for flag, each in parser._option_string_actions.items() if flag != "-m"}
+    return {flag: action for flag, action in parser._option_string_actions.items() if flag != "-m"}
 
 
 def launch_of_train(arguments: Sequence[str]) -> list[str] | None:
@@ -367,23 +380,23 @@ def launch_of_train(arguments: Sequence[str]) -> list[str] | None:
     return [*taken, "-m", "mpiddp", "train", *others] if taken else None
 
 
-def _as_torchrun(parser: argparse.ArgumentParser, given: dict[str, Any]) -> None:
+def _as_torchrun(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
     """Accept torchrun's options for one host and for a range of hosts, and refuse those for each host."""
-    nnodes = given.pop("nnodes")
+    nnodes = values.pop("nnodes")
     if hosts := re.fullmatch("([1-9][0-9]{0,5}):([1-9][0-9]{0,5})", nnodes or ""):
         least, most = map(int, hosts.groups())
-        if least > most or given["min_hosts"] not in (None, least):
+        if least > most or values["min_hosts"] not in (None, least):
             parser.error(f"--nnodes {nnodes}: expected MIN:MAX, and no other --min-hosts")
         if most > 1:
-            given["min_hosts"], given["max_hosts"] = least, most
+            values["min_hosts"], values["max_hosts"] = least, most
     elif nnodes not in (None, "1"):
         parser.error("unrecognized arguments: --nnodes")
-    if nnodes in ("1", "1:1") and (given["hostfile"], given["host_list"]) == (None, None):
-        given["host_list"] = "localhost"
+    if nnodes in ("1", "1:1") and (values["hostfile"], values["host_list"]) == (None, None):
+        values["host_list"] = "localhost"
     for flag in _OF_ONE_HOST:
-        is_given = given.pop(flag[2:].replace("-", "_")) is not None
-        if is_given and not (nnodes or given["host_list"] == "localhost"):
+        is_given = values.pop(flag[2:].replace("-", "_")) is not None
+        if is_given and not (nnodes or values["host_list"] == "localhost"):
             parser.error(f"unrecognized arguments: {flag}")
-    given["needs_gpus"] = given["npernode"] == "gpu"
+    values["needs_gpus"] = values["npernode"] == "gpu"
     for name in ("n", "npernode"):
-        given[name] = None if given[name] in _BY_GPU else given[name]
+        values[name] = None if values[name] in _BY_GPU else values[name]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus, hides_all_gpus, read_gpus
-from mpiddp.hosts.hostfile import Host, Hosts, slots_of
+from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
 from mpiddp.launch.plan.command import Starter
@@ -85,7 +85,8 @@ def _slots(hosts: Hosts, host: Host, known: Sequence[Gpu] | None, options: Launc
     is_gloo, is_here, slots = options.backend == "gloo", is_this_host(host.name), host.slots or 0
     if host.slots is None and known is None and not is_here:  # nobody has asked it
         if not options.dry_run:
-            return slots_of(hosts, host)
+            need = f"{host.name} has no slot count. Write: {host.name} slots=N"
+            raise UserError(f"{hosts.where(host)}: {need}")
         log.info(f"{host.name} has no slot count, and a dry run contacts no host: assuming slots=1")
         return 1
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.

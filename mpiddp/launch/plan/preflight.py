@@ -74,6 +74,7 @@ class HostInfo:
     has_script: bool = True
     address: str = ""  # of this host, to which ssh has connected
     machine: str = ""  # equal for two names of one machine; "" if it is not known
+    hostname: str = ""  # its own name
 
     @classmethod
     def of_json(cls, host: Host, fields: dict[str, Any]) -> HostInfo:
@@ -134,7 +135,7 @@ def preflight(
         complaints[silent[-1]] += f"\n{transport.hint}"
     return Checked(
         infos,
-        {**_twins(infos), **complaints},
+        {**_crossed(infos), **_twins(infos), **complaints},
         silent={host: complaints[host] for host in silent},
         failed={host for host, answer in answers.items() if answer.why and answer.is_of_machine},
         gpus={host: info.gpus or () for host, info in infos.items()},
@@ -166,6 +167,22 @@ def _twins(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
         if first != host.name:
             found[host] = f"{host.name} and {first} are the same machine. Merge them into one."
     return found
+
+
+def _crossed(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
+    """A sentence for each host whose own name is the name of another one: mpirun would mistake them."""
+    hosts = {host.name.partition(".")[0]: host.name for host in infos}
+    sentences = dict[Host, str]()
+    for host, info in infos.items():
+        another = hosts.get(info.hostname.partition(".")[0], host.name)
+        if another.partition(".")[0] != host.name.partition(".")[0]:
+            fix = (
+                f"Correct /etc/hosts or DNS here, or /etc/hostname there: {ssh_line(host)} hostname"
+            )
+            sentences[host] = (
+                f"{host.name}: its own name is {another}, another host of the job. {fix}"
+            )
+    return sentences
 
 
 def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:

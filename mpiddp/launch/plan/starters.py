@@ -34,7 +34,7 @@ _WHY = {
 }
 _PER_RANK = "one process per rank"
 _FOLDER = "the same working folder on every host"
-_VARIABLES = "passes only these variables to the ranks, by name, so that `ps` shows no value"
+_VARIABLES = "passes these variables to the ranks by name, so that `ps` shows no value"
 _NETWORK = "the network that connects the hosts; not every network of a host does"
 
 # --- Open MPI ---
@@ -44,9 +44,11 @@ _IN_ORDER = "the host of each rank in order; Open MPI's other mappings reorder h
 _AS_ROOT = "mpirun refuses to run as root without this flag"
 _NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messages"
 _BTL = "shared memory and TCP are enough for these messages, and every host has them"
-_EXPORT = "passes these variables to the ranks on other hosts, by name, so that `ps` shows no value"
 _KEEPALIVE = "the daemons outlive an outage; the launcher itself decides who is lost (--lost-after)"
-_SSH_CONFIG = "the ssh settings of this job, and then your own"
+_ANY_SHELL = (
+    "ssh with the settings of this job, and then your own; any login shell of a host will do"
+)
+_NO_SHELL_ASSUMED = "the login shells of the hosts need not be the one of this host"
 _FAMILY = (
     "one version of IP: Open MPI fails where one host has an IPv6 address, and another has none"
 )
@@ -114,6 +116,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
         ("--mca", tmpdir, "/tmp", not keeps_tmpdir, _SESSIONS),
         ("--mca", "plm_rsh_agent", agent, agent, why_agent),
+        ("--mca", f"plm_{plm}_assume_same_shell", "0", agent, _NO_SHELL_ASSUMED),
         ("--mca", "plm_rsh_no_tree_spawn", "1", len(hosts) > _TREE_RADIX, _ALL_LOGINS),
     ]
     where = ("--hostfile", listed) if listed else ("-H", ",".join(names))
@@ -124,15 +127,15 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         (_WHY[request.bind], "--bind-to", request.bind),
         *((row[-1], *row[:3]) for row in parameters if row[3] and row[1] not in given),
         (_FOLDER, "--wdir", request.folder),
-        *((_EXPORT, "-x", name) for name in sorted(command.variables)),
+        *((_VARIABLES, "-x", name) for name in sorted(command.variables)),
     ]
 
 
 def _agent(hosts: Hosts, command: Command) -> tuple[str, str]:
     """The program for the other hosts, and why; "" without any. Arguments of the user's for ssh follow it."""
     transport = hosts.transport
-    if ssh := command.ssh_arguments(hosts):
-        agent, why = f"ssh -x {ssh}", _SSH_CONFIG
+    if agent := command.ssh_agent(hosts):
+        why = _ANY_SHELL
     elif len(hosts.hosts) > 1:
         agent = " ".join(transport.agent)
         why = f"{transport.name} reaches the hosts of the job, without ssh"
@@ -165,9 +168,6 @@ def _mpich(request: Request, command: Command) -> None:
     if request.network.other_family == 4:
         known = "MPICH's mpirun knows IPv4 only, and the hosts share only IPv6"
         raise UserError(f"{known}. Use Open MPI or Intel MPI: --mpirun PATH")
-    if ssh := command.ssh_arguments(request.hosts):
-        more = request.env.get("HYDRA_LAUNCHER_EXTRA_ARGS", "")
-        command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] = f"{ssh} {more}".rstrip()
     if len(counts) > 1 and "UCX_TLS" not in request.env:
         # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
         # and then hangs between them.
@@ -176,22 +176,23 @@ def _mpich(request: Request, command: Command) -> None:
     listed = command.host_file(counts)
     command.add(_COUNTS, *(("-f", listed) if listed else ("-hosts", ",".join(counts))))
     command.add(_WHY[request.bind], "-bind-to", request.bind)
-    _add_hydra(request, command, "-launcher", "-rmk", "user")
+    command.add(request.why_pinned, "-rmk", "user")
+    variables = ("HYDRA_LAUNCHER_EXEC", "HYDRA_LAUNCHER_EXTRA_ARGS")
+    _add_hydra(request, command, "-launcher", *variables)
     command.add(_PER_RANK, "-n", str(request.hosts.world_size))
 
 
 def _intel_mpi(request: Request, command: Command) -> None:
-    if ssh := command.ssh_arguments(request.hosts):
-        command.settings["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = ssh
-        if (branches := "I_MPI_HYDRA_BRANCH_COUNT") not in request.env:
-            # Otherwise some hosts log in to others, without this configuration.
-            command.settings[branches] = str(len(request.hosts.hosts))
     if request.why_pinned:
         # Otherwise it takes the counts of Slurm, LSF or PBS in place of the file's.
         command.settings["I_MPI_JOB_RESPECT_PROCESS_PLACEMENT"] = "off"
     # A file, because its -hosts accepts no counts and assigns the ranks in another order.
     command.add(_COUNTS, "-machinefile", command.file("mpiddp-machines", _counts(request)))
-    _add_hydra(request, command, "-bootstrap")
+    variables = ("I_MPI_HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS")
+    _add_hydra(request, command, "-bootstrap", *variables)
+    if len(request.hosts.hosts) > 1 and (branches := "I_MPI_HYDRA_BRANCH_COUNT") not in request.env:
+        # Otherwise some hosts log in to others, without this configuration.
+        command.settings[branches] = str(len(request.hosts.hosts))
     command.add(_IPV6 if request.network.other_family == 4 else "", "-v6")
     pinning = ("I_MPI_PIN", "0") if request.bind == "none" else ("I_MPI_PIN_DOMAIN", request.bind)
     command.add(_WHY[request.bind], "-genv", *pinning)
@@ -202,11 +203,24 @@ def _counts(request: Request) -> list[str]:
     return [f"{host.alias}:{host.ranks}" for host in request.hosts.hosts]
 
 
-def _add_hydra(request: Request, command: Command, launcher: str, *more: str) -> None:
-    """Add what both share. `launcher` and `more` keep them from following a scheduler's variables."""
+def _add_hydra(
+    request: Request,
+    command: Command,
+    launcher: str,
+    program_variable: str,
+    arguments_variable: str,
+) -> None:
+    """Add the flags that both share. With `launcher`, Hydra follows no variables of a scheduler.
+
+    By the two variables, users name a program in the place of ssh, and its arguments.
+    """
     transport, interface = request.hosts.transport, request.network.interface
-    program = (f"{launcher}-exec", transport.agent[0]) if transport.hydra == "rsh" else ()
-    command.add(request.why_pinned, launcher, transport.hydra, *program, *more)
+    hydra, program, why = transport.hydra, transport.agent[0], request.why_pinned
+    if program_variable not in request.env and (agent := command.ssh_agent(request.hosts)):
+        hydra, why, (program, _, arguments) = "rsh", _ANY_SHELL, agent.partition(" ")
+        arguments += f" {request.env.get(arguments_variable, '')}"
+        command.settings[arguments_variable] = arguments.rstrip()
+    command.add(why, launcher, hydra, *((f"{launcher}-exec", program) if hydra == "rsh" else ()))
     command.add(_VARIABLES, "-genvlist", ",".join(sorted(command.variables)))
     command.add(_FOLDER, "-wdir", request.folder)
     if len(request.hosts.hosts) > 1 and interface:

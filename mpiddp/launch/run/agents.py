@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import socket
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -26,9 +24,9 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.scratch import private_folder
 from mpiddp.hosts.ssh import Logins
-from mpiddp.launch.judge.events import Announcement
+from mpiddp.launch.judge.events import Announcement, Record
 from mpiddp.launch.judge.outcome import Outcome
-from mpiddp.launch.plan.environment import left_out, of_mpirun, take_private
+from mpiddp.launch.plan.environment import forwarded, of_mpirun, to_start
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.control import Console, ControlServer, Exchange, SignalQueue, listen
 from mpiddp.launch.run.handover import hand_over, sweep
@@ -98,17 +96,19 @@ class Agents:
         """Whether mpirun reaches other hosts by ssh logins."""
         return bool(self.others) and not self.plan.starter.has_scheduler
 
-    def clean_up(self, outcome: Outcome, silent: Collection[str]) -> None:
-        """After mpirun's end, leave no process of the job on any host but the silent ones.
+    def clean_up(self, outcome: Outcome, record: Record) -> None:
+        """After mpirun's end, leave no process of the job on any host that can be reached.
 
-        `outcome` is the outcome of the last attempt.
+        `outcome` and `record` are those of the last attempt.
         """
         self.output.settle(is_said=outcome.is_complete)
         self.server.drop_all()
         self.opened.close()
         if self.has_logged_in and outcome.code not in (DONE, BAD_INPUT, STOPPED):
-            hosts = [host for host in self.others if host.name not in silent]
-            sweep(self.plan.request, hosts, self.job, self.private_name)
+            hosts = [host for host in self.others if host.name not in record.silent_hosts]
+            started = record.latest["started"].values()
+            outputs = [output for event in started for output in event.facts.get("outputs", ())]
+            sweep(self.plan.request, hosts, self.job, self.private_name, outputs)
 
 
 def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
@@ -139,20 +139,20 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         )
         stack.callback(server.close)
         settings = {name: value for name, value in settings.items() if value} | server.settings
-        variables, private_ones = {**request.variables, **settings}, dict[str, str]()
+        variables, env = {**request.variables, **settings}, dict(os.environ)
         private_name = private.new_name() if others and not has_scheduler else ""
         if private_name:
             stack.callback(private.remove, private_name)
-            private_ones = take_private(variables, options.variables)
-            private_ones[names.LEFT_OUT] = ",".join([socket.gethostname(), *left_out(request)])
-            variables[names.PRIVATE] = private_name
+            everything = {**forwarded(env, options.kept_home), **variables}
+            variables = to_start({**everything, names.PRIVATE: private_name})
+            env = of_mpirun(env, request.hosts.transport)
             with launcher.signals.interrupting():
-                hand_over(plan, server, private_name, private_ones, launcher.logins)
+                hand_over(plan, server, private_name, everything, launcher.logins)
         launcher.logins.close()
         command_of_rank = (*request.job, *turn.announced.resume_args)
         request = request._replace(job=command_of_rank, variables=variables)
         command = plan.starter.compose(request, str(folder))
-        env = of_mpirun(os.environ, private_ones) if private_name else os.environ
+        env = {name: env[name] for name in env.keys() - options.kept_home}
         mpirun = MpirunProcess(plan.starter, command, env)
         # The output of a detached job is kept without --log-dir, too.
         logs = launcher.logs if options.log_dir else None

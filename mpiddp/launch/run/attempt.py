@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 from mpiddp.hosts.processes import end_all, signal_all
@@ -87,7 +88,7 @@ class Attempt:
             self.record.add(Event("tail", rank, {"lines": lines}))
         self.outcome = verdict(self.record)
         if not self.are_waiting:
-            self.agents.clean_up(self.outcome, self.record.silent_hosts)
+            self.agents.clean_up(self.outcome, self.record)
         return self.outcome
 
     def begin_again(self, turn: Turn) -> bool:
@@ -119,7 +120,7 @@ class Attempt:
         while self.mpirun.code is None:
             self.wait()
         self._finish()
-        self.agents.clean_up(self.outcome, self.record.silent_hosts)
+        self.agents.clean_up(self.outcome, self.record)
 
     def _finish(self) -> None:
         """mpirun has ended. End the processes that it has left, and copy the last output."""
@@ -233,6 +234,10 @@ class Attempt:
 
     def on_event(self, event: Event) -> None:
         """Record and react to a message of a rank or a viewer."""
+        if event.facts.get("host") in self.agents.plan.shared_names:
+            # Several hosts call themselves so. The name in the hostfile tells them apart.
+            host = self.record.hosts[event.rank]
+            event = replace(event, facts={**event.facts, "host": host})
         record, facts, rank = self.record, event.facts, event.rank
         exchange, console = self.agents.launcher.exchange, self.agents.launcher.console
         was_starting = record.phase is Phase.STARTING
@@ -288,7 +293,9 @@ class Attempt:
                     # Most MPIs end the other ranks, and so do the ranks themselves. Only this process
                     # notices a host that has stopped answering.
                     spread_s = SPREAD_S + self.options.failed_grace_s
-                    self._end_job(after_s=0 if record.silent_hosts else spread_s, has_failed=True)
+                    waits_for_word = event.kind == "failed" and self.turn.holds
+                    is_now = record.silent_hosts or waits_for_word
+                    self._end_job(after_s=0 if is_now else spread_s, has_failed=True)
         self._looks.see_early()
         is_end = event.kind in ENDS - {"failed"} and not event.from_script
         if is_end and record.act("hold") and not self._is_over.is_set():

@@ -1,7 +1,7 @@
 """Work on the hosts of an attempt over ssh: before mpirun starts, and after a failure.
 
 Before the start, each host connects back to the launcher and to the other hosts, so a firewall that passes
-only ssh is named in seconds. Each host also keeps the job's key and the values of -x
+only ssh is named in seconds. Each host also keeps the variables of the ranks, with the job's key
 (`mpiddp.hosts.private`), because mpirun would send them to its daemons in clear text.
 """
 
@@ -62,7 +62,7 @@ def hand_over(
         "key": server.key,
         "meet": (addresses, port, start_s, _MOST) if knows_all else (),
         "name": name,
-        "variables": variables,
+        "variables": private.packed(variables),
     }
     ask = partial(ask_hosts, python=request.job[0], transport=request.hosts.transport)
     answered: Sequence[Host] = hosts
@@ -116,13 +116,16 @@ def gone(request: Request, names: Collection[str]) -> list[str]:
     return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
 
-def sweep(request: Request, hosts: Sequence[Host], job: str, name: str) -> None:
+def sweep(
+    request: Request, hosts: Sequence[Host], job: str, name: str, outputs: Sequence[str]
+) -> None:
     """Kill the processes of `job` on these hosts at once, and remove the variables kept under this name.
 
-    A killed daemon or mpirun may leave ranks behind that hang in a collective. The job's id in their
-    environment identifies its processes.
+    A killed daemon or mpirun may leave ranks behind that hang in a collective. The processes of the job have
+    its id in their environment, or write to the output of a rank.
     """
-    program = program_that_prints(TRAVELLING, f"sweep({f'{JOB}={job}'!r}, {name!r})")
+    call = f"sweep({f'{JOB}={job}'!r}, {name!r}, {outputs!r})"
+    program = program_that_prints(TRAVELLING, call)
     quick = request.hosts.transport._replace(login_s=_SWEEP_S)
     answers = ask_hosts(hosts, program, python=request.job[0], transport=quick)
     for host, answer in answers.items():

@@ -133,7 +133,7 @@ class Coordinator:
         text = json.dumps(value)
         if self.exchange is not None or self.world.world_size == 1:
             texts = [text] if self.exchange is None else self.exchange(text)
-            return [json.loads(each) for each in texts]
+            return [json.loads(text) for text in texts]
         options = {"key": key or self.unique_prefix("exchange"), "timeout_s": timeout_s}
         answer = self.ask("gather", text.encode(), unless_failed=bool(key), **options)
         return self._values(*answer, timeout_s)
@@ -217,12 +217,12 @@ class Coordinator:
             first = self.ask("claim", key=_CLAIM)[0]["rank"]
         return self.world.rank == first
 
-    def leave(self, *, waits: bool | None = None) -> None:
+    def leave(self, *, waits: bool) -> None:
         """Leave the job, so that the end of the connection is no failure. All ranks must call this.
 
-        With `waits`, by default on rank 0, which serves torch's store, wait until all others have left.
+        With `waits`, wait until all others have left.
         """
-        key, waits = self.unique_prefix("left"), self.world.rank == 0 if waits is None else waits
+        key = self.unique_prefix("left")
         if waits and self.exchange is not None:
             self.exchange("")
         elif waits and self.world.world_size > 1:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import signal
 import time
+from collections.abc import Set
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ from mpiddp.files import read_limited
 from mpiddp.protocol.channel import LINE_LIMIT, TEXT_LIMIT
 from mpiddp.runtime.job.out_of_memory import shortened
 from mpiddp.text import signal_name
+
+_REQUESTS = frozenset(
+    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+)
 
 
 class Refused(SystemExit):
@@ -64,6 +69,18 @@ class Ending(NamedTuple):
         """Whether it is bad input, which the rank itself has to print."""
         return self.code == BAD_INPUT and bool(self.error)
 
+    def stops(self, passed: Set[int], *, is_asked: bool | None, says_so: bool) -> bool:
+        """Whether a program that has got the `passed` signals ends so on request.
+
+        `is_asked`: whether the launcher has requested it; None without one, where a signal is the request.
+        """
+        was_asked = bool(passed & _REQUESTS) if is_asked is None else is_asked
+        ends = {STOPPED, 128 + signal.SIGTERM, *(128 + number for number in passed)}
+        # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
+        is_exit = not (self.signal or self.traceback or self.error)
+        has_stopped = self.code == STOPPED and says_so
+        return has_stopped or (was_asked and (self.code in ends or is_exit))
+
     @property
     def facts(self) -> dict[str, Any]:
         """What a message can hold of it: the beginning of the sentence, and the end of the traceback."""
@@ -95,8 +112,10 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
             return Ending(DONE)
         if not isinstance(error.code, int):
             return Ending(FAILED, str(error.code))
-        # A process ends with the lowest 8 bits of its code: -1 is 255. For the other ranks, 256 is a failure.
-        code = error.code & 0xFF or FAILED
+        # The process ends with the lowest 8 bits of a C long: -1 is 255, and 256 is 0.
+        code = error.code & 0xFF if error.code.bit_length() < 64 else 0xFF
+        if code == DONE:
+            return Ending(DONE)
         if isinstance(error, Refused):
             return Ending(code, error.sentence, is_verdict=bool(error.sentence))
         # The script has handled the error itself: it has printed it, for example.

@@ -20,12 +20,12 @@ def shortened(text: str) -> str:
     return _TEXT.sub(_short, text)
 
 
-def _short(found: re.Match[str]) -> str:
+def _short(match: re.Match[str]) -> str:
     from mpiddp.hosts.gpu_health import who  # few ranks need it
 
-    asked, gpu, total, free, rest, _ = found.groups()
-    holders = [f"this process holds {own}" for own in _OWN.findall(rest)]
-    others = sorted(_OTHER.findall(rest), key=lambda each: _bytes(each[1]), reverse=True)
+    asked, gpu, total, free, rest, _ = match.groups()
+    holders = [f"this process holds {amount}" for amount in _OWN.findall(rest)]
+    others = sorted(_OTHER.findall(rest), key=lambda holder: _bytes(holder[1]), reverse=True)
     for pid, size in others[:_NAMED]:
         user, command = who(pid)
         holders.append(f"pid {pid}{f' of {user} ({command})' * bool(user)} {size}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import print_error
-from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, encode, is_consequence
+from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode, is_consequence
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import Coordinator
@@ -41,9 +42,10 @@ class Session:
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1))
         self.is_member = False  # of the process group of its job, which this process leaves later
-        self.run: Any = None  # the `mpiddp.checkpoints.records.RunRecords` of this process's run
+        self.runs: list[Any] = []  # the `mpiddp.checkpoints.records.RunRecords` of this process
         self.sinks: Any = None  # of `mpiddp.runtime.sinks`, once this process has logged
-        self.torch_store: object = None  # rank 0 serves it as long as its process lives
+        self.torch_store: object = None  # on rank 0, if this process serves it
+        self.has_store_beside = False  # a process beside rank 0 serves it
         self.error: BaseException | None = None  # that has ended the script, or by hand its group
         self.progress = Progress(self.coordinator, self.tell_agent)
         self.stop = StopRequest(self.coordinator, self.progress, self.tell_agent)
@@ -114,6 +116,8 @@ class Session:
         if self.stop.has_stopped:
             self.count_saves(0)
         # The first rank that exits with a code other than 0 ends the others, which may still save.
+        if waits is None:
+            waits = self.torch_store is not None
         self.coordinator.leave(waits=self.stop.has_stopped or waits)
 
     def fail(self, error: BaseException, *, is_printed: bool = False) -> bool:
@@ -125,6 +129,9 @@ class Session:
         # A save in flight goes on after sys.exit(), because the agent ends the others. A claim ends it.
         is_first = isinstance(error, SystemExit) or self.coordinator.claim_first_failure()
         ending = ending_of(error)
+        follows = is_consequence(ending.error)
+        if follows and is_first and not is_printed:
+            is_first = self._hears_of_no_cause()
         if ending.error:  # perhaps no file can be written
             self.tell_agent("failed", ending=Ending(**ending.facts))
         if self.has_agent:
@@ -133,10 +140,22 @@ class Session:
         prints = ending.is_refusal or (is_sentence and not self.has_agent)
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
-        is_shown = is_first or not is_consequence(ending.error)
+        is_shown = is_first or not follows
         if not (is_shown or is_printed):
             self.tell_agent("hidden", text=ending.facts["traceback"])
         return is_shown
+
+    def _hears_of_no_cause(self) -> bool:
+        """Whether the agent hears of no other failure within a second. A killed rank claims none."""
+        if self.control is None:
+            return True
+        self.tell_agent("lost_connection")
+        with contextlib.suppress(OSError, ValueError):
+            self.control.settimeout(_END_S)
+            is_first: bool = json.loads(self.control.recv(CHUNK))["is_first"]
+            self.control.settimeout(None)
+            return is_first
+        return True
 
     def tell_over(self, code: int) -> None:
         """Tell the agent that this script, which has failed, has no more to do than to end."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from zlib import crc32
 
 from mpiddp.errors import JobFailed, UserError
@@ -34,7 +33,7 @@ def way_to_meet(ranks: Coordinator, timeout_s: float) -> AbstractContextManager[
 def connect_by_address(ranks: Coordinator, timeout_s: float) -> None:
     """Connect ranks that know the address of rank 0, which is set in their world."""
     address, port = address_of_rank_0(ranks.world, os.environ)
-    world = replace(ranks.world, master_addr=address, master_port=port)
+    world = ranks.world._replace(master_addr=address, master_port=port)
     if os.environ.get(AGENT_STORE) == "True":
         server = _serve_beside_agent(world, timeout_s)
     else:

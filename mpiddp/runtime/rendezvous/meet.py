@@ -48,9 +48,9 @@ def meet(
     with way, ranks.all_or_none():
         world, gather = ranks.world, partial(ranks.all_gather_json, timeout_s=timeout_s)
         infos = result.gathered(gather(RankInfo.of_this_process(world, problem)))
-        ranks.hostnames = tuple(each.hostname for each in infos)
+        ranks.hostnames = tuple(info.hostname for info in infos)
         ranks.ranks_here = result.ranks_by_host(infos)[infos[world.rank].host]
-        if any(each.problem for each in infos):
+        if any(info.problem for info in infos):
             raise UserError(problem)  # "" on a rank that could begin
         # Long, and the same on most ranks: a gather sends what all have only once.
         programs = gather(files)
@@ -63,9 +63,9 @@ def meet(
             server = _from_rank_0(world, gather, partial(serve_beside, world))
             ranks.connect(world, Server(*server), answer_s=timeout_s)
         ranks.world = world
-        own = infos[world.rank]
-        interface = own.interface_for(address, result.requested_interface(env))
-        return result.variables_of(world, own, interface, infos[0].run_id), listener
+        info = infos[world.rank]
+        interface = info.interface_for(address, result.requested_interface(env))
+        return result.variables_of(world, info, interface, infos[0].run_id), listener
 
 
 def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket.socket | None]:
@@ -74,23 +74,23 @@ def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket
     One rank of each host tries them all. Rank 0 listens on every candidate before the ranks hear of it, so
     that no other program takes its port.
     """
-    known = world.master_addr
-    if known is not None and os.environ.get(AGENT_STORE) == "True":
-        return known, world.master_port or 0, None
+    named = world.master_addr
+    if named is not None and os.environ.get(AGENT_STORE) == "True":
+        return named, world.master_port or 0, None
     listeners: dict[str, socket.socket] = {}
 
     def listen() -> dict[str, int]:
-        for address in [known] if known else result.choose(infos, os.environ):
-            port = 0 if known else sockets.port_in(os.environ)  # the channel has the known one
+        for address in [named] if named else result.choose(infos, os.environ):
+            port = 0 if named else sockets.port_in(os.environ)  # the channel has the known one
             listeners[address] = sockets.bind(address, port, world.hostname)
-        return {address: each.getsockname()[1] for address, each in listeners.items()}
+        return {address: bound.getsockname()[1] for address, bound in listeners.items()}
 
     ports: dict[str, int] = _from_rank_0(world, gather, listen)
     _, *others = [ranks[0] for ranks in result.ranks_by_host(infos).values()]
     tries = world.rank in others
     reached = gather(sockets.reachable([*ports], [*ports.values()]) if tries else [*ports])
-    found = next((each for each in ports if all(each in some for some in reached)), None)
-    if found is None:
+    reachable = next((name for name in ports if all(name in names for names in reached)), None)
+    if reachable is None:
         cut_off = [rank for rank in others if not reached[rank]] or others
         raise JobFailed(
             f"{', '.join(infos[rank].hostname for rank in cut_off)} cannot reach any address of "
@@ -98,7 +98,7 @@ def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket
             "a firewall blocks them, or the networks are not connected. "
             "Name a reachable address: --master-addr ADDR"
         )
-    listener = listeners.pop(found, None)
+    listener = listeners.pop(reachable, None)
     for other in listeners.values():
         other.close()
     if listener is not None:
@@ -109,7 +109,7 @@ def _place(world: World, infos: Infos, gather: Gather) -> tuple[str, int, socket
             while True:
                 listener.accept()[0].close()
         listener.setblocking(True)
-    return found, ports[found], listener
+    return reachable, ports[reachable], listener
 
 
 def _from_rank_0(world: World, gather: Gather, make: Callable[[], Any]) -> Any:

@@ -104,14 +104,14 @@ def _mpi_defaults(world: World) -> dict[str, str]:
     if world.local_world_size != world.world_size:  # or None: it may span several hosts
         # The requested ones, else all except bridges of containers. Such a bridge has the same address on
         # every host. Open MPI 5 aborts over it, and 4.1 hangs.
-        found, requested = interfaces(), requested_interface(env)
-        usable = [each for each in found if each.matches(requested)]
-        usable = usable or [each for each in found if not (each.is_virtual or each.is_loopback)]
-        networks = dict.fromkeys(each.network for each in usable if ":" not in each.address)
+        present, requested = interfaces(), requested_interface(env)
+        usable = [nic for nic in present if nic.matches(requested)]
+        usable = usable or [nic for nic in present if not (nic.is_virtual or nic.is_loopback)]
+        networks = dict.fromkeys(nic.network for nic in usable if ":" not in nic.address)
         if networks and name == "openmpi" and "OMPI_MCA_btl_tcp_if_exclude" not in env:
             defaults["OMPI_MCA_btl_tcp_if_include"] = ",".join(networks)
         if usable and name == "hydra":
             # MPICH's UCX takes a list; the tcp provider of Intel's libfabric takes one name.
-            names = ",".join(dict.fromkeys(each.name for each in usable))
+            names = ",".join(dict.fromkeys(nic.name for nic in usable))
             defaults |= {"UCX_NET_DEVICES": names, "FI_TCP_IFACE": usable[0].name}
     return {name: value for name, value in defaults.items() if name not in env}

@@ -7,13 +7,11 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.gpus import VISIBLE
-from mpiddp.hosts.interfaces import Interface, interfaces
+from mpiddp.hosts.interfaces import Interface, interfaces, machine
 from mpiddp.hosts.sockets import resolve
 from mpiddp.protocol import variables
 from mpiddp.runtime.gpu import expected_hosts
@@ -38,10 +36,16 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def of_this_process(cls, world: World, problem: str = "") -> RankInfo:
-        own = (world.rank, world.local_rank, world.local_world_size, world.hostname, machine_id())
+        place = (
+            world.rank,
+            world.local_rank,
+            world.local_world_size,
+            world.hostname,
+            machine("net"),
+        )
         run_id = os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
         gpus = next((os.environ[name] for name in VISIBLE if name in os.environ), "all")
-        return cls(*own, interfaces(), problem, run_id, gpus)
+        return cls(*place, interfaces(), problem, run_id, gpus)
 
     @property
     def host(self) -> tuple[str, str]:
@@ -66,11 +70,11 @@ class RankInfo(NamedTuple):
 
     def is_named_by_ipv6(self, interface: str) -> bool:
         """Whether gloo takes an IPv6 address by the host's own name, and an IPv4 one by the interface's."""
-        own = [each.address for each in self.interfaces if each.name == interface]
+        names = [nic.address for nic in self.interfaces if nic.name == interface]
         with contextlib.suppress(OSError):
             # As gloo asks, which takes the first address that it can bind.
             first, *_ = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-            return first[0] == socket.AF_INET6 and first[4][0] in own and ":" not in own[0]
+            return first[0] == socket.AF_INET6 and first[4][0] in names and ":" not in names[0]
         return False
 
 
@@ -89,7 +93,7 @@ def gathered(answers: Iterable[Sequence[Any]]) -> Infos:
     for rank, info in enumerate(infos):
         ranks, local_rank, size = by_host[info.host], info.local_rank, info.local_world_size
         infos[rank] = info._replace(
-            interfaces=[Interface(*each) for each in info.interfaces],
+            interfaces=[Interface(*nic) for nic in info.interfaces],
             local_rank=ranks.index(rank) if local_rank is None else local_rank,
             local_world_size=len(ranks) if size is None else size,
         )
@@ -106,19 +110,18 @@ def ranks_by_host(infos: Infos) -> dict[tuple[str, str], list[int]]:
 
 def joined(world: World, infos: Infos, address: str, port: int) -> World:
     """The world of a rank that knows all others. torch's store is at `address`."""
-    hosts, own = list(ranks_by_host(infos)), infos[world.rank]
-    return replace(
-        world,
-        local_rank=own.local_rank,
-        local_world_size=own.local_world_size,
-        node_rank=hosts.index(own.host),
+    hosts, info = list(ranks_by_host(infos)), infos[world.rank]
+    return world._replace(
+        local_rank=info.local_rank,
+        local_world_size=info.local_world_size,
+        node_rank=hosts.index(info.host),
         num_nodes=len(hosts),
         master_addr=address,
         master_port=port,
     )
 
 
-def variables_of(world: World, own: RankInfo, interface: str, run_id: str) -> dict[str, str]:
+def variables_of(world: World, info: RankInfo, interface: str, run_id: str) -> dict[str, str]:
     """The variables of a rank that has met the others: torchrun's, and the network.
 
     https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
@@ -150,7 +153,7 @@ def variables_of(world: World, own: RankInfo, interface: str, run_id: str) -> di
         # prefix. gloo uses the address of the host's own name, which Debian maps to 127.0.1.1.
         family = "AF_INET6" if ":" in str(world.master_addr) else "AF_INET"
         chosen = {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": family}
-        if family == "AF_INET" or not own.is_named_by_ipv6(interface):
+        if family == "AF_INET" or not info.is_named_by_ipv6(interface):
             chosen["GLOO_SOCKET_IFNAME"] = interface
         env |= {name: os.environ.get(name, value) for name, value in chosen.items()}
     return env
@@ -159,12 +162,6 @@ def variables_of(world: World, own: RankInfo, interface: str, run_id: str) -> di
 def requested_interface(env: Mapping[str, str]) -> str:
     """The interface or networks that the user, or else the launcher, requests. See `Interface.matches`."""
     return env.get(variables.INTERFACE) or env.get(variables.NETWORKS) or ""
-
-
-def machine_id() -> str:
-    """What distinguishes this machine from another one with the same name; "" where nothing does."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else ""
 
 
 def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
@@ -190,13 +187,13 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
         return [address]
     requested = requested_interface(env)
     master, *others = [infos[ranks[0]] for ranks in by_host.values()]
-    elsewhere = {each.address for info in others for each in info.interfaces}
-    networks = [{each.network for each in info.interfaces} for info in others]
-    usable = [each for each in master.interfaces if not each.is_loopback]
+    elsewhere = {nic.address for info in others for nic in info.interfaces}
+    networks = [{nic.network for nic in info.interfaces} for info in others]
+    usable = [nic for nic in master.interfaces if not nic.is_loopback]
     if requested:
-        usable = [each for each in usable if each.matches(requested)]
+        usable = [nic for nic in usable if nic.matches(requested)]
     else:
-        usable = [each for each in usable if not (each.is_virtual or each.address in elsewhere)]
+        usable = [nic for nic in usable if not (nic.is_virtual or nic.address in elsewhere)]
     if not usable:
         raise UserError(
             f"{master.hostname}, where rank 0 runs, has no address that other hosts can reach: "
@@ -204,8 +201,8 @@ def choose(infos: Infos, env: Mapping[str, str]) -> list[str]:
             "Name one: --master-addr ADDR"
         )
     # Networks that all other hosts share come first, then IPv4.
-    usable.sort(key=lambda i: (-sum(i.network in each for each in networks), ":" in i.address))
-    return [each.address for each in usable]
+    usable.sort(key=lambda i: (-sum(i.network in nic for nic in networks), ":" in i.address))
+    return [nic.address for nic in usable]
 
 
 def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str]) -> None:
@@ -235,23 +232,23 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
     requested, is_on_one_host = env.get(variables.INTERFACE, ""), len(ranks_by_host(infos)) == 1
     for info in infos if requested and not is_on_one_host else ():
         if not any(interface.matches(requested) for interface in info.interfaces):
-            found = " and ".join(dict.fromkeys(each.name for each in info.interfaces))
+            present = " and ".join(dict.fromkeys(nic.name for nic in info.interfaces))
             raise UserError(
-                f'interface "{requested}" is not on {info.hostname}, which has {found or "none"}.'
+                f'interface "{requested}" is not on {info.hostname}, which has {present or "none"}.'
             )
 
 
 def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
     """Whether each name stands for one host, and none of them is the name of another host."""
     own_names = {
-        info.host: {info.hostname.partition(".")[0], *(each.address for each in info.interfaces)}
+        info.host: {info.hostname.partition(".")[0], *(nic.address for nic in info.interfaces)}
         for info in infos
     }
     pairs = {(name, info.host) for name, info in zip(names, infos, strict=False)}
     one_to_one = len(pairs) == len({name for name, _ in pairs}) == len({host for _, host in pairs})
-    known = set().union(*own_names.values())
+    every = set().union(*own_names.values())
     # Any other name is an alias, by which mpirun has reached the host.
-    fits = [{name, name.partition(".")[0]} & known <= own_names[host] for name, host in pairs]
+    fits = [{name, name.partition(".")[0]} & every <= own_names[host] for name, host in pairs]
     return len(names) == len(infos) and one_to_one and all(fits)
 
 

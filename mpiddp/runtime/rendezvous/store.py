@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import JobFailed
+from mpiddp.hosts.processes import name_process
+from mpiddp.protocol.channel import STORE_NAME
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.patches import no_dns
 from mpiddp.world import World
@@ -22,10 +26,48 @@ def serve_store(env: Mapping[str, str], listener: int) -> Store:
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
     """
     with no_dns():
-        address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        return _open(
-            address, port, int(env["WORLD_SIZE"]), is_master=True, master_listen_fd=listener
-        )
+        return _serve(env, listener)
+
+
+def _serve(env: Mapping[str, str], listener: int) -> Store:
+    address, port, world_size = (env[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    return _open(address, int(port), int(world_size), is_master=True, master_listen_fd=listener)
+
+
+def serve_beside(env: Mapping[str, str], listener: socket.socket, lifeline: socket.socket) -> int:
+    """Serve the store in a process of its own, until the other end of `lifeline` is closed. Returns its pid.
+
+    It is a fork of a script that has just imported torch, so it costs no import. It outlives the script:
+    other ranks may need the store when rank 0 has ended.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _serve_until_closed(env, listener.detach(), lifeline.detach())
+        finally:
+            os._exit(0)
+    listener.close()
+    lifeline.close()
+    return pid
+
+
+def _serve_until_closed(env: Mapping[str, str], listener: int, lifeline: int) -> None:
+    os.setsid()  # a signal to the script's process group is not for this process
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    name_process(STORE_NAME)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # a warning of torch must not get into a connection
+        os.dup2(nothing, stream)
+    first = 3
+    for kept in sorted((listener, lifeline)):
+        os.closerange(first, kept)
+        first = kept + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+    with no_dns():  # for each connection that it accepts
+        store = _serve(env, listener)
+        os.read(lifeline, 1)
+        del store
 
 
 def _open(address: str, port: int, world_size: int, **options: Any) -> Store:

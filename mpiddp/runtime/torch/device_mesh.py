@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mpiddp.errors import BAD_INPUT, UserError, print_error
-from mpiddp.runtime.rendezvous.result import machine_id
+from mpiddp.hosts.interfaces import machine
 from mpiddp.runtime.torch.mesh_sizes import check_sizes, resolve
 
 
@@ -58,10 +58,10 @@ def mesh(
     # Beside NCCL's group: a script may not have chosen its GPU yet.
     group = None if is_gloo else dist.new_group(backend="gloo")
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (call, hostname, f"{hostname} {machine_id()}"), group=group)
+    dist.all_gather_object(answers, (call, hostname, f"{hostname} {machine('net')}"), group=group)
     calls, names, machines = zip(*answers, strict=True)
     try:  # of the same answers, so every rank comes to the same result
-        if other := next((rank for rank, each in enumerate(calls) if each != calls[0]), 0):
+        if other := next((rank for rank, call in enumerate(calls) if call != calls[0]), 0):
             raise UserError(
                 f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}. Call it with "
                 "the same arguments on all ranks."

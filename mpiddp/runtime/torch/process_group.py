@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -60,9 +59,9 @@ def process_group(
             device = device_of(world, backend)
         with coordinator.all_or_none():
             backends = coordinator.all_gather_json(backend, timeout_s=AGREE_TIMEOUT_S)
-            ranks = {each: coordinator.name(backends.index(each)) for each in backends}
+            ranks = {name: coordinator.name(backends.index(name)) for name in backends}
             if len(ranks) > 1:
-                shown = ", ".join(f"{each} ({rank})" for each, rank in ranks.items())
+                shown = ", ".join(f"{name} ({rank})" for name, rank in ranks.items())
                 raise UserError(
                     f"the backend differs: {shown}. Set it on all ranks: --backend gloo (or nccl)."
                 )
@@ -83,7 +82,7 @@ def process_group(
             if is_gloo:
                 # A rank that needs no other and ends would cut off those that still connect to it.
                 dist.barrier()
-            yield replace(world, backend=backend, device=str(device))
+            yield world._replace(backend=backend, device=str(device))
         except BaseException as error:
             is_failure = ending_of(error, has_stopped=session.stop.has_stopped).is_failure
             if session is current() and is_failure and not isinstance(error, Refused):

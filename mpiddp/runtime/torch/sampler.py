@@ -156,11 +156,11 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         Raises:
             ValueError: the state is of other data or of another order.
         """
-        own = self.state_dict()
-        for name in own.keys() - {"epoch", "step"}:
-            if state[name] != own[name]:
+        now = self.state_dict()
+        for name in now.keys() - {"epoch", "step"}:
+            if state[name] != now[name]:
                 raise ValueError(
-                    f"mpiddp.Sampler: the checkpoint has {name}={state[name]}, and this run {own[name]}."
+                    f"mpiddp.Sampler: the checkpoint has {name}={state[name]}, and this run {now[name]}."
                 )
         self.epoch, self.step = state["epoch"], state["step"]
         if self.step == self.steps_per_epoch:

@@ -1,6 +1,6 @@
 """One save and one resume: what they hold in memory, read, send, remove, and refuse.
 
-Tests mpiddp/checkpoints/{save,schedule,resume,run,send,boxes,folder}.py, mpiddp/files.py.
+Tests mpiddp/checkpoints/{save,schedule,resume,run_folder,send,boxes,folder}.py, mpiddp/files.py.
 """
 
 import fcntl
@@ -26,9 +26,13 @@ from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.boxes import Box, Copies
 from mpiddp.checkpoints.folder import BrokenCheckpoint
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
+from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.errors import UserError
 from mpiddp.files import is_locked, read_limited
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.session import current
+from mpiddp.text import parse_interval
+from mpiddp.world import World
 from tests.support.patience import PATIENCE_S
 from tests.support.place import Here
 from tests.support.ranks import clean_env, script
@@ -38,7 +42,7 @@ from tests.support.ranks import clean_env, script
 def run_of_this_test() -> Iterator[None]:
     """A run whose folder was refused stays that of the process."""
     yield
-    current().run = None
+    current().runs.clear()
 
 
 def num_large_tensors() -> int:
@@ -58,7 +62,7 @@ def test_a_state_that_grows_leaves_no_copies_behind(tmp_path):
 @pytest.mark.parametrize(("size", "count"), [(3, 1), (3, 2), (20_000, 1), (20_000, 2)])
 def test_a_step_after_the_copy_does_not_change_it(size, count):
     tensors = [torch.zeros(size) for _ in range(count)]
-    copies = Copies.of([Box(("a",), "file", each.shape) for each in tensors], tensors)
+    copies = Copies.of([(Box(("a",), "file", tensor.shape), tensor) for tensor in tensors])
     for each in tensors:
         each.fill_(1)
     assert [each.values.sum() for each in copies.blocks["file"]] in ([0], [0, 0])
@@ -71,7 +75,7 @@ with mpiddp.process_group() as world:
     checkpoints.save(1, {})
     try:
         checkpoints.save(10 * (world.rank + 1), {})
-    except ValueError as error:
+    except mpiddp.UserError as error:
         print(error)
     checkpoints.save(30, {})
 """
@@ -79,8 +83,8 @@ with mpiddp.process_group() as world:
 
 def test_ranks_that_save_different_steps_are_refused(tmp_path):
     done = Here(tmp_path).fork(script(tmp_path, OTHER_STEPS), "run", ranks=2).assert_ok()
-    sentence = r"rank 0 on \S+ saves step 10, rank 1 on \S+ saves step 20\. All ranks .*"
-    lines = [line for line in done.stdout.splitlines() if "saves step" in line]
+    sentence = r".* steps: save\(10, …\) on rank 0 on \S+, save\(20, …\) on rank 1 on \S+\. .*"
+    lines = [line for line in done.stdout.splitlines() if "different steps" in line]
     assert [bool(re.fullmatch(sentence, line)) for line in lines] == [True, True], done.stdout
     assert (tmp_path / "run/checkpoints/step_00000030").exists()
 
@@ -89,6 +93,7 @@ OWNS = """
 import sys
 from pathlib import Path
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
+from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.files import is_locked
 owner = RunLock(RunDir(Path(sys.argv[1])))
 print("owns", flush=True)
@@ -153,6 +158,40 @@ def test_a_copy_of_the_folder_keeps_the_lock(tmp_path):
         os.waitpid(child, 0)
 
 
+def test_any_error_of_the_thread_is_a_warning(create, monkeypatch, capsys):
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    checkpoints = create()
+    with monkeypatch.context() as patched:
+        patched.setattr("mpiddp.checkpoints.boxes.write_tensors", fails)
+        checkpoints.save(1, {"a": torch.ones(1)})
+        checkpoints._wait_for_own_save()
+    checkpoints.save(1, {"a": torch.ones(1)})
+    assert "step 1 cannot be saved: MemoryError" in capsys.readouterr().err
+    checkpoints.close()
+    assert mpiddp.load(mpiddp.run_dir()).step == 1
+
+
+def schedule(every: str, first: int = 1, *, is_new: bool = False) -> SaveSchedule:
+    alone = Coordinator(World(0, 1, 0, 1))
+    return SaveSchedule(parse_interval(every), alone, first - 1, is_new=is_new, timeout_s=1)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_schedule_by_steps(first):
+    due = schedule("10", first)
+    assert [step for step in range(first, 41) if due.is_due(step)] == [10, 20, 30, 40]
+    due = schedule("1", first)
+    assert [step for step in range(first, 4) if due.is_due(step)] == list(range(first, 4))
+    due = schedule("10")  # a script may count samples
+    assert [step for step in range(4, 41, 4) if due.is_due(step)] == [12, 20, 32, 40]
+
+
+def test_a_schedule_by_the_clock_begins_with_a_new_run():
+    assert [schedule("1h", is_new=is_new).is_due(1) for is_new in (True, False)] == [True, False]
+
+
 def test_no_file_outside_of_the_checkpoint_is_touched(tmp_path):
     """Not even a pipe, which would block the reader, and not before all names have been checked."""
     new = directory.NewFolder(tmp_path / "step_00000007")
@@ -193,7 +232,7 @@ def create(tmp_path: Path) -> Iterator[Open]:
     yield create
     for checkpoints in created:
         checkpoints.close()
-    current().run = None
+    current().runs.clear()
 
 
 def test_a_step_before_the_resumed_one_is_refused(create):

@@ -119,8 +119,8 @@ def job() -> Iterator[Job]:
 
 def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
     first, second, third = job.all()
-    second.leave()
-    waits = job.call(first.leave)
+    second.leave(waits=False)
+    waits = job.call(first.leave, waits=True)
     until(lambda: job.selector.next_at < float("inf"))
     assert not waits.done()
     cut(third)

@@ -177,7 +177,8 @@ def test_a_line_is_one_write(unbuffered):
     os.close(writer)
     writes = list(iter(lambda: os.read(reader, 65536), b""))
     os.close(reader)
-    assert writes == [b"a line\n", b"warning: a warning\n", b"100% done\n"]
+    lines = [b"a line\n", b"warning: a warning\n", b"100% done\n"]
+    assert writes == [b"mpiddp: " + line for line in lines]
 
 
 IN_A_DESTRUCTOR = """

@@ -18,6 +18,13 @@ def test_the_fixed_options_are_options():
     assert {*FIXED} <= vars(parse([])).keys()
 
 
+def test_the_long_help_has_every_option(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help-all"])
+    flags = {f"--{setting.replace('_', '-')}" for setting in vars(parse([]))}
+    assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+
+
 @pytest.mark.parametrize(("amp", "epochs"), [("off", 5), ("bf16", 12)])
 def test_the_defaults_follow_from_the_device(amp, epochs, monkeypatch):
     """A CPU without instructions for bf16 trains for fewer epochs."""

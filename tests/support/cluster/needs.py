@@ -18,6 +18,7 @@ PACKAGES = (
     "rsync",  # a push of large files
     "nftables",  # nft, a firewall
     "locales",  # the character sets of other locales
+    *("fish", "tcsh"),  # login shells of other kinds
     # unshare, nsenter, setpriv, setsid and script are util-linux, which every Debian has.
 )
 SLURM_PACKAGES = (

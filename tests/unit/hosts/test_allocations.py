@@ -36,6 +36,14 @@ def test_a_pbs_job_that_lists_each_host_once_takes_its_gpus(in_folder):
     assert found(PBS)[1:] == (["n1", "n2"], [None, None])
 
 
+def test_node_0_of_a_skypilot_task_starts_the_ranks_of_all_nodes():
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.7\n", "SKYPILOT_NUM_NODES": "2"}
+    names = ["10.0.0.4", "10.0.0.7"]
+    assert found(env | {"SKYPILOT_NODE_RANK": "0"}) == ("the SkyPilot task", names, [None, None])
+    alone = {"SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NUM_NODES": "1"}
+    assert find_allocation(alone | {"SKYPILOT_NODE_RANK": "0"}) is None
+
+
 @pytest.mark.parametrize(
     ("file", "names", "slots"),
     [("node_file", CLUSTER_NAMES, [2, 2]), ("pe_hostfile", ["n1", "n2"], [3, 1])],

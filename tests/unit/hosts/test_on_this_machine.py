@@ -47,7 +47,7 @@ def test_a_login_that_stays_open_takes_one_program_after_the_other():
     assert not Path(f"/proc/{third}").exists()
 
 
-@pytest.mark.parametrize("shell", ["sh", "tcsh"])
+@pytest.mark.parametrize("shell", ["sh", "tcsh", "fish"])
 def test_a_login_shell_of_another_kind(shell):
     """What a program prints at its end is no sign of its end."""
     need(shell)

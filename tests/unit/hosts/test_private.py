@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts import private
-from mpiddp.hosts.private import keep, new_name, remove, take
+from mpiddp.hosts.private import keep, new_name, packed, remove, take
 from mpiddp.hosts.scratch import private_folder
 
-KEPT = {"MY_KEY": "é 1"}
+VARIABLES = {"MY_KEY": "é = 1\n", "FUNC%%": "\udcff", "EMPTY": ""}
+KEPT = packed(VARIABLES)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def test_hosts_that_share_a_folder_keep_the_same(parent):
     for _ in range(2):
         keep(name, KEPT)
     (file,) = private._folder(name).iterdir()
-    assert (take(name), file.stat().st_mode & 0o777) == (KEPT, 0o600)
+    assert (take(name), file.stat().st_mode & 0o777) == (VARIABLES, 0o600)
     remove(name)
     remove(name)
     assert not list(parent.iterdir())

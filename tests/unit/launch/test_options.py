@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.launch.plan.environment import forwarded, is_secret, parse_env_file, without_values
+from mpiddp.launch.plan.environment import forwarded, parse_env_file, without_values
 from mpiddp.launch.plan.job_plan import read_hosts
 from mpiddp.launch.plan.options import (
     LaunchOptions,
@@ -23,6 +23,7 @@ from mpiddp.launch.plan.options import (
 
 JOB = ("-m", "train", "--lr", "1")
 DEFAULTS = LaunchOptions(JOB)
+HOSTFILE = Path(__file__).parents[3] / "hostfiles" / "local"
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def parsed(options: str) -> LaunchOptions:
         ("--standalone --rdzv-conf timeout=9", {"host_list": "localhost"}),
         ("--host a", {"host_list": "a"}),
         ("--hosts a:2,b:2", {"host_list": "a:2,b:2"}),
-        ("--machinefile f", {"hostfile": "f"}),
+        (f"--machinefile {HOSTFILE}", {"hostfile": str(HOSTFILE)}),
         ("--standalone", {"host_list": "localhost"}),
         ("--max_restarts 3 -n 1", {"max_restarts": 3, "n": 1}),
     ],
@@ -111,7 +112,7 @@ def script(tmp_path) -> Path:
     [
         ("parser.add_argument('--dry-run')", "--dry-run"),
         ("parser.add_argument('--dry_run')", "--dry-run"),
-        ("import argparse", "--help"),
+        ("from package.cli import main", "--help"),
         ("from transformers import HfArgumentParser", "-h"),
         ("parse('-n')", "-n"),
         ("import settings", "--log-dir"),  # which it imports
@@ -154,6 +155,18 @@ def test_an_option_of_the_launcher_behind_the_job_is_refused_with_the_right_orde
         parse_options(shlex.split(typed))
 
 
+def test_the_options_of_a_hostfile(tmp_path):
+    """A line "#: OPTIONS" has options of a launch. Those of the command line take precedence."""
+    file = tmp_path / "hosts.txt"
+    file.write_text("#: --interface ib0 -x A=secret -x B=1\nnode1 slots=2 #: -n 3\n#: --push\n")
+    options = parse_options(["--hostfile", str(file), "-x", "B=2", "--interface", "lo", *JOB])
+    assert (options.interface, options.push, options.n) == ("lo", True, None)
+    assert options.variables == {"A": "secret", "B": "2"}
+    lines = (f"{file}:1: --interface ib0 -x 'A=…' -x 'B=…'", f"{file}:3: --push")
+    assert options.of_hostfile == lines
+    assert parse_options(["--hostfile", str(file), "-x", "B-", *JOB]).variables == {"A": "secret"}
+
+
 def test_a_range_of_hosts_takes_the_first_of_the_list():
     options = parse_options(["--nnodes", "1:2", "-H", "a:1,b:1,c:1", *JOB])
     assert [host.name for host in read_hosts(options, {}).hosts] == ["a", "b"]
@@ -191,36 +204,26 @@ def test_the_job(job, command):
 
 
 PASSED = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CUDA_DEVICE_ORDER"),
-    *("NCCL_DEBUG", "NCCL_IB_PKEY", "TORCH_LOGS", "PYTORCH_CUDA_ALLOC_CONF", "GLOO_SOCKET_IFNAME"),
-    *("OMP_NUM_THREADS", "HIP_PLATFORM", "ROCR_X", "RCCL_X", "ZE_X", "ONEAPI_DEVICE_SELECTOR"),
-    *("UCX_TLS", "FI_PROVIDER", "HF_HOME", "MPIDDP_DATA", "MPI4PY_LIBMPI"),
-    *("MASTER_ADDR", "MASTER_PORT"),
-    *("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "MKL_NUM_THREADS", "KMP_AFFINITY"),
-    *("WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_DIR"),
-    *("PYTHONHASHSEED", "PYTHONWARNINGS", "CUDNN_LOGLEVEL_DBG", "SLURM_JOB_ID"),
-)
-OF_A_HOST = ("HOME", "USER", "PYTHONHOME", "PWD", "SSH_AUTH_SOCK", "OMPI_MCA_btl", "SLURM_PROCID")
-FREE = ("LD_PRELOAD", "COMET_MODE", "AWS_REGION")
-SECRETS = (
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LD_PRELOAD", "TERM", "HF_TOKEN", "BASH_FUNC_ml%%"),
     *(
-        "HF_TOKEN",
-        "WANDB_API_KEY",
-        "NCCL_SECRET",
-        "UCX_KEY",
-        "TORCH_PASSWORD",
-        "FI_CREDENTIALS",
-        "HF_AUTH",
+        "MASTER_ADDR",
+        "MPI4PY_LIBMPI",
+        "SLURM_JOB_ID",
+        "SLURM_ARRAY_TASK_ID",
+        "JOB_ID",
+        "SGE_TASK_ID",
     ),
-    *("MPIDDP_COOKIE", "OMP_SESSION", "TORCH_DSN", "hf_token"),
+    *("LANGCHAIN_API_KEY", "PERL5LIB", "PEFT_MODE", "QUEUE_URL", "TASK_NAME", "TMPDIR_OF_MINE"),
+)
+OF_A_PLACE = (
+    *("HOME", "USER", "PYTHONHOME", "PWD", "SSH_AUTH_SOCK", "LANG", "LC_ALL", "TMPDIR", "HOSTNAME"),
+    *("OMPI_MCA_btl", "SLURM_PROCID", "SLURMD_NODENAME", "PBS_NODEFILE", "PE", "FLUX_URI"),
 )
 
 
-def test_variables_of_the_allow_list_reach_the_ranks_and_no_secret():
-    env = dict.fromkeys((*PASSED, *OF_A_HOST, *FREE, *SECRETS), "1")
-    assert forwarded(env) == dict.fromkeys(sorted(PASSED), "1")
-    assert forwarded(env, env_all=True) == dict.fromkeys(sorted((*PASSED, *FREE)), "1")
-    assert all(map(is_secret, SECRETS))
+def test_every_variable_reaches_the_ranks_but_those_of_a_place():
+    env = dict.fromkeys((*PASSED, *OF_A_PLACE, "KEPT"), "1")
+    assert forwarded(env | {"CUDA_VISIBLE_DEVICES": "1"}, ["KEPT"]) == dict.fromkeys(PASSED, "1")
 
 
 FILE = r"""

@@ -3,6 +3,7 @@
 Tests mpiddp/launch/{starters,command,place,network}.py. Nothing is started here.
 """
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -71,7 +72,9 @@ def test_a_choice_of_the_user_is_kept():
     assert argv.count("btl") == 1
     own = {"HYDRA_LAUNCHER_EXTRA_ARGS": "-v"}
     command = MPIS["mpich"].compose(UNEQUAL._replace(env=own))
-    assert command.settings["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-F mpiddp-ssh_config -v"
+    assert command.settings[next(iter(own))] == "mpiddp-ssh -F mpiddp-ssh_config -v"
+    command = MPIS["mpich"].compose(UNEQUAL._replace(env={"HYDRA_LAUNCHER_EXEC": "myssh"}))
+    assert not {"-launcher-exec", "mpiddp-ssh"} & {*command.argv, *command.files}
 
 
 def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own():
@@ -122,6 +125,7 @@ def test_the_only_host_of_a_job_is_not_to_be_excluded(capfd):
 def test_a_folder_that_has_been_removed(tmp_path: Path) -> None:
     """A command in a folder that somebody has removed says so in one line."""
     line = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m mpiddp launch x.py"
-    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}  # mpiddp is not installed
+    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True)
     said = "mpiddp: this folder has been removed. Change to another.\n"
     assert (done.returncode, done.stderr) == (2, said)
