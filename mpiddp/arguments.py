@@ -14,7 +14,7 @@ from mpiddp.text import did_you_mean, parse_duration, parse_whole, shown
 
 OUT = "{out}"  # in an argument of a script that runs several times: a new folder for each run
 
-# A verb's help opens with its examples; those of launch and train have their own.
+# The help of a verb begins with its examples. The modules of launch and train have theirs.
 _EXAMPLES = """\
   mpirun -np 2 python -m mpiddp run train.py --lr 0.1
   srun --ntasks-per-node 8 python -m mpiddp run -m my.training
@@ -56,7 +56,7 @@ def examples(prog: str) -> str:
 class OneSentenceParser(argparse.ArgumentParser):
     """argparse that raises its errors as UserError, without printing the usage."""
 
-    elsewhere: Mapping[str, str] = MappingProxyType({})  # by patterns of misplaced words
+    elsewhere: Mapping[str, str] = MappingProxyType({})  # hints, by patterns of misplaced options
 
     def format_help(self) -> str:
         usage, _, rest = super().format_help().partition("\n\n")
@@ -66,26 +66,25 @@ class OneSentenceParser(argparse.ArgumentParser):
         hint = ""
         if unknown := re.fullmatch(r"unrecognized arguments: ([^\s=]+).*", message, re.DOTALL):
             actions = self._option_string_actions.items()
-            known = [name for name, action in actions if action.help != argparse.SUPPRESS]
-            name = _long(unknown[1].replace("_", "-"))
-            here = [text for each, text in self.elsewhere.items() if re.fullmatch(each, name)]
-            typed = [each for each in known if "_" not in each] if name[:1] == "-" else []
-            hint = f" {here[0]}." if here else did_you_mean(name, typed)
+            option = _long(unknown[1].replace("_", "-"))
+            hints = [text for form, text in self.elsewhere.items() if re.fullmatch(form, option)]
+            listed = [name for name, action in actions if action.help != argparse.SUPPRESS]
+            names = [name for name in listed if "_" not in name] if option[:1] == "-" else []
+            hint = f" {hints[0]}." if hints else did_you_mean(option, names)
         raise UserError(f"{self.prog}: {message}.{hint} See: {self.prog} --help")
 
     def _parse_optional(self, arg_string: str) -> Any:
         """Read mpirun's `-hostfile` as `--hostfile`. argparse would take it for `-h`, and `-mca` for `-m`."""
         name = _long(arg_string.partition("=")[0])
-        is_known = name in self._option_string_actions
-        if arg_string not in self._option_string_actions and (
-            is_known or any(re.fullmatch(each, name) for each in self.elsewhere)
-        ):
+        options = self._option_string_actions
+        has_meaning = name in options or any(re.fullmatch(form, name) for form in self.elsewhere)
+        if arg_string not in options and has_meaning:
             arg_string = _long(arg_string)
         return super()._parse_optional(arg_string)
 
 
 def _long(option: str) -> str:
-    """With two dashes, if its name has more than one letter."""
+    """The option with two dashes, if its name has more than one letter."""
     return re.sub("^-(?=[a-z]{2})", "--", option)
 
 
@@ -124,14 +123,14 @@ def shell_command(text: str) -> tuple[str, ...]:
 
 
 def as_arguments(actions: Iterable[argparse.Action], values: argparse.Namespace) -> list[str]:
-    """What was given for these options, as a command line has it, for a command that takes them too."""
-    found = []
+    """The arguments that give these options these values, for another command with the same options."""
+    arguments = []
     for action in actions:
         value, flag = getattr(values, action.dest), action.option_strings[0]
         if action.nargs == 0:
-            found += [flag] if value == action.const != action.default else []
+            arguments += [flag] if value == action.const != action.default else []
         elif isinstance(value, list):
-            found += [f"{flag}{'=' * flag.startswith('--')}{each}" for each in value]
+            arguments += [f"{flag}{'=' * flag.startswith('--')}{item}" for item in value]
         elif value != action.default:
-            found += [flag, str(value)]
-    return found
+            arguments += [flag, str(value)]
+    return arguments

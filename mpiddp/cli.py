@@ -13,7 +13,7 @@ from mpiddp import errors, world
 from mpiddp.errors import JobFailed, UserError
 from mpiddp.text import did_you_mean
 
-# verb: (module of mpiddp with main(argv) -> int, or its function, its line in `mpiddp --help`)
+# verb: (module of mpiddp with main(argv) -> int, or "module:function", its line in `mpiddp --help`)
 VERBS = {
     "launch": ("launch.main", "start a script, or any command, on every slot of a hostfile"),
     "run": ("runtime.agent", "the same; under mpirun, srun or torchrun, be one of their ranks"),
@@ -39,10 +39,10 @@ HEAD = {"launch": "run", "ps": "watch", "hosts": "hosts", "explain": "after a ru
 # Verbs that other verbs and mpiddp.spawn start. No help lists them.
 INTERNAL_VERBS = {"launch-function": "launch.main:launch_function"}
 
-# A reader that has gone away, and a full disk.
+# The errors of a stdout whose reader has gone away, or whose disk is full.
 _OF_STDOUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
-# The verbs that every rank of a job runs. They join the job by themselves.
+# The verbs that every rank of a job runs.
 RANK_VERBS = ("run", "train")
 _HELP = frozenset(("-h", "--help", "--help-all"))  # of `train`: it needs neither a launch nor ranks
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Bad input prints one sentence on stderr and returns exit code 2."""
     args = list(sys.argv[1:] if argv is None else argv)
     if args and args[0].startswith(("--local-rank", "--local_rank")):
-        # torch.distributed.launch puts it before the user's arguments; the environment has it too.
+        # torch.distributed.launch puts the rank before the user's arguments; the environment has it too.
         del args[0]
     verb, *rest = args or ["--help"]
     if verb == "run" and not _is_rank():
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (launch := launch_of_train(rest)) is not None:
             verb, rest = "launch", launch
     is_rank = verb in RANK_VERBS
-    if verb != "run" and hasattr(sys.stdout, "reconfigure"):  # that of `run` is the script's
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a path may be any bytes
+    if verb != "run" and hasattr(sys.stdout, "reconfigure"):  # the stdout of `run` is the script's
+        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: a path may be any bytes
     try:
         try:
             return _call(verb, rest)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not is_rank and sys.stdout is not None:  # None if it was closed
                 sys.stdout.flush()  # here, where its error can still be handled
     except (UserError, JobFailed) as error:
-        # One rank of a job prints it; other verbs ignore a launcher's variables.
+        # One rank of a job prints the error; other verbs ignore a launcher's variables.
         rank, local_rank = world.likely_ranks(os.environ) if is_rank else (0, 0)
         errors.print_from_one_rank(str(error), rank, local_rank)
         return errors.BAD_INPUT if isinstance(error, UserError) else errors.FAILED
@@ -81,14 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, KeyboardInterrupt):
             errors.print_error("interrupted")
             return errors.INTERRUPTED
-        if error.filename is None and error.errno == errno.ENOENT:  # of os.getcwd() alone
+        if error.filename is None and error.errno == errno.ENOENT:  # only os.getcwd() raises this
             errors.print_error("this folder has been removed. Change to another.")
             return errors.BAD_INPUT
         if error.filename is not None or error.errno not in _OF_STDOUT:
             raise
         if error.errno != errno.EPIPE:
             errors.print_error(f"stdout: {error.strerror}.")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own flush at exit succeeds
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's flush at exit succeeds
         return errors.FAILED
 
 
@@ -132,11 +132,11 @@ def _call(verb: str, args: list[str]) -> int:
 
 
 def _hint(verb: str, args: list[str]) -> str:
-    """What somebody meant by a verb that is none."""
+    """A hint for a word that is no verb, "" if nothing is similar."""
     if verb.startswith("-") or verb.endswith(".py"):
         launch = f" Did you mean: mpiddp launch {shlex.join([verb, *args])}"
         return did_you_mean(verb, ("--help", "--version")) or launch
-    if verb in ("kill", "cancel", "end"):  # the nearest name is "drill", which injects faults
+    if verb in ("kill", "cancel", "end"):  # the most similar name is "drill", which injects faults
         return ' Did you mean "stop"?'
     return did_you_mean(verb, VERBS)
 

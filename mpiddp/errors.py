@@ -26,16 +26,16 @@ BAD_INPUT = 2
 STOPPED = 75  # EX_TEMPFAIL: stopped on request, after should_stop(); the same command resumes
 INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
-# The errors of a path or a command that is wrong. Any other's cause is a machine: a disk, a file server.
+# The errors of a wrong path or command. A machine, such as a disk or a file server, causes all others.
 _WRONG = {
     *(errno.E2BIG, errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR),
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM),
 }
 
-# What argparse, for example, writes before its sentences. The launcher's own need no verb.
+# The beginning of a sentence of argparse, for example. `message` puts "mpiddp: " in its place.
 _PREFIX = re.compile("^mpiddp(: | launch: | (?=[a-z][a-z -]*: ))")
 
-# package that an import may miss: the extra of this distribution that installs it
+# The extra of this distribution that installs a package.
 EXTRA_OF = {**dict.fromkeys(("torch", "numpy", "mpi4py", "PIL"), "train"), "cloudpickle": "spawn"}
 
 
@@ -48,10 +48,10 @@ class UserError(Exception):
 
 
 class JobFailed(Exception):
-    """What a machine, the network or another rank did to a job that has started, as one sentence.
+    """A fault of a machine, the network or another rank in a job that has started, as one sentence.
 
-    Nobody gave bad input, so the exit code is 1, and `--max-restarts` restarts the job. A script may raise
-    it too, with a sentence that says what has failed.
+    The exit code is 1, and `--max-restarts` restarts the job. A script may raise it too, with a sentence that
+    says what has failed.
     """
 
 
@@ -59,12 +59,12 @@ class RankFailed(JobFailed):
     """A rank of `mpiddp.spawn` has failed, and it was the first. `__cause__` is its exception.
 
     `__cause__` is None if the rank ended without an exception (a signal, `os._exit`, a host that is lost), or
-    if the exception cannot be pickled, or not be unpickled here.
+    if the exception cannot be pickled there or unpickled here.
 
     Attributes:
         rank: the rank that failed first, in [0, world_size).
         hostname: the name of its host.
-        traceback: its own traceback as text, "" if it ended without an exception. `str()` has it behind the
+        traceback: its traceback as text, "" if it ended without an exception. `str()` has it behind the
             error line of the launcher.
     """
 
@@ -95,7 +95,7 @@ def missing_package(error: BaseException, user: str) -> str:
 
     names = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
     packages = [name.partition(".")[0] for name in names]
-    if [each for each in packages if each != "importlib"][-1:] != ["mpiddp"]:  # the importer
+    if [name for name in packages if name != "importlib"][-1:] != ["mpiddp"]:  # the importer
         return ""
     return (
         f"{user} needs {package}, which {sys.executable} does not have. "
@@ -114,7 +114,7 @@ def import_package(package: str, user: str) -> ModuleType:
 
 
 def _source() -> str:
-    """What pip can install mpiddp from: there is no release yet, so the checkout that this one came from."""
+    """The source for pip: the checkout from which this mpiddp was installed, as there is no release yet."""
     checkout = Path(__file__).resolve().parents[1]
     if (checkout / "setup.py").is_file():
         return str(checkout)
@@ -131,8 +131,8 @@ def print_from_one_rank(sentence: str, rank: int, local_rank: int | None) -> Non
     """Print a sentence that every rank may have, without communication. The caller then exits.
 
     Rank 0 prints at once, and its exit makes most launchers end the other ranks. After a pause, the first
-    rank of each host that still runs prints too: only that host may have the problem. If the local rank is
-    not known (None), every rank does.
+    rank of each host that still runs prints too, because the problem may be of that host alone. If the local
+    rank is unknown (None), every rank prints.
     """
     if rank != 0:
         time.sleep(2.0)
@@ -146,10 +146,9 @@ def print_error(error: str | Exception) -> None:
 
 
 def message(sentence: str) -> str:
-    """The lines of a message. Those after the first are indented: a rank may have written them.
+    """The lines of a message, without effects on a terminal, because the text may come from outside.
 
-    "mpiddp hosts: no such file" becomes "mpiddp: hosts: no such file". Text may come from outside, so it has
-    no effect on a terminal.
+    "mpiddp hosts: no such file" becomes "mpiddp: hosts: no such file". Lines after the first are indented.
     """
     text = escaped(without_prefix(sentence), keep="\n").replace("\n", "\nmpiddp:   ")
     return f"mpiddp: {text}"
@@ -162,7 +161,9 @@ def without_prefix(sentence: str) -> str:
 
 def print_line(line: str, stream: TextIO) -> None:
     """Print the line in one write. With PYTHONUNBUFFERED, `print` takes two, and others write between."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # a path in it may be any bytes
+    encoding = (
+        getattr(stream, "encoding", None) or "utf-8"
+    )  # the line may quote a path of any bytes
     text = line.encode(encoding, "backslashreplace").decode(encoding)
     print(f"{text}\n", end="", file=stream, flush=True)
 
@@ -189,7 +190,7 @@ def named_by(option: str) -> Iterator[None]:
 
 def check_program(name: str, path: str | None) -> None:
     """Raise UserError if `name` is no program: by its path, or on the search path `path`."""
-    import shutil  # takes 5 ms, and a script needs none of it
+    import shutil  # takes 5 ms, and a script does not need it
 
     if shutil.which(name, path=path) is not None:
         return

@@ -15,19 +15,19 @@ WRITE_LOCK = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)  # of a wh
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """The contents of a regular file of at most `limit` bytes. Raises OSError: a device may never end."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+    """The contents of a regular file of at most `limit` bytes. Raises OSError, as for a device."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # a device may never end
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open("rb") as file:
-        content = file.read(min(found.st_size, limit) + 1)  # which it allocates
+        content = file.read(min(status.st_size, limit) + 1)  # read allocates as much as it is told
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
     return content
 
 
 def flush(path: Path) -> None:
-    """fsync a file, or a folder's list of names. Some file systems (SMB, some of FUSE) have no such thing."""
+    """fsync a file, or a folder's list of names, which some file systems (SMB, some of FUSE) refuse."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -41,12 +41,12 @@ def flush(path: Path) -> None:
 
 
 def part_of(path: Path) -> Path:
-    """The file that is renamed to this one, or to that of the link, once it is whole.
+    """The path of a new file, which is renamed to this path, or to the target of this link, once it is whole.
 
-    Raises OSError for what is no regular file (as root, a rename would replace /dev/null), and for a file to
-    which this process prints, as /dev/stdout may be: all that it prints later would be lost.
+    Raises OSError if the path is no regular file (as root, a rename would replace /dev/null), or the file to
+    which this process prints, as /dev/stdout may be: all its later output would be lost.
     """
-    printed = (path.samefile(each) for each in Path("/proc/self/fd").glob("[12]"))
+    printed = (path.samefile(stream) for stream in Path("/proc/self/fd").glob("[12]"))
     if path.exists() and (not path.is_file() or any(printed)):
         number = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(number, os.strerror(number), str(path))
@@ -55,7 +55,7 @@ def part_of(path: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file in the place of `path`, or on an error leave what is there. Raises OSError."""
+    """Write a file in the place of `path`. On an error, the old file stays. Raises OSError."""
     part = part_of(path)
     try:
         part.write_bytes(content)
@@ -64,15 +64,15 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # that of a full disk names no file
+        if isinstance(error, OSError):  # the error of a full disk names no file
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
 def locked_folder(folder: Path, lock: str) -> int:
-    """Make a folder of this user alone, with a file that is locked while the descriptor is open.
+    """Make a folder for this user alone, with a file `lock` that is locked as long as the descriptor is open.
 
-    Nobody sees the file without its lock. Raises OSError.
+    No process sees the file without its lock. Raises OSError.
     """
     folder.mkdir(mode=0o700)
     unnamed = folder / "unnamed"
@@ -83,7 +83,7 @@ def locked_folder(folder: Path, lock: str) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of this file, as an owner.json of a run. Takes none itself."""
+    """Whether a process holds the lock of this file, for example of a run's owner.json."""
     try:
         with path.open("rb") as file:
             answer = fcntl.fcntl(file, fcntl.F_OFD_GETLK, WRITE_LOCK)

@@ -12,13 +12,13 @@ _V = TypeVar("_V", bound=Hashable)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _BILLION = 10**9  # no count of ranks, steps or images is larger
 MAX_DURATION_DAYS = 1000
-# Control characters but the tab, ends of lines, and what changes the direction of the text around it.
+# Control characters but the tab, ends of lines, and marks that change the direction of text.
 _CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def escaped(text: str, *, keep: str = "") -> str:
     """The text without effects on a terminal: "\\x1b" for an escape character. `keep` is left as it is."""
-    return _CONTROLS.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
+    return _CONTROLS.sub(lambda match: match[0] if match[0] in keep else repr(match[0])[1:-1], text)
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
@@ -34,10 +34,10 @@ def all_of(names: Sequence[str]) -> str:
 
 def names_by_value(values: Mapping[str, _V]) -> dict[_V, list[str]]:
     """{"1": ["a", "b"], "2": ["c"]} for {"a": "1", "b": "1", "c": "2"}."""
-    found: dict[_V, list[str]] = {}
+    names: dict[_V, list[str]] = {}
     for name, value in values.items():
-        found.setdefault(value, []).append(name)
-    return found
+        names.setdefault(value, []).append(name)
+    return names
 
 
 def differences(what: str, values: Mapping[str, object]) -> str:
@@ -68,7 +68,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Input in the form that an error shows: on one line, printable and short."""
+    """Input as an error shows it: on one line, printable and short."""
     text = text if text.isprintable() else ascii(text[:100])[1:-1]
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -78,7 +78,7 @@ def parse_whole(text: str, low: int = 0, high: int = _BILLION) -> int:
 
     Raises ValueError for any other text. Its message is the expectation: "a whole number, 1 or more".
     """
-    digits = text.lstrip("0")[:20] or "0"  # more are too large in any case, and int() refuses 4,301
+    digits = text.lstrip("0")[:20] or "0"  # more digits are too large, and int() refuses 4,301
     number = int(digits) if text.isascii() and text.isdigit() else -1
     if not low <= number < high:
         bound = f" and less than {high}" if number >= high else ""
@@ -109,7 +109,7 @@ def parse_interval(text: str) -> int | float:
 
 
 def from_here(path: str | Path) -> str:
-    """The path for a message: as a user in the working folder would type it."""
+    """The path as a user in the working folder would type it."""
     try:
         return str(Path(path).relative_to(Path.cwd()))
     except (OSError, ValueError):  # the working folder is gone, or the path is not below it
@@ -139,7 +139,7 @@ def size_text(size: float) -> str:
 
 def as_json(kind: str, facts: Mapping[str, object]) -> str:
     """The document of every --json and --report FILE: its kind and the version of its keys come first."""
-    import json  # only this needs it
+    import json
 
     return json.dumps({"kind": kind, "version": 1, **facts}, indent=2)
 
@@ -153,9 +153,9 @@ def align_columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ())
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' Did you mean "launch"?' for "lauch"; "" if no known name is similar."""
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """' Did you mean "launch"?' for "lauch"; "" if no name is similar."""
     from difflib import get_close_matches  # imported here because only an error needs it
 
-    nearest = get_close_matches(name, list(known), n=1, cutoff=0.8)  # no farther than a typo
+    nearest = get_close_matches(name, list(names), n=1, cutoff=0.8)  # as similar as a typo
     return f' Did you mean "{nearest[0]}"?' if nearest else ""

@@ -1,12 +1,11 @@
-"""What the launcher writes on its stdout and stderr: lines of its own, and the output of many sources.
+"""The launcher's stdout and stderr: lines of its own, which begin with "mpiddp: ", and the ranks' output.
 
-Its own lines begin with "mpiddp: ". The bytes of a job of one rank pass as they come. Of several ranks, and
-behind a prefix, only whole lines pass, and a line that is still open is shown below all others on a terminal.
-A line that a rank has drawn over and over, with "\\r", is shown as it looks in the end. If an open line only
-grows, its end is shown, because the terminal may be narrower. Elsewhere, as in `| tee`, an open line is
-written again as it grows, once a second.
+The bytes of a job of one rank pass as they come. If there are several ranks or prefixes, only whole lines
+pass, and a terminal shows an open line below all others. If a rank draws a line over and over, with "\\r",
+its last state is shown. If an open line only grows, its end is shown, because the terminal may be narrower.
+Elsewhere, as in `| tee`, an open line is written again once a second as it grows.
 
-A terminal also has a status below all lines, while no other line is open there.
+A terminal also shows a status below all lines, while no other line is open there.
 """
 
 from __future__ import annotations
@@ -22,26 +21,25 @@ from dataclasses import dataclass, field
 
 from mpiddp.errors import message
 
-PATIENCE_S = 3.0  # with a reader that reads no more
-_stuck: set[int] = set()  # descriptors whose reader has used it up
+PATIENCE_S = 3.0  # with a reader that reads nothing
+_stuck: set[int] = set()  # the descriptors of readers for which this patience is over
 is_quiet = False  # with --quiet: `info` prints nothing
 
-LONGEST_LINE = 2 << 20  # bytes of one that shares its place with others
-GROWTH_S = 1.0  # between two looks at an open line that no terminal shows
-_ERASED = b"\r\x1b[J"  # the terminal's line of the cursor, and those below
+LONGEST_LINE = 2 << 20  # bytes of a line, if several ranks share the screen
+GROWTH_S = 1.0  # until an open line is shown where there is no terminal: the rest may be on its way
+_ERASED = b"\r\x1b[J"  # erases the line of the cursor and all lines below
 _UP = b"\x1b[%dA"
-_NESTED = (
-    b"\x1b[A"  # ends each drawing of a nested bar of tqdm: the cursor is back in the outer bar
-)
+# It ends each drawing of a nested bar of tqdm, because it moves the cursor back into the outer bar.
+_NESTED = b"\x1b[A"
 _UPWARDS = re.compile(rb"\x1b\[\d*A")  # to the other lines of a bar
 _CODE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # a colour, for example: it takes no column
-_MOST_CODES = 1 << 12  # bytes of codes in what a terminal shows of a line
+_MOST_CODES = 1 << 12  # bytes of codes in the part of a line that a terminal shows
 _MODE = re.compile(rb"\x1b\[\?(\d+)([hl])")
 _ON = (b"7", b"25")  # the margin and the cursor: other modes, such as a full screen, are off
-# What follows is cut at the right margin, and no longer.
+# From _CUT to _WRAPPED, the terminal cuts text at its right margin.
 _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
-# The page of C++ below an error of torch, whose first line says what is wrong: by its torch, without symbols
-# and with them. torch begins each line of a traceback with the rank.
+# The page of C++ frames below an error of torch, with symbols or without: only the first line of the error
+# says what is wrong. torch begins each line of a traceback with the rank.
 _ABOVE_FRAMES = b"(most recent call first):"
 _FRAME = re.compile(
     rb"(\[rank\d+\]: ?)?"
@@ -66,7 +64,7 @@ def error(sentence: str) -> None:
 
 
 def write_all(target: int, text: bytes) -> None:
-    """Write all of the text. A reader that reads nothing for some seconds gets none, then and later."""
+    """Write all of the text. If the reader reads nothing for some seconds, it gets no text from then on."""
     rest = bytearray(b"" if target in _stuck else text)
     _send(target, rest, PATIENCE_S)
     if rest:
@@ -74,7 +72,7 @@ def write_all(target: int, text: bytes) -> None:
 
 
 def _send(target: int, text: bytearray, within_s: float) -> None:
-    """Write what the reader takes, now or within some seconds each time, and remove it from the text."""
+    """Write as much as the reader takes, within some seconds each time, and remove it from the text."""
     poll = select.poll()
     poll.register(target, select.POLLOUT)  # for select.PIPE_BUF bytes without a wait
     most = select.PIPE_BUF if os.get_blocking(target) else 1 << 16
@@ -84,32 +82,31 @@ def _send(target: int, text: bytearray, within_s: float) -> None:
 
 
 def stamp() -> str:
-    """The date and the time of this machine, for --timestamps."""
+    """The time in front of a line, for --timestamps."""
     return time.strftime("%Y-%m-%d %H:%M:%S ")
 
 
 def line(sentence: str) -> bytes:
-    """The lines that `error` prints."""
     return f"{message(sentence)}\n".encode(errors="backslashreplace")
 
 
 @dataclass(eq=False)
 class Source:
-    """A stream of a rank, or of MPIRUN, and its line that is still open."""
+    """A stream of a rank, or of MPIRUN, and its open line."""
 
     rank: int
     prefix: bytes = b""
     line: bytearray = field(default_factory=bytearray)
-    is_redrawn: bool = False  # its open line, from the beginning, as a progress bar is
-    opened_at: float = 0.0  # when its line began, by time.monotonic()
-    is_in_frames: bool = False  # of C++
+    is_redrawn: bool = False  # whether the open line is drawn again from its beginning, like a bar
+    opened_at: float = 0.0  # when the line began, by time.monotonic()
+    is_in_frames: bool = False  # whether its last line was a frame of C++
 
 
 class Screen:
-    """The file descriptor `target`, the launcher's `name`.
+    """The file descriptor `target`, with this name; `is_shared` if it shows several ranks.
 
-    No write waits for the reader: what it does not take is kept until `flush`. A reader that goes away loses
-    the output, not the job. `is_shared`: several ranks are shown there.
+    No write waits for the reader: text that it does not take is kept until `flush`. If the reader goes away,
+    the output is lost, and the job goes on.
     """
 
     def __init__(
@@ -122,15 +119,14 @@ class Screen:
         self._is_shared = is_shared
         self.is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._has_complained = False
-        self.has_failed = False  # to write: a full disk, say, and not a reader that went away
+        self.has_failed = False  # whether text could not be written, for example on a full disk
         self.left_out = 0  # lines of frames of C++
-        self._at: Source | None = None  # whose open line the cursor is in
-        self._open: set[Source] = set()  # with an open line that waits for its end
+        self._at: Source | None = None  # the cursor is in the open line of this source
+        self._open: set[Source] = set()  # sources with an open line, which waits for its end
         self._status: list[bytes] = []
         self._drawn: list[bytes] = []  # the open line and the status on the terminal
-        self._grown: tuple[Source, bytes] | None = None  # the open line as it was written elsewhere
-        self._grown_at = 0.0
-        self._above: Source | None = None  # whose lines are the last ones
+        self._grown: tuple[Source, bytes] | None = None  # the open line as `show_growth` wrote it
+        self._above: Source | None = None  # the last lines are from this source
         self._modes: dict[bytes, bytes] = {}  # of the terminal, as the ranks have set them
 
     def show(self, source: Source, text: bytes) -> None:
@@ -145,7 +141,7 @@ class Screen:
         # Look only at the new text and the codes that it may complete: a line may grow byte by byte.
         start = max(0, len(source.line) - len(_NESTED))
         tail = source.line[start:] + text
-        while _NESTED + b"\n" in tail:  # and down again, to draw it anew
+        while _NESTED + b"\n" in tail:  # up and down again: the inner bar is drawn anew
             tail = tail.replace(_NESTED + b"\n", b"")
         source.line[start:] = tail
         end = source.line.rfind(b"\n", start) + 1
@@ -154,7 +150,7 @@ class Screen:
             end = len(source.line)
         lines = bytes(source.line[:end])
         del source.line[:end]
-        # Of a progress bar, keep what a terminal shows: each return begins the line again.
+        # A progress bar begins its line again with each return: keep the last drawing.
         start = 0 if end else start
         drawn_over = source.line[start:].rstrip(b"\r").rfind(b"\r") + 1
         source.is_redrawn = bool(drawn_over) or (source.is_redrawn and not end)
@@ -180,18 +176,18 @@ class Screen:
         return b"".join(kept)
 
     def _before(self, source: Source) -> bytes:
-        """What stands in front of each line of a source."""
+        """The text in front of each line of a source."""
         return stamp().encode() * self._has_stamps + source.prefix
 
     def end(self, source: Source) -> None:
-        """A source has ended. Its open line is shown as it is."""
+        """Show the open line of a source that has ended."""
         if source in self._open:
             self.show(source, b"\n")
 
     def show_lines(self, lines: bytes, source: Source | None = None) -> None:
-        """Show whole lines above the open line that is drawn, or below the one that the cursor is in."""
+        """Show whole lines, above the open line that is drawn or below the line of the cursor."""
         begin = b"\n" if self._at is not None else b""
-        if lines and self._grown is not None:  # the end of that line, or another
+        if lines and self._grown is not None:
             grower, text = self._grown
             done = self._before(source) + text if source is grower else b""
             if done and lines.startswith(done):
@@ -200,28 +196,21 @@ class Screen:
                 begin = b"\r" if grower is source else b"\n"
             self._grown = None
         if lines:
-            if self._above is not source:  # it would draw over the lines of another
+            if self._above is not source:  # it would draw over the lines of another source
                 lines = _UPWARDS.sub(b"", lines)
             self._above = source
         self._at = None
         self._draw(begin + lines)
 
-    @property
-    def grows(self) -> bool:
-        """Whether `show_growth` has something to show, now or later."""
-        return bool(self._open) and not self.is_terminal
-
     def show_growth(self) -> None:
-        """Write the open line of the lowest rank, if it has changed, over what was written of it before."""
-        if not self.grows or time.monotonic() < self._grown_at + GROWTH_S:
-            return
-        source = min(self._open, key=lambda source: source.rank)
-        if time.monotonic() < source.opened_at + GROWTH_S:  # the rest may be on its way
+        """Write the open line of the lowest rank, if it has changed, unless a terminal shows it."""
+        source = min(self._open, key=lambda source: source.rank, default=None)
+        if self.is_terminal or not source or time.monotonic() < source.opened_at + GROWTH_S:
             return
         text = _as_drawn(bytes(source.line))
         if self._grown != (source, text):
             before, whole = self._grown, self._before(source) + text
-            self._grown, self._grown_at = (source, text), time.monotonic()
+            self._grown = (source, text)
             if before is None or before[0] is not source:
                 self._write((b"\n" if before else b"") + whole)
             elif text.startswith(before[1]):
@@ -230,13 +219,13 @@ class Screen:
                 self._write(b"\r" + whole)
 
     def show_status(self, lines: Sequence[str]) -> None:
-        """Show these lines below all others on a terminal, in place of the last ones, once it reads."""
+        """Show this status below all lines on a terminal, in place of the status before."""
         self._status = [line.encode(errors="backslashreplace") for line in lines]
         if self.is_terminal and not self.is_blocked:
             self._draw(b"")
 
     def close(self) -> None:
-        """End the open lines, and that of the only rank on a terminal, since a shell's prompt follows."""
+        """End the open lines, also that of a single rank on a terminal: a shell's prompt follows there."""
         patience_s = 0.0 if self.is_blocked else PATIENCE_S
         self._status = []
         for source in list(self._open):
@@ -267,11 +256,11 @@ class Screen:
             self._write(erased + text + b"\n".join(_CUT + line + _WRAPPED for line in below))
 
     def _open_line(self, source: Source) -> bytes:
-        """What a terminal shows of a line that has not ended: all of it, or else its end."""
+        """The open line of a source, or its end if it is wider than the terminal."""
         before = self._before(source)
         columns = os.get_terminal_size(self.file).columns or 80
         room = max(columns - len(before), 1)
-        most = _MOST_CODES + 4 * room  # bytes, of which the terminal may show some
+        most = _MOST_CODES + 4 * room  # bytes; a terminal shows no more of them
         if source.is_redrawn or len(source.line) < room:
             return before + _as_drawn(bytes(source.line[:most]))
         line = _as_drawn(bytes(source.line[-most:]))
@@ -285,11 +274,10 @@ class Screen:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the reader has not taken all yet."""
+        """Whether the reader has not taken all text yet."""
         return bool(self._unsent)
 
     def flush(self, within_s: float = 0.0) -> None:
-        """Write what the reader takes now, or within some seconds."""
         try:
             _send(self.file, self._unsent, within_s)
         except OSError as failed:  # a full disk may have room again, so the next text is tried
@@ -304,23 +292,23 @@ class Screen:
 
 
 def _unshared(target: int) -> int:
-    """The same terminal or pipe, opened anew. A shell shares the descriptor, which has to stay blocking."""
+    """Open the same terminal or pipe anew: a shell shares this descriptor, which has to stay blocking."""
     if os.isatty(target) or stat.S_ISFIFO(os.fstat(target).st_mode):
-        with contextlib.suppress(OSError):  # that of another user
+        with contextlib.suppress(OSError):  # it belongs to another user
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             return os.open(f"/proc/self/fd/{target}", flags)
     return target
 
 
 def _extends(line: bytes, drawn: bytes) -> bool:
-    """Whether a line is one that is drawn, and more. The end of a drawing switches its colours off."""
+    """Whether a line only continues the one that is drawn. Colours end with a drawing, so it has none."""
     return line.startswith(drawn) and b"\x1b" not in line
 
 
 def _as_drawn(line: bytes) -> bytes:
-    """What a terminal shows of a line: what follows the last return to its beginning.
+    """The last drawing of a line, after its last return.
 
-    It neither moves the cursor into a line of another rank nor erases its own prefix, as bars of rich would.
+    It neither moves the cursor into the line of another rank nor erases its prefix, as bars of rich would.
     """
     drawn = line.rstrip(b"\r").rpartition(b"\r")[2]
     return drawn.replace(_NESTED, b"").replace(b"\x1b[2K", b"\x1b[K")

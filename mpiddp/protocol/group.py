@@ -1,6 +1,6 @@
-"""The connections of a job's channel, and what the members of a group agree on over them.
+"""The connections of a job's channel, and the agreements of the members of a group over them.
 
-Nothing here waits: what a connection does not take yet is queued, and a time limit is a selector's timer.
+Nothing here waits: bytes that a connection does not take yet are queued, and a time limit is a timer.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 class TimedSelector(selectors.DefaultSelector):
     """A selector with timers. Times are time.monotonic()'s seconds.
 
-    After Ctrl-Z and `fg`, handle what is ready before the timers: the ranks have run on meanwhile.
+    After Ctrl-Z and `fg`, handle the files before the timers, because the ranks have run on meanwhile.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.timers: dict[Any, float] = {}  # events, and when they are due
+        self.timers: dict[Any, float] = {}  # the events, with the times when they are due
 
     def after(self, seconds: float, event: object) -> None:
-        """Let `due` return `event` in so many seconds, and no sooner."""
+        """Let `due` return `event` after so many seconds. This replaces an earlier timer of the event."""
         self.timers[event] = time.monotonic() + seconds
 
     def cancel(self, *events: object) -> None:
@@ -41,7 +41,7 @@ class TimedSelector(selectors.DefaultSelector):
 
     @property
     def next_at(self) -> float:
-        """The time of the next timer, infinity without one."""
+        """The time of the next timer, infinity if there is none."""
         return min(self.timers.values(), default=float("inf"))
 
     def ready(self, until: float = float("inf")) -> list[Any]:
@@ -50,7 +50,7 @@ class TimedSelector(selectors.DefaultSelector):
         return [key.data for key, _ in self.select(min(max(0.0, wait_s), _LONGEST_WAIT_S))]
 
     def due(self) -> Iterator[Any]:
-        """The events of the timers that are over, the first one first."""
+        """The events that are due, in the order of their times."""
         while self.next_at <= time.monotonic():
             event = min(self.timers, key=self.timers.__getitem__)
             del self.timers[event]
@@ -59,11 +59,11 @@ class TimedSelector(selectors.DefaultSelector):
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """A connection, which the selector reports with this object as its data. Nothing here waits for it.
+    """A connection, which the selector reports with this object as its data.
 
-    `rank` is None until it has proved that it belongs to the job. `group` is the number of its group, 0 of
-    a rank, n of its n-th script. A peer that stops reading is disconnected once its queue exceeds twice the
-    limit of a line.
+    `rank` is None until the peer has proved that it belongs to the job. `group` is 0 for a rank, and n for
+    its n-th script. A peer that stops reading is disconnected once its queue exceeds twice the limit of a
+    line.
     """
 
     connection: socket.socket
@@ -73,10 +73,10 @@ class Peer:
     rank: int | None = None
     group: int = 0
     _unsent: list[bytes | memoryview] = field(default_factory=list)  # seldom more than one
-    _is_written: bool = False  # the selector reports when the connection takes more
+    _is_written: bool = False  # whether the selector reports that the connection takes more
 
     def send(self, line: bytes) -> None:
-        """Send a line, as much as the connection accepts. The rest follows when it accepts more."""
+        """Send as much of a line as the connection takes. The rest follows when it takes more."""
         self._unsent.append(line)
         if sum(map(len, self._unsent)) > 2 * self.lines.limit:
             self._unsent.clear()
@@ -86,7 +86,6 @@ class Peer:
             self.flush()
 
     def flush(self) -> None:
-        """Send more of what has not been sent."""
         try:
             while self._unsent:
                 first = self._unsent[0]
@@ -108,26 +107,22 @@ class Peer:
 @dataclass
 class _Gather:
     expire: Callable[[], None]  # the event of its time limit
-    or_gone: bool  # a member whose connection has ended gives null
+    or_gone: bool  # whether a member whose connection has ended gives null
     values: dict[int, bytes]  # by rank
 
 
 class Group:
-    """What the members [0, world_size) agree on. `members` are those that are connected, by rank.
-
-    Nothing here waits: a time limit is a timer, so that a server that is stopped ends no wait.
-    """
+    """The agreements of the members [0, world_size). `members` has those that are connected, by rank."""
 
     def __init__(self, world_size: int, selector: TimedSelector) -> None:
         self.world_size, self._timers = world_size, selector.timers
         self.members: dict[int, Peer] = {}
-        # The lines that a member gets which enters late. By the key of a claim or a gather: who has claimed
-        # to have failed first, and the gathers that call all members. By "": the exit code with which the
-        # first member that has failed ends the others.
+        # A member that enters late gets these lines: by the key of a claim, the first member that made it; by
+        # the key of a gather, that it calls all members; by "", the exit code with which they end.
         self._news: dict[str, bytes] = {}
         self._gathers: dict[str, _Gather] = {}
-        self._late: dict[str, bytes] = {}  # the line for members that come to a gather that is over
-        self._gone: set[int] = set()  # members whose connection has ended
+        self._late: dict[str, bytes] = {}  # the answer of a gather that is over
+        self._gone: set[int] = set()  # the members whose connection has ended
 
     def receive(self, rank: int, kind: str, facts: dict[str, Any], value: bytes) -> None:
         """Take a message of a member. Raises ValueError if it violates the protocol."""
@@ -156,7 +151,7 @@ class Group:
             self._complete(key)
 
     def _gather(self, rank: int, facts: dict[str, Any], value: bytes) -> None:
-        """Every member gives a value, and gets those of all."""
+        """Take the value of a member, which gets the values of all members in the end."""
         key, timeout_s = facts["key"], facts["timeout_s"]
         if key in self._late:
             self._tell([rank], self._late[key])
@@ -178,13 +173,13 @@ class Group:
         self._complete(key)
 
     def _complete(self, key: str) -> None:
-        """Answer all, if no member is missing."""
+        """Answer all members if no value is missing."""
         if len(self._gathers[key].values) == self.world_size:
             values = channel.listed(self._end(key))
             self._tell(self.members, encode("gathered", values, key=key))
 
     def _expire(self, key: str) -> None:
-        """Answer the members whose wait has lasted too long, with the ranks that are missing."""
+        """Tell the members that wait which ranks are missing, because the time is over."""
         values = self._end(key)
         missing = [rank for rank in range(self.world_size) if rank not in values]
         self._late[key] = encode("no_answer", key=key, missing=missing)

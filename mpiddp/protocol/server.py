@@ -1,8 +1,8 @@
-"""The server of the job channel: who is connected, what they agree on, and their messages for its owner.
+"""The server of the job channel: its connections, its groups, and the messages for its owner.
 
-The launcher has one in its event loop, and so has the process beside rank 0 (`mpiddp.protocol.channel`). It
-drops a connection that does not prove that it belongs to the job, or that violates the protocol, without any
-other effect. It never waits for a connection: a queue holds what a peer has not taken yet.
+The launcher has a server in its event loop, and so has the process beside rank 0 (`mpiddp.protocol.channel`).
+It only drops a connection that does not prove that it belongs to the job, or that violates the protocol. It
+never waits for a connection.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from mpiddp.protocol.group import Group, Peer, TimedSelector
 from mpiddp.protocol.variables import LOST_AFTER_S
 
 LAUNCHER = -1  # the rank of an event of the launcher itself
-PER_RANK = 3  # connections: its messages and its two streams
-STRANGERS = 64  # connections without a proof, beyond those of the ranks
+PER_RANK = 3  # connections of a rank: its messages and its two streams
+STRANGERS = 64  # connections without a proof, in addition to PER_RANK for each rank
 _ACCEPTED_AT_ONCE = 64
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank has said, what the server sees of its connection, or what the launcher does.
+    """A message of a rank, a change of its connection, or an act of the launcher.
 
-    `kind` is one of the protocol's messages, "leave", "claim", "lost", or one of HANDED_OVER or of VIEWS; or
-    one of the launcher's (`mpiddp.launch.judge.events`). An "answer" brings facts["body"], and a view
-    facts["viewer"], the peer that waits for it. "claim": the rank begins to fail, and reports it later.
-    "lost": the connection ended, and facts["silent"] is for how many seconds the host has not answered, or 0
-    if it has. HANDED_OVER:
-    facts["connection"] belongs to the receiver; that of "output" brings facts["stream"] (1 or 2) of the rank
-    on facts["host"].
+    `kind` is one of the protocol's messages, "lost", one of HANDED_OVER or VIEWS, or an act of the launcher
+    (`mpiddp.launch.judge.events`). An "answer" brings facts["body"], and a view facts["viewer"], the peer
+    that waits for it. After a "claim", the rank fails, and reports it later. "lost" says that the connection
+    ended; facts["silent"] is the seconds for which the host has not answered, or 0 if it answers. One of
+    HANDED_OVER brings facts["connection"], which belongs to the receiver, and "output" also facts["stream"]
+    (1 or 2) of the rank on facts["host"].
 
-    `at` is time.monotonic()'s, in seconds. `from_script`: the script of the rank has said it, whose agent has
-    a connection of its own.
+    `at` is in time.monotonic()'s seconds. `from_script` says that the message is from the script of the rank,
+    and not from its agent, which has its own connection.
     """
 
     kind: str
@@ -54,8 +53,8 @@ class Event:
 class ChannelServer:
     """The server for `world_size` ranks. It closes `listener`. Only the job's members have `key`."""
 
-    # Of those that connect from now on: the bytes of a line with a value, and the seconds of silence after
-    # which the kernel ends a connection.
+    # The largest size of a line with a value, and the seconds of silence after which the kernel ends a
+    # connection. Both hold for connections from now on.
     value_limit, patience_s = channel.VALUE_LIMIT, LOST_AFTER_S
 
     def __init__(
@@ -63,13 +62,12 @@ class ChannelServer:
     ) -> None:
         self.world_size, self.key = world_size, key
         self._listener, self.selector = listener, selector
-        self._strangers: dict[Peer, None] = {}  # those without a proof, oldest first
-        # That of the ranks, and those of their n-th scripts.
-        self._groups = [Group(world_size, selector)]
+        self._strangers: dict[Peer, None] = {}  # connections without a proof, the oldest first
+        self._groups = [Group(world_size, selector)]  # of the ranks, and of their n-th scripts
         self._ranks = self._groups[0].members
-        self.connected = self._ranks.keys()  # the ranks that are now
-        self.scripts: dict[int, Peer] = {}  # the present ones
-        self._num_scripts = [0] * world_size  # that each rank has had
+        self.connected = self._ranks.keys()  # the ranks that are connected now
+        self.scripts: dict[int, Peer] = {}  # the scripts that are connected now, by rank
+        self._num_scripts = [0] * world_size  # how many scripts each rank has had
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, listener)
 
@@ -79,13 +77,13 @@ class ChannelServer:
         self._listener.close()
 
     def drop_all(self) -> None:
-        """Close all connections, also those of viewers that wait."""
+        """Close all connections, also of viewers that wait."""
         members = [peer for group in self._groups for peer in group.members.values()]
         for peer in (*self._strangers, *members):
             self._forget(peer).close()
 
     def stop_listening(self) -> None:
-        """Accept no more connections. The kernel lets new ones wait."""
+        """Accept no more connections. New ones wait in the kernel."""
         with suppress(KeyError):  # it has stopped
             self.selector.unregister(self._listener)
 
@@ -95,7 +93,7 @@ class ChannelServer:
         return any(group.members for group in self._groups)
 
     def send(self, rank: int, line: bytes, *, to_script: bool = False) -> None:
-        """Send a message to a rank, or to its script, if that is connected."""
+        """Send a message to a rank, or to its script, if it is connected."""
         if (peer := (self.scripts if to_script else self._ranks).get(rank)) is not None:
             peer.send(line)
 
@@ -109,7 +107,7 @@ class ChannelServer:
         self._groups[0].receive(rank, "fail", {"code": FAILED, "gone": rank}, b"")
 
     def receive(self, data: object) -> list[Event]:
-        """The new messages for the owner, of a ready socket, by its data. Viewers have a listener, too."""
+        """Handle a ready socket, by its data: a listener or a Peer. Returns the events for the owner."""
         if isinstance(data, socket.socket):
             self._accept(data)
             return []
@@ -123,7 +121,7 @@ class ChannelServer:
             chunk = data.connection.recv(channel.CHUNK)
             for line in data.lines.split(chunk):
                 messages += self._take(data, line, now)
-                if messages and "connection" in messages[-1].facts:  # what follows is no message
+                if messages and "connection" in messages[-1].facts:  # the rest is no message
                     return messages
         except BlockingIOError:
             return []
@@ -135,7 +133,7 @@ class ChannelServer:
         return messages if chunk else messages + self.lose(data)
 
     def lose(self, peer: Peer, *, silent_s: float = 0.0) -> list[Event]:
-        """Drop a connection that has ended, or whose host has been silent for so long."""
+        """Drop a connection that has ended, or whose host has been silent for so many seconds."""
         self._forget(peer).close()
         if peer.rank is None:
             return []
@@ -148,7 +146,7 @@ class ChannelServer:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 connection, _ = listener.accept()
-            except OSError:  # nobody waits, or it has already closed
+            except OSError:  # no connection waits, or it has closed already
                 return
             # If there are too many strangers, the oldest makes room. A rank authenticates at once, so the
             # oldest is not a rank. A rank that is dropped all the same connects again.
@@ -162,7 +160,7 @@ class ChannelServer:
             peer.send(encode("challenge", challenge=peer.challenge))
 
     def _take(self, peer: Peer, line: bytes, now: float) -> list[Event]:
-        """Take a line. Raises ValueError, or another error of a wrong value, if it violates the protocol."""
+        """Take a line. Raises one of _WRONG if it violates the protocol."""
         facts, value = decode(line)
         rank, kind = peer.rank, facts.pop("type")
         if rank is None:
@@ -182,9 +180,9 @@ class ChannelServer:
         return [Event(kind, rank, facts, now, from_script=peer.group > 0)]
 
     def _introduce(self, peer: Peer, kind: str, facts: dict[str, Any], now: float) -> list[Event]:
-        """Admit a member, or hand over a connection. Raises ValueError if it does not belong to the job."""
+        """Admit a member, or hand over a connection. Raises one of _WRONG if it is not of the job."""
         peer.lines.limit = self.value_limit + channel.LINE_LIMIT
-        # Who opens a Unix socket of a launcher is of its user: its folder is closed to others.
+        # Only the launcher's user can open its Unix socket, because the folder is closed to others.
         if kind in channel.VIEWS and peer.connection.family == socket.AF_UNIX:
             return [Event(kind, facts={"viewer": peer}, at=now)]
         rank = facts["rank"]
@@ -200,17 +198,16 @@ class ChannelServer:
             handed = {name: facts[name] for name in ("stream", "host") if kind != channel.INPUT}
             if handed.get("stream", 1) not in channel.STREAMS:
                 raise ValueError(handed)
-            # At once: only the challenge was sent before.
             peer.send(encode("received", proof=proof))
             channel.notice_silence(peer.connection, self.patience_s, is_read_slowly=True)
             return [Event(kind, rank, {**handed, "connection": self._forget(peer)}, now)]
         if role == channel.HOST:
             peer.send(encode("received", proof=proof))
             return []
-        # No second rank, and no script without its rank.
+        # A rank has one agent, and a script needs its agent.
         if kind != "hello" or (rank in self._ranks) is not (role == channel.SCRIPT):
             raise ValueError(rank)
-        number = 0  # of its group: that of the ranks, or that of all ranks' n-th scripts
+        number = 0  # of its group: the ranks, or the n-th scripts of all ranks
         if role == channel.SCRIPT:
             if rank in self.scripts:
                 peer.send(encode("taken"))

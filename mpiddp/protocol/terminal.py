@@ -1,6 +1,6 @@
-"""The launcher's terminal, as its ranks know it: which streams lead there, and its size.
+"""The launcher's terminal for its ranks: the streams that lead there, and its size.
 
-The agent of a rank makes such streams of its script terminals of the same size, and all others pipes.
+In a rank's script, these streams are terminals of the same size, and the other streams are pipes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 from mpiddp.text import escaped
 
-_USUAL = (80, 24)  # columns and rows, where nobody knows better
+_USUAL = (80, 24)  # columns and rows, if the size is unknown
 
 
 class Terminal(NamedTuple):
-    """Which of stdin, stdout and stderr, 0 to 2, are terminals, and their size in characters."""
+    """The streams, of 0 to 2, that are terminals, and their size in characters."""
 
     files: str = ""
     columns: int = _USUAL[0]
     rows: int = _USUAL[1]
-    has_prefix: bool = False  # each line begins with that of its rank
+    has_prefix: bool = False  # whether each line begins with the prefix of its rank
 
     @classmethod
     def of_this_process(cls) -> Terminal:
@@ -37,7 +37,7 @@ class Terminal(NamedTuple):
         return cls(files)
 
     def behind(self, prefix: str) -> Terminal:
-        """What is left of it behind the prefix, so that a progress bar fits into its line."""
+        """The terminal without the columns of the prefix, so that a progress bar fits into its line."""
         return self._replace(columns=max(1, self.columns - len(prefix)))
 
     def open(self, number: int) -> tuple[int, int] | None:
@@ -52,13 +52,13 @@ class Terminal(NamedTuple):
         return None
 
     def resize(self, file: int) -> None:
-        """Give a terminal this size."""
-        with contextlib.suppress(OSError):  # it is none, or its process has ended
+        """Give this size to a terminal."""
+        with contextlib.suppress(OSError):  # it is no terminal, or its process has ended
             fcntl.ioctl(file, termios.TIOCSWINSZ, struct.pack("4H", self.rows, self.columns, 0, 0))
 
 
 def prefix_of(rank: int, host: str) -> str:
-    """What the launcher writes before each line of a rank."""
+    """The text before each line of a rank."""
     return f"[rank {rank} {escaped(host)}] "
 
 
@@ -70,7 +70,7 @@ def give_size(file: int) -> None:
 
 
 class Manners(NamedTuple):
-    """Whether a terminal shows what is typed, and whether it passes on whole lines only."""
+    """Whether a terminal shows the keys that are typed, and whether it passes on whole lines only."""
 
     echo: bool = True
     lines: bool = True

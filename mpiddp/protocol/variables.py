@@ -24,10 +24,10 @@ PROGRAM, MODULES = "MPIDDP_PROGRAM", "MPIDDP_MODULES"
 JOIN_TIMEOUT_S = 60.0  # in which all ranks join, unless the user says otherwise
 # The time that a rank has after SIGTERM if another one has failed, unless the user says otherwise.
 FAILED_GRACE_S = 3.0
-SAVE_GRACE_S = 600.0  # that a rank has to end while it saves
+SAVE_GRACE_S = 600.0  # for a rank to end while it saves
 LOST_AFTER_S = 45.0  # of silence, after which a host is lost, unless the user says otherwise
-# Under `mpiddp launch`, the kernel, ssh and the MPI wait so many times as long: the launcher alone judges,
-# because it sees whether the steps go on.
+# Under `mpiddp launch`, the kernel, ssh and the MPI wait so many times as long, because only the launcher
+# sees whether the steps go on.
 PATIENCE = 10
 
 

@@ -2,8 +2,8 @@
 
     ~/.local/state/mpiddp/jobs/train-1/    report.json: how it ended    log-1, log-2 …: its output    lock
 
-The launcher holds the lock until it ends, however it does. So a viewer needs neither its pid nor its
-terminal, and where machines share the folder, not even the same machine.
+The launcher holds the lock until it ends, even by a signal. So a viewer needs neither its pid nor its
+terminal, and if machines share the folder, not even the same machine.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mpiddp.errors import UserError, cause_of, print_error
 from mpiddp.files import locked_folder
 from mpiddp.protocol.channel import state_folder
 
-LOG_LIMIT = 32 << 20  # bytes of a part of the log; the newest two are kept
+LOG_LIMIT = 32 << 20  # bytes of a part of the log; the newest two parts are kept
 KEPT = 20  # jobs that have ended
-_CHECK_S = 1.0  # how often the size of the log is looked at
+_CHECK_S = 1.0  # from one look at the size of the log to the next
 _NO_REPORT = "its launcher was killed, its machine stopped, or its disk is full"
 
 
@@ -50,7 +50,7 @@ class DetachedJob:
 
     @property
     def pid(self) -> int | None:
-        """That of its launcher, None once it has ended: another process may have it then."""
+        """The pid of its launcher; None once it has ended, because another process may get the number."""
         return self.report().get("pid") if self.is_running else None
 
     @property
@@ -58,14 +58,13 @@ class DetachedJob:
         return self.folder / "report.json"
 
     def report(self) -> dict[str, Any]:
-        """What `mpiddp.launch.run.outcome_file` has written, {} if that cannot be read."""
+        """The report of `mpiddp.launch.run.outcome_file`, {} if it cannot be read."""
         with suppress(OSError, ValueError):
             report = json.loads(self.report_path.read_bytes())
             return report if isinstance(report, dict) else {}
         return {}
 
     def wait(self) -> None:
-        """Wait for its end."""
         with (self.folder / "lock").open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
 
@@ -97,7 +96,7 @@ class DetachedJob:
         return sorted((int(name[4:]), self.folder / name) for name in names if name[4:].isdigit())
 
     def open_part(self, number: int) -> int:
-        """Begin this part of the log, and remove that before the latest. A file descriptor."""
+        """Begin this part of the log, and keep only one part before it. Returns its file descriptor."""
         (self.folder / f"log-{number - 2}").unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         return os.open(self.folder / f"log-{number}", flags, 0o600)
@@ -113,10 +112,10 @@ def detached_jobs() -> list[DetachedJob]:
 
 
 def detach(beginning: str) -> tuple[DetachedJob, int | None]:
-    """Go on in a process that no terminal ends. Returns the job.
+    """Fork a process for the job, which no terminal ends. Both processes return the job.
 
-    The job's own process also gets a file, to which it writes once its start is planned. The process that was
-    called waits for that. If the job is refused instead, it prints the job's log and ends with its exit code.
+    The job's process also gets a file, to which it writes once its start is planned. The parent waits for
+    that. If the job is refused instead, the parent prints the job's log and ends with its exit code.
     """
     job, lock = new_job(beginning)
     output = job.open_part(1)
@@ -126,20 +125,19 @@ def detach(beginning: str) -> tuple[DetachedJob, int | None]:
             os.close(file)
         _wait_until(planned, pid, job)
         return job, None
-    # The lock stays open until this process ends, however it does.
-    os.setsid()  # no terminal ends it, nor does a shell at its end
+    # The lock stays open until this process ends.
+    os.setsid()  # neither a terminal nor the end of a shell ends this process
     nothing = os.open(os.devnull, os.O_RDONLY)
     for file, standard in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(file, standard)
-    os.close(nothing)
-    os.close(output)
-    os.close(planned)
+    for file in (nothing, output, planned):
+        os.close(file)
     threading.Thread(target=_limit, args=(job,), daemon=True).start()
     return job, plans
 
 
 def _wait_until(planned: int, pid: int, job: DetachedJob) -> None:
-    """Wait for the job's own process, or end as it ends. A Ctrl-C is passed on."""
+    """Wait until the job's process has planned its start, or end as it ends. Pass a Ctrl-C on to it."""
     try:
         is_planned = os.read(planned, 1)
     except KeyboardInterrupt:
@@ -147,23 +145,21 @@ def _wait_until(planned: int, pid: int, job: DetachedJob) -> None:
         is_planned = b""
     if not is_planned:
         _, status = os.waitpid(pid, 0)
-        sys.stderr.write(
-            b"".join(filter(None, read_log(job, follows=False))).decode(errors="replace")
-        )
+        text = b"".join(filter(None, read_log(job, follows=False)))
+        sys.stderr.write(text.decode(errors="replace"))
         shutil.rmtree(job.folder)
         sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def _limit(job: DetachedJob) -> None:
-    """Begin another part of the log whenever this one is large. The oldest is removed then."""
+    """Begin another part of the log whenever the last one is large."""
     for number in count(2):
         while os.fstat(1).st_size <= LOG_LIMIT:
             time.sleep(_CHECK_S)
         try:
             output = job.open_part(number)
         except OSError as error:  # a full disk may have room again
-            why = f"the log of {job.name} cannot go on in another file: {error.strerror}."
-            print_error(why)
+            print_error(f"the log of {job.name} cannot go on in another file: {error.strerror}.")
             return
         for standard in (1, 2):
             os.dup2(output, standard)
@@ -171,10 +167,10 @@ def _limit(job: DetachedJob) -> None:
 
 
 def new_job(beginning: str) -> tuple[DetachedJob, int]:
-    """A new job, called `beginning` and a number, and the file descriptor of its lock, held while it is open.
+    """A new job, called `beginning` and a number, and the file descriptor that holds its lock.
 
-    Of those that have ended, all but the latest are removed. The number is higher than all others: a user may
-    still use the name of one that was removed.
+    Only the latest jobs that have ended are kept. The number is higher than all others, because a user may
+    still use the name of a job that was removed.
     """
     for old in [job for job in detached_jobs() if not job.is_running][KEPT:]:
         shutil.rmtree(old.folder, ignore_errors=True)
@@ -200,7 +196,7 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
 
 def read_log(job: DetachedJob, *, follows: bool) -> Iterator[bytes | None]:
     """The log, in pieces. With `follows`, None whenever there is nothing new, until the job has ended."""
-    latest, done = 0, 0  # the part that was read last, and how many of its bytes
+    latest, done = 0, 0  # the number of the part that was read last, and the bytes that were read
     while True:
         is_over = not (follows and job.is_running)
         for number, path in [part for part in job.parts() if part[0] >= latest]:

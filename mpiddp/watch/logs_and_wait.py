@@ -1,4 +1,4 @@
-"""`mpiddp logs`: what a job of `mpiddp launch --detach` prints. `mpiddp wait`: wait until it ends."""
+"""`mpiddp logs`: the output of a job of `mpiddp launch --detach`. `mpiddp wait`: wait until it ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def logs(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     job = find_detached(options.job)
     reader = select.poll()
-    reader.register(1, 0)  # its end, as of `| head`, is always reported
+    reader.register(1, 0)  # poll always reports that a reader has gone, as in `| head`
     try:
         for piece in read_log(job, follows=options.follow):
             if piece is None and reader.poll(1000 * _EVERY_S):

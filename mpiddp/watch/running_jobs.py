@@ -1,4 +1,4 @@
-"""The jobs of this user whose launchers run on this machine: find them, and get what they say."""
+"""The jobs of this user whose launchers run on this machine: find them, and ask them for facts."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from mpiddp.watch.detached import DetachedJob, detached_jobs
 Facts = Mapping[str, Any]
 NO_ANSWER = "no answer"
 
-_ANSWER_S = 3.0  # an answer takes a launcher a few milliseconds
-_LATE_ANSWER_S = 0.01  # after the wait for others, an answer is there
-_STACKS_S = 15.0  # it waits up to 5 s for the stacks of its ranks
+_ANSWER_S = 3.0  # for an answer, which takes a launcher a few milliseconds
+_LATE_ANSWER_S = 0.01  # for an answer, if this process has waited for other launchers before
+_STACKS_S = 15.0  # for stacks: the launcher waits up to 5 s for its ranks
 
 
 @dataclass(frozen=True)
 class RunningJob:
-    """A launcher that listens."""
+    """A job whose launcher listens at `path`."""
 
     path: Path
-    pid: int  # 0 if it runs in another container
+    pid: int  # of the launcher, 0 if it runs in another container
     name: str
-    facts: dict[str, Any]  # what it says of its job, {} if it does not answer
+    facts: dict[str, Any]  # its launcher's answer, {} if there is none
 
     @property
     def title(self) -> str:
@@ -57,7 +57,7 @@ class RunningJob:
         return connection
 
     def ask(self, view: str) -> dict[str, Any]:
-        """What it says of its job, or its stacks. Raises UserError if it has ended or does not answer."""
+        """The answer to one of VIEWS. Raises UserError if the job has ended or does not answer."""
         connection = self.connected()
         _ask(connection, view)
         if facts := _answer(connection, _ANSWER_S if view == VIEW_JOB else _STACKS_S):
@@ -77,14 +77,14 @@ _AnyJob = TypeVar("_AnyJob", RunningJob, DetachedJob)
 def job_parser(
     verb: str, purpose: str, default: str = "the only one that runs"
 ) -> OneSentenceParser:
-    """The parser of a verb that takes a job."""
+    """The parser of a verb with the argument JOB."""
     parser = OneSentenceParser(prog=f"mpiddp {verb}", description=purpose, allow_abbrev=False)
     parser.add_argument("job", nargs="?", metavar="JOB", help=f"pid or name (default: {default})")
     return parser
 
 
 def running_jobs() -> list[RunningJob]:
-    """All jobs of this user on this machine, the oldest first. They are asked at once: one may be silent."""
+    """All jobs of this user on this machine, the oldest first, in the time of one silent launcher."""
     jobs, asked = [], []
     for path in sockets():
         connection, pid = _connected(path)
@@ -104,14 +104,14 @@ class HasEnded(UserError):
     """The job has ended. The sentence says how, for one that was started with --detach."""
 
 
-# Every verb has one rule for the job that JOB means: it has this pid or name. Without JOB, it is the only job
-# that runs. `logs` and `wait` know the jobs of --detach alone. If none of those runs, they mean the latest.
+# All verbs have the same rule: JOB is the pid or the name of a job. Without JOB, they take the only job that
+# runs. `logs` and `wait` see only jobs of --detach. If none of these runs, they take the latest.
 
 
 def find_job(name: str | None) -> RunningJob:
-    """The running job that `name` means.
+    """The running job with this name or pid, or the only one.
 
-    Raises HasEnded for one that was detached and has ended, UserError for none or several.
+    Raises HasEnded for a job of --detach that has ended, and UserError if there is no such job, or several.
     """
     jobs = running_jobs()
     if job := _meant(name, jobs):
@@ -133,7 +133,7 @@ def find_job(name: str | None) -> RunningJob:
 
 
 def find_detached(name: str | None) -> DetachedJob:
-    """The job of --detach that `name` means. Raises UserError for none or several."""
+    """The job of --detach with this name or pid, or the only one. Raises UserError for none or several."""
     jobs = detached_jobs()
     if job := _meant(name, [job for job in jobs if name or job.is_running]):
         return job
@@ -150,7 +150,7 @@ def find_detached(name: str | None) -> DetachedJob:
 
 
 def _meant(name: str | None, jobs: Sequence[_AnyJob]) -> _AnyJob | None:
-    """The job with this name or pid. Without a name, the only job. None if there is none."""
+    """The job with this name or pid, or without a name the only job; None if there is none."""
     matches = [job for job in jobs if name in (None, job.name, str(job.pid))]
     if len(matches) > 1:
         titles = listed([job.title for job in matches])
@@ -164,7 +164,7 @@ def hosts_of(facts: Facts) -> list[str]:
 
 
 def sockets() -> list[Path]:
-    """The sockets of all launchers of this user, and those that dead ones have left."""
+    """The sockets of all launchers of this user, also of dead ones."""
     paths = []
     for path in viewed_folders():
         for folder in path.parent.glob(f"{path.name}*"):
@@ -175,13 +175,13 @@ def sockets() -> list[Path]:
 
 
 def _connected(path: Path) -> tuple[socket.socket | None, int]:
-    """A connection to the launcher, of this user, that listens there, and its pid.
+    """A connection to the launcher of this user that listens there, and its pid; None if there is none.
 
-    What a dead one has left is removed.
+    The folder of a dead launcher is removed.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_ANSWER_S)
-    with contextlib.suppress(OSError):  # it has just ended, or too many viewers wait for it
+    with contextlib.suppress(OSError):  # the launcher has just ended, or too many viewers wait
         if (error := connection.connect_ex(str(path))) == 0:
             ucred = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             pid, uid, _ = struct.unpack("3i", ucred)  # linux/socket.h
@@ -194,12 +194,12 @@ def _connected(path: Path) -> tuple[socket.socket | None, int]:
 
 
 def _ask(connection: socket.socket, view: str) -> None:
-    with contextlib.suppress(OSError):  # then it answers nothing, either
+    with contextlib.suppress(OSError):  # then `_answer` fails, too
         connection.sendall(encode(view))
 
 
 def _answer(connection: socket.socket, within_s: float) -> dict[str, Any]:
-    """What the launcher answers, {} if it answers nothing in time. The connection is closed."""
+    """The launcher's answer, {} if none arrives in time. The connection is closed."""
     with connection, contextlib.suppress(OSError, ValueError):
         connection.settimeout(within_s)
         with connection.makefile("rb") as lines:

@@ -75,19 +75,13 @@ class Start:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run, as its folder shows it.
-
-    Attributes:
-        state: "running", "done", "stopped", "failed", or in parentheses why the folder cannot be read.
-        step: the last step that the run has made; None if no file has it.
-        seconds: how long its ranks ran, over all starts whose end is known.
-        values: by name, the result of the summary, else the latest record; NaN if that is not finite.
-    """
+    """A run, as its folder shows it."""
 
     path: Path
-    state: str
-    step: int | None = None
-    seconds: float | None = None
+    state: str  # or in parentheses the reason why the folder cannot be read
+    step: int | None = None  # the last step, None if no file has it
+    seconds: float | None = None  # of its ranks, over all starts whose end is known
+    # By name: the result in the summary, or else the latest record; NaN if it is not finite.
     values: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -137,7 +131,7 @@ class RunSummary:
 
 
 def _runs(folders: Sequence[Path]) -> list[RunSummary]:
-    """Those folders that are runs, or cannot be read: one may be another user's, or lost+found."""
+    """The folders that are runs, or cannot be read, such as another user's or lost+found."""
     runs = []
     for folder in folders:
         try:
@@ -218,7 +212,7 @@ def _starts(path: Path) -> list[Start]:
             starts.append(Start(at))
         elif event == "ended" and starts:
             start, rank, step = starts[-1], number(line, "rank") or 0, number(line, "step")
-            if not rank or start.ends is None:  # the clock of rank 0 is that of the begin
+            if not rank or start.ends is None:  # rank 0 has written the beginning by the same clock
                 start.ends = max(at, start.begins)
             if not rank and step is not None:
                 start.step = int(step)
@@ -234,7 +228,7 @@ def _saves(checkpoints: Path) -> list[int]:
 
 
 def number(values: dict[str, Any], name: str) -> float | None:
-    """The finite number of that name; None for anything else, as another program may write."""
+    """The finite number of that name; None for any other value, which another program may have written."""
     value: Any = values.get(name)
     is_number = type(value) in (int, float) and abs(value) < _LARGEST  # not NaN either
     return float(value) if is_number else None

@@ -1,4 +1,4 @@
-"""`mpiddp stacks`: in which line each rank of a job is. `mpiddp stop`: stop a job, as Ctrl-C does."""
+"""`mpiddp stacks`: the line in which each rank of a job is. `mpiddp stop`: stop a job, as Ctrl-C does."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def stacks(argv: list[str]) -> int:
     facts = job.ask(VIEW_STACKS)
     text = str(facts["sentence"])
     if rank is not None:
-        of_rank = facts["stacks"].get(str(rank), f"rank {rank} has sent no stack.")
-        text += f"\n\n{of_rank}"
+        stack = facts["stacks"].get(str(rank), f"rank {rank} has sent no stack.")
+        text += f"\n\n{stack}"
     print(escaped(text, keep="\n").rstrip())
     return DONE
 
@@ -40,9 +40,8 @@ def stop(argv: list[str]) -> int:
     purpose = (
         "Stop a job: its ranks save, if its script can, and it ends. A second request kills it."
     )
-    name = (
-        job_parser("stop", purpose, "the only one that runs, once you confirm").parse_args(argv).job
-    )
+    parser = job_parser("stop", purpose, "the only one that runs, once you confirm")
+    name = parser.parse_args(argv).job
     try:
         job = find_job(name)
     except HasEnded as ended:
@@ -59,8 +58,8 @@ def stop(argv: list[str]) -> int:
     if not job.pid:
         raise UserError(f"job {job.title} runs in another container. Stop it there.")
     with suppress(ProcessLookupError), opened(job.pid) as send:
-        job.connected().close()  # else another process may have its pid by now
-        send(signal.SIGCONT)  # a suspended one (Ctrl-Z) would heed no request
+        job.connected().close()  # raises if the job has ended, because its pid may be another's then
+        send(signal.SIGCONT)  # a suspended launcher (Ctrl-Z) would not handle SIGTERM
         send(signal.SIGTERM)
         print(f"job {job.title} is requested to stop.")
         return DONE

@@ -35,7 +35,7 @@ def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}/s"
 
 
-# The columns: the fact of a rank, and its text.
+# The columns: the name of the fact, and the function that makes its text.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "rank": ("rank", str),
     "host": ("host", escaped),
@@ -52,7 +52,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "slowed": ("gpu_slowed", escaped),
     "ago": ("ago_s", duration),
 }
-_OF_GPUS = ("gpu", "gpu-memory", "temp", "slowed")  # shown where a rank has any
+_OF_GPUS = ("gpu", "gpu-memory", "temp", "slowed")  # shown if a rank has such a fact
 
 
 def ps(argv: list[str]) -> int:
@@ -77,7 +77,6 @@ def ps(argv: list[str]) -> int:
 
 
 def job_lines(jobs: list[RunningJob]) -> str:
-    """A line for each job."""
     rows = [["PID", "NAME", "HOSTS", "RANKS", "STEP", "RATE", "STATE", "AGE"]]
     for job in jobs:
         facts, pid = job.facts, str(job.pid or "-")
@@ -129,17 +128,17 @@ def top(argv: list[str]) -> int:
 
 
 def _draw(facts: Facts) -> None:
-    """Fill the terminal, as large as it is now: the head is wrapped, and the table's lines are cut."""
+    """Fill the terminal, whose size may change. The head is wrapped, and the table's lines are cut."""
     size = shutil.get_terminal_size()
     wrapped = [part for line in head_lines(facts) for part in textwrap.wrap(line, size.columns)]
     table = [line[: size.columns] for line in rank_lines(facts["ranks"])]
-    # Over what is there: a terminal that is cleared first would flicker.
+    # Write over the last drawing, because a terminal that is cleared first would flicker.
     text = "".join(f"{_ERASE_LINE}{line}\n" for line in [*wrapped, "", *table][: size.lines - 1])
     print(f"{_HOME}{text}{_END_OF_SCREEN}", end="", flush=True)
 
 
 def head_lines(facts: Facts) -> list[str]:
-    """What stands above the table."""
+    """The lines above the table."""
     parts = [
         f"{escaped(facts['name'])} (pid {facts['pid']})",
         escaped(facts["phase"]),
@@ -153,7 +152,7 @@ def head_lines(facts: Facts) -> list[str]:
 
 
 def rank_lines(ranks: Sequence[Facts]) -> list[str]:
-    """The table of ranks: a line of names, and one for each."""
+    """The table of ranks, with a line of names above it."""
     shown = {
         name: (fact, text)
         for name, (fact, text) in COLUMNS.items()

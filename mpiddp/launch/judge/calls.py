@@ -1,7 +1,7 @@
-"""Which rank has entered which collective, from the calls that ranks report: who waits, for whom, since when.
+"""The ranks that wait in a collective, the ranks for which they wait, and since when.
 
-All here is a function of these calls, by group and rank. A call has the same number on all ranks of its
-group, on gloo and on NCCL. Clocks of hosts differ, so a rank's times are read by the clock of the launcher.
+Everything here is a function of the calls that ranks report, by group and rank. A call has the same number on
+all ranks of its group, on gloo and on NCCL. Its times are converted to the clock of the launcher.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-# Calls whose ranks give tensors of the same size. Those of other calls may differ.
+# All ranks give these calls tensors of the same size. In other calls, the sizes may differ.
 _OF_ONE_SIZE = ("all_reduce (", "broadcast (", "reduce (")
 
 
 class Call(NamedTuple):
-    """One call of a rank: such as "all_reduce (float32, 1,048,576)", and when, by the launcher's clock."""
+    """A call of a rank, such as "all_reduce (float32, 1,048,576)", and its time by the launcher's clock."""
 
     kind: str
     at: float
@@ -25,11 +25,11 @@ class RankCalls(NamedTuple):
     """The latest calls of a rank in one group, by their numbers."""
 
     calls: Mapping[int, Call]
-    last: int  # number, 0 without a call
-    first_open: int | None  # the first call that has not ended
+    last: int  # the number of the last call, 0 without a call
+    first_open: int | None  # the number of the first call that has not ended
 
 
-# The group's name, and its ranks, None if it has all.
+# The group's name and its ranks; None if it has all ranks.
 Group: TypeAlias = "tuple[str, tuple[int, ...] | None]"
 # The calls of each rank, by group.
 Calls: TypeAlias = Mapping[int, Mapping[Group, RankCalls]]
@@ -46,7 +46,7 @@ class Wait(NamedTuple):
 
     @property
     def calls(self) -> dict[str, list[int]]:
-        """The differing calls, each with its ranks."""
+        """The different calls, with the ranks of each."""
         ranks = {self.call: [*self.waiting]}
         for rank, call in sorted(self.others.items()):
             ranks.setdefault(call, []).append(rank)
@@ -59,7 +59,7 @@ def _numbered(kind: str, number: int) -> str:
 
 
 def calls_of(facts: Mapping[str, Any], clock: float) -> dict[Group, RankCalls]:
-    """The calls in a message "calls" of a rank whose clock is `clock` seconds behind the launcher's."""
+    """The calls in a message "calls" of a rank, whose clock is `clock` seconds behind the launcher's."""
     groups: dict[Group, RankCalls] = {}
     for group in facts["groups"]:
         calls = {
@@ -73,7 +73,6 @@ def calls_of(facts: Mapping[str, Any], clock: float) -> dict[Group, RankCalls]:
 
 
 def by_group(calls: Calls) -> dict[Group, dict[int, RankCalls]]:
-    """The calls of each group, by rank."""
     groups: dict[Group, dict[int, RankCalls]] = {}
     for rank, of_rank in calls.items():
         for group, made in of_rank.items():
@@ -84,10 +83,10 @@ def by_group(calls: Calls) -> dict[Group, dict[int, RankCalls]]:
 def find_wait(
     calls: Calls, world_size: int, told: Collection[int], *, is_over: bool = False
 ) -> Wait | None:
-    """The collective that some ranks have entered and others have not, since the longest time.
+    """The oldest collective that some ranks have entered and others have not.
 
-    If each missing rank waits itself, the ranks wait for each other in different groups, and all of their
-    calls are told.
+    If each missing rank waits itself, the ranks wait for each other in different groups, and the wait has all
+    of their calls.
 
     told: the ranks whose calls are up to date. is_over: a rank has failed, so its calls have ended.
     """
@@ -113,11 +112,11 @@ def _wait_in(
     *,
     is_over: bool,
 ) -> Wait | None:
-    """The first call of a group that some ranks have entered, and that has not ended on all of these."""
+    """The first call of a group that has not ended on all ranks that have entered it."""
     # The number of the first call that each rank has entered, and that has not ended.
     current = {rank: ranks[rank].first_open for rank in ranks if rank in told}
     last = {rank: ranks[rank].last if rank in ranks else 0 for rank in members}
-    if is_over:  # calls that not all ranks have entered cannot have ended well
+    if is_over:  # calls that some ranks have not entered cannot have succeeded
         shared = min(last.values())
         for rank in current:
             calls = ranks[rank].calls.items()
@@ -139,7 +138,7 @@ def _wait_in(
 
 
 def _is_same(kind: str, other: str) -> bool:
-    """Whether two ranks may make these calls as one."""
+    """Whether these calls of two ranks can belong to one collective."""
     if not kind.startswith(_OF_ONE_SIZE):
         kind, other = kind.partition(" (")[0], other.partition(" (")[0]
     return kind == other

@@ -1,8 +1,8 @@
 """The record of one attempt: the messages of its ranks and the acts of the launcher, in order, with times.
 
-Every judgement is a function of this record: the phase, the verdict, a hang, stragglers, what is shown. So a
-failure in the field is judged again from the file that --log-dir keeps, attempt_1.jsonl, with a line for each
-event. In memory, it has the latest event of each kind and rank, and what the events before it add up to.
+Every judgement is a function of this record: the phase, the verdict, a hang, stragglers, the status. So a
+failure in the field can be judged again from attempt_1.jsonl in --log-dir, which has a line for each event.
+In memory, the record keeps the latest event of each kind and rank, and sums of the events before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpiddp.text import escaped
 MPIRUN, MPIRUN_AT_END = -1, -2  # mpirun's own output, until all ranks have joined, and after that
 _LARGEST = 16 << 20  # bytes of lines; from then on, frequent events are not kept
 _NAMED = 4  # ranks in one sentence
-_CLOCKS = 6  # messages of a rank, by which its clock is read
+_CLOCKS = 6  # messages of a rank by which its clock is read
 CHRONIC = 3  # windows of steps in a row that name the same straggler
 
 ENDS = frozenset(["done", "exited", "failed", "lost"])
@@ -39,39 +39,35 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     # `here` are the ranks on mpirun's own host.
     "began": ("hosts", "here", "attempt", "hang_timeout_s"),
     "limit": ("seconds",),  # from now on, for all ranks to join, or for the first one to start
-    "late": (),  # that time is over
+    "late": (),  # the time of the limit is over
     "asked": ("ranks",),  # for their stacks
-    "looked": (),  # at the stacks of a job that may hang, and has printed a sentence about them
+    "looked": (),  # the launcher has printed a sentence about a job that may hang
     "printed": (),  # the job has written something, before its first step
     "window": ("ranks", "share"),  # the stragglers, and in which share of time the others wait
-    "stop": ("by", "reason", "signal"),  # somebody of `Stop` requests it
+    "stop": ("by", "reason", "signal"),  # a stop is requested; `by` is a name of `Stop`
     "kill": (),  # the user has requested a stop again, so the ranks do not save
     "grace": (),  # from now on, the ranks have limited time to stop
-    "overdue": ("clause",),  # that time is over, for the ranks that the clause names
-    # The launcher ends the ranks: because one has failed, or for the reason `why`.
+    "overdue": ("clause",),  # the time of "grace" is over for the ranks that the clause names
+    # The launcher ends the ranks, because a rank has failed or for the reason `why`.
     "end": ("failed", "why"),
-    "hold": (),  # it ends the scripts, and their agents wait for the next attempt
-    "mpirun": ("name", "code", "proves_signals", "was_ended"),  # has ended, see `MpirunEnd`
+    "hold": (),  # the scripts are ended, and their agents wait for the next attempt
+    "mpirun": ("name", "code", "proves_signals", "was_ended"),  # mpirun has ended, see `MpirunEnd`
     "tail": ("lines",),  # the last lines on stderr of MPIRUN, MPIRUN_AT_END or a rank
 }
 KINDS = OF_RANKS | OF_LAUNCHER.keys()
 
 
 class Phase(IntEnum):
-    """What the ranks are doing. An attempt only moves on, never back."""
+    """The phase of an attempt, which only moves on, never back."""
 
     STARTING = 0  # some have not joined the job
-    RUNNING = (
-        1  # all have joined; with `--grow`, they may be asked to stop after their present step
-    )
-    STOPPING = (
-        2  # they stop because the user has asked, or they have made their last step before growth
-    )
+    RUNNING = 1  # all have joined; with --grow, they may be asked to stop after their present step
+    STOPPING = 2  # they have limited time to save and stop
     ENDING = 3  # they are being ended
 
 
 class Stop(IntEnum):
-    """Who has requested a stop of the ranks. A later request outweighs an earlier one."""
+    """The origin of a request to stop the ranks. A later request outweighs an earlier one."""
 
     NONE = 0
     TO_GROW = 1  # by the launcher, which restarts the job on more hosts
@@ -80,27 +76,27 @@ class Stop(IntEnum):
 
 
 class Announcement(NamedTuple):
-    """What the job announces for its restarts, see `mpiddp.runtime.reports.announce`."""
+    """The job's own facts for its restarts, see `mpiddp.runtime.reports.announce`."""
 
     resume_args: tuple[str, ...] = ()
     global_batch_size: int | None = None
     max_ranks: int | None = None
     run_dir: str = ""
     world_size: int = 0  # of the attempt that announced the global batch
-    checkpoint: str = ""  # the newest that is complete
+    checkpoint: str = ""  # the newest complete one
 
     def after(self, later: Announcement) -> Announcement:
-        """This one after a later attempt. The first of each kind counts, and the last checkpoint."""
+        """This announcement after a later attempt's: the first values count, and the last checkpoint."""
         first = {name: value for name, value in self._asdict().items() if value}
         first["checkpoint"] = later.checkpoint or self.checkpoint
         return later._replace(**first)
 
 
 class Record:
-    """The events so far, which began `at` this time.
+    """The events of an attempt so far, which began `at` this time.
 
-    `hosts` has the requested host of each rank, `facts` are those of "began". `keep` is called with each
-    event as a line of JSON.
+    `hosts` has the requested host of each rank, and `facts` are the facts of "began". `keep` is called with
+    each event as a line of JSON.
     """
 
     def __init__(
@@ -113,30 +109,29 @@ class Record:
     ) -> None:
         self.hosts, self.world_size = hosts, len(hosts)
         self._keep, self._size = keep, 0  # `_size` counts the bytes of all lines
-        # The latest event of each rank, by kind.
-        self.latest: dict[str, dict[int, Event]] = defaultdict(dict)
+        self.latest: dict[str, dict[int, Event]] = defaultdict(dict)  # by kind and rank
         self.done: dict[int, Event] = {}  # the ranks that have ended without an error
-        self.failures: dict[int, Event] = {}  # the first event that tells of each failure
+        self.failures: dict[int, Event] = {}  # the first event of each failure, by rank
         self.saving: dict[int, float] = {}  # the ranks that save, and since when
         self.last_saved_at = 0.0  # when a rank last ended a save
-        self.paces: dict[int, Pace] = {}  # of the ranks' latest steps
-        self.gpus: dict[int, GpuUse] = {}  # of the ranks
+        self.paces: dict[int, Pace] = {}  # by rank
+        self.gpus: dict[int, GpuUse] = {}  # by rank
         self.shown: dict[str, Any] = {}  # numbers of the training, from rank 0
         self.announcement = Announcement()
         self.stacks: dict[int, Mapping[str, Any]] = {}  # the answers to the latest question
-        # Torch's collectives, and when each rank made its latest one, by this clock.
+        # Torch's collectives, and the time of the latest call, by rank.
         self.calls: dict[int, Mapping[Group, RankCalls]] = {}
         self.called_at: dict[int, float] = {}
-        # By how many seconds a rank's clock is behind this one at most, by its latest messages: clocks drift.
+        # The most seconds by which a rank's clock is behind, by its latest messages, because clocks drift.
         self.clocks: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_CLOCKS))
-        self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest ones, for stragglers
+        self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest events "window"
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
-        self.add(Event("began", facts=facts, at=self.began_at))
+        self.note("began", self.began_at, **facts)
 
-    def note(self, kind: str, **facts: object) -> None:
-        """Record an act of the launcher, at this time."""
-        self.add(Event(kind, facts=facts))
+    def note(self, kind: str, at: float | None = None, **facts: object) -> None:
+        """Record an act of the launcher, at this time or now."""
+        self.add(Event(kind, facts=facts, at=time.monotonic() if at is None else at))
 
     def add(self, event: Event) -> None:
         assert event.kind in KINDS, event
@@ -150,7 +145,7 @@ class Record:
             self.saving[rank] = event.at  # a script that has stopped saves before it ends
         elif kind in ENDS | {"saving"} and self.saving.pop(rank, None) is not None:
             self.last_saved_at = event.at
-        # A command may start its script again, so only the agent knows whether the rank has ended.
+        # A command may start its script again, so only the agent's message ends the rank.
         if event.from_script and kind in ENDS:
             return
         self.latest[kind][rank] = event
@@ -168,14 +163,14 @@ class Record:
                 # An agent answers for a busy script, whose own answer may come later, and then counts.
                 self.stacks[rank] = facts
             case "calls":
-                # The fastest message tells the difference of the clocks best.
+                # The fastest message has the smallest error.
                 self.clocks[rank].append(event.at - facts["now_us"] / 1e6)
                 made = calls_of(facts, min(self.clocks[rank]))
                 self.calls[rank] = made
                 self.called_at[rank] = max(
                     (of.calls[of.last].at for of in made.values() if of.last), default=0.0
                 )
-                self.__dict__.pop("wait", None)  # it is found again when somebody asks
+                self.__dict__.pop("wait", None)  # computed again when it is read
             case "window":
                 self.windows.append(event)
             case "announce":
@@ -194,42 +189,41 @@ class Record:
                 self.done[rank] = event
                 self.failures.pop(rank, None)
 
-    # --- what the launcher has done ---
+    # --- the acts of the launcher ---
 
-    def own(self, kind: str) -> Event | None:
-        """The latest event of the launcher of this kind."""
+    def act(self, kind: str) -> Event | None:
+        """The launcher's latest act of this kind."""
         return self.latest[kind].get(LAUNCHER)
 
     def fact(self, kind: str, name: str, default: Any = None) -> Any:
-        """A fact of the latest event of the launcher of this kind; `default` without one."""
-        event = self.own(kind)
+        """A fact of the launcher's latest act of this kind; `default` if there is none."""
+        event = self.act(kind)
         return default if event is None else event.facts[name]
 
     @property
     def phase(self) -> Phase:
-        if self.own("end"):
+        if self.act("end"):
             return Phase.ENDING
-        if self.own("grace"):
+        if self.act("grace"):
             return Phase.STOPPING
         has_joined = len(self.latest["joining"]) == self.world_size
         return Phase.RUNNING if has_joined else Phase.STARTING
 
     @property
     def stop(self) -> Stop:
-        """Who has requested a stop of the ranks."""
-        return Stop.AT_ONCE if self.own("kill") else Stop[self.fact("stop", "by", "NONE")]
+        return Stop.AT_ONCE if self.act("kill") else Stop[self.fact("stop", "by", "NONE")]
 
     @property
     def is_late(self) -> bool:
-        """Whether the latest limit of time for the ranks to join, or for the first one to start, is over."""
-        late, limit = self.own("late"), self.own("limit")
+        """Whether the latest "limit" is over."""
+        late, limit = self.act("late"), self.act("limit")
         return bool(late and limit and late.at >= limit.at)
 
     # --- the ranks ---
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not joined. If none has, those that have not started, for which all wait."""
+        """The ranks that have not joined. As long as no rank has joined, those that have not started."""
         joining, everyone = self.latest["joining"], range(self.world_size)
         here = joining or self.latest["started"]
         left = [rank for rank in everyone if rank not in here]
@@ -242,7 +236,7 @@ class Record:
 
     @property
     def unanswered(self) -> set[int]:
-        """The ranks that have been asked for their stacks, and have neither answered nor ended."""
+        """The ranks that were asked for their stacks and have neither answered nor ended."""
         asked = {*self.fact("asked", "ranks", ())}
         return asked - self.stacks.keys() - self.done.keys() - self.failures.keys()
 
@@ -258,7 +252,7 @@ class Record:
 
     @property
     def silent_hosts(self) -> set[str]:
-        """The requested hosts that stopped answering."""
+        """The hosts that have stopped answering, by their names in the request."""
         return {self.hosts[rank] for rank, event in self.failures.items() if is_silent(event)}
 
     @property
@@ -268,7 +262,7 @@ class Record:
         return "\n".join(dict.fromkeys(filter(None, errors)))
 
     def host_of(self, rank: int) -> str:
-        """The rank's own name of its host, once it has reported it; else the requested host."""
+        """The name of its host that a rank has reported, or else the requested host."""
         started = self.latest["started"].get(rank)
         return escaped(str(started.facts["host"] if started else self.hosts[rank]))
 
@@ -276,7 +270,7 @@ class Record:
         return f"rank {rank} on {self.host_of(rank)}"
 
     def names(self, ranks: Sequence[int]) -> str:
-        """The ranks with their hosts; only the first few of many."""
+        """The ranks with their hosts, or only the first few of many."""
         shown = ", ".join(map(self.name, ranks[:_NAMED]))
         return shown if len(ranks) <= _NAMED else f"{shown} and {len(ranks) - _NAMED} other ranks"
 

@@ -1,4 +1,4 @@
-"""What the GPUs of an attempt's ranks do, as the agents read it every ten seconds.
+"""The use of the GPUs of an attempt, which the agents read every ten seconds.
 
 A rank that waits in NCCL keeps its GPU in use. So if one GPU idles and the others do not, the other ranks
 wait for the rank of the idle GPU.
@@ -18,11 +18,11 @@ class GpuUse:
     """The GPU of one rank."""
 
     def __init__(self) -> None:
-        self.facts: Mapping[str, Any] = {}  # of the latest reading: those of CHANGING
+        self.facts: Mapping[str, Any] = {}  # of the latest reading, see CHANGING in hosts/gpus.py
         self._uses = deque[float](maxlen=_LATEST)
         self._count, self._sum = 0, 0.0
         self._most = {"memory": 0, "temperature": 0}
-        self._slowed: dict[str, None] = {}  # why, each once
+        self._slowed: dict[str, None] = {}  # the different reasons why it was slow
 
     def add(self, facts: Mapping[str, Any]) -> None:
         self.facts = facts
@@ -39,7 +39,7 @@ class GpuUse:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Of the whole attempt: the mean use, the most memory, the highest temperature, why it was slow."""
+        """Mean use, most memory, highest temperature and reasons of slowness, over the whole attempt."""
         use = round(self._sum / self._count, 1) if self._count else None
         most = {name: value or None for name, value in self._most.items()}
         total = self.facts.get("memory_total")

@@ -1,13 +1,13 @@
 """Ranks that hang, and ranks that do not join, by the record of an attempt. Nothing here acts.
 
-A hang is a collective of torch that some ranks have entered and others have not, for WAIT_S. Any other
-silence, such as an evaluation, a save or a wait in native code, is told without a judgement: no rank has made
-a step for QUIET_S, and where each rank is. With --hang-timeout, a silence of that length ends the job.
+A hang is a collective of torch that some ranks have entered and others have not, for WAIT_S. About any other
+silence, such as an evaluation, a save or a wait in native code, a sentence after QUIET_S only says that no
+rank has made a step, and where each rank is. With --hang-timeout, a silence of that length ends the job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpiddp.launch.judge.calls import Wait, find_wait
@@ -15,30 +15,32 @@ from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.stacks import frames_of, place_of, shown_stack
 
 WAIT_S = 60.0  # in a collective, until the ranks that have not entered it are named
-QUIET_S = 300.0  # without a step, until the places of the ranks are told
-BETWEEN_LOOKS_S = 10.0  # if ranks have not answered a question for their stacks
+QUIET_S = 300.0  # without a step, until the places of the ranks are printed
+BETWEEN_LOOKS_S = 10.0  # from one question for stacks to the next
 _NAMED = 4  # ranks of one place, and stacks below a sentence
 
 
 class Hang(NamedTuple):
     """A sentence to print about a job that may hang."""
 
-    about: str  # the same for waits at the same place, for example in each evaluation, which are named once
-    sentence: str  # followed by stacks
-    is_over: bool  # the time of --hang-timeout is over, so the job has to end
+    about: str  # equal for waits at the same place, for example in each evaluation: one is printed
+    sentence: str  # with stacks below
+    is_over: bool  # whether --hang-timeout is over, so that the job has to end
 
 
 def next_look_at(record: Record) -> float:
-    """When to ask the ranks for their stacks and their calls; infinity while no sign shows that they wait."""
-    asked, looked = record.own("asked"), record.own("looked")
-    coming = [at for at in _due(record) if looked is None or at > looked.at]
-    at = min(coming, default=float("inf"))
+    """When to ask the ranks for their stacks and their calls; infinity as long as no rank seems to wait."""
+    asked, looked = record.act("asked"), record.act("looked")
+    times = [_quiet_at(record)]
+    if record.wait is not None:
+        times.append(_since(record, record.wait) + WAIT_S)
+    at = min((at for at in times if looked is None or at > looked.at), default=float("inf"))
     return at if asked is None else max(at, asked.at + BETWEEN_LOOKS_S)
 
 
 def find_hang(record: Record) -> Hang | None:
     """The hang that the latest stacks and calls show, None if the job goes on."""
-    asked, limit_s = record.own("asked"), record.fact("began", "hang_timeout_s")
+    asked, limit_s = record.act("asked"), record.fact("began", "hang_timeout_s")
     if asked is None:
         return None
     is_quiet = asked.at >= _quiet_at(record)
@@ -60,28 +62,22 @@ def find_hang(record: Record) -> Hang | None:
 
 
 def sentence_at_failure(record: Record) -> str:
-    """A sentence about the ranks that had not entered a collective when it timed out; "" if none is known."""
-    asked, everyone = record.own("asked"), range(record.world_size)
+    """A sentence about the ranks that had not entered a collective when it timed out, or ""."""
+    asked, everyone = record.act("asked"), range(record.world_size)
     wait = find_wait(record.calls, record.world_size, everyone, is_over=True)
     if asked is None or wait is None:
         return ""
-    # The latest calls of a rank that has ended are not known.
+    # A rank that has ended may have made calls that it has not reported.
     if {*wait.missing, *wait.others} & record.failures.keys() - _told(record):
         return ""
     return _wait_sentence(record, wait, asked.at)
 
 
-# --- since when ---
-
-
-def _due(record: Record) -> Iterator[float]:
-    if record.wait is not None:
-        yield _since(record, record.wait) + WAIT_S
-    yield _quiet_at(record)
+# --- the beginning of a wait ---
 
 
 def _quiet_at(record: Record) -> float:
-    """When to tell of the silence. Without a limit, a job that makes no steps is never called quiet."""
+    """When the job is quiet. Without --hang-timeout, a job that has made no step is never quiet."""
     limit_s = record.fact("began", "hang_timeout_s")
     if limit_s is None and not record.paces:
         return float("inf")
@@ -91,7 +87,7 @@ def _quiet_at(record: Record) -> float:
 def _quiet_since(record: Record) -> float:
     """When a rank last made a step, called a collective, began or ended a save, or ended itself.
 
-    Before the first step, what the job prints counts as well.
+    Before the first step, output of the job counts as well.
     """
     signs = [pace.since for pace in record.paces.values()]
     signs += [record.last_saved_at, *record.saving.values(), *record.called_at.values()]
@@ -102,7 +98,7 @@ def _quiet_since(record: Record) -> float:
 
 
 def _since(record: Record, wait: Wait) -> float:
-    """Since when these ranks wait.
+    """The beginning of this wait.
 
     If a rank makes other collectives meanwhile, only one of its threads waits, as in a background save.
     """
@@ -110,8 +106,8 @@ def _since(record: Record, wait: Wait) -> float:
 
 
 def _told(record: Record) -> set[int]:
-    """The ranks that have told their calls since the stacks were asked for."""
-    asked = record.own("asked")
+    """The ranks that have reported their calls since they were asked for their stacks."""
+    asked = record.act("asked")
     told = record.latest["calls"].items()
     return {rank for rank, event in told if asked is not None and event.at >= asked.at}
 
@@ -156,7 +152,7 @@ def _stacks_of(record: Record, ranks: Sequence[int]) -> str:
 
 
 def _groups(record: Record, ranks: Sequence[int]) -> list[tuple[tuple[str, str], list[int]]]:
-    """The ranks by what is said of their places, the largest group first."""
+    """The ranks with each pair of clauses about their place, the largest group first."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in ranks:
         groups.setdefault(_clauses(record, rank), []).append(rank)
@@ -164,7 +160,7 @@ def _groups(record: Record, ranks: Sequence[int]) -> list[tuple[tuple[str, str],
 
 
 def _clauses(record: Record, rank: int) -> tuple[str, str]:
-    """A clause about the place of this rank, and the same for several ranks."""
+    """A clause about the place of this rank, and the same clause for several ranks."""
     if rank in record.done:
         return "has finished", "have finished"
     if place := _place(record, rank):
@@ -174,7 +170,7 @@ def _clauses(record: Record, rank: int) -> tuple[str, str]:
 
 
 def _place(record: Record, rank: int) -> str:
-    """The line of the script that a rank executes, "" if it has sent no stack."""
+    """The line of the script that a rank executes, or "" if it has sent no stack."""
     stacks = record.stacks.get(rank)
     return "" if stacks is None or rank in record.done else place_of(stacks["text"])
 

@@ -16,34 +16,33 @@ class MpirunEnd(NamedTuple):
 
     name: str  # its program
     code: int  # its exit code; -N if signal N killed it
-    # Its code 128 + N says that signal N has killed a rank, and another code that none has.
+    # Whether its code 128 + N proves that signal N has killed a rank, and another code that none has.
     proves_signals: bool = False
     was_ended: bool = False  # by this launcher
 
     @property
     def rank_signal(self) -> str:
         """The signal that killed a rank, "" if the code does not tell."""
-        number = self.code - 128  # its own error codes would be real-time signals
+        number = self.code - 128  # above 31, it is an error code of mpirun's own
         return signal_name(number) if self.proves_signals and 0 < number < 32 else ""
 
 
 class Outcome(NamedTuple):
-    """The launcher's exit code, the sentence that explains it, and what the job's next attempt needs."""
+    """The launcher's exit code, the sentence that explains it, and the facts for the next attempt."""
 
     code: int
     sentence: str = ""
-    rank: int | None = None  # that is known to have failed first
-    host: str | None = None  # its own name of it
-    is_complete: bool = True  # mpirun's own message about the end adds nothing
-    # The host that has ended the attempt, by its name in the request; "" for none, or if it may be another.
-    # A script's own error is no fault of its host.
+    rank: int | None = None  # the rank that failed first, if it is known
+    host: str | None = None  # its host, by the host's own name
+    is_complete: bool = True  # whether mpirun's own message about the end adds nothing
+    # The host at fault, by its name in the request, or "" if it is unknown or if the script itself failed.
     host_at_fault: str = ""
     known_cause: str = ""  # a sentence to print below `sentence`
     hint: str = ""  # to print below both
     stop: Stop = Stop.NONE
     announcement: Announcement = Announcement()
     made_steps: bool = False
-    gpus: Sequence[Mapping[str, Any]] = ()  # what each rank's has done, where it is known
+    gpus: Sequence[Mapping[str, Any]] = ()  # the use of each rank's GPU, where it is known
 
     def log(self) -> None:
         """Print the verdict, and the known cause below it."""

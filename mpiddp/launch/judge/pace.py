@@ -1,8 +1,8 @@
 """The pace of one rank: its present step, and the times of its latest steps.
 
-A rank's own time is that in which the thread that makes its steps ran, or could run and waited for a core.
-The rest of a step it waits: for other ranks, for data, for a disk. Ranks that wait for a GPU or in NCCL use
-their core meanwhile.
+A rank's own time is the time in which the thread that makes its steps ran, or was ready and waited for a
+core. In the rest of a step, it waits for other ranks, for data or for a disk. A rank that waits for a GPU or
+in NCCL uses its core meanwhile, so this is its own time.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-WINDOW_S = 10.0  # of the steps that count, unless two steps take longer
+WINDOW_S = 10.0  # the latest steps in this time count, or at least two steps
 
 
 class Pace:
     """The latest steps of one rank."""
 
     def __init__(self) -> None:
-        self.step, self.since = -1, 0.0  # the present step, and since when
+        self.step, self.since = -1, 0.0  # the present step, and when it began
         self.memory = 0  # of the process, in bytes
         # The time of a step, its number, and the totals of the rank's thread and of its process.
         self._samples: deque[tuple[float, int, float, float]] = deque()
@@ -27,7 +27,7 @@ class Pace:
         """The rank has reported a step, a message "progress"."""
         self.memory = facts["memory"]
         samples, step, own_s = self._samples, facts["step"], facts["own_s"]
-        if step != self.step:  # it may begin anew
+        if step != self.step:  # the script may begin anew
             self.step, self.since = step, at
         if samples and (step <= samples[-1][1] or own_s < samples[-1][2]):
             samples.clear()  # the script has begun anew, or another thread makes the steps now

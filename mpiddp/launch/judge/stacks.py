@@ -1,4 +1,4 @@
-"""Where a rank is, by the text of the Python stacks that it has sent: its line of the script."""
+"""The line of the script in which a rank is, by the text of the Python stacks that it has sent."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 _LONGEST_CODE = 60  # characters
 
-# The folder of this package, the same on every host, and the programs in it that ranks run as scripts.
+# The folder of this package is the same on every host. Ranks run some of its programs as scripts.
 _PACKAGE = f"{Path(__file__).parents[2]}/"
 _PROGRAMS = re.compile(rf"{re.escape(_PACKAGE)}(bench|doctor|train)/")
 _OF_LIBRARIES = re.compile(r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/")
 _JOINS = re.compile(r"/(threading|concurrent/futures/\w+)\.py$")  # waits for another thread
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (.*)(?:\n    (.*))?', re.MULTILINE)
-# The frames of what runs a script, which stand above the script's own: Python's, and this package's.
+# The frames of Python and of this package that start a script, and so stand above the script's own.
 _STARTS = rf"<frozen |<string>|[^\"]*/runpy\.py|(?!{_PROGRAMS.pattern}){re.escape(_PACKAGE)}"
 _ABOVE_SCRIPT = re.compile(rf'(?:(?<=:\n)|\A)(?:  File "(?:{_STARTS})[^\n]*\n(?:    [^\n]*\n)*)+')
 
@@ -59,7 +59,7 @@ def place_of(text: str) -> str:
 
 
 def _is_of_script(frame: Frame) -> bool:
-    """Whether a frame is in what the ranks run as their script, and not in a library."""
+    """Whether a frame is in the script, and not in a library."""
     if frame.file.startswith(_PACKAGE):
         return _PROGRAMS.match(frame.file) is not None
     return _OF_LIBRARIES.search(frame.file) is None

@@ -8,15 +8,15 @@ from typing import Any
 from mpiddp.launch.judge.calls import Calls, by_group
 from mpiddp.launch.judge.events import CHRONIC, Record
 
-_LEAST_CALLS = 4  # that are compared
-_LEAST_SHARE = 0.25  # of the time in which the others wait for a straggler
-_LEAST_GAP_S = 0.001  # between two ranks, within what the clocks of hosts are read to
+_LEAST_CALLS = 4  # in a window that is judged
+_LEAST_SHARE = 0.25  # of the time, in which the others wait for a straggler
+_LEAST_GAP_S = 0.001  # between two ranks: the launcher reads the clocks of hosts no better
 _MOST_SLOW = 2 / 3  # of all ranks
-_LONGEST_WINDOW_S = 60.0  # with too few calls
+_LONGEST_WINDOW_S = 60.0  # of a window with too few calls
 
 
 def straggler_sentence(record: Record) -> tuple[list[int], str]:
-    """The stragglers of all of the latest CHRONIC windows, and a sentence about them; "" for none."""
+    """The ranks that each of the latest CHRONIC windows names, and a sentence about them, or ""."""
     windows = [window.facts for window in record.windows]
     if len(windows) < CHRONIC:
         return [], ""
@@ -30,14 +30,14 @@ def straggler_sentence(record: Record) -> tuple[list[int], str]:
 def find_stragglers(
     calls: Calls, world_size: int, since: float, now: float
 ) -> dict[str, Any] | None:
-    """The ranks that the others wait for, the slowest first, and its share of the time: facts of "window".
+    """The facts of "window": the ranks for which the others wait, slowest first, and its share.
 
-    A rank's share is the time in which the others of a group have entered a call and this rank has not yet.
-    None if the window has too few calls, and goes on. A job without collectives has no straggler.
+    The share of a rank is the part of the time in which the others have entered a call and this rank has not.
+    Returns None if the window has too few calls, so that it goes on.
     """
     gaps: dict[int, list[tuple[float, float]]] = {}
     times: list[float] = []
-    before = 0.0  # the latest call
+    before = 0.0  # the time of the latest call before the window
     for (_, members), ranks in by_group(calls).items():
         if len(ranks) < len(members or range(world_size)):
             continue

@@ -2,8 +2,8 @@
 
 `verdict` is a function of the attempt's record (`launch.judge.events`). A job has succeeded when every rank
 has reported success. mpirun's exit code counts only if no rank has reported: it is 0 after a killed daemon or
-a cut link, and 255 or 143 whatever the script returned. The agent of each rank reports its end as wait()
-tells it. So a rank that ends without a report has lost its agent: by a signal, or with its host.
+a cut link, and 255 or 143 whatever the script returned. The agent of each rank reports how the script ended.
+So a rank that ends without a report has lost its agent, by a signal or with its host.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from mpiddp.protocol.channel import is_consequence
 from mpiddp.protocol.server import Event
 from mpiddp.text import escaped, signal_name, size_text
 
-# An error that follows from the end of another rank comes at about the same time as that is noticed.
+# An error that follows from the end of another rank may be reported this much before that end.
 _CONSEQUENCE_S = 0.3
-_LONGEST_ERROR = 1000  # characters of its line; the traceback has all
+_LONGEST_ERROR = 1000  # characters of an error in the line; the traceback has all
 _ENDS_S = 1.5  # for a script to end that has closed its connections
-_AT_ONCE_S = 0.1  # a rank that ends without a signal does not end others this soon
+_AT_ONCE_S = 0.1  # ranks that end within this time have one cause: no rank ends others this soon
 _LOST_DAEMON = re.compile(
     r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
     r"|Connection to(?= \S+ closed by)|Timeout, server(?= \S+ not responding)) +(\S+)"
 )
-_MOST_SEARCHED = (
-    64  # ranks whose last lines are searched for a known cause: more would take seconds
-)
+_MOST_SEARCHED = 64  # ranks whose last lines are searched for a known cause: more take seconds
 HUNG_UP = "the terminal has hung up (SIGHUP)"
 _LEFT_EARLY = "ended early, with exit code 0"
 
@@ -40,13 +38,13 @@ _OF_THE_HOST = frozenset(
     ["cuda-hardware", "cuda-fabric-manager", "cuda-driver-mismatch", "system-disk-failed"]
 )
 
-# Rows whose cause is another rank, which has not come to a collective, or has called another one.
+# Rows whose cause is another rank, which has not entered the collective or has called a different one.
 _OF_COLLECTIVES = frozenset(["gloo-timeout", "nccl-timeout", "torch-collectives-differ"])
 
 
 def verdict(record: Record) -> Outcome:
     """The verdict, with the known cause of a failure."""
-    end = record.own("mpirun")  # None: its agents wait for the next attempt
+    end = record.act("mpirun")  # None if the agents wait for the next attempt
     mpirun = MpirunEnd(**end.facts) if end else MpirunEnd("mpirun", DONE, was_ended=True)
     first = min(record.failures.values(), key=lambda failure: _began(record, failure), default=None)
     outcome = _judge(record, mpirun, first)._replace(
@@ -59,7 +57,7 @@ def verdict(record: Record) -> Outcome:
 
 
 def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcome:
-    """The verdict with the known cause of a failure. `first` failed first, as far as the record tells."""
+    """The outcome with the known cause of a failure. `first` failed first, as far as the record tells."""
     named = first if outcome.rank is not None else None
     if named and (sentence := _lack_of_memory(record, named)):
         # The host is not at fault, because the job needs more memory than it was given.
@@ -67,7 +65,7 @@ def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcom
     if (named and is_silent(named)) or _LEFT_EARLY in outcome.sentence:
         return outcome  # its sentence names the event that precedes every error
     least = MPIRUN_AT_END
-    if outcome.is_complete:  # mpirun only reports that a rank has ended, which is no cause
+    if outcome.is_complete:  # mpirun's text only says that a rank has ended
         least = MPIRUN if named is None else 0
     tails = record.latest["tail"]
     failed = sorted(record.failures, key=lambda rank: _began(record, record.failures[rank]))
@@ -78,7 +76,7 @@ def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcom
     if named and row in _OF_THE_HOST:
         outcome = outcome._replace(host_at_fault=record.hosts[named.rank])
     if row in _OF_COLLECTIVES:
-        # NCCL's timeout kills the rank that has waited, so its host is not at fault.
+        # NCCL's timeout kills a rank that has waited, so its host is not at fault.
         outcome = outcome._replace(host_at_fault="")
         sentence = sentence_at_failure(record) or sentence
     return outcome._replace(known_cause=sentence)
@@ -86,12 +84,12 @@ def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcom
 
 def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     """The verdict by the first row that applies. `first` failed first."""
-    stop, end = record.own("stop"), record.own("end")
+    stop, end = record.act("stop"), record.act("end")
     # A request after a failure explains nothing, unless a scheduler has sent SIGTERM to the rank as well.
     was_signalled = first is not None and first.facts.get("signal") == signal.SIGTERM
     is_late = stop and end and end.at < stop.at and not was_signalled
     is_requested = record.stop >= Stop.BY_USER and not is_late
-    # Some ranks may have had less to do than others, and finished before the request.
+    # Some ranks may have had less to do than the others, and ended before the request.
     all_done = not record.left
     if all_done and record.latest["stopped"]:
         # An MPI that has lost a daemon sends SIGTERM to the other ranks.
@@ -105,7 +103,7 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         host = "" if has_all else _only_host(record, record.missing)
         return Outcome(FAILED, f"{_left_early(record)}{why}", host_at_fault=host)
     if is_requested and record.fact("end", "failed") and first and first.kind == "failed":
-        # It failed while it saved and stopped, rather than being ended by the request.
+        # The rank failed while it saved and stopped: the request has not ended it.
         has_reason = bool(first.facts["error"]) or first.facts["code"] == BAD_INPUT
         if has_reason and first.rank in record.latest["supports_stop"]:
             return _of_failure(record, mpirun, first)
@@ -117,7 +115,7 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
             what = f"{HUNG_UP}, and {what}. {nohup}"
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if all_done:
-        return Outcome(DONE)  # no script runs any more, whatever its mpirun makes of that
+        return Outcome(DONE)  # whatever mpirun's exit code is
     if first is not None and (outcome := _not_started(record, mpirun, first)):
         return outcome
     # An mpirun that is killed ends its ranks by a signal.
@@ -141,13 +139,13 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
 
 
 def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | None:
-    """The verdict where a rank has ended, without a signal of its own, before the others had started."""
+    """The verdict if a rank has ended, without a signal of its own, before the others had started."""
     missing = [rank for rank in range(record.world_size) if rank not in record.latest["started"]]
     has_begun = first.kind == "lost" and 0 < len(missing) < record.world_size
     if not has_begun or mpirun.rank_signal or not mpirun.proves_signals or is_silent(first):
         return None
     host, others = "", record.names(missing)
-    if mpirun.was_ended or mpirun.code < 0:  # an mpirun that hangs tells nothing
+    if mpirun.was_ended or mpirun.code < 0:  # the exit code says nothing
         why = f"{record.name(first.rank)} ended before {others} had started"
     else:
         why = f"{mpirun.name} could not start {others} (exit code {mpirun.code})"
@@ -157,13 +155,13 @@ def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | N
 
 
 def _only_host(record: Record, ranks: Sequence[int]) -> str:
-    """The host of these ranks, "" for several."""
+    """The host of these ranks, or "" if there are several."""
     hosts = {record.hosts[rank] for rank in ranks}
     return hosts.pop() if len(hosts) == 1 else ""
 
 
 def _began(record: Record, message: Event) -> float:
-    """The estimated time when this rank's failure began. The ends of its peers may overtake its report."""
+    """The estimated beginning of a rank's failure: its report may arrive after the ends of other ranks."""
     if message.kind == "lost":
         return float(message.at - message.facts["silent"])
     if message.facts.get("passed"):  # an MPI's SIGTERM, after another rank's failure
@@ -173,7 +171,7 @@ def _began(record: Record, message: Event) -> float:
 
 
 def _may_follow(failure: Event) -> bool:
-    """Whether a rank reports what happens to it when another rank has ended."""
+    """Whether a rank may have failed because another rank has ended."""
     facts = failure.facts
     return bool(facts.get("traceback") and is_consequence(facts["error"]))
 
@@ -190,7 +188,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
     facts, failures = first.facts, [failure for _, failure in sorted(record.failures.items())]
     # Exit code 2 is a refusal, as argparse's, unless the rank printed nothing and either steps were made or
-    # other ranks were left waiting. Such a rank may claim its failure and be killed before it reports it.
+    # other ranks were left waiting. A waiting rank may be killed after its claim and before its report.
     claims = record.latest["claim"].keys() - {
         failure.rank for failure in failures if failure.kind == "failed"
     }
@@ -204,7 +202,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     hosts = list(dict.fromkeys(record.host_of(end.rank) for end in at_once))
     others, is_complete, daemon = _others(record), True, _lost_daemon(record)
     before = _left_early(record, first.at, is_needed=_needed_another(record, first))
-    # SIGTERM comes from somebody, and is no fault of a host.
+    # A person or a scheduler sends SIGTERM, so it is no fault of a host.
     is_own = len(hosts) == 1 and facts.get("signal") != signal.SIGTERM
     host_at_fault = record.hosts[first.rank] if is_own else ""
     if is_silent(first):
@@ -215,7 +213,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     elif mpirun.rank_signal:
         sentence = f"{record.name(first.rank)} was killed by {mpirun.rank_signal}."
     elif len(hosts) == 1 and daemon is None:
-        # Unless a signal is known, mpirun may know how the rank has ended.
+        # mpirun's own message may say how the rank has ended.
         is_complete = False
         how = "it was killed, crashed in native code, or called os._exit."
         sentence = f"{record.name(first.rank)} ended first, without an error: {how}"
@@ -234,7 +232,7 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
 
 
 def _naming(record: Record, first: Event, outcome: Outcome) -> Outcome:
-    """The outcome with the rank that failed first, unless its error is a verdict: it may name another."""
+    """The outcome with the rank that failed first, unless its error is a verdict on another rank."""
     if first.facts.get("is_verdict", False):
         return outcome
     return outcome._replace(rank=first.rank, host=record.host_of(first.rank))
@@ -245,10 +243,10 @@ def _others(record: Record) -> str:
 
 
 def _of_own_end(record: Record, first: Event) -> Outcome:
-    """The verdict on a rank that has stopped, or refused its input, before all others."""
+    """The verdict on a rank that was the first to stop, or to refuse its input."""
     code, error = first.facts["code"], str(first.facts.get("error", ""))
     has_said_why = error or first.rank in record.latest["tail"]
-    if code == STOPPED:  # the others may have left in the same way
+    if code == STOPPED:  # the other ranks may have ended in the same way
         left = {rank for rank, end in record.failures.items() if end.facts.get("code") == STOPPED}
         has_said_why = error or len(left | record.done.keys()) == record.world_size
     sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record)}"
@@ -280,7 +278,7 @@ def _report(record: Record, first: Event) -> str:
 
 
 def _in_one_line(error: str) -> str:
-    """The first line of an error, and if that only wraps another one, of a worker for example, that too."""
+    """The first line of an error, with the inner error if it only wraps one, for example of a worker."""
     head, *rest = filter(None, map(str.strip, error.splitlines()))
     head = f"{head[:_LONGEST_ERROR]}…" if len(head) > _LONGEST_ERROR else head
     if any("Traceback (most recent call last)" in line for line in rest):
@@ -289,7 +287,7 @@ def _in_one_line(error: str) -> str:
 
 
 def _lost_daemon(record: Record) -> int | None:
-    """A rank on the host whose MPI daemon was lost, if Open MPI, Intel MPI or their ssh tells it."""
+    """A rank on the host whose MPI daemon was lost, if Open MPI, Intel MPI or their ssh says so."""
     tail = record.latest["tail"].get(MPIRUN_AT_END)
     text = "\n".join(tail.facts["lines"]) if tail else ""
     if not (match := _LOST_DAEMON.search(text)):
@@ -299,9 +297,9 @@ def _lost_daemon(record: Record) -> int | None:
 
 
 def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool = False) -> str:
-    """A sentence that names the ranks that left without an error, "" for none. Another sentence follows.
+    """The beginning of a sentence, which names the ranks that left early without an error, or "".
 
-    `is_needed`: the rank that failed then was waiting for another one, so each rank that was done counts. A
+    With `is_needed`, the rank that failed was waiting for another one, so each rank that was done counts. A
     rank may notice the end of another one before the launcher does.
     """
     exited = [end for end in record.done.values() if end.kind == "exited" and end.at <= before]
@@ -316,10 +314,10 @@ def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool
 
 
 def _lack_of_memory(record: Record, first: Event) -> str:
-    """A sentence if the kernel has killed processes for lack of memory, "" if not.
+    """A sentence if the kernel has killed processes for lack of memory, or "".
 
-    Each rank's agent reads the kernel's count of its kills at the end. If the agent was killed too,
-    the agents of the other ranks on the host tell.
+    Each rank's agent reports the kernel's count of its kills. If the agent was killed too, the agents of the
+    other ranks on the host report it.
     """
     place, ends = f"of rank {first.rank}", [first]
     if first.kind == "lost":
@@ -340,17 +338,15 @@ def _lack_of_memory(record: Record, first: Event) -> str:
 
 
 def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tuple[str, str]:
-    """The row of the table of failures that explains the end of the job, and its sentence; "" without one.
+    """The row of the table of failures that explains the end of the job, and its sentence, or "".
 
-    `printed` are the last lines on stderr, by rank.
-
-    The words of the rank that failed first count before those of the others. If it failed with an exception
-    that no row knows, this exception is the cause, whatever the others have printed.
+    `printed` has the last lines on stderr, by rank. The words of the rank that failed first count before the
+    words of the others. If it failed with an exception that is in no row, this exception is the cause.
     """
     try:  # the table takes some 50 ms to load
         from mpiddp.explain.explain import explain
         from mpiddp.explain.failures import Weight
-    except (ImportError, OSError):  # no files left, or the installation has changed
+    except (ImportError, OSError):  # too many open files, or the installation has changed
         return "", ""
     error = str(first.facts.get("error", "")) if first else ""
     words = [*error.splitlines(), *(printed.get(first.rank, ()) if first else ())]
@@ -363,7 +359,7 @@ def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tupl
     if explanation is None or explanation.failure.weight not in (Weight.CAUSE, Weight.SYMPTOM):
         return "", ""
     row = explanation.failure
-    # The error line has already quoted the rest.
+    # The error line has quoted the other words of the row already.
     line = next((text for text in row.says if text in error), explanation.line)
     sentence = f'"{line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
     return row.id, sentence

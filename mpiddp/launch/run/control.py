@@ -1,7 +1,6 @@
-"""What the launcher waits for: its ranks, viewers and signals. And what the launcher asks of the ranks.
+"""The launcher's signals, and its end of the job channel: a server for its ranks, and a socket for viewers.
 
-The launcher's end of the job channel listens on one address for its ranks, and on a Unix socket for viewers,
-`mpiddp ps`, `top`, `stacks` and `stop`. `mpiddp.protocol.server` handles the connections and the protocol.
+Viewers are `mpiddp ps`, `top`, `stacks` and `stop`. `mpiddp.protocol.server` handles the connections.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from mpiddp.text import escaped
 # LSF sends SIGUSR2 at a job's limit, and Grid Engine's -notify before a suspension or the end.
 STOP_SIGNALS = (*(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), *(signal.SIGUSR1, signal.SIGUSR2))
 
-# coreutils' timeout signals its child and then the child's process group, systemd and a closing terminal
-# do the like: one request arrives twice. A person who presses Ctrl-C twice takes longer than 0.3 s.
+# One request may arrive twice: for example, coreutils' timeout signals its child and then the child's process
+# group. A person who presses Ctrl-C twice takes longer than 0.3 s.
 _REPEAT_S, _REPEAT_OF_CTRL_C_S = 1.0, 0.3
 
 _OPEN_BESIDES_RANKS = 64  # files
@@ -46,10 +45,10 @@ class SignalQueue:
 
     def __init__(self) -> None:
         self._receiver, self.sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._first_at: dict[int, float] = {}  # the stop signals that have arrived
+        self._first_at: dict[int, float] = {}  # when each stop signal arrived
         self.interrupts = False  # whether a stop signal raises KeyboardInterrupt
-        self.has_resized = False  # the terminal, since somebody has looked
-        # One that was ignored when this process started is still ignored, as SIGHUP under `nohup`.
+        self.has_resized = False  # whether the terminal has a new size, which the owner then clears
+        # A signal that was ignored when this process started stays ignored, as SIGHUP under `nohup`.
         numbers = [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
         numbers += (signal.SIGCHLD, signal.SIGWINCH)
@@ -66,13 +65,12 @@ class SignalQueue:
         return self._receiver
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal, whose number is in the queue already."""
         if self.interrupts and number in STOP_SIGNALS:
             raise KeyboardInterrupt
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Let a stop signal raise KeyboardInterrupt in the body, which may block, as logins to hosts do."""
+        """Let a stop signal raise KeyboardInterrupt in the body, because it may block, as logins do."""
         self.interrupts = True
         try:
             yield
@@ -80,7 +78,7 @@ class SignalQueue:
             self.interrupts = False
 
     def receive(self) -> list[int]:
-        """The stop signals that are new, without those that only repeat an equal one."""
+        """The new stop signals. A signal that soon follows an equal one is left out."""
         numbers, now, new = b"", time.monotonic(), []
         with suppress(BlockingIOError):
             numbers = os.read(self._receiver, 4096)
@@ -104,10 +102,7 @@ class SignalQueue:
 
 
 def listen(where: str | Path) -> socket.socket:
-    """Listen at a free port of an address of this machine.
-
-    For ranks on this host only, `where` is the path of a Unix socket in a folder that only this user enters.
-    """
+    """Listen on a free port of an address of this machine, or, for ranks on this host, on a Unix socket."""
     is_path = isinstance(where, Path)
     of_tcp = socket.AF_INET6 if ":" in str(where) else socket.AF_INET
     family, at = (socket.AF_UNIX, str(where)) if is_path else (of_tcp, (str(where), 0))
@@ -142,7 +137,7 @@ class ControlServer(ChannelServer):
         self.settings = {ADDRESS: address, SECRET: self.key, LOST_AFTER: str(lost_s)}
 
     def successor(self) -> ControlServer:
-        """The server of the next attempt of the same agents, at the same address. It knows nobody."""
+        """The server of the next attempt of the same agents, at the same address and with a new key."""
         self.drop_all()
         key = channel.next_key(self.key)
         return ControlServer(self._listener, self.world_size, self.selector, key, self.lost_s)
@@ -150,29 +145,26 @@ class ControlServer(ChannelServer):
     def ask(
         self, ranks: Iterable[int], kind: str, *, agents: bool = False, **facts: object
     ) -> None:
-        """Send a message to the connected ones of these ranks: to the script, or without one to the agent.
+        """Send a message to the scripts of these ranks, or, where none is connected, to the agents.
 
-        agents: to the agents alone.
+        With `agents`, it goes to the agents of all these ranks.
         """
         line = encode(kind, b"", **facts)
         for rank in ranks:
             self.send(rank, line, to_script=rank in self.scripts and not agents)
 
     def silence(self) -> dict[int, float]:
-        """For how many seconds nothing has come from the agent of each rank, nor from its script."""
+        """The seconds since something came from the agent of each rank, or from its script."""
         pairs = {rank: (peer, self.scripts.get(rank, peer)) for rank, peer in self._ranks.items()}
         return {
             rank: min(channel.silence_s(peer.connection) for peer in pair)
             for rank, pair in pairs.items()
         }
 
-    def lose_silent(self, silence: Mapping[int, float]) -> list[Event]:
+    def lose_silent(self, silence: Mapping[int, float]) -> Iterator[Event]:
         """Drop the agents of these ranks, whose hosts have been silent for so many seconds."""
-        return [
-            event
-            for rank, silent_s in silence.items()
-            for event in self.lose(self._ranks[rank], silent_s=silent_s)
-        ]
+        for rank, silent_s in silence.items():
+            yield from self.lose(self._ranks[rank], silent_s=silent_s)
 
 
 class Console:
@@ -202,7 +194,7 @@ class Console:
         self.close = self._opened.close
 
     def answer(self, viewer: Peer, **facts: object) -> None:
-        """Send a viewer these facts, and those of the job itself."""
+        """Send a viewer these facts, and the facts of the job itself."""
         age_s = time.monotonic() - self._began_at
         job = {"pid": os.getpid(), "name": self._name, "age_s": age_s}
         viewer.send(encode("answer", b"", **job, **facts))
@@ -215,31 +207,31 @@ class Exchange:
         launcher -> caller   answer, outcome                launcher -> rank   function, answer
 
     A rank waits for an acknowledgement, so its answer arrives before its end is reported. The launcher never
-    unpickles anything. Its caller and the ranks check the MAC before they do.
+    unpickles anything. Its caller and the ranks check the MAC before they unpickle.
     """
 
     def __init__(self, function: bytes = b"") -> None:
         self._function = function  # as `mpiddp.spawning.spawn.pickled_call` makes it
         self._digest = channel.mac("", "function", function)
         self.world_size = 0
-        # In the latest attempt, by rank: pickles in base64.
+        # The pickles of the latest attempt, in base64, by rank.
         self.results: dict[int, bytes] = {}
         self.errors: dict[int, bytes] = {}
 
     def begin(self, server: ChannelServer) -> None:
-        """An attempt begins, with a new server. The answers of an earlier one no longer count."""
-        if self._function:  # it, and the results, are as large as the caller wants
+        """Begin an attempt, with a new server. The answers of earlier attempts no longer count."""
+        if self._function:  # the function and its results may have any size
             server.value_limit = sys.maxsize - channel.LINE_LIMIT
         self.world_size = server.world_size
         self.results, self.errors = {}, {}
 
     def take(self, event: Event, server: ChannelServer) -> None:
-        """A rank asks for the function, or answers."""
+        """Send a rank the function, or take its answer."""
         rank, facts = event.rank, event.facts
         key = channel.member_key(server.key, channel.SCRIPT, rank)
         if event.kind == "function":
             head = encode("function", mac=channel.mac(key, self._digest))
-            # In parts: the ranks share the function's bytes.
+            # The parts are sent one by one, so that the ranks share the function's bytes.
             for part in (head.rstrip(), b"\t", self._function, b"\n"):
                 server.send(rank, part, to_script=True)
         elif facts["mac"] == channel.mac(key, "answer", facts["body"]):

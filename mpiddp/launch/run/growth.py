@@ -15,7 +15,7 @@ from mpiddp.launch.run.agents import Agents, Turn
 def ask_in_thread(
     ask: Callable[[], list[str]], every_s: float | None, is_over: threading.Event
 ) -> list[str]:
-    """The answers so far, in a list that grows: files, names and logins to hosts may hang."""
+    """Ask in a thread, because files, names and logins to hosts may hang. Its answers grow the list."""
     answers = list[str]()
 
     def run() -> None:
@@ -27,18 +27,17 @@ def ask_in_thread(
 
 
 class Growth:
-    """The search of one attempt, from the time when all of its ranks have joined."""
+    """The search of one attempt, which begins once all of its ranks have joined."""
 
     def __init__(
         self, agents: Agents, turn: Turn, record: Record, is_over: threading.Event
     ) -> None:
         self._record, self._output, self._server = record, agents.output, agents.server
         search = partial(search_once, agents.plan, turn.avoided)
-        grow_s = agents.plan.options.grow_s
-        self._sentences = ask_in_thread(search, grow_s, is_over) if turn.grows else []
+        self._sentences = ask_in_thread(search, agents.plan.options.grow_s, is_over)
 
     def see(self, now: float) -> None:
-        """Stop all ranks after their present steps, however long these take, unless work would be lost."""
+        """Stop all ranks after their present steps, if hosts can join and no step would be lost."""
         if not self._sentences:
             return
         sentence, why_not = self._sentences.pop(), ""

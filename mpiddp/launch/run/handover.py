@@ -1,8 +1,8 @@
-"""What the launcher does over ssh on the hosts of an attempt before mpirun starts, and after a failure.
+"""Work on the hosts of an attempt over ssh: before mpirun starts, and after a failure.
 
-Each host connects back to the launcher, which listens already, and to the other hosts. So a firewall that
-passes only ssh is named in seconds. Each host also keeps the variables of the ranks, with
-the job's key (`mpiddp.hosts.private`), because mpirun would send them to its daemons in clear text.
+Before the start, each host connects back to the launcher and to the other hosts, so a firewall that passes
+only ssh is named in seconds. Each host also keeps the variables of the ranks, with the job's key
+(`mpiddp.hosts.private`), because mpirun would send them to its daemons in clear text.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mpiddp.protocol.variables import ADDRESS, JOB
 from mpiddp.text import listed, names_by_value
 
 TRAVELLING = (channel, interfaces, reachability, processes, private)
-_PORTS = range(33_000, 60_000)  # the kernel's own choice is among them, as for the ranks
-_MOST = 16  # hosts that all connect to each other; of more, each connects to some
-_SWEEP_S = 8.0  # for a login that kills what an attempt has left
+_PORTS = range(33_000, 60_000)  # the kernel chooses the ports of the ranks in this range, too
+_MOST = 16  # hosts that all connect to each other; among more hosts, each connects to some
+_SWEEP_S = 8.0  # for a login that kills leftover processes
 
 
 class CutOff(JobFailed):
-    """Hosts failed after the preflight: a sentence for each, by the name that mpirun gets."""
+    """Hosts failed after the preflight. `failures` has a sentence for each, by the name that mpirun gets."""
 
     def __init__(self, failures: Mapping[str, str]) -> None:
         super().__init__("\n".join(dict.fromkeys(failures.values())))
@@ -47,11 +47,11 @@ def hand_over(
     server: ControlServer,
     name: str,
     variables: Mapping[str, str],
-    logins: Logins | None = None,
+    logins: Logins,
 ) -> None:
     """Let each host keep the variables under this name. Raises CutOff for hosts that are cut off.
 
-    `logins` are those of the preflight; without one, a host gets another.
+    `logins` are the preflight's open logins. A host without one gets a new login.
     """
     request, start_s = plan.request, plan.checked.start_s
     hosts, addresses = request.hosts.hosts, request.network.addresses
@@ -65,14 +65,14 @@ def hand_over(
         "variables": private.packed(variables),
     }
     ask = partial(ask_hosts, python=request.job[0], transport=request.hosts.transport)
-    kept: Sequence[Host] = hosts
+    answered: Sequence[Host] = hosts
     try:
         with _answering(server):
             program = program_that_prints(TRAVELLING, f"ready({wanted!a})")
             work_s = start_s + 4 * reachability.CONNECT_S
             answers = ask(hosts, program, work_s=work_s, logins=logins)
         reports = {host: answer.value for host, answer in answers.items() if not answer.why}
-        kept, cut_off = [*reports], _cut_off(reports, wanted)
+        answered, cut_off = [*reports], _cut_off(reports, wanted)
         for host, answer in answers.items():
             if answer.why and (answer.has_failed_there or host.name not in cut_off):
                 cut_off[host.name] = answer.why
@@ -80,14 +80,14 @@ def hand_over(
             raise CutOff(cut_off)
     except (JobFailed, KeyboardInterrupt):
         program = program_that_prints(TRAVELLING, f"remove({name!r})")
-        ask(kept, program, work_s=reachability.CONNECT_S, logins=logins)
+        ask(answered, program, work_s=reachability.CONNECT_S, logins=logins)
         raise
 
 
 def _cut_off(
     reports: Mapping[Host, Mapping[str, Any]], wanted: Mapping[str, Any]
 ) -> dict[str, str]:
-    """A sentence for each host that a firewall, or a missing route, closes to the ranks, by its name."""
+    """A sentence for each host that a firewall or a missing route keeps from the others, by its name."""
     address, _, port = wanted["launcher"].rpartition(":")
     here, sentences = socket.gethostname(), dict[str, str]()
     errors = {host.name: report["launcher"] for host, report in reports.items()}
@@ -109,7 +109,7 @@ def _cut_off(
 
 
 def gone(request: Request, names: Collection[str]) -> list[str]:
-    """A sentence for each of these hosts that nothing reaches any more."""
+    """A sentence for each of these hosts that cannot be reached any more."""
     hosts = [host for host in request.hosts.hosts if host.name in names]
     answers = ask_hosts(hosts, "print(0)", transport=request.hosts.transport)
     lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
@@ -119,10 +119,10 @@ def gone(request: Request, names: Collection[str]) -> list[str]:
 def sweep(
     request: Request, hosts: Sequence[Host], job: str, name: str, outputs: Sequence[str]
 ) -> None:
-    """Kill what is left of `job` on these hosts at once, and remove what they keep under this name.
+    """Kill the processes of `job` on these hosts at once, and remove the variables kept under this name.
 
-    A killed daemon or a killed mpirun may leave ranks behind that hang in a collective. Only processes that
-    were started with the job's id in their environment, or write to a rank's output, are killed.
+    A killed daemon or mpirun may leave ranks behind that hang in a collective. The processes of the job have
+    its id in their environment, or write to the output of a rank.
     """
     call = f"sweep({f'{JOB}={job}'!r}, {name!r}, {outputs!r})"
     program = program_that_prints(TRAVELLING, call)

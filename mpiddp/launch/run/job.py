@@ -56,43 +56,40 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         report.begin()
         folder = folder_of_launch(options.log_dir) if options.log_dir else report.folder
         logs = stack.enter_context(closing(LogFolder(folder))) if folder else None
-        ends = stop_at, why_stop
-        job = Job(Launcher(signals, console, *ends, exchange, logs, logins), plan, report)
-        stack.enter_context(closing(job))
+        launcher = Launcher(signals, console, stop_at, why_stop, exchange, logs, logins)
+        job = stack.enter_context(closing(Job(launcher, plan, report)))
         outcome = job.attempt()
         while (move := job.next_move(outcome)) is not Move.END:
             outcome = job.go_on(move, outcome)
-        if outcome.code == DONE and job.lost:
-            lost = f"all ranks are done, but not all of their {job.lost} could be written."
+        if outcome.code == DONE and job.lost_stream:
+            lost = f"all ranks are done, but not all of their {job.lost_stream} could be written."
             outcome = outcome._replace(code=FAILED, sentence=lost)
-        outcome = outcome._replace(announcement=job.known)
+        outcome = outcome._replace(announcement=job.announcement)
         return outcome._replace(hint=_not_shown(job.plan, outcome))
 
 
 class Move(Enum):
-    """What the job does next."""
+    """The next step of the job."""
 
     END = auto()
-    RESTART = auto()  # because of a failure that counts
+    RESTART = auto()  # after a failure, which counts for --max-restarts
     GROW = auto()  # restart on more hosts
     SHRINK = auto()  # return to the hosts that it had before it grew
 
 
 class Job:
-    """One job over all of its attempts.
-
-    Its first signal requests a stop of the ranks. The same signal again kills all processes of the job on
-    this host, and its daemons on other hosts then end too.
-    """
+    """One job over all of its attempts."""
 
     def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:
         self.launcher, self.signals, self.report = launcher, launcher.signals, report
         self.plan, self.options = plan, plan.options  # the plan of the latest attempt
-        self.waiting: Attempt | None = None  # the latest, if its agents wait for the next one
-        self.attempts = 0  # that have begun
-        self.failures: list[Outcome] = []  # that count, see `next_move`
-        self.known = Announcement()  # by the attempts so far
-        self.lost = ""  # the stream of which something could not be written
+        self.waiting: Attempt | None = (
+            None  # the latest attempt, if its agents wait for the next one
+        )
+        self.attempts = 0  # how many have begun
+        self.failures: list[Outcome] = []  # they count for --max-restarts
+        self.announcement = Announcement()  # by all attempts so far
+        self.lost_stream = ""  # the name of a stream that could not be written as a whole
         self.at_fault = ""  # the host that ended the latest attempt, by its key
         self.doubts: dict[str, str] = {}  # see Past
         self.enough = len(plan.hosts.usable)
@@ -106,22 +103,21 @@ class Job:
             self.waiting = None
 
     def attempt(self) -> Outcome:
-        """Run the latest plan, and learn from it. A host that ended two in a row is avoided from now on."""
+        """Run the latest plan. If a host has ended two attempts in a row, later attempts avoid it."""
         self.attempts += 1
         began_at = time.time()
         try:
             attempt = self._begin()
             outcome = attempt.run()
             self.waiting = attempt if attempt.are_waiting else None
-            self.lost = self.lost or attempt.output.lost
+            self.lost_stream = self.lost_stream or attempt.output.lost_stream
         except KeyboardInterrupt:  # before mpirun has started
             outcome = Outcome(INTERRUPTED, "interrupted.") if self.attempts == 1 else _INTERRUPTED
         except (UserError, JobFailed) as error:
             if self.attempts == 1:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
-        self.known = self.known.after(outcome.announcement)
-        outcome = outcome._replace(announcement=self.known)
+        self.announcement = self.announcement.after(outcome.announcement)
         if outcome.made_steps:
             self.grown_from = None
         if self.grown_from and self.may_grow and outcome.code == INTERRUPTED:
@@ -136,18 +132,18 @@ class Job:
         return outcome
 
     def _begin(self) -> Attempt:
-        """Begin an attempt by the latest plan, in the agents that wait if it is theirs.
+        """Begin an attempt by the latest plan, in the agents that wait if the plan is theirs.
 
-        Hosts that the others do not reach are left out if enough are left. Else CutOff is raised.
+        Hosts that the others do not reach are left out if enough hosts remain. Else CutOff is raised.
         """
         avoided = tuple(self.doubts)
-        turn = Turn(self.attempts, self.known, self._may_hold, self.may_grow, avoided)
+        turn = Turn(self.attempts, self.announcement, self._may_hold, self.may_grow, avoided)
         if self.waiting is not None:
             agents = self.waiting.agents
-            if agents.plan is self.plan and agents.begin_again(turn):
+            if agents.plan is self.plan and self.waiting.begin_again(turn):
                 return Attempt(agents, turn)
             self.close()
-            if self.signals.has_stop():  # which has come to agents that have not begun
+            if self.signals.has_stop():  # it arrived before the agents began again
                 raise KeyboardInterrupt
         while True:
             try:
@@ -155,7 +151,7 @@ class Job:
             except CutOff as cut_off:
                 try:
                     self.plan = plan_without(self.plan, cut_off.failures)
-                except UserError:  # too few are left
+                except UserError:  # too few hosts remain
                     raise cut_off from None
 
     @property
@@ -168,7 +164,6 @@ class Job:
         return has_all and len(self.failures) < self.options.max_restarts
 
     def next_move(self, latest: Outcome) -> Move:
-        """What follows the latest outcome."""
         if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED):
             return Move.END
         if latest.stop is Stop.TO_GROW:
@@ -179,7 +174,7 @@ class Job:
         return Move.RESTART if is_left else Move.END
 
     def go_on(self, move: Move, latest: Outcome) -> Outcome:
-        """Make the next attempt, as the move says. Its outcome, or why it has not begun."""
+        """Make the next attempt, as the move says. Returns its outcome, or why it has not begun."""
         interrupted, before, count, pause_s = _INTERRUPTED, self.plan, "", 0.0
         if move is Move.GROW and latest.code == STOPPED:
             interrupted = _STOPPED  # all ranks have saved, so a stop loses no step
@@ -200,24 +195,24 @@ class Job:
         except (UserError, JobFailed) as error:
             if move is Move.RESTART:  # a host may be usable after the next pause
                 return Outcome(FAILED, str(error))
-            log.error(str(error))  # the hosts of before have just worked
-        hosts, known = self.plan.request.hosts, self.known
+            log.error(str(error))  # the hosts of the last attempt have just worked
+        hosts, announced = self.plan.request.hosts, self.announcement
         if move is Move.GROW and hosts.world_size > before.request.hosts.world_size:
             self.grown_from = before
         elif move is Move.GROW:  # each search in vain costs a stop and a start
             self.may_grow = False
             log.info("the job has not grown. From now on, hosts join only at a restart.")
         log.info(f"restarting on {all_of([host.name for host in hosts.hosts])}{count}.")
-        if known.global_batch_size is not None and hosts.world_size != known.world_size:
-            ranks = f"{counted(hosts.world_size, 'rank')} instead of {known.world_size}"
-            log.info(f"{ranks}; the global batch stays at {known.global_batch_size}.")
+        if announced.global_batch_size is not None and hosts.world_size != announced.world_size:
+            ranks = f"{counted(hosts.world_size, 'rank')} instead of {announced.world_size}"
+            log.info(f"{ranks}; the global batch stays at {announced.global_batch_size}.")
         return self.attempt()
 
     def _plan_again(self, pause_s: float) -> Plan:
         """The plan for the hosts that are listed and usable after a pause.
 
-        A list that is in error is ignored; that of the latest attempt stays in force. Raises
-        KeyboardInterrupt if the user stops the job meanwhile, and UserError or JobFailed if there is no plan.
+        If the list has an error, the hosts of the latest attempt stay listed. Raises KeyboardInterrupt if the
+        user stops the job meanwhile, and UserError or JobFailed if there is no plan.
         """
         self._heed_stop(pause_s)
         forget_addresses()
@@ -229,16 +224,16 @@ class Job:
                 log.error(f"{error} The hosts of before are used until the list is right.")
             if self._fits(named):
                 return self.plan
-        self.close()  # as a whole: a signal ends their wait, too
+        self.close()
         with self.signals.interrupting():
-            past = Past(named, self.doubts, self.enough, self.known.max_ranks)
+            past = Past(named, self.doubts, self.enough, self.announcement.max_ranks)
             plan = make_plan(self.options, os.environ, past, self.launcher.logins)
         self._heed_stop()
         return plan
 
     def _fits(self, named: Hosts) -> bool:
         """Whether the agents that wait can make the next attempt, on these hosts."""
-        plan, waiting, most = self.plan, self.waiting, self.known.max_ranks
+        plan, waiting, most = self.plan, self.waiting, self.announcement.max_ranks
         if waiting is None or named != plan.named or plan is not waiting.agents.plan:
             return False
         if complaints := waiting.record.complaints:
@@ -248,7 +243,7 @@ class Job:
         return not (complaints or is_doubted or size > (most or size))
 
     def _heed_stop(self, within_s: float = 0.0) -> None:
-        """Raise KeyboardInterrupt at a requested stop, by a signal or --stop-after, now or in `within_s`."""
+        """Raise KeyboardInterrupt if a signal or --stop-after requests a stop, now or in `within_s`."""
         stop_at = self.launcher.stop_at
         until = min(time.monotonic() + within_s, stop_at)
         while self.waiting is not None and not self.signals.has_stop() and time.monotonic() < until:
@@ -271,7 +266,7 @@ def _pause_s(failures: Sequence[Outcome]) -> float:
 
 
 def _not_shown(plan: Plan, outcome: Outcome) -> str:
-    """What another rank than 0 has printed before it failed, and nobody has seen; "" if it was kept."""
+    """A hint if the rank that failed was not rank 0 and its stdout was neither shown nor kept, else ""."""
     options, last = plan.options, plan.request.hosts.world_size - 1
     is_kept = options.log_ranks != DEFAULT_RANKS or options.log_dir or outcome.announcement.run_dir
     if is_kept or not outcome.rank or outcome.code != FAILED:

@@ -1,8 +1,8 @@
-"""What a launch writes to --log-dir on its own host: records, mpirun's output, the stderr of all ranks.
+"""The files of a launch in --log-dir on its own host: records, mpirun's output, the stderr of all ranks.
 
     logs/launch_2026-11-29_11.40.05_4711/    attempt_1.jsonl    mpirun.log    rank_00003.err
 
-A thread writes the files, because a disk may hang: then text is lost, and the job goes on.
+A thread writes the files, because a disk may hang. Then text is lost, and the job goes on.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from mpiddp.launch import log
 
-_MOST_UNWRITTEN = 64 << 20  # bytes; further text is lost
-_TOGETHER_S = 0.1  # texts of this time are written together
+_MOST_UNWRITTEN = 64 << 20  # bytes; any more text is lost
+_TOGETHER_S = 0.1  # the thread writes the texts of this time together
 _PATIENCE_S = 3.0  # at the end, with a disk that writes nothing
 
 
 class LogFolder:
-    """The folder of one launch. It is made if there is none."""
+    """The folder of one launch. It is made if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -65,7 +65,7 @@ class LogFolder:
                     with (self._folder / name).open("ab") as file:
                         file.write(text)
                 except (FileNotFoundError, NotADirectoryError):
-                    pass  # no folder could be made, and the ranks say why
+                    pass  # the folder could not be made, and the ranks say why
                 except OSError as error:  # a full disk may have room again
                     if not has_complained:
                         log.error(f"{error.filename or name}: {error.strerror}. Its log has a gap.")
@@ -75,5 +75,5 @@ class LogFolder:
 
 
 def folder_of_launch(log_dir: str) -> Path:
-    """A new folder in --log-dir, which no other launch uses."""
+    """A folder in --log-dir that no other launch uses."""
     return Path(log_dir, time.strftime(f"launch_%Y-%m-%d_%H.%M.%S_{os.getpid()}"))

@@ -1,7 +1,7 @@
-"""Start and stop mpirun and all that it starts on this host, and leave nothing behind.
+"""Start and stop mpirun and its processes on this host, and leave none of them behind.
 
 mpirun gets its own session, so that a Ctrl-C reaches it once, from this process. This process adopts
-mpirun's orphans, so that none of them outlives the job. Those that have ended are zombies until it ends.
+mpirun's orphans, so that none of them outlives the job.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mpiddp.protocol.channel import AGENT_NAME
 
 
 class MpirunProcess:
-    """One mpirun, and all that it starts on this host. `streams` are its stdout and stderr.
+    """One mpirun, and its processes on this host. `streams` are its stdout and stderr.
 
     If the starter's stop signal is not SIGTERM, mpirun is shielded from SIGTERM: a service manager or a batch
-    system may send one to every process of a job, whose ranks still save.
+    system may send one to every process of a job while the ranks save.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class MpirunProcess:
     ) -> None:
         self.starter = starter
         self.was_ended = False  # by this launcher
-        # Children of the shell that this process may have replaced by exec.
+        # This process may have replaced a shell by exec, whose children are not the job's.
         self._strangers = frozenset(descendants(os.getpid()))
         adopt_orphans()
 
@@ -72,7 +72,6 @@ class MpirunProcess:
 
     @property
     def end(self) -> MpirunEnd:
-        """How it has ended."""
         name, proves_signals = self.starter.program.name, self.starter.proves_signals
         return MpirunEnd(name, self.code or DONE, proves_signals, self.was_ended)
 
@@ -88,12 +87,12 @@ class MpirunProcess:
     def kill_all(self) -> None:
         """Kill all processes of the job on this host. Its daemons on other hosts then end too.
 
-        The ranks' agents end by themselves, once they have sent what the ranks wrote.
+        The ranks' agents end by themselves, once they have sent the ranks' output.
         """
         self.was_ended = True
         signal_all(self.left, signal.SIGKILL)
 
     def left(self, *, agents: bool = False) -> list[int]:
-        """The job's processes here without the ranks' agents, or only the agents, which may send output."""
+        """The pids of the job here, without the ranks' agents or only these: they may still send output."""
         processes = descendants(os.getpid(), but=self._strangers)
         return [pid for pid, name in processes.items() if (name == AGENT_NAME) is agents]

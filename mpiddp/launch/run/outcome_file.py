@@ -34,10 +34,10 @@ _UNKNOWN = "exit_code error known_cause rank host run_dir checkpoint resume ende
 
 
 class Report:
-    """The report of one job, in these files. The command of `on_end` runs once, with the path of the first.
+    """The report of one job, in these files. The command `on_end` runs once, with the path of the first.
 
-    `folder`: that of a detached job, for all else that is kept of it. `plans`: a file to write to once the
-    job is planned. Raises UserError or JobFailed if a file cannot be written, or if `on_end` is no program.
+    `folder` is the folder of a detached job. `plans` is a file to write to once the job is planned. Raises
+    UserError or JobFailed if a file cannot be written, or if `on_end` is no program.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class Report:
     ) -> None:
         self.name, self.command, self.folder, self._plans = name, command, folder, plans
         self._paths, self._on_end = list(paths), on_end
-        self._attempts: list[dict[str, Any]] = []
-        self._facts = {
+        self._facts: dict[str, Any] = {
             "name": name,
             "command": list(command),
             "launched_on": socket.gethostname(),
@@ -61,34 +60,35 @@ class Report:
             "cause": "running",
             **dict.fromkeys(_UNKNOWN.split()),
             "hosts": [],
-            "attempts": self._attempts,
+            "attempts": [],
         }
         if on_end and not shutil.which(on_end[0]):
             raise UserError(f"--on-end: {shown(on_end[0])} is not a program.")
         self._write(is_first=True)
 
     def begin(self) -> None:
-        """The start is planned, so `mpiddp launch --detach` ends at its terminal."""
+        """End the `mpiddp launch --detach` of the terminal, because the start is planned."""
         if self._plans is not None:
             os.write(self._plans, b"\n")
             os.close(self._plans)
 
     def add(self, began_at: float, hosts: Sequence[str], outcome: Outcome) -> None:
-        """Add an attempt that has just ended, and the host of each rank."""
+        """Add an attempt that has just ended. `hosts` has the host of each rank."""
         span = {"began_at": began_at, "ended_at": time.time()}
         self._facts["hosts"] = list(dict.fromkeys(hosts))
         ranks = {"hosts": self._facts["hosts"], "world_size": len(hosts)}
-        self._attempts.append(span | ranks | {"gpus": outcome.gpus} | _ending(outcome))
+        attempt = span | ranks | {"gpus": outcome.gpus} | _ending(outcome)
+        self._facts["attempts"].append(attempt)
         self._write()
 
     def end(self, outcome: Outcome, resume: str | None) -> None:
-        """The job has ended; `resume` is the command that resumes it. Runs the command of `on_end`."""
-        run, checkpoint = (
-            outcome.announcement.run_dir or None,
-            outcome.announcement.checkpoint or None,
-        )
-        more = {"run_dir": run, "checkpoint": checkpoint, "resume": resume, "ended_at": time.time()}
-        self._facts |= _ending(outcome) | more
+        """Add the end of the job, and the command that resumes it. Run the command of `on_end`."""
+        self._facts |= _ending(outcome) | {
+            "run_dir": outcome.announcement.run_dir or None,
+            "checkpoint": outcome.announcement.checkpoint or None,
+            "resume": resume,
+            "ended_at": time.time(),
+        }
         if not self._on_end:
             self._write()
             return
@@ -119,7 +119,6 @@ class Report:
 
 
 def _ending(outcome: Outcome) -> dict[str, Any]:
-    """How a job, or one attempt at it, has ended."""
     return {
         "cause": _CAUSES[outcome.code],
         "exit_code": outcome.code,

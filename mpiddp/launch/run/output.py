@@ -1,15 +1,14 @@
-"""Copy what the ranks, mpirun and the launcher itself write to this process's stdout and stderr.
+"""Copy the output of the ranks, of mpirun and of the launcher itself to this process's stdout and stderr.
 
-Each stream that is shown of a rank has a connection from the rank's agent (`runtime.streams`). What MPI
-and ssh print comes through mpirun's own pipes, which this process reads until the end: mpirun aborts when the
+Each stream of a rank that is shown has a connection from the rank's agent (`runtime.streams`). The text of
+MPI and ssh comes through mpirun's own pipes, which this process reads until the end: mpirun aborts if the
 reader of its output goes away, as `tee` does at the Ctrl-C of `… 2>&1 | tee log`.
 
-The event loop copies, and never waits for a reader. While one does not take all that was written, no stream
-is read: a slow reader slows the ranks, loses nothing, and needs little memory here.
+The event loop copies, and never waits for a reader. As long as a reader has not taken all text, no stream is
+read. So a slow reader slows the ranks, loses nothing, and needs little memory here.
 
-A thread sends stdin to rank 0, over a connection of its own, to its end. mpirun gets none of it: Open MPI 5
-never passes its end on, Open MPI forgets it once a rank's own stdout and stderr have ended, and Slurm gives
-it to every rank.
+A thread sends stdin to rank 0, over a connection of its own. mpirun gets no stdin: Open MPI 5 never passes
+its end on, Open MPI forgets it once a rank's stdout and stderr have ended, and Slurm gives it to every rank.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import IO
 
 from mpiddp.launch import log
 from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END
-from mpiddp.launch.log import GROWTH_S, Screen, Source
+from mpiddp.launch.log import Screen, Source
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.protocol.channel import STREAMS, is_shown
@@ -38,16 +37,16 @@ from mpiddp.protocol.terminal import Manners, prefix_of
 
 _CHUNK = 1 << 16  # bytes, the size of a pipe
 _MOST_HELD = 1 << 16  # bytes that wait for the verdict
-_LATEST, _TAIL = 256, 1 << 14  # bytes that are kept of what each rank has written last
+_LATEST, _TAIL = 256, 1 << 14  # bytes that are kept of the last output of each rank
 _CTRL_D = b"\x04"
 # Open MPI prints this if an ssh that it has started sets its own process group first.
 _HARMLESS = re.compile(rb"\[[^]\n]*\] plm:[rs]sh: Warning: setpgid\([^\n]*\n")
-OUTPUT_S = 5.0  # without new output, until the launcher waits no longer for the end of a stream
+OUTPUT_S = 5.0  # without new output, until the launcher stops waiting for the end of a stream
 _BACKGROUND_S = 0.5  # until the next look whether this process owns its terminal again
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of a closed stdin, stdout or stderr: else another file would get its number."""
+    """Open /dev/null in place of a closed stdin, stdout or stderr, so that no other file gets its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -63,10 +62,10 @@ class _Stream(Source):
 
 
 class JobOutput:
-    """The job's stdout and stderr: at first `streams`, which are mpirun's.
+    """The job's stdout and stderr. It copies the streams of mpirun from the beginning.
 
-    `selector` reports what can be copied with this object as its data; then `copy` is to be called.
-    has_prefix: each line of a rank begins with the rank and its host.
+    If `selector` reports this object, `copy` is to be called. With `has_prefix`, each line of a rank begins
+    with the rank and its host.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class JobOutput:
         has_prefix: bool = False,
     ) -> None:
         self._options, self._has_prefix, self._logs = options, has_prefix, logs
-        is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # stdout and stderr lead to one place
+        is_one = os.path.samestat(os.fstat(1), os.fstat(2))  # the same file, or terminal
         shown = {
             number: sum(is_shown(options.log_ranks, rank, number) for rank in range(world_size))
             for number in (1, 2)
@@ -94,21 +93,21 @@ class JobOutput:
             for number in (1, 2)
         )
         self._screens = {1: stdout, 2: stdout if is_one else stderr}
-        # One terminal has room for a status.
+        # The status has room only where stdout and stderr are the same terminal.
         self.shows_status = is_one and stdout.is_terminal and not log.is_quiet
         self._of_mpirun: list[_Stream] = []
         self._streams: dict[int, _Stream] = {}  # the streams that have not ended, by file
-        self._said: set[str] = set()  # the subjects of the launcher's sentences so far
-        self.latest: dict[int, bytes] = {}  # the end of what each rank has printed last
+        self._subjects: set[str] = set()  # of the launcher's sentences so far
+        self.latest: dict[int, bytes] = {}  # the end of the output of each rank
         self._tails: dict[int, bytes] = {}  # the end of its stderr
         self._is_ending = False
         self._copied_at = time.monotonic()  # the time of the latest copy
-        self._blocked: set[Screen] = set()  # their readers have not taken all text
+        self._blocked: set[Screen] = set()  # the screens whose readers have not taken all text
         self.blocked_since: float | None = None  # by time.monotonic()
         self._input: socket.socket | None = None  # leads to rank 0, and another thread writes it
         self._manners = Manners.of(0) if os.isatty(0) else None  # of the launcher's own terminal
         self._selector = selector
-        self._readable = select.epoll()  # all streams, which the selector has as one file
+        self._readable = select.epoll()  # all streams; the selector sees them as one file
         selector.register(self._readable, selectors.EVENT_READ, self)
         for number, file in enumerate(streams, 1):
             os.set_blocking(file.fileno(), False)
@@ -117,7 +116,7 @@ class JobOutput:
 
     def add(self, stream: int, rank: int, host: str, connection: socket.socket) -> None:
         """Show a stream of a rank, which comes through this connection."""
-        if self._is_ending:  # the launcher waits for its rank no longer
+        if self._is_ending:  # the launcher has stopped waiting for this rank
             connection.close()
             return
         connection.setblocking(False)
@@ -126,7 +125,7 @@ class JobOutput:
         self._register(_Stream(rank=rank, prefix=prefix, file=connection, number=stream))
 
     def send_stdin(self, connection: socket.socket) -> None:
-        """Send stdin to rank 0, which reads this connection. A later attempt goes on where this one stops."""
+        """Send stdin to rank 0, which reads this connection. The next attempt continues at the same byte."""
         if self._options.stdin == "none":
             connection.close()
             return
@@ -134,7 +133,7 @@ class JobOutput:
         threading.Thread(target=_send_stdin, args=(connection,), daemon=True).start()
 
     def follow(self, manners: Manners | None) -> None:
-        """Let the terminal of stdin behave as rank 0's script has set its own, for a password for example."""
+        """Set the terminal of stdin as rank 0's script has set its own, for example to ask for a password."""
         # The kernel would stop a process in the background that sets its terminal.
         if self._manners and manners and not _is_in_background():
             with suppress(OSError, termios.error):  # the terminal is gone
@@ -145,28 +144,27 @@ class JobOutput:
         self._readable.register(stream.file, select.EPOLLIN)
 
     def log(self, sentence: str, about: str = "", *, is_error: bool = False) -> None:
-        """Print a sentence of the launcher on stderr, but each text, or each subject `about`, only once."""
-        is_new = (about or sentence) not in self._said
-        if is_new and (is_error or not log.is_quiet):
-            self._said.add(about or sentence)
+        """Print a sentence of the launcher on stderr, unless it has printed one about the same subject."""
+        subject = about or sentence
+        if subject not in self._subjects and (is_error or not log.is_quiet):
+            self._subjects.add(subject)
             self._screens[2].show_lines(log.line(sentence))
             self._wait_for_readers()
 
     def show_status(self, lines: Sequence[str]) -> None:
-        """Show these lines below all others there."""
         self._screens[2].show_status(lines)
         self._wait_for_readers()
 
     def hold_mpirun(self) -> None:
-        """All ranks have joined, or the job ends: from now on, mpirun's text waits for the verdict."""
+        """Keep mpirun's text for the verdict, because all ranks have joined, or the job ends."""
         for stream in self._of_mpirun:
             stream.rank = MPIRUN_AT_END
         self.show_status([])
 
     def begin_again(self) -> None:
-        """Another attempt begins: it may repeat sentences, and earlier output does not explain its end."""
+        """Begin another attempt: it may repeat sentences, and earlier output does not explain its end."""
         self.follow(self._manners)  # a killed script may have switched the echo off
-        self._said.clear()
+        self._subjects.clear()
         self.latest.clear()
         self._tails.clear()
 
@@ -183,11 +181,11 @@ class JobOutput:
 
     @property
     def copied_at(self) -> float:
-        """The time of the latest copy, by time.monotonic(). It is now while a slow reader delays the next."""
+        """The time of the latest copy, by time.monotonic(); now, while a slow reader delays the next copy."""
         return time.monotonic() if self._blocked else self._copied_at
 
     @property
-    def lost(self) -> str:
+    def lost_stream(self) -> str:
         """The name of a stream that could not be written, "" if both could."""
         return next((screen.name for screen in self._screens.values() if screen.has_failed), "")
 
@@ -205,20 +203,17 @@ class JobOutput:
             if any(screen.is_blocked for screen in self._screens.values()):
                 break
         self._wait_for_readers()
-        if self._grow not in self._selector.timers:
-            self._grow()
 
-    def _grow(self) -> None:
-        """Show how open lines grow, as long as there are some."""
-        if any(screen.grows for screen in self._screens.values()):
-            self._selector.after(GROWTH_S, self._grow)
+    def show_growth(self) -> None:
+        """Show how open lines grow. The attempt calls this once a second."""
         for screen in () if self._blocked else self._screens.values():
             screen.show_growth()
         self._wait_for_readers()
 
     def _wait_for_readers(self) -> None:
-        """Let the selector report readers that take more text, and streams only once all text is taken."""
-        before, self._blocked = self._blocked, {s for s in self._screens.values() if s.is_blocked}
+        """Let the selector report readers that take more text. It reports streams once all text is taken."""
+        before, screens = self._blocked, self._screens.values()
+        self._blocked = {screen for screen in screens if screen.is_blocked}
         if self._blocked and not before:
             self.blocked_since = time.monotonic()
             self._selector.unregister(self._readable)
@@ -231,7 +226,7 @@ class JobOutput:
             self._selector.unregister(screen.file)
 
     def _take(self, stream: _Stream, *, is_last: bool = False) -> bool:
-        """Read a stream, show the text, and keep its end. Returns False at the end of the stream."""
+        """Read a stream, show the text, and keep the last bytes. Returns False at the end of the stream."""
         try:
             chunk = os.read(stream.file.fileno(), _CHUNK)
         except BlockingIOError:
@@ -266,7 +261,7 @@ class JobOutput:
     # --- the end ---
 
     def give_up(self) -> None:
-        """Read no more from the ranks, so that their agents end: nobody reads the output."""
+        """End the streams of the ranks, so that their agents end, although nobody reads the output."""
         for file in [file for file, stream in self._streams.items() if stream.rank >= 0]:
             self._end(file)
 
@@ -284,7 +279,7 @@ class JobOutput:
         self.follow(self._manners)
 
     def settle(self, *, is_said: bool) -> None:
-        """Show the text that mpirun printed at the end, unless the verdict says the same."""
+        """Show the text that mpirun printed at the end, unless the verdict says the same (`is_said`)."""
         log_dir = self._options.log_dir
         if frames := sum(screen.left_out for screen in set(self._screens.values())):
             where = "They are in" if log_dir else "To keep them: --log-dir"
@@ -315,7 +310,7 @@ def _send_stdin(connection: socket.socket) -> None:
 
 
 def _is_in_background() -> bool:
-    """Whether a shell runs this process by `&`. A process that reads its terminal's input then is stopped."""
+    """Whether a shell runs this process by `&`. The kernel stops such a process if it reads its terminal."""
     try:
         return os.tcgetpgrp(0) != os.getpgrp()
     except OSError:  # no terminal

@@ -1,4 +1,4 @@
-"""What is shown of an attempt: the status below the output on a terminal, and the facts for `mpiddp top`."""
+"""The status of an attempt: the lines below the output on a terminal, and the facts for `mpiddp top`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpiddp.launch.judge.gpu_use import find_idle
 from mpiddp.launch.judge.stragglers import straggler_sentence
 from mpiddp.text import counted, duration, escaped, size_text
 
-# What people look at first, as a narrow terminal cuts the rest.
+# A narrow terminal cuts the other names.
 _FIRST = ("epoch", "train_loss", "loss", "test_accuracy", "accuracy", "lr")
-_QUIET_STEPS, _QUIET_S = 10, 3.0  # without a step: a rank is quiet after the longer of these
+_QUIET_STEPS, _QUIET_S = 10, 3.0  # a rank without a step is quiet after the longer of these times
 _LONGEST_LINE = 200  # characters of a rank's last line
 
 
 def status_lines(record: Record, now: float) -> list[str]:
-    """The lines of the status; none before the first step."""
+    """The lines of the status. There are none before the first step."""
     if not record.paces:
         return []
     step, shown = record.newest_step, dict(record.shown)
@@ -50,23 +50,17 @@ def status_lines(record: Record, now: float) -> list[str]:
     return [escaped("  ".join(training)), escaped("  ".join(machines))]
 
 
-def idle_sentence(record: Record) -> str:
-    """A sentence about the ranks whose GPUs have idled for some readings, "" for none."""
+def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
+    """The state of the job and of each rank, in seconds and bytes. `latest` is the end of its output."""
+    ranks = range(record.world_size)
+    table = [_rank_facts(record, rank, latest.get(rank, b""), now) for rank in ranks]
     idle, others = find_idle(record.gpus, record.left if record.phase is Phase.RUNNING else [])
     they = "the GPU of {} idles" if len(idle) == 1 else "the GPUs of {} idle"
-    return f"{they.format(record.names(idle))}{others}." if idle else ""
-
-
-def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[str, Any]:
-    """The state of the job and of each rank: seconds, and bytes. `latest` ends with the rank's last line."""
-    table = [
-        _rank_facts(record, rank, latest.get(rank, b""), now) for rank in range(record.world_size)
-    ]
     return {
         "attempt": record.fact("began", "attempt"),
         "phase": record.phase.name.lower(),
         "straggler": straggler_sentence(record)[1],
-        "idle_gpus": idle_sentence(record),
+        "idle_gpus": f"{they.format(record.names(idle))}{others}." if idle else "",
         "ranks": table,
         "step": record.newest_step if record.paces else None,
         "rate": max((facts["rate"] for facts in table if "rate" in facts), default=None),
@@ -81,7 +75,7 @@ def _rank_facts(record: Record, rank: int, latest: bytes, now: float) -> dict[st
         "running": record.latest["joining"],
         "joining": record.latest["started"],
     }
-    # Of the last line that is not empty, what a terminal shows.
+    # The last line that is not empty, as a terminal shows it.
     line = latest.decode(errors="replace").rstrip().replace("\r", "\n").rpartition("\n")[2]
     facts = {
         "rank": rank,

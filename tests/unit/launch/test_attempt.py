@@ -68,7 +68,7 @@ class Job:
     def until_end(self) -> str:
         """Wait for the timers, until the launcher ends the job. Returns why."""
         deadline = time.monotonic() + LIMIT_S
-        while (event := self.record.own("end")) is None:
+        while (event := self.record.act("end")) is None:
             assert time.monotonic() < deadline
             time.sleep(max(0.0, min(1.0, self.selector.next_at - time.monotonic())))
             for reaction in self.selector.due():
@@ -89,9 +89,9 @@ def test_no_rank_starts_in_time(start):
     job = start(OPEN_MPI)
     assert job.until_end().startswith("no rank has started in 0.01 s: mpirun or one of")
     job = start(SRUN)
-    assert not job.record.own("limit")
+    assert not job.record.act("limit")
     job.say(0, "started", host="a", pid=1)
-    assert job.record.own("limit")
+    assert job.record.act("limit")
 
 
 def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(start):

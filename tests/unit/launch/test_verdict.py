@@ -149,6 +149,6 @@ def test_a_record_is_written_as_it_grows_and_read_back(tmp_path):
         written.add(Event("progress", 1, progress(7), 2.5, from_script=True))
         written.note("stop", by="BY_USER", reason="SIGINT", signal=2)
     *_, (read, last) = events(path)
-    assert last == written.own("stop")
+    assert last == written.act("stop")
     assert (read.hosts, read.began_at) == (written.hosts, written.began_at)
     assert read.latest == written.latest
