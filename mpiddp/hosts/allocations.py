@@ -30,7 +30,9 @@ from mpiddp.text import parse_whole, shown
 
 # Kubeflow's MPI operator sets the first three, and Kubeflow Trainer the fourth.
 MPIJOB_HOSTFILES = (
-    *("OMPI_MCA_orte_default_hostfile", "I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE"),
+    "OMPI_MCA_orte_default_hostfile",
+    "I_MPI_HYDRA_HOST_FILE",
+    "HYDRA_HOST_FILE",
     "PRTE_MCA_prte_default_hostfile",
 )
 # Variables with a number of hosts whose names are not read, who sets them, and what to do instead.
@@ -40,7 +42,8 @@ UNLISTED = {
 }
 NAME_THEM = "Name the hosts with --hostfile or -H, or write -H localhost for this machine alone."
 _ISO = "%Y-%m-%dT%H:%M:%S"
-_FLUX_S, _CLOCK_S = 20.0, 5.0  # for an answer: the hosts, and the time that is left
+_FLUX_S = 20.0  # that flux may take to name the hosts
+_CLOCK_S = 5.0  # that a scheduler's program may take to tell the end of the job
 
 
 def slurm(env: Mapping[str, str]) -> Hosts | None:
@@ -243,12 +246,12 @@ class Scheduler(NamedTuple):
     name: str
     proof: tuple[str, ...]  # it is present if one of these variables has a value
     read: Callable[[Mapping[str, str]], Hosts | None]  # None if the job has no other host
-    transport: Transport = SSH  # reaches the hosts of the job
-    starter: str = "mpirun"  # the program that starts the ranks there
     # The seconds until the job's time limit. Any error means that nothing tells it.
     seconds_left: Callable[[Mapping[str, str]], float] = lambda _: math.inf
     # The components of Open MPI 4 and of 5 that would follow its variables; None if no mpirun does.
     followed_by: tuple[str, str] | None = None
+    transport: Transport = SSH  # reaches the hosts of the job
+    starter: str = "mpirun"  # the program that starts the ranks there
 
     def is_present(self, env: Mapping[str, str]) -> bool:
         return any(env.get(name) for name in self.proof)
@@ -260,36 +263,24 @@ class Scheduler(NamedTuple):
 SCHEDULERS = (
     Scheduler("Flux", ("FLUX_URI",), flux, followed_by=("", "flux")),
     Scheduler(
-        "Slurm",
-        ("SLURM_JOB_ID",),
-        slurm,
-        starter="srun",
-        seconds_left=_left_of_slurm,
-        followed_by=("slurm", "slurm"),
+        "Slurm", ("SLURM_JOB_ID",), slurm, _left_of_slurm, ("slurm", "slurm"), starter="srun"
     ),
-    Scheduler(
-        "PBS",
-        ("PBS_JOBID", "PBS_NODEFILE"),
-        pbs,
-        SSH_IN_PBS,
-        seconds_left=_left_of_pbs,
-        followed_by=("tm", "pbs"),
-    ),
+    Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs, _left_of_pbs, ("tm", "pbs"), SSH_IN_PBS),
     Scheduler(
         "LSF",
         ("LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"),
         lsf,
+        _left_of_lsf,
+        ("lsf", "lsf"),
         BLAUNCH,
-        seconds_left=_left_of_lsf,
-        followed_by=("lsf", "lsf"),
     ),
     Scheduler(
         "Grid Engine",
         ("PE_HOSTFILE", "SGE_TASK_ID"),
         grid_engine,
+        _left_of_grid_engine,
+        ("gridengine", "gridengine"),
         QRSH,
-        seconds_left=_left_of_grid_engine,
-        followed_by=("gridengine", "gridengine"),
     ),
     Scheduler("MPIJob", ("K_MPI_JOB_ROLE", *MPIJOB_HOSTFILES), mpijob),
     Scheduler("SkyPilot", ("SKYPILOT_NODE_IPS", "SKYPILOT_NUM_NODES"), skypilot),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -36,7 +37,7 @@ _VALUES = {
 }
 _ADDRESS = re.compile(r"(?=.{1,253}$)([0-9.]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)")
 _BRACKETED = re.compile(r"\[([^]]*)\](?::(.*))?")
-_COMMA = re.compile(r",(?![^[]*\])")  # but not within brackets
+_COMMA = re.compile(r",(?![^[]*\])")  # outside of brackets
 _MAX_BYTES = 4 << 20  # the wrong file may be a 10 GB checkpoint, or /dev/zero
 MAX_SLOTS = 999_999  # in all. A plan has an entry for each rank
 
@@ -46,12 +47,12 @@ class Host:
     """One host of a hostfile. Its line does not count when two hosts are compared."""
 
     name: str  # or an IP literal (IPv6 without brackets)
-    slots: int | None = None  # None: not given, also not by GPUs. It gets one per GPU, or 1
+    slots: int | None = None  # None if neither slots nor GPUs are listed: one per GPU, or 1
     max_slots: int | None = None
     user: str | None = None
     port: int | None = None
-    gpus: tuple[int, ...] | None = None  # the numbers of those that its ranks use, None for all
-    ranks: int = 0  # until they are placed
+    gpus: tuple[int, ...] | None = None  # the numbers of the GPUs that its ranks use; None for all
+    ranks: int = 0  # which `launch.plan.placement` sets
     line: int | None = field(default=None, compare=False)
 
     @property
@@ -116,8 +117,7 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
     """
     lines = [*enumerate(_text(data, source).split("\n"), start=1)]
     options = tuple((number, line[2:].strip()) for number, line in lines if line.startswith("#:"))
-    split = {number: _tokens(line.partition("#")[0]) for number, line in lines}
-    rows = {number: tokens for number, tokens in split.items() if tokens}
+    rows = {number: tokens for number, line in lines if (tokens := _tokens(line.partition("#")[0]))}
     # The columns of sge_pe(5): host, slots, queue instance, processors.
     columns = re.compile(r"\S+ [0-9]{1,6} \S*@\S*( .*)?")
     is_of_grid_engine = all(columns.fullmatch(" ".join(tokens)) for tokens in rows.values())
@@ -130,25 +130,21 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
     ]
     if not hosts:
         raise UserError(f"{source} lists no host. {EXAMPLE}")
-    # A line for each slot. A list without a repeated host says nothing about the slots.
+    # With a line for each slot, hosts repeat. A list in which none does says nothing about the slots.
     are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
-    if (
-        may_repeat
-        or is_of_grid_engine
-        or (are_bare and len({host.key for host in hosts}) < len(hosts))
-    ):
+    do_repeat = len({host.key for host in hosts}) < len(hosts)
+    if may_repeat or is_of_grid_engine or (are_bare and do_repeat):
         hosts = _merged(hosts)
     return _checked(Hosts(source, tuple(hosts), options=options))
 
 
 def _merged(hosts: Sequence[Host]) -> list[Host]:
-    """One host for each name, at the place of its first line, with the sum of its slots: 1 of a bare line."""
-    merged: dict[str, Host] = {}
+    """One host for each name, at the place of its first line. A line without a number is one slot."""
+    slots, firsts = Counter[str](), dict[str, Host]()
     for host in hosts:
-        slots = 1 if host.slots is None else host.slots
-        first = merged.get(host.key)
-        merged[host.key] = replace(first or host, slots=slots + ((first and first.slots) or 0))
-    return [*merged.values()]
+        slots[host.key] += 1 if host.slots is None else host.slots
+        firsts.setdefault(host.key, host)
+    return [replace(host, slots=slots[key]) for key, host in firsts.items()]
 
 
 def parse_host_list(text: str) -> Hosts:
@@ -168,7 +164,7 @@ def hosts_between_commas(where: str, text: str) -> list[Host]:
 
 
 def _text(data: bytes, source: str) -> str:
-    """The file's bytes as text, without a byte order mark."""
+    """The file's bytes as text, without a byte order mark. Raises UserError."""
     if len(data) > _MAX_BYTES:
         raise UserError(
             f"{source} is larger than {_MAX_BYTES >> 20} MiB: not a hostfile. {EXAMPLE}"
@@ -200,7 +196,7 @@ def _parse_hosts(where: str, tokens: Sequence[str]) -> list[Host]:
     except ValueError as error:
         example = "Example: gpu[01-16,20] slots=8"
         raise UserError(f'{where}: "{shown(tokens[0])}": {error}. {example}') from None
-    name, *more = [_value(where, "host", text, text) for text in names]
+    name, *more = [_value(where, "host", name, name) for name in names]
     values: dict[str, Any] = {}
     if at:
         values["user"] = _value(where, "user", user, tokens[0])
@@ -247,10 +243,10 @@ def _value(where: str, key: str, text: str, token: str) -> Any:
 
 
 def _checked(hosts: Hosts) -> Hosts:
-    """`hosts`, checked: mpirun can tell them apart, and at least one takes a rank."""
-    seen: dict[str, Host] = {}
+    """These hosts, if mpirun can tell them apart, and at least one takes a rank. Raises UserError."""
+    firsts = dict[str, Host]()
     for host in hosts.hosts:
-        first = seen.setdefault(host.key, host)
+        first = firsts.setdefault(host.key, host)
         if first is not host:
             fix = f"listed twice. Write it once: {host.name}:N"
             if host.line is not None:

@@ -14,7 +14,7 @@ from mpiddp.hosts.interfaces import resolved
 from mpiddp.text import shown
 
 MAX_HOSTS = 1 << 18  # Slurm itself allows fewer in one job
-_PATTERN = r"(?:[^][,]|\[[^][]*\])+"  # of names: the commas within brackets are its own
+_PATTERN = r"(?:[^][,]|\[[^][]*\])+"  # a pattern of names, with commas in its brackets only
 _LAST_NUMBER = re.compile(r"([^.]*?)([0-9]{1,9})([^0-9.]*(?:\..*)?)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RESOLVED_ONE_BY_ONE, _RESOLVERS = 2, 256
@@ -26,8 +26,8 @@ def is_this_host(name: str) -> bool:
     if name.lower() in ("localhost", socket.gethostname().lower()):
         return True
     for family, address in addresses_of(name):
-        # A packet to an own address would come from that address, or from the loopback. Nothing is sent.
-        # Binding proves less: a load balancer may bind to addresses that it does not have.
+        # A packet to one of this machine's addresses would come from that address, or from the loopback.
+        # Nothing is sent. Binding proves less: a load balancer may bind to addresses that it does not have.
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as packet:
             packet.connect((address[0], 9, *address[2:]))
             if packet.getsockname()[0] in (address[0], "127.0.0.1", "::1"):
@@ -45,7 +45,7 @@ def addresses_of(name: str) -> tuple[tuple[socket.AddressFamily, tuple[Any, ...]
 
 
 def forget_addresses() -> None:
-    """Resolve names again: a host may have got its name since."""
+    """Resolve names again from now on: a name may have got its address meanwhile."""
     addresses_of.cache_clear()
     is_this_host.cache_clear()
 

@@ -22,7 +22,7 @@ from mpiddp.hosts.processes import kill_marked
 from mpiddp.hosts.reachability import CONNECT_S, meet, reason
 from mpiddp.protocol.channel import HOST, NO_MESSAGE, introduce, member_key
 
-# Not /dev/shm: logind empties it at a user's last logout. Hosts may share this folder.
+# /dev/shm would not do, because logind empties it at a user's last logout. Hosts may share this folder.
 _PARENT, _BEGINNING = Path("/tmp"), "mpiddp-private-"
 _STALE_S = 86400.0  # a killed launcher leaves its folder
 
@@ -49,7 +49,7 @@ def ready(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reach_launcher(at: str, key: str) -> str:
-    """Why this host cannot connect to the launcher, as its ranks will; "" if it can."""
+    """The reason why this host cannot connect to the launcher, as its ranks will; "" if it can."""
     address, _, port = at.rpartition(":")
     try:
         with socket.create_connection((address, int(port)), CONNECT_S) as connection:
@@ -63,10 +63,10 @@ def reach_launcher(at: str, key: str) -> str:
 
 def keep(name: str, variables: bytes) -> None:
     """Put packed variables where `take` finds them. Both raise OSError if others can enter the folder."""
-    for old in _PARENT.glob(f"{_BEGINNING}*"):
+    for folder in _PARENT.glob(f"{_BEGINNING}*"):
         with suppress(OSError):
-            if is_private(old) and old.lstat().st_mtime < time.time() - _STALE_S:
-                shutil.rmtree(old, ignore_errors=True)
+            if is_private(folder) and folder.lstat().st_mtime < time.time() - _STALE_S:
+                shutil.rmtree(folder, ignore_errors=True)
     folder = _folder(name)
     with suppress(FileExistsError):  # by another host that shares it
         folder.mkdir(mode=0o700)
@@ -82,12 +82,12 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _check_room(folder: Path) -> None:
-    """Raise OSError if nobody can write there: Open MPI's daemon would end without a word of it."""
+    """Raise OSError if nobody can write there, because Open MPI's daemon would end without a reason."""
     part = folder / f"mpiddp-{os.urandom(8).hex()}"
     try:
         _write(part, b"\n")
     except FileNotFoundError:
-        return  # it takes /tmp
+        return  # the daemon uses /tmp instead
     except OSError as error:  # the error of a full disk names no file
         raise OSError(error.errno, error.strerror, str(folder)) from None
     finally:
@@ -105,8 +105,8 @@ def take(name: str) -> dict[str, str]:
 
 def _folder(name: str) -> Path:
     if not re.fullmatch(f"{_BEGINNING}[0-9a-f]{{32}}", name):
-        raise ValueError(name)  # "" would be the parent
-    return _PARENT / f"{name}-{os.getuid()}"  # the users of hosts that share it may differ
+        raise ValueError(name)  # an empty name would be the parent itself
+    return _PARENT / f"{name}-{os.getuid()}"  # hosts with other users may share the parent
 
 
 def _check(folder: Path) -> None:
@@ -115,7 +115,7 @@ def _check(folder: Path) -> None:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder, and no link, that its user alone can enter: this one."""
+    """Whether this is a real folder, and only the user of this process can enter it."""
     status = folder.lstat()
     return (
         stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
@@ -123,11 +123,11 @@ def is_private(folder: Path) -> bool:
 
 
 def remove(name: str) -> None:
-    """Remove the folder that is kept under this name, if there is one."""
+    """Remove the variables that this host keeps under this name, if it does."""
     shutil.rmtree(_folder(name), ignore_errors=True)
 
 
 def sweep(mark: str, name: str, outputs: Sequence[str]) -> list[int]:
-    """Remove the variables of an attempt, and kill its processes. Returns their pids."""
+    """Remove the leftovers of an attempt: its variables, and its processes, whose pids it returns."""
     remove(name)
     return kill_marked(mark.encode(), outputs)

@@ -76,7 +76,7 @@ def _launch(argv: list[str]) -> int:
         os.environ.setdefault("HOME", home)  # a service may lack it, and Open MPI needs it
     if not (is_nested or options.names_hosts or in_slurm_terminal(os.environ)):
         world = World.from_env(os.environ)
-        if world.world_size > 1:  # each rank of another launcher would start a job
+        if world.world_size > 1:  # otherwise each rank of another launcher would start a job
             name = world.launcher.variables[0]
             raise UserError(
                 f"mpiddp launch starts all ranks itself, but {name}={os.environ[name]} says that this is "
@@ -109,8 +109,8 @@ def _launch(argv: list[str]) -> int:
             return DONE
         reports.append(detached.report_path)
         folder = detached.folder
-    own = without_values(argv[: -len(options.command)], options.exports)
-    again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *own, *options.command]
+    printable = without_values(argv[: -len(options.command)], options.exports)
+    again = [os.environ.get(PROGRAM, "mpiddp"), "launch", *printable, *options.command]
     report = Report(job, again, reports, options.on_end or (), folder, plans)
     return _run_and_report(options, report)
 
@@ -126,7 +126,7 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
     # timeout(1) and a closing terminal send each request twice; the ranks may have stopped in between.
     repeated = (signal.SIGTERM, signal.SIGHUP) if outcome.code in (STOPPED, INTERRUPTED) else ()
     for number in repeated:
-        signal.signal(number, lambda *_: None)  # which the command of --on-end does not inherit
+        signal.signal(number, lambda *_: None)  # the command of --on-end does not inherit a handler
     outcome.log()
     announced = outcome.announcement
     resume_args, resume = announced.resume_args, None
@@ -154,7 +154,7 @@ def _say_left_out(names: Iterable[str]) -> None:
 def launch_function(argv: list[str]) -> int:
     """Launch the job of the caller at the other end of the socket `argv[0]`. The exit codes are launch's."""
     open_closed_streams()
-    # The caller may ignore it, as a shell's background process does, and still send it.
+    # The caller may ignore SIGINT, as a background process of a shell does, and still send it to this one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     caller = socket.socket(fileno=int(argv[0]))
     caller.set_inheritable(False)
@@ -175,7 +175,7 @@ def launch_function(argv: list[str]) -> int:
             if getattr(options, name):
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"mpiddp.spawn: {flag} has no place here. Leave it out.")
-        # Those of `env=`, which are on no command line.
+        # The variables of `env=` are on no command line.
         variables, _ = parse_exports([f"{name}={text}" for name, text in call["env"].items()], {})
         options = replace(options, variables={**options.variables, **variables})
         report = Report(Path(options.command[-1]).name)
@@ -209,7 +209,7 @@ def _report(outcome: Outcome, exchange: Exchange, caller: socket.socket) -> None
 
 
 def _end_with(caller: socket.socket) -> None:
-    """Stop the job, as on SIGTERM, when the caller has ended, however it did."""
+    """Stop the job, as on SIGTERM, when the caller has ended for any reason."""
     with contextlib.suppress(OSError):
-        caller.recv(1)  # it sends nothing more
+        caller.recv(1)  # the caller sends nothing more, so this returns at its end
     os.kill(os.getpid(), signal.SIGTERM)

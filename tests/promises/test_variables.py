@@ -55,6 +55,23 @@ def test_what_reaches_other_hosts(hosts, mpi):
     assert commands.count("private a") == 1  # as the user typed it
 
 
+def test_the_options_of_a_hostfile(hosts):
+    """Lines "#: OPTIONS" of a hostfile are options of a launch with it. The command line takes precedence."""
+    file = hosts.folder / "hosts.txt"
+    file.write_text(
+        "#: --npernode 1 -x MODE=file -x EDITOR=file\nnode1 slots=2\nnode0 slots=2 #: -n 1\n"
+    )
+    job = (program("variables.py"), "MODE", "EDITOR")
+    typed = hosts.run("launch", "--hostfile", file, "--npernode", "2", "-x", "MODE=typed", *job)
+    for done, ranks, mode in (
+        (hosts.run("launch", "--hostfile", file, *job), 1, "file"),
+        (typed, 2, "typed"),
+    ):
+        places = [(rank["host"], rank["found"]) for rank in done.assert_ok().records]
+        variables = {"MODE": mode, "EDITOR": "file"}
+        assert places == [(host, variables) for host in ("node1", "node0") for _ in range(ranks)]
+
+
 @every_mpi
 def test_what_crosses_the_network(hosts, mpi):
     """No variable crosses the network in clear text, nor the job's key. No file of them is left."""

@@ -1,4 +1,4 @@
-"""What a starter is given and what it makes of it: Request and Command, each flag with its reason.
+"""The command that starts a job: a Starter takes a Request, and makes a Command, each flag with its reason.
 
 `launch.plan.starters` has a row for each kind of starter. `mpiddp launch --dry-run` prints the reason of
 every flag.
@@ -33,11 +33,13 @@ class JobNetwork(NamedTuple):
     """The network of a job."""
 
     interface: Interface | None = None  # this machine's, None if no single one leads to all hosts
-    # Those that MPI must use on all hosts ("10.0.0.0/24", or the name of an interface that all have), empty
-    # if they are not known.
+    # The networks that MPI must use on all hosts: "10.0.0.0/24", or the name of an interface that all hosts
+    # have. Empty if they are not known.
     networks: tuple[str, ...] = ()
-    control_address: str = "127.0.0.1"  # this machine's for all ranks; "" in a dry run without one
-    addresses: Mapping[str, str] = _NOTHING  # in `networks`, of each host that tells its own
+    control_address: str = (
+        "127.0.0.1"  # of this machine, for all ranks; a dry run may have none: ""
+    )
+    addresses: Mapping[str, str] = _NOTHING  # in `networks`, for each host that has told them
 
     @property
     def other_family(self) -> int:
@@ -51,7 +53,7 @@ class Request(NamedTuple):
     hosts: Hosts  # in the order of the ranks, each with its number, as mpirun gets its name
     job: tuple[str, ...]  # the command of a rank
     folder: str
-    variables: Mapping[str, str] = _NOTHING  # all that the ranks get
+    variables: Mapping[str, str] = _NOTHING  # the variables of the ranks
     env: Mapping[str, str] = _NOTHING  # the user's environment, which mpirun inherits
     network: JobNetwork = JobNetwork()
     bind: str = "none"
@@ -64,12 +66,12 @@ class Request(NamedTuple):
 
     @property
     def aliases_of_ranks(self) -> list[str]:
-        """The same, as mpirun takes them."""
+        """The name of each rank's host for mpirun, which takes no IPv6 address."""
         return [host.alias for host in self.hosts.hosts for _ in range(host.ranks)]
 
     @property
     def why_pinned(self) -> str:
-        """The reason of flags that keep an mpirun from following a scheduler's variables; "" without any."""
+        """The reason for flags that keep mpirun from following a scheduler's variables; "" without any."""
         names = [row.name for row in SCHEDULERS if row.followed_by and row.is_present(self.env)]
         why = "the hosts, and the way to them, are those of this command; mpirun would follow"
         return f"{why} {all_of(names)}" if names else ""
@@ -80,15 +82,15 @@ class Command:
     """A command line, the variables to set in its environment, and the files to write for it, in `folder`."""
 
     program: str
-    flags: list[tuple[str, ...]]  # for each its reason, and then its arguments
+    flags: list[tuple[str, ...]]  # each with its reason first, and then its arguments
     job: tuple[str, ...]
-    variables: set[str] = field(default_factory=set)  # the names of those that the ranks get
+    variables: set[str] = field(default_factory=set)  # the names of the ranks' variables
     folder: str = "."
     settings: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # their texts by their paths
 
     def add(self, reason: str, *arguments: str) -> None:
-        """Add arguments that belong together, unless there is no reason for them."""
+        """Add one flag with its arguments. An empty reason means that this job does not need it."""
         if reason:
             self.flags.append((reason, *arguments))
 
@@ -159,7 +161,7 @@ class Starter(NamedTuple):
     def compose(self, request: Request, scratch: str = ".") -> Command:
         """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
         variables, env = request.variables, request.env
-        # The others are inherited from the user's environment.
+        # All other variables are inherited from the user's environment.
         changed = {name: value for name, value in variables.items() if env.get(name) != value}
         command = Command(str(self.program), [], request.job, {*variables}, scratch)
         self.add_flags(request, command)

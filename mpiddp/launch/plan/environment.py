@@ -20,15 +20,15 @@ from mpiddp.hosts.transport import Transport
 from mpiddp.launch.plan.command import LEFT_OUT
 from mpiddp.protocol.variables import JOB, PRIVATE
 
-# What a login or a host sets for itself, and the paths of this Python.
+# Variables that a login or a host sets for itself, and the paths of this Python.
 _OF_A_HOST = re.compile(
     "(HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|TMPDIR|TMP|TEMP|TZ|LANG|LANGUAGE|_)$"
     "|(HOST|HOSTNAME|DISPLAY|XAUTHORITY|KRB5CCNAME|PYTHON(HOME|EXECUTABLE|PLATLIBDIR|STARTUP))$"
     "|LC_|SSH_|XDG_|DBUS_"
 )
-# The user's settings of an MPI, which it passes on by itself.
+# The user's settings of an MPI. The MPI itself passes them on.
 _OF_AN_MPI = re.compile("(OMPI|OPAL|ORTE|PRTE|PMIX|HYDRA|I_MPI|MPICH|MPIR|MPIEXEC|MV2)_")
-# What a scheduler sets, and the ids of its job among it, which are for names of runs and for seeds.
+# Variables that a scheduler sets. Scripts use the ids of its job among them as names of runs and as seeds.
 _OF_A_SCHEDULER = re.compile(
     "(SLURMD?|PBS|LSB|LSF|LS|EGO|FLUX|SGE)_|SKYPILOT_NODE_RANK$"
     "|(PE|PE_HOSTFILE|NSLOTS|NHOSTS|NQUEUES|QUEUE|ARC|RESTARTED|REQUEST|JOB_(ID|NAME|SCRIPT))$"
@@ -37,7 +37,7 @@ _OF_A_JOB = re.compile(
     "((SLURM_)?JOB_(ID|NAME)|SLURM_ARRAY_(JOB|TASK)_ID|PBS_(JOBID|ARRAY_INDEX)|LSB_JOB(ID|INDEX)|SGE_TASK_ID)$"
 )
 _PLACES = (_OF_A_HOST, _OF_AN_MPI, _OF_A_SCHEDULER)
-# An agent's Python may need these before it can read the others.
+# An agent's Python may need these variables before it can read the others.
 _TO_START = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", JOB, PRIVATE)
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -77,7 +77,7 @@ def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
     }
 
 
-# --- that the user names ---
+# --- the variables that the user names ---
 
 
 def parse_exports(
@@ -93,7 +93,7 @@ def parse_exports(
                 f'-x {shown}: "{name}" is not a valid variable name. Example: -x DEBUG=1'
             )
         if not has_value and name.endswith("-"):
-            variables.pop(name[:-1], None)  # of an option before it
+            variables.pop(name[:-1], None)  # an earlier option may set it
             kept_home.add(name[:-1])
             continue
         if not has_value and name not in env:
@@ -146,32 +146,30 @@ def _checked(where: str, name: str, value: str) -> str:
 
 def without_values(arguments: Iterable[str], exports: Iterable[str]) -> list[str]:
     """Options that are safe to print: `VAR=…` for each -x VAR=VALUE of `exports`."""
-    names = {
-        export: f"{export.partition('=')[0]}={LEFT_OUT}" for export in exports if "=" in export
-    }
-    for export, safe in names.items():
-        arguments = [
-            word.removesuffix(export) + safe if word.endswith(export) else word
-            for word in arguments
+    words = [*arguments]
+    for export in (export for export in exports if "=" in export):
+        safe = f"{export.partition('=')[0]}={LEFT_OUT}"
+        words = [
+            word.removesuffix(export) + safe if word.endswith(export) else word for word in words
         ]
-    return [*arguments]
+    return words
 
 
 # --- the GPUs of each host ---
 
 
 def of_host(host: Host, env: Mapping[str, str], exports: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks of a host have of `env`, which is this machine's, and of -x."""
+    """The variables of a host's ranks: those of this machine's `env` that reach it, and those of -x."""
     return {**(env if is_this_host(host.name) else forwarded(env)), **exports}
 
 
 def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[str, str]) -> str:
-    """MPIDDP_GPUS: what the ranks of each host set before they load torch; "" for nothing.
+    """MPIDDP_GPUS: the variables that the ranks of each host set before they load torch; "" for none.
 
-    Numbers of the hostfile do not count in a job whose user hides all GPUs, and nobody has checked them.
+    If the user hides all GPUs of a job, the numbers in its hostfile are ignored, as nobody has checked them.
     """
-    left = {name: value for name, value in env.items() if name not in exports}
-    here = {name: value for name, value in left.items() if is_of_one_host(name, value)}
+    names = env.keys() - exports.keys()
+    here = {name: env[name] for name in sorted(names) if is_of_one_host(name, env[name])}
 
     def choice(host: Host) -> dict[str, str]:
         if host.gpus is not None and not hides_all_gpus(env):

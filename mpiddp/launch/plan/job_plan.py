@@ -1,4 +1,4 @@
-"""The plan of a job: from the options of `mpiddp launch` to the request for one command.
+"""The plan of a job: the options of `mpiddp launch` come in, and the Request for one command goes out.
 
 options -> read_hosts -> run_preflight -> choose -> place -> find_network -> Request
 """
@@ -38,7 +38,7 @@ from mpiddp.text import all_of, listed, shown
 
 # This Python. Links are not resolved: its path identifies a virtual environment.
 PYTHON = Path(sys.executable).absolute()
-# What it runs as a rank. A user's signal.py in the working folder is not Python's own.
+# Its arguments for an agent. The working folder is off its path: a user's signal.py must not hide Python's.
 AGENT: tuple[str, ...] = ("-P", "-m", "mpiddp")
 if sys.version_info < (3, 11):
     AGENT = ("-c", "import sys; del sys.path[0]; from mpiddp.cli import main; sys.exit(main())")
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     starter: Starter
     request: Request
     past: Past
-    hosts: Hosts  # the chosen ones, before their ranks were placed
+    hosts: Hosts  # the chosen hosts, before their ranks were placed
     checked: Checked
 
     @property
@@ -66,12 +66,12 @@ class Plan(NamedTuple):
 
     @property
     def shared_names(self) -> set[str]:
-        """The own names that several hosts have: only their names in the hostfile tell these apart."""
-        names = Counter(info.hostname for info in self.checked.infos.values())
-        return {name for name, count in names.items() if count > 1}
+        """The names that several hosts call themselves. Only the hostfile tells such hosts apart."""
+        counts = Counter(info.hostname for info in self.checked.infos.values())
+        return {name for name, count in counts.items() if count > 1}
 
     def key_of(self, name: str) -> str:
-        """The key, in that list, of a host that mpirun got as `name`: this machine under its own name."""
+        """The key, in the list, of a host that mpirun got as `name`. The list may call it localhost."""
         here = (host.key for host in self.named.hosts if is_this_host(host.name))
         return next(here, name.lower()) if is_this_host(name) else name.lower()
 
@@ -84,11 +84,11 @@ def make_plan(
 ) -> Plan:
     """Find the hosts, the starter and the network, and log the choices that the user should know.
 
-    past: None for the first attempt, which reads the hosts and pushes. logins: gets
-    those of the preflight. Raises UserError for bad input and JobFailed if a machine failed.
+    `past` is None for the first attempt, which reads the hosts and pushes. `logins` gets the logins of the
+    preflight, which remain open. Raises UserError for bad input and JobFailed if a machine failed.
     """
-    is_first = past is None
-    named = past.named if past else read_hosts(options, env)
+    past = past or Past(read_hosts(options, env))
+    named, is_first = past.named, past.enough is None
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = (options.min_hosts if starter.has_scheduler else options.wait_s) or options.spares
@@ -98,8 +98,6 @@ def make_plan(
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
     resolve_all([host.name for host in named.hosts])
-    if past is None:
-        past = Past(named, {})
     _, least = placement.wanted_hosts(options, past)
     if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
@@ -109,23 +107,24 @@ def make_plan(
 
 
 def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
-    """The plan for the hosts that are left, without those that failed since, by the names mpirun got.
+    """The plan without the hosts that have failed since. mpirun got them by the names in `failures`.
 
     Raises UserError as the preflight does if too few are left.
     """
     by_key = {plan.key_of(name): why for name, why in failures.items()}
-    new = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
-    checked = plan.checked._replace(complaints={**plan.checked.complaints, **new}, notes={})
+    complaints = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
+    complaints = {**plan.checked.complaints, **complaints}
+    checked = plan.checked._replace(complaints=complaints, notes={})
     return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
 
 
 def _plan(
     options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked
 ) -> Plan:
-    """The plan by what the preflight has found."""
+    """The plan by the results of the preflight."""
     wanted, least = placement.wanted_hosts(options, past)
     chosen = placement.choose(past, checked, wanted, least)
-    for host in chosen.usable if past.enough is None else ():  # said once
+    for host in chosen.usable if past.enough is None else ():  # only at the first attempt
         for note in checked.notes.get(host, ()):
             log.info(note)
     placed = placement.place(chosen, checked.gpus, starter, options, past, wanted)
@@ -135,8 +134,8 @@ def _plan(
         log.info(f"{starter.name}, {starter.program}")
         if len(placed.hosts) > 1 and not starter.has_scheduler:
             log.info(f"{placed.transport.name} reaches the other hosts")
-        if own := network.interface:
-            log.info(f"{own.name} ({own.address}) leads to the other hosts")
+        if interface := network.interface:
+            log.info(f"{interface.name} ({interface.address}) leads to the other hosts")
     if options.verbose or options.dry_run:
         for line in options.of_hostfile:
             log.info(f"{line} (the command line takes precedence)")
@@ -145,8 +144,8 @@ def _plan(
             first, last = last + 1, last + host.ranks
             ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
             log.info(f"{host.name}: {ranks}")
-    run = ("-m", "mpiddp", "run")
-    job = options.job[3:] if options.job[:3] == run else options.job
+    is_agent = options.job[:3] == ("-m", "mpiddp", "run")
+    job = options.job[3:] if is_agent else options.job
     request = Request(
         hosts=placed,
         job=(str(PYTHON), *AGENT, "run", *job),
@@ -167,16 +166,15 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
     """
     named = named_hosts(options.hostfile, options.host_list, env, options.login_s)
     hosts = named or Hosts("this machine", (Host("localhost"),))
-    patient = hosts.transport._replace(silence_s=names.PATIENCE * options.lost_s)
-    hosts = replace(hosts, transport=patient)
+    transport = hosts.transport._replace(silence_s=names.PATIENCE * options.lost_s)
+    hosts = replace(hosts, transport=transport)
     if options.exclude is not None:
         hosts = _without(options.exclude, hosts, is_first=is_first)
     if (most := options.max_hosts) is not None:
-        first, listed_hosts = hosts.usable[:most], len(hosts.usable)
-        if listed_hosts < most and is_first:
+        if len(hosts.usable) < most and is_first:
             need = f"--nnodes {options.min_hosts}:{most} needs a list of {most} hosts"
-            raise UserError(f"{need}; {hosts.source} has {listed_hosts}.")
-        hosts = replace(hosts, hosts=first)
+            raise UserError(f"{need}; {hosts.source} has {len(hosts.usable)}.")
+        hosts = replace(hosts, hosts=hosts.usable[:most])
     for host in hosts.hosts:
         if host.gpus is not None and (chosen := sorted({*VISIBLE} & options.variables.keys())):
             both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
@@ -200,20 +198,19 @@ def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
 
 
 def _push(named: Hosts, folder: str, least: int) -> None:
-    """Push `folder` and the environment of this Python to the other hosts, to `least` in all."""
+    """Push `folder` and the environment of this Python to the hosts, of which `least` must take them."""
     from mpiddp.hosts import push  # few jobs need it
 
     if not named.transport.is_ssh:
         raise UserError(
             f"--push needs ssh, and {named.transport.name} reaches the hosts of this job."
         )
-    since = time.monotonic()
-    folders, transport = push.default_folders(folder), named.transport
-    sent, failures = push.push(named.usable, folders, min_hosts=least, transport=transport)
+    began_at, folders = time.monotonic(), push.default_folders(folder)
+    files, failures = push.push(named.usable, folders, min_hosts=least, transport=named.transport)
     for sentence in failures.values():
         log.error(f"not pushed: {sentence}")
-    if any(sent.values()):
-        log.info(push.summary(sent, time.monotonic() - since).replace("\n", "; "))
+    if any(files.values()):
+        log.info(push.summary(files, time.monotonic() - began_at).replace("\n", "; "))
 
 
 def run_preflight(
@@ -224,18 +221,17 @@ def run_preflight(
     logins: Logins | None = None,
     waits: tuple[float, int] = (0.0, 0),
 ) -> Checked:
-    """What each host that answers has, and why some cannot be used; nothing if no preflight runs.
+    """The facts and the faults of each host that takes ranks; nothing if no preflight runs.
 
-    `waits`: how many seconds to wait at most, and until how many hosts answer. Hosts with slots=0 take no
-    rank and are not checked.
+    `waits`: the most seconds to wait for hosts, and the number of hosts that are enough to stop waiting.
     """
     kind, exports = options.job[0], options.variables
     is_alone = all(is_this_host(host.name) for host in named.usable)
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
-    has_none = starter.has_scheduler or options.dry_run or not options.check
-    if has_none or (is_alone and not uses_gpus):
+    is_off = starter.has_scheduler or options.dry_run or not options.check
+    if is_off or (is_alone and not uses_gpus):
         return Checked()
-    if is_alone:  # this machine takes all ranks, and is asked nothing else
+    if is_alone:  # this machine takes all ranks, and only its GPUs may have a fault
         host, gpus = named.usable[0], read_health(env.get("PATH"))
         if gpus is None:
             return Checked(complaints={host: NO_ANSWER.format(name=host.name)})
@@ -258,7 +254,7 @@ def run_preflight(
 
 
 def working_folder(env: Mapping[str, str]) -> str:
-    """This folder by the shell's name for it, a link that may lead to a different folder on each host."""
+    """This folder by the name that the shell has for it: a link may lead elsewhere on each host."""
     try:
         here = Path.cwd()
     except OSError as error:  # at a restart it may be gone, or its file server
@@ -271,11 +267,11 @@ def working_folder(env: Mapping[str, str]) -> str:
 
 
 def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
-    """The variables that the command sets. The launcher's own, and its options, precede -x and --env-file."""
+    """The variables that the command sets. Those of mpiddp and its options precede -x and --env-file."""
     hosts, env, exports = request.hosts.hosts, request.env, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(request.network.networks)
-    # Its default, which the environment may hold, does not precede -x.
+    # The environment may hold the default of --timeout, and -x precedes that.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     ours = {
         names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
@@ -300,8 +296,8 @@ def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -
 def search_once(plan: Plan, avoided: Collection[str] = ()) -> list[str]:
     """Search once for hosts that `plan` could use, except those `avoided`: ["node1 can join"], or [].
 
-    It contacts hosts that could add ranks, and the first of the job, whose versions they must have. A list of
-    hosts in error, as while it is edited, and a machine that fails, are for the next search.
+    It contacts hosts that could add ranks, and the first host of the job, whose versions they must have. If
+    the list of hosts is in error, for example while it is edited, or a machine fails, it finds none.
     """
     options = plan.options
     if options.n is not None and plan.request.hosts.world_size >= options.n:

@@ -1,6 +1,6 @@
-"""The options of `mpiddp launch`: a record whose fields have their spellings and help.
+"""The options of `mpiddp launch`: a command line comes in, and a LaunchOptions goes out.
 
-mpiddp launch --help-all
+Each field of that record has its spellings and its help: mpiddp launch --help-all
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from mpiddp.protocol.terminal import Terminal
 from mpiddp.text import shown
 
 _HIDDEN = argparse.SUPPRESS
-# torchrun's words for one rank per GPU, which is what slots are by default.
+# torchrun's words for one rank per GPU. Slots mean the same by default.
 _BY_GPU = ("gpu", "auto")
 _RANK = "(0|[1-9][0-9]{0,8})"
-# Those of its options that one host does not need.
+# Options of torchrun that are accepted on one host, where they change nothing.
 _OF_ONE_HOST = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf")
 
 
@@ -53,7 +53,7 @@ def _mpi_args(text: str) -> str:
     )
 
 
-# What the values of options are, by what the help calls them. Others are texts.
+# The parser of an option's value, by the name of that value in the help. All other values are texts.
 _PARSERS: dict[str, Callable[[str], object]] = {
     "N": lambda text: text if text in _BY_GPU else whole(1)(text),
     "H": whole(1),
@@ -81,28 +81,28 @@ _GROUPS = {
 def option(default: Any, flags: str, help: str, *, is_common: bool = False) -> Any:
     """A field that is an option.
 
-    `flags` are its spellings, those of other launchers in parentheses, then what the help calls the value,
-    or the {values} to choose from. A switch has no value.
+    `flags` are its spellings, with those of other launchers in parentheses, and then the name of its value
+    in the help, or the {values} to choose from. A switch has no value.
     """
     return field(default=default, metadata={"flags": flags, "help": help, "is_common": is_common})
 
 
-common = partial(option, is_common=True)  # of the short help
+common = partial(option, is_common=True)  # an option that the short help shows
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
     """The whole command line. Durations are in seconds; None is "not given"."""
 
-    # What each rank runs: a script, -m and a module, or -- and any program, each with its arguments.
+    # The program of each rank: a script, -m and a module, or -- and a command, each with its arguments.
     job: tuple[str, ...] = ()
-    backend: str | None = None  # that the job's own options request, if known
-    # Those of -x and --env-file for the ranks. A file is read once: it may be a pipe.
+    backend: str | None = None  # the backend that the options of `mpiddp train` request
+    # The variables of -x and --env-file. A file is read only once, because it may be a pipe.
     variables: Mapping[str, str] = field(default_factory=dict)
     kept_home: frozenset[str] = frozenset()  # variables of this environment that reach no rank
-    of_hostfile: tuple[str, ...] = ()  # the options in a hostfile, with its lines
-    max_hosts: int | None = None  # the first hosts of the list, by --nnodes MIN:MAX
-    prefix: str = "auto"  # of MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
+    of_hostfile: tuple[str, ...] = ()  # the options in a hostfile, each with its file and line
+    max_hosts: int | None = None  # by --nnodes MIN:MAX, the number of hosts to take from the list
+    prefix: str = "auto"  # MPIDDP_PREFIX: "auto", "always" or "never" before each line of output
 
     # fmt: off
     hostfile: str | None = common(None, "--hostfile (--machinefile) FILE",
@@ -195,7 +195,7 @@ class LaunchOptions:
 
     @property
     def terminal(self) -> Terminal:
-        """This process's terminal, as the ranks are to know it."""
+        """The terminal of this process, described for the ranks."""
         terminal = Terminal.of_this_process()
         if self.timestamps:
             terminal = terminal.behind(log.stamp())
@@ -211,7 +211,7 @@ class LaunchOptions:
 def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Action]:
     """Add the options, each with all of its spellings. `only`: first words of groups, or names of fields."""
     group: Any = None
-    added = []
+    actions = []
     for option_field in fields(LaunchOptions):
         name, default = option_field.name, option_field.default
         if name in _GROUPS:
@@ -236,11 +236,11 @@ def add_options(parser: argparse.ArgumentParser, *only: str) -> list[argparse.Ac
         )
         # argparse would list the spellings of other launchers in the help.
         action.option_strings = [flag for flag in spellings if not flag.startswith("(")]
-        added.append(action)
-    return added
+        actions.append(action)
+    return actions
 
 
-# What users of other launchers type, and what does the same here (docs/migration.md).
+# Options that users of other launchers type, and the words that do the same here (docs/migration.md).
 _ELSEWHERE = {
     "--nnodes|--num-machines": "The list of hosts says it: -H node1:8,node2:8",
     "--(node|machine)-rank": "One mpiddp launch starts the ranks of all hosts: -H node1:8,node2:8",
@@ -264,7 +264,6 @@ _ELSEWHERE = {
     "--local": "Write: -H localhost",
 }
 
-
 _EXAMPLES = """\
   mpiddp launch -n 2 train.py --lr 0.1               two ranks on this machine
   mpiddp launch -H node1:8,node2:8 train.py          16 ranks, over ssh
@@ -273,7 +272,7 @@ _EXAMPLES = """\
 
 
 def option_parser() -> argparse.ArgumentParser:
-    """The parser. `module` or `script` of its values holds the job's command line."""
+    """The parser. The value `module` or `script` is the command line of the job."""
     parser = OneSentenceParser(
         prog="mpiddp launch",
         usage="%(prog)s [options] (SCRIPT | -m MODULE | -- COMMAND) [ARGS ...]",
@@ -289,7 +288,6 @@ def option_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--standalone", dest="host_list", action="store_const", const="localhost", help=_HIDDEN
     )
-    # torchrun's own line for one host.
     parser.add_argument("--nnodes", help=_HIDDEN)
     for flag in _OF_ONE_HOST:
         parser.add_argument(flag, f"--{flag[2:].replace('-', '_')}", help=_HIDDEN)
@@ -299,7 +297,7 @@ def option_parser() -> argparse.ArgumentParser:
 
 
 def add_help(parser: argparse.ArgumentParser) -> None:
-    """Add --help-all, and --help, which leaves out the options of `mpiddp launch` without a star."""
+    """Add --help-all, which shows every option, and --help, which shows the common ones."""
     parser.add_argument("-h", "--help", action=_Help, help="show the most used options")
     parser.add_argument("--help-all", action="help", help="show every option")
 
@@ -308,7 +306,7 @@ class _Help(argparse._HelpAction):
     """Print the short help, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
-        rare = [each.name for each in fields(LaunchOptions) if not each.metadata.get("is_common")]
+        rare = [row.name for row in fields(LaunchOptions) if not row.metadata.get("is_common")]
         left_out = (*rare, "help", "help_all")
         actions = [action for action in parser._actions if action.dest not in left_out]
         parser._action_groups = []
@@ -331,7 +329,7 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     if job[:3] == ("-m", "mpiddp", "train"):
         backends = re.findall(r"(?<=\s)--backend[=\s](\S+)", " ".join(job))
         values["backend"] = ["auto", *backends][-1]
-    prefix = os.environ.get(names.PREFIX) or "auto"
+    prefix = values["prefix"] = os.environ.get(names.PREFIX) or "auto"
     if prefix not in ("auto", "always", "never"):
         raise UserError(f"{names.PREFIX}={shown(prefix)}: expected auto, always or never.")
     if values["log_dir"] == "":
@@ -342,10 +340,10 @@ def parse_options(argv: list[str], verb: str = "mpiddp launch") -> LaunchOptions
     for path in values["env_files"]:
         variables |= read_env_file(path, os.environ)
     exported, kept_home = parse_exports(values["exports"], os.environ)
-    variables |= exported  # these take precedence
+    variables |= exported  # -x takes precedence over a file
+    kept_home -= variables.keys()
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    kept = frozenset(kept_home - variables.keys())
-    return LaunchOptions(job, variables=variables, kept_home=kept, prefix=prefix, **values)
+    return LaunchOptions(job, variables=variables, kept_home=frozenset(kept_home), **values)
 
 
 def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
@@ -354,8 +352,8 @@ def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
     parser.elsewhere = {
         "-H|--(hosts?|hostfile|machinefile|dry-run)": "Write it on the command line"
     }
-    names = {option.name for option in fields(LaunchOptions)}
-    add_options(parser, *(names - {"hostfile", "host_list", "dry_run"}))
+    allowed = {option.name for option in fields(LaunchOptions)}
+    add_options(parser, *(allowed - {"hostfile", "host_list", "dry_run"}))
     values = argparse.Namespace(of_hostfile=())
     for number, text in hosts.options:
         where = f"{hosts.source}:{number}"
@@ -370,14 +368,14 @@ def _of_hostfile(hosts: Hosts) -> argparse.Namespace:
 
 
 def _spellings(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Each option by each of its spellings, also of other launchers."""
+    """Each option by each of its spellings, including those of other launchers."""
     return {flag: action for flag, action in parser._option_string_actions.items() if flag != "-m"}
 
 
 def launch_of_train(arguments: Sequence[str]) -> list[str] | None:
     """The arguments of `mpiddp launch` for those of `mpiddp train`; None if none is an option of a launch."""
-    taken, others = entrypoint.split(arguments, _spellings(option_parser()))
-    return [*taken, "-m", "mpiddp", "train", *others] if taken else None
+    options, others = entrypoint.split(arguments, _spellings(option_parser()))
+    return [*options, "-m", "mpiddp", "train", *others] if options else None
 
 
 def _as_torchrun(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """The preflight: check every host before anything starts, so that a broken host causes an error, not a hang.
 
 It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there. With
-`--wait-for-hosts 10m` it asks those that do not answer again: the pods of a cluster start one by one, and a
-name may not resolve at first. A host whose GPUs have a fault is not used, as one with another complaint. What
-may only disturb the job is said once.
+`--wait-for-hosts 10m` it asks silent hosts again: the pods of a cluster start one by one, and a name may not
+resolve at first. Needs come in, and Checked goes out: a complaint for each host that cannot be used, also
+because of a fault of its GPUs, and notes on conditions that may only disturb the job.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, processes, gpu_health, f
 
 @dataclass(frozen=True)
 class Needs:
-    """What every host must have. It travels there as JSON. Paths are absolute."""
+    """The things that every host must have. This record travels there as JSON. Paths are absolute."""
 
     python: str
     mpirun: str
@@ -52,8 +52,8 @@ class Needs:
     path: str  # the PATH that the ranks will have
     packages: Sequence[str] = ()  # the folders of the ranks' PYTHONPATH
     interface: str | None = None  # by name, address or network
-    program: str | None = None  # that the ranks run, by its path or on `path`
-    script: str | None = None  # of Python, by its path
+    program: str | None = None  # the command of the ranks, by its path or on `path`
+    script: str | None = None  # the path of their Python script
     uses_gpus: bool = True  # False with gloo, or if a variable of the ranks hides them all
 
 
@@ -78,22 +78,24 @@ class HostInfo:
 
     @classmethod
     def of_json(cls, host: Host, fields: dict[str, Any]) -> HostInfo:
-        """What a host has sent as JSON."""
-        gpus = fields["gpus"] and [Gpu.of_json(*each) for each in fields["gpus"]]
-        own = tuple(Interface(**each) for each in fields["interfaces"])
-        return cls(host, **{**fields, "gpus": gpus, "interfaces": own})
+        """The result that a host has sent as JSON."""
+        gpus = fields["gpus"] and [Gpu.of_json(*values) for values in fields["gpus"]]
+        present = tuple(Interface(**values) for values in fields["interfaces"])
+        return cls(host, **{**fields, "gpus": gpus, "interfaces": present})
 
 
 class Checked(NamedTuple):
-    """What a preflight has found; nothing if none was run."""
+    """The results of a preflight; nothing if none was run."""
 
-    infos: Mapping[Host, HostInfo] = MappingProxyType({})  # what each host has
-    complaints: Mapping[Host, str] = MappingProxyType({})  # why some cannot be used, in a sentence
-    silent: Mapping[Host, str] = MappingProxyType({})  # of these, those of hosts without an answer
+    infos: Mapping[Host, HostInfo] = MappingProxyType({})  # of each host that has answered
+    complaints: Mapping[Host, str] = MappingProxyType({})  # a sentence for each unusable host
+    silent: Collection[Host] = ()  # the hosts that have not answered
     failed: Collection[Host] = ()  # the hosts that are off, full, or cannot be reached
-    gpus: Mapping[Host, Sequence[Gpu]] = MappingProxyType({})  # of each host that was asked
+    gpus: Mapping[Host, Sequence[Gpu]] = MappingProxyType({})  # of each host that has answered
     notes: Mapping[Host, Sequence[str]] = MappingProxyType({})  # about GPUs that can be used
-    start_s: float = LEAST_START_S  # for a program to start on all hosts, by the latest logins
+    start_s: float = (
+        LEAST_START_S  # that a program takes to start on all hosts, by the latest logins
+    )
 
 
 def preflight(
@@ -108,22 +110,24 @@ def preflight(
     program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
     ask = partial(ask_hosts, program=program, python=needs.python, work_s=facts.LONGEST_S)
     answers, began_at = dict[Host, Answer](), time.monotonic()
-    waits_until, waiting, said = began_at + waits[0], [*hosts], list[Host]()
+    waits_until, waiting, announced = began_at + waits[0], [*hosts], list[Host]()
     while True:
         answers |= ask(waiting, transport=transport, logins=logins)
-        silent = [h for h, each in answers.items() if each.why and not each.has_failed_there]
-        # Only people change a host's key.
+        silent = [
+            host for host, answer in answers.items() if answer.why and not answer.has_failed_there
+        ]
+        # To wait for another host key would be in vain, because only people change it.
         waiting = [host for host in silent if _NEW_KEY not in answers[host].stderr]
         left_s = waits_until - time.monotonic()
         if left_s <= 0 or len(hosts) - len(waiting) >= waits[1]:
             break
-        if waiting != said:
-            said, some = waiting, listed([host.name for host in waiting], most=3)
-            log.info(f"waiting for {some} (up to {duration(max(1.0, left_s))})")
+        if waiting != announced:
+            announced, absent = waiting, listed([host.name for host in waiting], most=3)
+            log.info(f"waiting for {absent} (up to {duration(max(1.0, left_s))})")
         time.sleep(min(PAUSE_S, left_s))
         names.forget_addresses()  # a name may resolve by now
     infos, complaints = dict[Host, HostInfo](), dict[Host, str]()
-    first: HostInfo | None = None  # without a complaint
+    first: HostInfo | None = None  # the first host without a complaint
     for host, answer in answers.items():
         if not (complaint := answer.why):
             info = infos[host] = HostInfo.of_json(host, answer.value)
@@ -135,8 +139,8 @@ def preflight(
         complaints[silent[-1]] += f"\n{transport.hint}"
     return Checked(
         infos,
-        {**_crossed(infos), **_twins(infos), **complaints},
-        silent={host: complaints[host] for host in silent},
+        {**_mistaken(infos), **complaints},
+        silent=silent,
         failed={host for host, answer in answers.items() if answer.why and answer.is_of_machine},
         gpus={host: info.gpus or () for host, info in infos.items()},
         start_s=min(LEAST_START_S + 2 * (time.monotonic() - began_at), LONGEST_START_S),
@@ -149,38 +153,30 @@ def check_gpus(checked: Checked, env: Mapping[str, str], exports: Mapping[str, s
     exports: the variables of -x.
     """
     broken, noted = dict[Host, str](), dict[Host, list[str]]()
-    for host, known in checked.gpus.items():
-        if known and not hides_all_gpus(own := of_host(host, env, exports)):
-            chosen = chosen_gpus(known, own, host.gpus)
-            if found := [f"{each} {_ANYWAY}" for each in faults(host.name, known, chosen)]:
-                broken[host] = "\n".join(found)
+    for host, present in checked.gpus.items():
+        if present and not hides_all_gpus(variables := of_host(host, env, exports)):
+            chosen = chosen_gpus(present, variables, host.gpus)
+            if sentences := [f"{fault} {_ANYWAY}" for fault in faults(host.name, present, chosen)]:
+                broken[host] = "\n".join(sentences)
             ssh = "" if is_this_host(host.name) else ssh_line(host)
-            noted[host] = [*notes_on(host.name, known, chosen, ssh)]
+            noted[host] = [*notes_on(host.name, present, chosen, ssh)]
     return checked._replace(complaints={**broken, **checked.complaints}, notes=noted)
 
 
-def _twins(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
-    """A sentence for each host that is another one under a second name."""
-    found, names = dict[Host, str](), dict[str, str]()
+def _mistaken(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
+    """A sentence for each host that mpirun would take for another one: they share a machine, or a name."""
+    sentences, machines = dict[Host, str](), dict[str, str]()
+    short = {host: host.name.partition(".")[0] for host in infos}
+    named = {name: host for host, name in short.items()}
     for host, info in infos.items():
-        first = names.setdefault(info.machine or host.name, host.name)
+        first = machines.setdefault(info.machine or host.name, host.name)
+        another = named.get(info.hostname.partition(".")[0], host)
         if first != host.name:
-            found[host] = f"{host.name} and {first} are the same machine. Merge them into one."
-    return found
-
-
-def _crossed(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
-    """A sentence for each host whose own name is the name of another one: mpirun would mistake them."""
-    hosts = {host.name.partition(".")[0]: host.name for host in infos}
-    sentences = dict[Host, str]()
-    for host, info in infos.items():
-        another = hosts.get(info.hostname.partition(".")[0], host.name)
-        if another.partition(".")[0] != host.name.partition(".")[0]:
-            fix = (
-                f"Correct /etc/hosts or DNS here, or /etc/hostname there: {ssh_line(host)} hostname"
-            )
+            sentences[host] = f"{host.name} and {first} are the same machine. Merge them into one."
+        elif short[another] != short[host]:
             sentences[host] = (
-                f"{host.name}: its own name is {another}, another host of the job. {fix}"
+                f"{host.name}: its own name is {another.name}, another host of the job. Correct "
+                f"/etc/hosts or DNS here, or /etc/hostname there: {ssh_line(host)} hostname"
             )
     return sentences
 
@@ -191,7 +187,7 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
     Its versions must be those of the first host without a problem.
     """
     name, interface, program = info.host.name, needs.interface, needs.program
-    here, there = (".".join(each.split(".")[:2]) for each in (sys.version, info.python))
+    here, there = (".".join(text.split(".")[:2]) for text in (sys.version, info.python))
     if there and there != here:
         problem = f"{needs.python} is Python {there} there, {here} here. Install the same Python"
         return f"{name}: {problem} at the same path on every host."
@@ -208,12 +204,13 @@ def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
         return f"{name}: {needs.script} is missing. {_PUSH}."
     if info.gpus is None and needs.uses_gpus:
         return NO_ANSWER.format(name=name)
-    if interface and not any(each.matches(interface) for each in info.interfaces):
-        present = all_of(list(dict.fromkeys(each.name for each in info.interfaces)))
-        return f'interface "{interface}" is not on {name}, which has {present}.'
-    for own in ("torch", "mpi4py", "mpirun"):
-        what, same = (needs.mpirun, "MPI") if own == "mpirun" else (own, "version")
-        versions = {each.host.name: getattr(each, own) or "missing" for each in (first, info)}
-        if fact := differences(what, versions):
+    if interface and not any(present.matches(interface) for present in info.interfaces):
+        names = all_of(list(dict.fromkeys(present.name for present in info.interfaces)))
+        return f'interface "{interface}" is not on {name}, which has {names}.'
+    software = {"torch": "torch", "mpi4py": "mpi4py", "mpirun": needs.mpirun}
+    for field, program in software.items():
+        versions = {host.host.name: getattr(host, field) or "missing" for host in (first, info)}
+        if fact := differences(program, versions):
+            same = "MPI" if field == "mpirun" else "version"
             return f"{fact}. Install the same {same} on every host."
     return ""

