@@ -18,15 +18,6 @@ from typing import NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.protocol import variables as ours
-from mpiddp.protocol.variables import (
-    ANNOUNCED,
-    CHANNEL,
-    CHANNEL_SECRET,
-    GPUS,
-    LAUNCHER,
-    RUN_DIR,
-    RUN_ID,
-)
 from mpiddp.text import parse_whole, shown
 
 
@@ -191,7 +182,7 @@ class World(NamedTuple):
                 f"{_listed(values)}: these variables do not come from one launcher. Unset the stale ones."
             )
         if source.name == "env://" and is_joined(env):  # its agent has left out the other variables
-            named = (row for row in RANK_SOURCES if row.name == env.get(LAUNCHER))
+            named = (row for row in RANK_SOURCES if row.name == env.get(ours.LAUNCHER))
             source = next(named, source)
         return cls(rank, world_size, local_rank, local_size, source)
 
@@ -230,16 +221,17 @@ def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
 
 def is_joined(env: Mapping[str, str]) -> bool:
     """Whether `env` is of a rank that has joined, or of its child. A torchrun of theirs has another id."""
-    return RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[RUN_ID]
+    return ours.RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[ours.RUN_ID]
 
 
 def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     """Remove what new ranks would inherit of another job. Returns whether this process is its rank."""
-    for name in (ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, LAUNCHER, RUN_DIR):
+    channel = (ours.CHANNEL, ours.CHANNEL_SECRET)
+    for name in (*channel, ours.ANNOUNCED, ours.GPUS, ours.LAUNCHER, ours.RUN_DIR):
         env.pop(name, None)
     was_joined = is_joined(env)
     if was_joined:
-        for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
+        for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, ours.RUN_ID)]:
             del env[name]
     if not env.keys() & {*TORCH}:  # a stale id of torchrun's
         env.pop("TORCHELASTIC_RUN_ID", None)

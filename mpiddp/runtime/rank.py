@@ -47,12 +47,13 @@ class Rank(NamedTuple):
     daemon: int | None  # this process's parent. Without it, nothing would end this rank.
     others: frozenset[int]  # children of the shell that this process may have replaced by exec
     variables: Mapping[str, str]  # of every attempt
-    own: Mapping[str, str] = MappingProxyType({})  # the variables of this attempt alone
-    args: tuple[str, ...] = ()  # the last arguments of the program, of this attempt alone
+    # In this attempt alone: more variables, and the last arguments of the program.
+    attempt_variables: Mapping[str, str] = MappingProxyType({})
+    args: tuple[str, ...] = ()
 
     @classmethod
     def from_env(cls, program: Program) -> Rank:
-        """The rank of this process. What only its agent is to know leaves os.environ."""
+        """The rank of this process. The variables that only its agent needs leave os.environ."""
         world, env = World.from_env(), os.environ
         if kept := env.pop(variables.PRIVATE, ""):
             from mpiddp.hosts import private  # takes 2 ms, and ranks of one host need none
@@ -98,9 +99,13 @@ class Rank(NamedTuple):
     def next(self, facts: Mapping[str, Any]) -> Rank:
         """The rank in the next attempt, by what the launcher says of it."""
         assert self.launcher is not None
-        launcher = self.launcher._replace(key=next_key(self.launcher.key))
-        own, args = facts["variables"], tuple(facts["args"])
-        return self._replace(launcher=launcher, holds=facts["holds"], kept="", own=own, args=args)
+        return self._replace(
+            launcher=self.launcher._replace(key=next_key(self.launcher.key)),
+            holds=facts["holds"],
+            kept="",
+            attempt_variables=facts["variables"],
+            args=tuple(facts["args"]),
+        )
 
     def resized(self, columns: int, rows: int) -> Rank:
         """The rank whose launcher has a terminal of this size, and may write a prefix before each line."""

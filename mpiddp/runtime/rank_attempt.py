@@ -12,16 +12,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import (
-    DONE,
-    FAILED,
-    STOPPED,
-    JobFailed,
-    NoAnswer,
-    UserError,
-    named_by,
-    print_error,
-)
+from mpiddp import errors
+from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, NoAnswer, UserError
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT, silence_s
@@ -64,9 +56,6 @@ class RankAttempt:
         self._ended_by = EndedBy.SCRIPT
         self._code = FAILED  # of this rank
         self._ends_at: float | None = None  # when the program ends for what has happened elsewhere
-        self._first_at: float | None = (
-            None  # when the script has failed first, if nothing else is heard
-        )
         self._signals: int | None = None  # that have arrived, once the ranks have met
         self._readings = ExitStack()  # of the GPUs of this host
 
@@ -108,7 +97,7 @@ class RankAttempt:
         while child.saves and child.runs and time.monotonic() < self._ends_at + SAVE_GRACE_S:
             self._wait()
         # should_stop() takes SIGTERM for a request, on which the ranks cannot agree any more.
-        if "supports_stop" in child.said:
+        if "supports_stop" in child.messages:
             return
         child.pass_on(signal.SIGTERM)
         child.pass_on(signal.SIGCONT)
@@ -137,8 +126,8 @@ class RankAttempt:
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.child.close()
-        if self.spare is not None:
-            self.spare.hurry()
+        if self.spare is not None:  # from now on, everything waits for it
+            self.spare.set_priority(0)
         self._ends_at = None
         self.coordinator.send("held", error=wrong_with_host(self.coordinator.world))
         while self.again is None and self._ended_by is EndedBy.HOLD:
@@ -150,7 +139,7 @@ class RankAttempt:
         """Start the script, and meet the other ranks meanwhile."""
         child, world, rank = self.child, self.world, self.rank
         os.environ.clear()  # of what an earlier attempt has set
-        os.environ.update({**rank.variables, **rank.own})
+        os.environ.update({**rank.variables, **rank.attempt_variables})
         problem: UserError | JobFailed | None = None
         try:
             prepare(world)
@@ -196,13 +185,11 @@ class RankAttempt:
         """Once the script has imported torch, start the Python that imports it for the next attempt."""
         child, spare = self.child, self.spare
         self.store.see(child)
-        if "torch" in child.said:
-            told = child.said.pop("torch")
-            if self.rank.holds and spare is None:
-                self.spare = Child(self.rank)
-                self.spare.import_ahead(os.environ, told["ahead"])
-                child.others.add(self.spare.pid)
-        if child.said.pop("mpi", None):  # no later process of this rank can start it
+        if (facts := child.messages.pop("torch", None)) and self.rank.holds and spare is None:
+            self.spare = Child(self.rank)
+            self.spare.import_ahead(os.environ, facts["ahead"])
+            child.others.add(self.spare.pid)
+        if child.messages.pop("mpi", None):  # no later process of this rank can start it
             self.rank = self.rank._replace(holds=False)
         if spare is not None:
             spare.hear()
@@ -210,12 +197,11 @@ class RankAttempt:
                 child.forget_kills()
 
     def _connect(self, launcher: Server) -> None:
-        """Connect to the launcher: the messages, and the streams that it shows."""
         world = self.world
         self.coordinator.connect(world, launcher)
         self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
-        outputs = self.child.outputs_there
+        outputs = [stream.key for stream in self.child.outputs]
         self.coordinator.send("started", host=world.hostname, pid=os.getpid(), outputs=outputs)
         self.child.connect(launcher)
         if folder := os.environ.get(variables.LOG_DIR):
@@ -225,7 +211,7 @@ class RankAttempt:
         """Write the streams to files of this folder. That of stderr will contain a traceback."""
         stem = f"rank_{self.world.rank:05d}"
         paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}
-        with named_by(option):
+        with errors.named_by(option):
             folder.mkdir(parents=True, exist_ok=True)
             for stream in self.child.outputs:
                 stream.write_to(paths[stream.number])
@@ -234,7 +220,7 @@ class RankAttempt:
     def _join(self, timeout_s: float) -> None:
         """Wait until the Pythons of all scripts have started, unless that of this rank has ended."""
         child, ranks = self.child, self.coordinator
-        while child.runs and "ready" not in child.said:
+        while child.runs and "ready" not in child.messages:
             self._wait()
         if child.status is not None:
             return
@@ -245,8 +231,11 @@ class RankAttempt:
 
     def _serve(self) -> bool:
         """Wait for all that may happen until the program has ended. Returns whether it ends on request."""
-        child = self.child
-        self._read_gpus()
+        child, ranks = self.child, self.coordinator
+        if ranks.has_launcher and ranks.world.local_rank == 0:
+            readings = GpuReadings(ranks.ranks_here, os.environ, ranks.send)
+            readings.start()
+            self._readings.callback(readings.stop)
         while child.status is None:
             self._wait()
         ending = child.ending()
@@ -269,14 +258,6 @@ class RankAttempt:
         while child.pid and not all(stream.is_done for stream in child.streams):
             self._wait()
 
-    def _read_gpus(self) -> None:
-        """Read what the GPUs of this host do from now on, if this is its first rank."""
-        ranks = self.coordinator
-        if self.rank.launcher is not None and ranks.world.local_rank == 0:
-            readings = GpuReadings(ranks.ranks_here, os.environ, ranks.send)
-            readings.start()
-            self._readings.callback(readings.stop)
-
     def _wait(self) -> None:
         """Act on what happens next. Raises EndedFromOutside."""
         child, channel = self.child, self.coordinator
@@ -287,19 +268,18 @@ class RankAttempt:
         for file in (child.control, self._signals, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        is_close = self._ends_at or self._first_at
-        wait_ms = _WAIT_IN_GRACE_MS if is_close else _WAIT_MS
-        ready = dict(poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self.store.listens else wait_ms))
+        wait_ms = _WAIT_FOR_TORCH_MS if self.store.listens else _WAIT_MS
+        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else wait_ms))
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
         reap()  # first: a script writes its last words before it ends
         child.hear()
-        if log := child.said.pop("log_to", None):
+        if log := child.messages.pop("log_to", None):
             self._log_to(Path(log["folder"]))
-        if (hidden := child.said.pop("hidden", None)) and child.outputs:
+        if (hidden := child.messages.pop("hidden", None)) and child.outputs:
             child.outputs[-1].keep(hidden["text"])
-        if stopping := child.said.pop("stopping", None):
+        if stopping := child.messages.pop("stopping", None):
             self._note_request(stopping["signal"])
         self._see_torch()
         if connection is not None and connection.fileno() in ready:
@@ -333,7 +313,6 @@ class RankAttempt:
                     self.coordinator.send("stacks", text=text[-TEXT_LIMIT:])
 
     def _note_request(self, number: int) -> None:
-        """The launcher has requested a stop by this signal."""
         self.child.passed.add(number)
         if self._ended_by is EndedBy.SCRIPT:
             self._ended_by = EndedBy.STOP_REQUEST
@@ -349,12 +328,9 @@ class RankAttempt:
     def _see_others(self) -> None:
         """End with the daemon of the MPI. End some time after the launcher holds, or a failure elsewhere."""
         ranks, child, now = self.coordinator, self.child, time.monotonic()
-        if child.said.pop("lost_connection", None):
-            self._first_at = now + GRACE_S
         has_news = bool(self._ends_at or ranks.code_of_failure or ranks.is_lost)
-        if self._first_at and (has_news or now >= self._first_at):
-            child.tell_first(is_first=not has_news)
-            self._first_at = None
+        if has_news and child.messages.pop("lost_connection", {}):
+            child.tell({"type": "failure elsewhere"})  # which explains the script's own
         if self._ended_by is EndedBy.OTHERS:
             return
         ranks.is_lost |= self._is_cut_off(now)
@@ -365,7 +341,7 @@ class RankAttempt:
             if now >= self._ends_at:
                 self._cut(EndedBy.OTHERS, ranks.code_of_end())
         elif self._ends_at and child.status is None:
-            if "over" in child.said:  # it has failed itself, and has only to end
+            if "over" in child.messages:  # it has failed itself, and has only to end
                 child.end(0.0)
             elif now >= self._ends_at:
                 self._cut(EndedBy.HOLD)
@@ -376,7 +352,7 @@ class RankAttempt:
         After an outage, TCP sends again within the time that the outage has lasted.
         """
         connection, lost_s = self.coordinator.connection, self.rank.lost_s
-        stepped_at = self.child.said.get("progress", {}).get("at", 0.0)
+        stepped_at = self.child.messages.get("progress", {}).get("at", 0.0)
         if connection is None or self.rank.launcher is None or now - stepped_at <= lost_s:
             return False
         return silence_s(connection) > 2 * lost_s
@@ -393,29 +369,29 @@ class RankAttempt:
         """Tell the launcher, or else the other ranks, how this rank ends. Returns whether on request."""
         if self._ended_by is EndedBy.OTHERS:
             return False
-        child, has_launcher = self.child, self.rank.launcher is not None
+        child, ranks, has_launcher = self.child, self.coordinator, self.rank.launcher is not None
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
         # so its ranks look at that alone.
         is_asked = self._ended_by is EndedBy.STOP_REQUEST if has_launcher else None
         # If scripts within a command agree on a stop, its agent is not told.
-        says_so = child.is_command or "stopped" in child.said
+        says_so = child.is_command or "stopped" in child.messages
         stops = ending.stops(child.passed, is_asked=is_asked, says_so=says_so)
         if stops or not ending.is_failure:
-            if ending.code == STOPPED and "stopped" not in child.said:
-                self.coordinator.send("stopped")
-            # Not by os._exit(0) in the middle of its work.
-            has_left = child.is_command or "left" in child.said or ending.is_failure
-            self.coordinator.send("done" if has_left else "exited")
+            if ending.code == STOPPED and "stopped" not in child.messages:
+                ranks.send("stopped")
+            # A script that ends by os._exit(0) in the middle of its work has not left.
+            has_left = child.is_command or "left" in child.messages or ending.is_failure
+            ranks.send("done" if has_left else "exited")
             return stops
         if has_launcher:
             passed = {"passed": True} if ending.signal in child.passed else {}
-            self.coordinator.send("failed", **ending.facts, **child.lack_of_memory, **passed)
-        elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
-            line = ending.line(self.coordinator.name(self.world.rank))
+            ranks.send("failed", **ending.facts, **child.lack_of_memory, **passed)
+        elif ranks.hostnames and ranks.claim_first_failure():
+            line = ending.line(ranks.name(self.world.rank))
             if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
-                print_error(line)
+                errors.print_error(line)
         if self.rank.holds and self._ended_by is EndedBy.SCRIPT:
             self._ended_by = EndedBy.HOLD
         else:
-            self.coordinator.send("fail", code=ending.code)
+            ranks.send("fail", code=ending.code)
         return False

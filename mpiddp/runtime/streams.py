@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpiddp.hosts.processes import key_of_output
 from mpiddp.protocol.channel import INPUT, STREAMS
 from mpiddp.protocol.terminal import Manners, Terminal
 from mpiddp.runtime.job.connection import Server, connect_to_server
@@ -34,9 +35,9 @@ class Stream:
 
     def __init__(self, number: int, rank: str, terminal: Terminal) -> None:
         self.number, self._rank = number, rank  # `number` is its file descriptor in the child
-        source, self.theirs = (
-            terminal.open(number) or os.pipe()
-        )  # the child's end is closed at its start
+        # The child's end is closed here when the child starts.
+        source, self.theirs = terminal.open(number) or os.pipe()
+        self.key = key_of_output(Path(f"/proc/self/fd/{self.theirs}"))  # of the child's end
         self.source = io.FileIO(source)  # open until the end of the stream
         self.connection: socket.socket | None = None  # to the launcher, if it shows this stream
         self._file: io.FileIO | None = None

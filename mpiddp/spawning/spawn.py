@@ -35,7 +35,7 @@ from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.hosts.program_files import imported_by, is_local, modules_at, sources_of
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
-from mpiddp.runtime.function import said
+from mpiddp.runtime.function import named
 from mpiddp.runtime.shipped import packed
 from mpiddp.world import World, is_joined
 
@@ -172,7 +172,7 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
     except Exception as error:
         raise UserError(
             f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
-            f"{said(error)}. Create it within the function, or in a module that it imports."
+            f"{named(error)}. Create it within the function, or in a module that it imports."
         ) from error
     facts = {
         "name": name,
@@ -304,7 +304,7 @@ def unpickled(body: bytes, name: str, rank: int) -> Any:
         return _Unpickler(io.BytesIO(body)).load()
     except Exception as error:
         raise UserError(
-            f"the result of {name} from rank {rank} cannot be unpickled here: {said(error)}. "
+            f"the result of {name} from rank {rank} cannot be unpickled here: {named(error)}. "
             "Return plain values, or tensors on the CPU."
         ) from error
 

@@ -87,11 +87,9 @@ class Coordinator:
         self, world: World, server: Server, role: str = RANK, answer_s: float | None = None
     ) -> None:
         """Connect as this rank of `world`, or as its script. Raises as `connect_to_server`."""
-        connection, self.group = connect_to_server(
-            server, world, "hello", role=role, answer_s=answer_s
-        )
+        connection, group = connect_to_server(server, world, "hello", role=role, answer_s=answer_s)
         self.connection = out_of_the_way(connection) if role == channel.SCRIPT else connection
-        self.world, self.server = world, server
+        self.world, self.server, self.group = world, server, group
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -112,7 +110,6 @@ class Coordinator:
                 self.is_lost |= error.errno in (errno.EBADF, errno.ENOTSOCK)
 
     def tell_launcher(self, kind: str, **facts: object) -> None:
-        """Send the launcher a message, if there is a launcher."""
         if self.has_launcher:
             self.send(kind, b"", **facts)
 
@@ -195,7 +192,6 @@ class Coordinator:
         raise Refused(code, text if self.has_launcher else "")
 
     def name(self, rank: int) -> str:
-        """The rank and its host, for sentences."""
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"
 
     def sentences(self, problems: list[str]) -> list[str]:
@@ -238,10 +234,9 @@ class Coordinator:
         lost = "the launcher" if self.has_launcher else self.name(self.gone or 0)
         is_said = self.code_of_failure and self.gone is None  # by the rank that has failed
         if not is_said and (self.has_launcher or self.world.local_rank == 0):
+            name = self.name(self.world.rank)
             with contextlib.suppress(OSError):
-                print_error(
-                    f"{self.name(self.world.rank)}: lost the connection to {lost}; exiting."
-                )
+                print_error(f"{name}: lost the connection to {lost}; exiting.")
         return self.code_of_failure or FAILED
 
     def ask(

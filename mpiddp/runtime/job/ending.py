@@ -22,9 +22,7 @@ from mpiddp.protocol.channel import LINE_LIMIT, TEXT_LIMIT
 from mpiddp.runtime.job.out_of_memory import shortened
 from mpiddp.text import signal_name
 
-_REQUESTS = frozenset(
-    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-)
+_REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class Refused(SystemExit):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -23,13 +22,13 @@ from mpiddp.errors import print_error
 from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode, is_consequence
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.connection import AnotherScript, Server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of, record
 from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.stopping import StopRequest
 from mpiddp.world import World, is_joined
 
-_END_S = 2.0  # for this rank to be ended after another has failed
+_END_S = 2.0  # for a thread that reads frames
 
 
 class Session:
@@ -45,7 +44,6 @@ class Session:
         self.runs: list[Any] = []  # the `mpiddp.checkpoints.records.RunRecords` of this process
         self.sinks: Any = None  # of `mpiddp.runtime.sinks`, once this process has logged
         self.torch_store: object = None  # on rank 0, if this process serves it
-        self.has_store_beside = False  # a process beside rank 0 serves it
         self.error: BaseException | None = None  # that has ended the script, or by hand its group
         self.progress = Progress(self.coordinator, self.tell_agent)
         self.stop = StopRequest(self.coordinator, self.progress, self.tell_agent)
@@ -57,7 +55,6 @@ class Session:
         self._reads_frames = threading.Lock()  # while a thread does
 
     def tell_agent(self, kind: str, **facts: object) -> None:
-        """Tell the agent that has started this script, if one has."""
         if self.control is not None:
             with contextlib.suppress(OSError):  # the script has closed it
                 self.control.sendall(encode(kind, b"", **facts))
@@ -131,7 +128,7 @@ class Session:
         ending = ending_of(error)
         follows = is_consequence(ending.error)
         if follows and is_first and not is_printed:
-            is_first = self._hears_of_no_cause()
+            is_first = not self._hears_of_another_failure()
         if ending.error:  # perhaps no file can be written
             self.tell_agent("failed", ending=Ending(**ending.facts))
         if self.has_agent:
@@ -145,32 +142,28 @@ class Session:
             self.tell_agent("hidden", text=ending.facts["traceback"])
         return is_shown
 
-    def _hears_of_no_cause(self) -> bool:
-        """Whether the agent hears of no other failure within a second. A killed rank claims none."""
+    def _hears_of_another_failure(self) -> bool:
+        """Whether the agent hears of one within a second. A rank that the kernel has killed claims none."""
         if self.control is None:
-            return True
+            return False
         self.tell_agent("lost_connection")
-        with contextlib.suppress(OSError, ValueError):
-            self.control.settimeout(_END_S)
-            is_first: bool = json.loads(self.control.recv(CHUNK))["is_first"]
-            self.control.settimeout(None)
-            return is_first
-        return True
-
-    def tell_over(self, code: int) -> None:
-        """Tell the agent that this script, which has failed, has no more to do than to end."""
-        if self.control is not None:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # the script may have closed or replaced it
-                    stream.flush()
-            self.tell_agent("over", code=code)
+        with contextlib.suppress(OSError):
+            try:
+                self.control.settimeout(GRACE_S)
+                return bool(self.control.recv(CHUNK))
+            finally:
+                self.control.settimeout(None)
+        return False
 
     def tell_over_at_exit(self) -> None:
         """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""
         # Python ends other threads where they are. The frames that they read keep the script's files open.
         self._reads_frames.acquire(timeout=_END_S)
         if self.error is not None and (ending := ending_of(self.error)).is_failure:
-            self.tell_over(ending.code)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the script may have closed or replaced it
+                    stream.flush()
+            self.tell_agent("over", code=ending.code)
         self.error = None  # whose frames keep the script's files open
 
     def fail_at_exit(self) -> None:

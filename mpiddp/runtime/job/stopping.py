@@ -108,7 +108,8 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
     a second signal kill.
     """
     defaults = (signal.SIG_DFL, signal.default_int_handler)
-    before = {each: found for each in numbers if (found := signal.getsignal(each)) in defaults}
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler in defaults}
 
     def on_signal(number: int, frame: object) -> None:
         stop.is_requested = True

@@ -25,13 +25,9 @@ def serve_store(env: Mapping[str, str], listener: int) -> Store:
 
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
     """
-    with no_dns():
-        return _serve(env, listener)
-
-
-def _serve(env: Mapping[str, str], listener: int) -> Store:
     address, port, world_size = (env[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-    return _open(address, int(port), int(world_size), is_master=True, master_listen_fd=listener)
+    with no_dns():
+        return _open(address, int(port), int(world_size), is_master=True, master_listen_fd=listener)
 
 
 def serve_beside(env: Mapping[str, str], listener: socket.socket, lifeline: socket.socket) -> int:
@@ -59,13 +55,11 @@ def _serve_until_closed(env: Mapping[str, str], listener: int, lifeline: int) ->
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # a warning of torch must not get into a connection
         os.dup2(nothing, stream)
-    first = 3
-    for kept in sorted((listener, lifeline)):
-        os.closerange(first, kept)
-        first = kept + 1
-    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+    low, high = sorted((listener, lifeline))
+    for first, end in (3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX")):
+        os.closerange(first, end)
     with no_dns():  # for each connection that it accepts
-        store = _serve(env, listener)
+        store = serve_store(env, listener)
         os.read(lifeline, 1)
         del store
 
