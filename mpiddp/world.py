@@ -32,7 +32,7 @@ class RankSource(NamedTuple):
     # Of the rank, the world size, the local rank and the local world size. The ranks count what is missing at
     # the end when they have joined.
     variables: tuple[str, ...]
-    mpis: tuple[str, ...] = ()  # that its ranks may load, by mpi4py's get_vendor()
+    mpis: tuple[str, ...] = ()  # its ranks may load these, as get_vendor() of mpi4py names them
     hides_gpus: bool = False  # each rank may see only its own GPU
     starts_any_program: bool = False  # its ranks may have MASTER_ADDR and _PORT, and need no MPI
 
@@ -93,7 +93,6 @@ RANK_SOURCES = (
     _PMIX,
 )
 
-_OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 # What launchers tell their ranks beside a row's variables. The rest of such a beginning is a user's setting.
 _OF_LAUNCHERS = re.compile(
     r"TORCHELASTIC_|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)$|PMI_|PMIX_(?!MCA_)|PRTE_(?!MCA_)|OMPI_(?!MCA_|ALLOW_)"
@@ -174,7 +173,7 @@ class World(NamedTuple):
             rank, world_size, *local = map(parse_whole, values.values())
         except ValueError as error:
             raise UserError(f"{_listed(values)}: each must be {error}.") from None
-        alone: list[int | None] = [0, 1] if world_size == 1 else [None, None]  # on its host
+        alone: list[int | None] = [0, 1] if world_size == 1 else [None, None]
         local_rank, local_size = local + alone[len(local) :]
         most = world_size if local_size is None else local_size
         if not (rank < world_size and (local_rank or 0) < most <= world_size):
@@ -230,9 +229,8 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     for name in (*channel, ours.ANNOUNCED, ours.GPUS, ours.LAUNCHER, ours.RUN_DIR):
         env.pop(name, None)
     was_joined = is_joined(env)
-    if was_joined:
-        for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, ours.RUN_ID)]:
-            del env[name]
+    if was_joined:  # `leave_launchers` removes the variables that torchrun sets as well
+        del env[ours.RUN_ID]
     if not env.keys() & {*TORCH}:  # a stale id of torchrun's
         env.pop("TORCHELASTIC_RUN_ID", None)
     return was_joined
@@ -244,7 +242,7 @@ def leave_launchers(env: MutableMapping[str, str]) -> None:
     torchrun sets the address of its own store. That of a user stays.
     """
     names = {name for source in RANK_SOURCES for name in (*source.proof, *source.variables)}
-    names -= {"SLURM_NTASKS"}  # of a job as well
+    names -= {"SLURM_NTASKS"}  # the variable of a job as well
     if "TORCHELASTIC_RUN_ID" in env:
         names |= {"MASTER_ADDR", "MASTER_PORT"}
     for name in [name for name in env if name in names or _OF_LAUNCHERS.match(name)]:

@@ -50,7 +50,7 @@ def _calls(torch: Any) -> dict[str, Any]:
         if name in groups and not entry["is_p2p"]:
             entries = entries_of.setdefault((name, backend), [])
             if entries and entries[-1]["pg_id"] != entry["pg_id"]:
-                entries.clear()  # those of a group of the same name, which has been destroyed
+                entries.clear()  # a group that has been destroyed had the same name
             entries.append(entry)
     for facts in _latest.values():
         # What torch's record no longer has is over: a rank that waits makes no other calls.

@@ -69,7 +69,7 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
     if answered["mac"] != mac(coordinator.server.key, mac("", "function", value)):
         raise coordinator.lost()
     facts, body = pickle.loads(b64decode(value))
-    linecache.cache.update(facts["source"])  # for tracebacks
+    linecache.cache.update(facts["source"])  # tracebacks show its lines
     install(facts["modules"], facts["path"])
     try:
         return facts, pickle.loads(body)

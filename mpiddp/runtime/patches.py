@@ -31,7 +31,7 @@ from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
-_ADDRESS = re.compile(r"[\d.]+|.*:.*")  # and no name, which DNS may know
+_ADDRESS = re.compile(r"[\d.]+|.*:.*")  # a name does not match, because DNS may know it
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 
 
@@ -95,9 +95,9 @@ def await_gloo() -> None:
     """
     deadline, idle = time.monotonic() + _GLOO_S, 0
     while idle < _IDLE and time.monotonic() < deadline:
-        states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
+        states = []  # a letter for each of gloo's threads: "R" runs or waits for a core, "S" sleeps
         threads = list[Path]()
-        with suppress(OSError):  # no file is left
+        with suppress(OSError):  # the process has no free file
             threads += Path("/proc/self/task").iterdir()
         for thread in threads:
             with suppress(OSError):  # it has ended
@@ -224,11 +224,11 @@ def no_dns() -> Iterator[None]:
     import ctypes
 
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: None)  # glibc's
-    file = Path("/etc/nsswitch.conf")
-    services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")
     if not is_on("no_dns"):
         yield
         return
+    file = Path("/etc/nsswitch.conf")
+    services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")
     configure(b"hosts", b"files")
     try:
         yield

@@ -21,16 +21,16 @@ from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
 from mpiddp.runtime.child import Child, caught_signals, reap
 from mpiddp.runtime.gpu import prepare
-from mpiddp.runtime.gpu_readings import GpuReadings
+from mpiddp.runtime.gpu_readings import reading_gpus
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
 from mpiddp.runtime.store_port import StorePort
 
-_END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
-_WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
-_WAIT_FOR_TORCH_MS = 200  # another process takes longer to import torch
+_END_S = 3.0  # the time after SIGTERM, in which for example a client of Docker ends its container
+_WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # the loop looks at the clock this often if nothing happens
+_WAIT_FOR_TORCH_MS = 200  # a process that the script starts takes longer to import torch
 
 
 class RankAttempt:
@@ -43,7 +43,7 @@ class RankAttempt:
     def __init__(self, rank: Rank, spare: Child | None = None) -> None:
         self.rank, self.world = rank, rank.world
         self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
-        self.spare: Child | None = None  # that imports torch for the next attempt
+        self.spare: Child | None = None  # imports torch for the next attempt
         if spare is not None and not spare.answers():
             spare.discard()
             spare = None
@@ -54,10 +54,10 @@ class RankAttempt:
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
         self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
         self._ended_by = EndedBy.SCRIPT
-        self._code = FAILED  # of this rank
-        self._ends_at: float | None = None  # when the program ends for what has happened elsewhere
-        self._signals: int | None = None  # that have arrived, once the ranks have met
-        self._readings = ExitStack()  # of the GPUs of this host
+        self._code = FAILED  # the exit code of this rank
+        self._ends_at: float | None = None  # when a failure elsewhere ends the program
+        self._signals: int | None = None  # a file with the signals, once the ranks have met
+        self._readings = ExitStack()  # the readings of the GPUs of this host
 
     def run(self) -> int:
         """Make the attempt. Returns the exit code of this rank, unless it is to begin `again`."""
@@ -72,9 +72,9 @@ class RankAttempt:
             ending = ending_of(error)
             if self.rank.launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
-            ranks = self.coordinator
-            if isinstance(error, JobFailed | UserError) and (ranks.has_launcher or ranks.hostnames):
-                return ending.code  # it has been reported
+            is_reported = self.coordinator.has_launcher or self.coordinator.hostnames
+            if isinstance(error, JobFailed | UserError) and is_reported:
+                return ending.code
             raise
         finally:
             if self.child.runs:  # this rank could not begin
@@ -89,7 +89,7 @@ class RankAttempt:
         return self._code
 
     def _end_script(self) -> None:
-        """Let the script end for what has happened elsewhere: after a save, by SIGTERM, in its grace."""
+        """End the script because of a failure elsewhere: wait for a save, and send SIGTERM."""
         child = self.child
         if child.is_command or not child.has_begun:
             return
@@ -126,7 +126,7 @@ class RankAttempt:
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.child.close()
-        if self.spare is not None:  # from now on, everything waits for it
+        if self.spare is not None:  # the job now waits for it
             self.spare.set_priority(0)
         self._ends_at = None
         self.coordinator.send("held", error=wrong_with_host(self.coordinator.world))
@@ -138,7 +138,7 @@ class RankAttempt:
     def _begin(self) -> None:
         """Start the script, and meet the other ranks meanwhile."""
         child, world, rank = self.child, self.world, self.rank
-        os.environ.clear()  # of what an earlier attempt has set
+        os.environ.clear()  # an earlier attempt has set variables
         os.environ.update({**rank.variables, **rank.attempt_variables})
         problem: UserError | JobFailed | None = None
         try:
@@ -152,20 +152,21 @@ class RankAttempt:
             problem = error
         if rank.launcher is not None:
             self._connect(rank.launcher)
-        if isinstance(problem, JobFailed):  # else all ranks refuse it
+        if isinstance(problem, JobFailed):  # all ranks refuse a UserError together, in `meet`
             raise problem
-        # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
+        # Imported here, while the script's Python starts beside this process and takes longer.
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
 
         files = [] if world.local_world_size == world.world_size else rank.program.files
         try:
             env, store = meet(self.coordinator, str(problem or ""), files)
         finally:
-            # All ranks have taken it once they have met, or refuse together. Else the launcher removes it.
-            if rank.kept and isinstance(sys.exc_info()[1], (UserError, type(None))):
+            # All ranks have read the private file once they have met, or refuse together. Otherwise the
+            # launcher removes it.
+            if rank.private_file and isinstance(sys.exc_info()[1], (UserError, type(None))):
                 from mpiddp.hosts import private
 
-                private.remove(rank.kept)
+                private.remove(rank.private_file)
         # Adopt orphans from here on: the channel process, where no launcher serves, must not be ours.
         adopt_orphans()
         self._signals = caught_signals()
@@ -189,7 +190,7 @@ class RankAttempt:
             self.spare = Child(self.rank)
             self.spare.import_ahead(os.environ, facts["ahead"])
             child.others.add(self.spare.pid)
-        if child.messages.pop("mpi", None):  # no later process of this rank can start it
+        if child.messages.pop("mpi", None):  # no later process of this rank can start MPI
             self.rank = self.rank._replace(holds=False)
         if spare is not None:
             spare.hear()
@@ -233,14 +234,13 @@ class RankAttempt:
         """Wait for all that may happen until the program has ended. Returns whether it ends on request."""
         child, ranks = self.child, self.coordinator
         if ranks.has_launcher and ranks.world.local_rank == 0:
-            readings = GpuReadings(ranks.ranks_here, os.environ, ranks.send)
-            readings.start()
-            self._readings.callback(readings.stop)
+            env = dict(os.environ)
+            self._readings.enter_context(reading_gpus(ranks.ranks_here, env, ranks.send))
         while child.status is None:
             self._wait()
         ending = child.ending()
         if self._ended_by is EndedBy.SCRIPT and not ending.is_failure:
-            self._readings.close()  # whose processes are not the program's
+            self._readings.close()  # its tool would be taken for a process that the program has left
             child.name_what_is_left()
         stops = self._report(ending)
         if self._ended_by is not EndedBy.OTHERS:
@@ -252,7 +252,7 @@ class RankAttempt:
         """End the program with all that it has started, and read the rest of its output."""
         child = self.child
         child.end(grace_s)
-        # Now, because whoever still has the streams may outlive this process.
+        # Now, because a process that still has the streams may delay the end of this one.
         self._error_file.unlink(missing_ok=True)
         self._readings.close()
         while child.pid and not all(stream.is_done for stream in child.streams):
@@ -273,12 +273,12 @@ class RankAttempt:
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
-        reap()  # first: a script writes its last words before it ends
+        reap()  # before `hear`, because a script writes its last message before it ends
         child.hear()
         if log := child.messages.pop("log_to", None):
             self._log_to(Path(log["folder"]))
         if (hidden := child.messages.pop("hidden", None)) and child.outputs:
-            child.outputs[-1].keep(hidden["text"])
+            child.outputs[-1].save(hidden["text"].encode(errors="backslashreplace"))
         if stopping := child.messages.pop("stopping", None):
             self._note_request(stopping["signal"])
         self._see_torch()
@@ -309,7 +309,7 @@ class RankAttempt:
             case {"type": "size", "columns": int(columns), "rows": int(rows)}:
                 self._resize(columns, rows)
             case {"type": "stacks"}:
-                if (text := self.child.stack()) is not None:  # else the script answers
+                if (text := self.child.stack()) is not None:  # if not, the script itself answers
                     self.coordinator.send("stacks", text=text[-TEXT_LIMIT:])
 
     def _note_request(self, number: int) -> None:
@@ -326,11 +326,11 @@ class RankAttempt:
         self.child.pass_on(signal.SIGWINCH)
 
     def _see_others(self) -> None:
-        """End with the daemon of the MPI. End some time after the launcher holds, or a failure elsewhere."""
+        """End if the daemon of the MPI has ended, or a second after a hold or a failure elsewhere."""
         ranks, child, now = self.coordinator, self.child, time.monotonic()
         has_news = bool(self._ends_at or ranks.code_of_failure or ranks.is_lost)
         if has_news and child.messages.pop("lost_connection", {}):
-            child.tell({"type": "failure elsewhere"})  # which explains the script's own
+            child.tell({"type": "failure elsewhere"})  # it explains the lost connection
         if self._ended_by is EndedBy.OTHERS:
             return
         ranks.is_lost |= self._is_cut_off(now)
@@ -341,7 +341,7 @@ class RankAttempt:
             if now >= self._ends_at:
                 self._cut(EndedBy.OTHERS, ranks.code_of_end())
         elif self._ends_at and child.status is None:
-            if "over" in child.messages:  # it has failed itself, and has only to end
+            if "over" in child.messages:  # the script has failed too, and only its Python ends yet
                 child.end(0.0)
             elif now >= self._ends_at:
                 self._cut(EndedBy.HOLD)
@@ -388,7 +388,7 @@ class RankAttempt:
             ranks.send("failed", **ending.facts, **child.lack_of_memory, **passed)
         elif ranks.hostnames and ranks.claim_first_failure():
             line = ending.line(ranks.name(self.world.rank))
-            if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
+            if line and not (ending.is_refusal or ending.traceback):  # the script has printed those
                 errors.print_error(line)
         if self.rank.holds and self._ended_by is EndedBy.SCRIPT:
             self._ended_by = EndedBy.HOLD

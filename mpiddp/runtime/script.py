@@ -41,10 +41,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
-_OUR_FOLDER = str(Path(__file__).parent)  # its frames lead to a script
+_OUR_FOLDER = str(Path(__file__).parent)  # the frames of its files lead to a script
 _USES_MPI = ("mpi4py.MPI", "petsc4py", "horovod")  # modules that start MPI
-_STARTED_MS = 5000  # for the script of now to start, before more is imported for the next one
-_INSTALLED = "-packages"  # is in the path of such a module
+_STARTED_MS = 5000  # the present script starts in this time; then more is imported for the next one
+_INSTALLED = "-packages"  # is in the path of an installed module
 
 
 def main() -> None:
@@ -53,11 +53,12 @@ def main() -> None:
     session = current()
     session.has_agent = True
     session.control = out_of_the_way(socket.socket(fileno=number))
-    if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
-        # What python puts there.
+    # python itself puts the script's folder first, unless it is told not to (-P, since Python 3.11).
+    if not getattr(sys.flags, "safe_path", False):
         folder = Path(name).resolve().parent if kind == "script" else Path.cwd()
         sys.path.insert(0, str(Path(name).absolute() if _is_folder(kind, name) else folder))
-    atexit.register(lambda: current().tell_over_at_exit())  # the first handler is called last
+    # Registered before those of the script, so called after them.
+    atexit.register(lambda: current().tell_over_at_exit())
     patches.apply(patches.BEFORE_RANKS_MEET, session)
     sys.argv = sys.argv[3:]
     try:
@@ -75,9 +76,9 @@ def main() -> None:
             is_shown = session.fail(error)
     if error is None or not ending.is_failure:
         session.tell_agent("left")
-        if not session.is_member:  # else a handler of atexit leaves
+        if not session.is_member:  # otherwise a handler of atexit leaves
             session.leave()
-    elif ending.traceback:  # else it is a sentence
+    elif ending.traceback:  # otherwise a sentence says it all
         frames = script_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
         if is_shown:
@@ -127,9 +128,8 @@ def _begin(session: Session, control: socket.socket) -> None:
     `serve_beside` come with its first byte. A process that waits for the next attempt gets "ahead" before,
     and answers "ask".
     """
-    at_torch: list[
-        Callable[[], None]
-    ] = []  # calls that follow the script's import, not an earlier one
+    # The calls that follow the script's own import of torch. Until it begins, there are none.
+    at_torch: list[Callable[[], None]] = []
     sys.meta_path.insert(0, AtImport(["torch"], partial(_importing_torch, at_torch)))
     session.tell_agent("ready")
     facts, sockets = _message_of_agent(control)
@@ -148,7 +148,7 @@ def _begin(session: Session, control: socket.socket) -> None:
     env = facts["variables"]
     os.environ.update(env)
     variables, modules = dict(os.environ), {*sys.modules}
-    script_session()  # which connects it
+    script_session()  # connects it to the server of the job
     if session.coordinator.has_launcher:
         starting_mpi = partial(_starting_mpi, session, facts["mpi"])
         sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
@@ -181,7 +181,7 @@ def _serve_store(
     if patches.is_on(patches.store_of_job.__name__):
         session.tell_agent("store", pid=serve_beside(env, listener, lifeline))
     else:
-        with suppress(RuntimeError):  # a process of the script listens there
+        with suppress(RuntimeError):  # a process that the script has started listens there
             session.torch_store = serve_store(env, listener.detach())
 
 
@@ -203,7 +203,7 @@ def _import_ahead(facts: Mapping[str, Any], control: socket.socket) -> None:
     sys.path[:] = facts["path"]
     _set(facts["variables"])
     for name in (*facts["packages"], "torch"):
-        with suppress(Exception):  # the script will find the same error
+        with suppress(Exception):  # the script of the next attempt meets the same error itself
             import_module(name)
     _set(variables)
     sys.path[:] = path
@@ -226,7 +226,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[None]:
-    """The script starts MPI, as the rank of its mpirun. No other process of this rank may do so."""
+    """Let the script start MPI as the rank of its mpirun. No later process of this rank can do so."""
     session.tell_agent("mpi")
     os.environ.update(variables)
     yield
@@ -246,19 +246,18 @@ def _message_of_agent(control: socket.socket) -> tuple[dict[str, Any], list[sock
 
 
 def _run(kind: str, name: str) -> None:
-    """Run a script, or a module, as `__main__`."""
-    # A program that restarts itself runs this.
+    # A program that restarts itself runs sys.orig_argv.
     flags = sys.orig_argv[1 : sys.orig_argv.index("-c")]
     sys.orig_argv = [sys.executable, *flags, *["-m"] * (kind == "module"), *sys.argv]
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__annotations__={}, __builtins__=builtins)
-    # multiprocessing, which may be there already, finds objects of the script by the second name.
+    # If multiprocessing has been imported, it finds objects of the script by the second name.
     for alias in {"__main__", "__mp_main__"} & sys.modules.keys():
         sys.modules[alias] = main_module
     if kind == "module" or _is_folder(kind, name):
         import runpy
 
-        # What python calls.
+        # Python itself calls this function.
         module, alters_argv = (name, True) if kind == "module" else ("__main__", False)
         runpy._run_module_as_main(module, alters_argv)  # type: ignore[attr-defined]
         return
@@ -266,7 +265,7 @@ def _run(kind: str, name: str) -> None:
     loader = SourceFileLoader("__main__", file)
     main_module.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
     content = Path(name).read_bytes()
-    if b"\0" in content:  # a zip application, or compiled
+    if b"\0" in content:  # a zip application, or a compiled file
         import runpy
 
         runpy.run_path(name, run_name="__main__")

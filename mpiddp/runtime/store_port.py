@@ -16,11 +16,10 @@ class StorePort:
     """
 
     def __init__(self) -> None:
-        self._files: list[
-            socket.socket
-        ] = []  # for the script: the listener, and its end of the lifeline
-        self.listens = False  # and the script has not imported torch
-        self.is_served = False  # by a process that outlives the script
+        # What the script gets: the listener, and the far end of the lifeline.
+        self._files: list[socket.socket] = []
+        self.listens = False  # until the script has imported torch
+        self.is_served = False  # a process serves the store, and outlives the script
         self._lifeline, self._far_end = socket.socketpair()
 
     @property

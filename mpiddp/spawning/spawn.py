@@ -40,10 +40,10 @@ from mpiddp.runtime.shipped import packed
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
-Value: TypeAlias = str | int | float | bool | Sequence[str | int] | None  # of an option
+Value: TypeAlias = str | int | float | bool | Sequence[str | int] | None  # the value of an option
 
 _REPEATED = ("--env-file", "--mpi-args")  # the values of other options are joined by commas
-_LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
+_LAST_S = 0.5  # after the end of the launcher, its last lines are read for this time at most
 
 
 def spawn(
@@ -133,7 +133,7 @@ def spawn(
     text, cause = "", None
     if rank in answers:
         text, body = pickle.loads(answers[rank])
-        with suppress(UserError):  # its class is missing here
+        with suppress(UserError):  # the class of the error is missing here
             cause = unpickled(body, name, rank)
     raise RankFailed(sentence, rank, outcome["host"], text) from cause
 
@@ -255,7 +255,7 @@ def _launched(
 
 def _flushed(stream: Any, number: int) -> int | None:
     """None for a text stream of this file descriptor, which the launcher can use itself; else PIPE."""
-    with suppress(OSError, ValueError, AttributeError):  # of a cell, of a test, closed, None
+    with suppress(OSError, ValueError, AttributeError):  # a cell's, a closed one, or None
         stream.flush()
         return None if stream.fileno() == number else subprocess.PIPE
     return subprocess.PIPE

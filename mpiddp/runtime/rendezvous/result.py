@@ -31,8 +31,8 @@ class RankInfo(NamedTuple):
     machine: str  # distinguishes two machines with the same name
     interfaces: Sequence[Interface]
     problem: str = ""  # why this rank cannot begin
-    run_id: str = ""  # that of rank 0 counts; the same in all attempts of a job
-    gpus: str = ""  # that it may see, as CUDA_VISIBLE_DEVICES has them
+    run_id: str = ""  # rank 0's counts; it is the same in all attempts of a job
+    gpus: str = ""  # the GPUs that the rank may see, as CUDA_VISIBLE_DEVICES has them
 
     @classmethod
     def of_this_process(cls, world: World, problem: str = "") -> RankInfo:
@@ -73,8 +73,8 @@ class RankInfo(NamedTuple):
         return False
 
 
-Infos = Sequence[RankInfo]  # of all ranks, by rank
-Files = Sequence[tuple[str, str]]  # of a rank's script: of each, its name and its SHA-256
+Infos = Sequence[RankInfo]  # the infos of all ranks, by rank
+Files = Sequence[tuple[str, str]]  # the names and the SHA-256 of the files of a rank's script
 Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 
 
@@ -207,7 +207,7 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
             ours, theirs = dict(programs[0]), dict(program)
             name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
             here, there = infos[0].hostname, info.hostname
-            if name not in ours:  # as after a change of the branch
+            if name not in ours:  # for example after a change of the branch
                 raise UserError(
                     f"{name} is on {there}, and not on {here}. Remove it there: mpiddp hosts push does, "
                     "if an earlier push has sent it"

@@ -25,9 +25,13 @@ def serve_store(env: Mapping[str, str], listener: int) -> Store:
 
     `multi_tenant` lets an env:// or tcp:// init in rank 0's process use this server too.
     """
-    address, port, world_size = (env[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
     with no_dns():
-        return _open(address, int(port), int(world_size), is_master=True, master_listen_fd=listener)
+        return _serve(env, listener)
+
+
+def _serve(env: Mapping[str, str], listener: int) -> Store:
+    address, port, world_size = (env[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    return _open(address, int(port), int(world_size), is_master=True, master_listen_fd=listener)
 
 
 def serve_beside(env: Mapping[str, str], listener: socket.socket, lifeline: socket.socket) -> int:
@@ -58,8 +62,8 @@ def _serve_until_closed(env: Mapping[str, str], listener: int, lifeline: int) ->
     low, high = sorted((listener, lifeline))
     for first, end in (3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX")):
         os.closerange(first, end)
-    with no_dns():  # for each connection that it accepts
-        store = serve_store(env, listener)
+    with no_dns():  # the store looks up each connection that it accepts
+        store = _serve(env, listener)
         os.read(lifeline, 1)
         del store
 

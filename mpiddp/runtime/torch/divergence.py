@@ -27,7 +27,12 @@ from mpiddp.runtime.job.session import current
 from mpiddp.text import all_of, listed
 from mpiddp.world import World
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # by their size in bytes
 _MAX_NAMED = 4  # ranks in a sentence
 
 
