@@ -18,15 +18,6 @@ from typing import NamedTuple
 
 from mpiddp.errors import UserError
 from mpiddp.protocol import variables as ours
-from mpiddp.protocol.variables import (
-    ANNOUNCED,
-    CHANNEL,
-    CHANNEL_SECRET,
-    GPUS,
-    LAUNCHER,
-    RUN_DIR,
-    RUN_ID,
-)
 from mpiddp.text import parse_whole, shown
 
 
@@ -41,7 +32,7 @@ class RankSource(NamedTuple):
     # Of the rank, the world size, the local rank and the local world size. The ranks count what is missing at
     # the end when they have joined.
     variables: tuple[str, ...]
-    mpis: tuple[str, ...] = ()  # that its ranks may load, by mpi4py's get_vendor()
+    mpis: tuple[str, ...] = ()  # its ranks may load these, as get_vendor() of mpi4py names them
     hides_gpus: bool = False  # each rank may see only its own GPU
     starts_any_program: bool = False  # its ranks may have MASTER_ADDR and _PORT, and need no MPI
 
@@ -102,7 +93,6 @@ RANK_SOURCES = (
     _PMIX,
 )
 
-_OF_A_RANK = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 # What launchers tell their ranks beside a row's variables. The rest of such a beginning is a user's setting.
 _OF_LAUNCHERS = re.compile(
     r"TORCHELASTIC_|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)$|PMI_|PMIX_(?!MCA_)|PRTE_(?!MCA_)|OMPI_(?!MCA_|ALLOW_)"
@@ -183,7 +173,7 @@ class World(NamedTuple):
             rank, world_size, *local = map(parse_whole, values.values())
         except ValueError as error:
             raise UserError(f"{_listed(values)}: each must be {error}.") from None
-        alone: list[int | None] = [0, 1] if world_size == 1 else [None, None]  # on its host
+        alone: list[int | None] = [0, 1] if world_size == 1 else [None, None]
         local_rank, local_size = local + alone[len(local) :]
         most = world_size if local_size is None else local_size
         if not (rank < world_size and (local_rank or 0) < most <= world_size):
@@ -191,7 +181,7 @@ class World(NamedTuple):
                 f"{_listed(values)}: these variables do not come from one launcher. Unset the stale ones."
             )
         if source.name == "env://" and is_joined(env):  # its agent has left out the other variables
-            named = (row for row in RANK_SOURCES if row.name == env.get(LAUNCHER))
+            named = (row for row in RANK_SOURCES if row.name == env.get(ours.LAUNCHER))
             source = next(named, source)
         return cls(rank, world_size, local_rank, local_size, source)
 
@@ -230,17 +220,18 @@ def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
 
 def is_joined(env: Mapping[str, str]) -> bool:
     """Whether `env` is of a rank that has joined, or of its child. A torchrun of theirs has another id."""
-    return RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[RUN_ID]
+    return ours.RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[ours.RUN_ID]
 
 
 def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     """Remove what new ranks would inherit of another job. Returns whether this process is its rank."""
-    for name in (ANNOUNCED, CHANNEL, CHANNEL_SECRET, GPUS, LAUNCHER, RUN_DIR):
+    channel = (ours.CHANNEL, ours.CHANNEL_SECRET)
+    for name in (*channel, ours.ANNOUNCED, ours.GPUS, ours.LAUNCHER, ours.RUN_DIR):
         env.pop(name, None)
     was_joined = is_joined(env)
     if was_joined:
-        for name in [n for n in env if n.startswith(_OF_A_RANK) or n in (*TORCH, RUN_ID)]:
-            del env[name]
+        leave_launchers(env)
+        del env[ours.RUN_ID]
     # A launcher sets all of these, or the first two. Fewer are left over in a shell.
     complete = next((names for names in (TORCH, TORCH[:2]) if {*names} <= env.keys()), ())
     for name in {*TORCH} - {*complete}:
@@ -256,7 +247,7 @@ def leave_launchers(env: MutableMapping[str, str]) -> None:
     torchrun sets the address of its own store. That of a user stays.
     """
     names = {name for source in RANK_SOURCES for name in (*source.proof, *source.variables)}
-    names -= {"SLURM_NTASKS"}  # of a job as well
+    names -= {"SLURM_NTASKS"}  # the variable of a job as well
     if "TORCHELASTIC_RUN_ID" in env:
         names |= {"MASTER_ADDR", "MASTER_PORT"}
     for name in [name for name in env if name in names or _OF_LAUNCHERS.match(name)]:

@@ -24,7 +24,7 @@ from mpiddp.runtime.rank import Rank, python_by_hand
 from mpiddp.runtime.rank_attempt import RankAttempt
 from mpiddp.world import is_joined
 
-_SOCKETS_PER_RANK = 3  # of torch's store: that of `process_group`, a script's own, and one to spare
+_SOCKETS_PER_RANK = 3  # to torch's store: for `process_group`, a script's own group, and one more
 
 
 def main(argv: list[str]) -> int:

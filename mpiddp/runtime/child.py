@@ -25,17 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import DONE, cause_of
-from mpiddp.hosts.processes import (
-    OomKills,
-    catches,
-    command_of,
-    descendants,
-    end_all,
-    group_of,
-    key_of_output,
-    kills_in,
-    signal_at_parents_end,
-)
+from mpiddp.hosts import processes
 from mpiddp.protocol.channel import LINE_LIMIT, STREAMS, Lines, is_shown
 from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.connection import Server
@@ -50,19 +40,20 @@ _START = (
     "import sys; sys.path[:] = sys.path[sys.path[0] == '':]; "
     "from mpiddp.runtime.script import main; main()"
 )
-_OWN = f"{sys.executable} -c {_START}"
+_WHOLE = f"{sys.executable} -c {_START}"  # the command line of a script's process
 # The signals that a rank passes on to its script or its command.
 PASSED = (
     *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
     *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
 )
-_STACK_S, _WRITTEN_S = 0.8, 0.05  # for a script to write its stack: the first line, and the others
-_ANSWER_S = 1.0  # for a process that waits
-_LOW, _USUAL = 5, 0  # nice values
-_HELPERS_S = 0.5  # for the processes of multiprocessing to notice that their parent has ended
+_STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others
+_ANSWER_S = 1.0  # a process that waits for its script answers in this time
+_LOW = 5  # the nice value of a process that nobody waits for
+_HELPERS_S = 0.5  # the processes of multiprocessing notice in this time that their parent has ended
 _CLEAN_UP = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_OF_OURS = ("<string>", str(Path(__file__).with_name("script.py")))  # they lead to the script
+# The files of the first frames of a process, which lead to those of the script.
+_BELOW_SCRIPT = ("<string>", str(Path(__file__).with_name("script.py")))
 
 
 class Child:
@@ -78,26 +69,25 @@ class Child:
         name = f"rank {world.rank} on {world.hostname}"
         numbers = STREAMS if rank.selection else ()
         self.outputs = [Stream(number, name, rank.terminal) for number in numbers]
-        # stdin's first: the launcher hides what is typed before it shows the question.
+        # stdin comes first: if a script asks for a password, the terminal stops showing the typed keys before
+        # the question appears.
         inputs = [Input(rank.terminal)] if rank.selection and world.rank == 0 else []
         self.streams: list[Stream | Input] = [*inputs, *self.outputs]
-        # Their ends in the child, by its own file descriptors. They are closed here when it starts.
+        # The child's ends of the streams, by its file descriptors. They are closed here when it starts.
         self._files = {stream.number: stream.theirs for stream in self.streams}
-        self.outputs_there = [
-            key_of_output(Path(f"/proc/self/fd/{stream.theirs}")) for stream in self.outputs
-        ]
         if rank.selection and world.rank != 0:
             self._files[0] = os.open(os.devnull, os.O_RDONLY)
-        self.pid = 0  # until it has started
-        self.status: int | None = None  # its exit code, -N for signal N, once it has ended
-        self.said: dict[str, dict[str, Any]] = {}  # by the script, by type
-        self.passed: set[int] = set()  # the signals
-        self.control: socket.socket | None = None  # to the script, until that has closed it
+        self.pid = 0  # 0: it has not started
+        self.status: int | None = None  # its exit code, or -N for signal N; None while it runs
+        self.messages: dict[str, dict[str, Any]] = {}  # the latest of the script, by type
+        self.passed: set[int] = set()  # the signals that this agent has sent or has to send
+        self.control: socket.socket | None = None  # to the script, which may close its end
         self.process: subprocess.Popen[bytes] | None = None
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
-        self._kills_before: OomKills | None = None  # before it, in this control group
-        self.has_begun = False  # to run the script
+        # The kernel's kills for lack of memory in this control group, before the child could cause one.
+        self._kills_before: processes.OomKills | None = None
+        self.has_begun = False  # its Python has been told to run the script
 
     @property
     def runs(self) -> bool:
@@ -108,17 +98,17 @@ class Child:
 
         It may be stopped, or hang in an import.
         """
-        self.said.pop("here", None)
-        self._tell({"type": "ask"})
+        self.messages.pop("here", None)
+        self.tell({"type": "ask"})
         deadline = time.monotonic() + _ANSWER_S
-        while self.control and "here" not in self.said and time.monotonic() < deadline:
+        while self.control and "here" not in self.messages and time.monotonic() < deadline:
             if select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 self.hear()
-        return "here" in self.said and self.runs
+        return "here" in self.messages and self.runs
 
     def start(self, variables: Mapping[str, str]) -> None:
         program, files = self._rank.program, self._files
-        self._kills_before = kills_in(group_of())
+        self.forget_kills()
         ours, theirs = socket.socketpair()
         argv, passed = [program.name, *program.args], list[int]()
         launcher = self._rank.world.launcher.name
@@ -127,11 +117,9 @@ class Child:
         else:
             env = script_environment(variables, launcher)
             argv = [*self._rank.python, "-c", _START, str(theirs.fileno()), program.kind, *argv]
-            # Hydra's, for an MPI of the script's own.
-            passed = [
-                theirs.fileno(),
-                *([int(variables["PMI_FD"])] if "PMI_FD" in variables else []),
-            ]
+            passed = [theirs.fileno()]
+            if "PMI_FD" in variables:  # MPICH's, for a script that uses MPI
+                passed.append(int(variables["PMI_FD"]))
         try:
             self.process = subprocess.Popen(
                 argv,
@@ -156,32 +144,26 @@ class Child:
                 os.close(file)
         self.pid, self.control = self.process.pid, ours
         _running[self.pid] = self
-        for number in tuple(self.passed):  # before there was a command
+        for number in tuple(self.passed):  # signals that came before the command
             self.pass_on(number)
 
     def import_ahead(self, variables: Mapping[str, str], ahead: Mapping[str, Any]) -> None:
-        """Start it for the next attempt: it imports what the script of this one has imported until torch."""
+        """Start the Python of the next attempt. It imports torch, after packages of the script."""
         self.start(variables)
-        self._tell({"type": "ahead", **ahead})
-        self._set_priority(_LOW)
+        self.tell({"type": "ahead", **ahead})
+        self.set_priority(_LOW)
 
-    def hurry(self) -> None:
-        """The script before it has ended: it waits for nothing but this process."""
-        self._set_priority(_USUAL)
-
-    def _set_priority(self, nice: int) -> None:
-        """Set that of its session, by which Linux shares the cores first. A higher one needs no right."""
-        with contextlib.suppress(OSError):  # a kernel that does not
+    def set_priority(self, nice: int) -> None:
+        """Set the nice value of its session. Linux shares the cores among sessions; it needs no right."""
+        with contextlib.suppress(OSError):  # this kernel does not share by sessions
             Path(f"/proc/{self.pid}/autogroup").write_text(str(nice), encoding="ascii")
 
-    def _tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-        """Tell the process, if it still listens."""
+    def tell(self, facts: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):
             if self.control is not None:
                 socket.send_fds(self.control, [json.dumps(facts).encode() + b"\n"], files)
 
     def connect(self, launcher: Server) -> None:
-        """Let the launcher show the streams, and send its stdin."""
         selection, world = self._rank.selection, self._rank.world
         for stream in self.streams:
             if stream.number == 0 or is_shown(selection, world.rank, stream.number):
@@ -195,20 +177,11 @@ class Child:
         self.forget_kills()
         self.has_begun = True
         args = rank.program.args[len(self._rank.program.args) :]
-        facts = {
-            "type": "go",
-            "variables": {**rank.own, **variables},
-            "args": args,
-            "mpi": mpi_environment(rank.variables),
-        }
-        self._tell(facts, files)
-
-    def tell_first(self, *, is_first: bool) -> None:
-        """Answer a script that has lost a connection: it shows its error only if it has failed first."""
-        self._tell({"type": "first", "is_first": is_first})
+        env, mpi = {**rank.attempt_variables, **variables}, mpi_environment(rank.variables)
+        self.tell({"type": "go", "variables": env, "args": args, "mpi": mpi}, files)
 
     def hear(self) -> None:
-        """Take what the script has said."""
+        """Take the messages of the script."""
         while self.control is not None and select.select([self.control], [], [], 0)[0]:
             chunk = b""
             with contextlib.suppress(OSError):
@@ -219,8 +192,8 @@ class Child:
             for line in self._lines.split(chunk):
                 try:
                     facts = json.loads(line)
-                    self.said[facts["type"]] = facts
-                except (ValueError, LookupError, TypeError):  # of a stack, perhaps in a message
+                    self.messages[facts["type"]] = facts
+                except (ValueError, LookupError, TypeError):  # a stack, or a message cut by one
                     self._frames.append(line.decode(errors="replace"))
 
     def stack(self) -> str | None:
@@ -231,9 +204,9 @@ class Child:
         """
         if self.is_command or not self.pid:
             return ""
-        if self.control is None:  # nobody would read it
+        if self.control is None:  # the script has closed the file that its stack goes to
             return None
-        import linecache  # takes a millisecond of each start
+        import linecache  # here, because it would cost each start a millisecond
 
         self._frames = []
         self.pass_on(signal.SIGURG)
@@ -245,7 +218,7 @@ class Child:
         lines = [
             f'  File "{file}", line {number}, in {name}\n    {linecache.getline(file, int(number)).strip()}\n'
             for file, number, name in reversed(_FRAME.findall("\n".join(self._frames)))
-            if file not in _OF_OURS
+            if file not in _BELOW_SCRIPT
         ]
         return f"thread MainThread:\n{''.join(lines)}" if lines else None
 
@@ -257,46 +230,48 @@ class Child:
         self.passed.add(number)
         if number == signal.SIGINT and not (self.has_begun or self.is_command):
             number = signal.SIGTERM
-        if number == signal.SIGTSTP and not catches(self.pid, number):
-            number = (
-                signal.SIGSTOP
-            )  # the kernel ignores the other one in a session without a terminal
+        # In a session without a terminal, the kernel ignores a SIGTSTP that no handler catches.
+        if number == signal.SIGTSTP and not processes.catches(self.pid, number):
+            number = signal.SIGSTOP
         with contextlib.suppress(ProcessLookupError):
             if self.runs:
                 (os.killpg if self.is_command else os.kill)(self.pid, number)
 
     def ending(self) -> Ending:
-        """What wait() says, with the script's own reason."""
         assert self.status is not None
         status = self.status
-        if status == -signal.SIGKILL and "over" in self.said:
-            status = int(self.said["over"]["code"])  # with which it was about to end
-        told = self.said.get("failed", {"ending": [DONE]})["ending"]
-        return ending_of_process(status, Ending(*told), os.environ.get(ERROR_FILE, ""))
+        if status == -signal.SIGKILL and "over" in self.messages:
+            status = int(self.messages["over"]["code"])  # it was about to end with this code
+        recorded = Ending(*self.messages.get("failed", {"ending": [DONE]})["ending"])
+        return ending_of_process(status, recorded, os.environ.get(ERROR_FILE, ""))
 
     @property
     def lack_of_memory(self) -> dict[str, int | None]:
         """The kernel's kills in the rank's control group since the child began, if there were any."""
-        now, before = kills_in(group_of()), self._kills_before
+        now, before = processes.kills_in(processes.group_of()), self._kills_before
         if now is None or before is None or now.kills <= before.kills:
             return {}
         return {"oom_kills": now.kills - before.kills, "memory_limit": now.limit_bytes}
+
+    def _alive(self) -> dict[int, str]:
+        """The processes below the agent that are the program's, with their names."""
+        return processes.descendants(os.getpid(), but=self.others)
 
     def name_what_is_left(self) -> None:
         """Say which processes outlive the program, once helpers have had time to end."""
         if not self.outputs:
             return
         deadline = time.monotonic() + _HELPERS_S
-        while (left := descendants(os.getpid(), but=self.others)) and time.monotonic() < deadline:
+        while (left := self._alive()) and time.monotonic() < deadline:
             time.sleep(_WRITTEN_S)
         if left:
-            left = {pid: command_of(pid) or name for pid, name in left.items()}
+            commands = {pid: processes.command_of(pid) or name for pid, name in left.items()}
             # A fork has the command line of its script's process, which names no script.
             forks = {
-                each: "a fork of the script" for each in left.values() if _OWN.startswith(each)
+                pid: "a fork of the script" for pid in left if _WHOLE.startswith(commands[pid])
             }
-            named = ", ".join(f"pid {pid} ({forks.get(each, each)})" for pid, each in left.items())
-            self.outputs[-1].say(f"ended what the script has left behind: {named}.")
+            names = [f"pid {pid} ({name})" for pid, name in (commands | forks).items()]
+            self.outputs[-1].say(f"ended what the script has left behind: {', '.join(names)}.")
 
     def close(self) -> None:
         for stream in self.streams:
@@ -304,8 +279,7 @@ class Child:
 
     @property
     def saves(self) -> bool:
-        """Whether the script says that it saves."""
-        return bool(self.said.get("saving", {}).get("active"))
+        return bool(self.messages.get("saving", {}).get("active"))
 
     @property
     def has_children(self) -> bool:
@@ -316,28 +290,23 @@ class Child:
         return False
 
     def discard(self) -> None:
-        """Kill a child that waits, and close its streams."""
         self.pass_on(signal.SIGKILL)
         self.close()
 
     def forget_kills(self) -> None:
-        """What the kernel has killed until now was not the program."""
-        self._kills_before = kills_in(group_of())
+        """Count the kernel's kills from now on: the program has not caused the earlier ones."""
+        self._kills_before = processes.kills_in(processes.group_of())
 
     def end(self, grace_s: float) -> None:
-        """End all that is left, see `end_all`. Nobody waits for the output of what cannot be killed.
+        """End all processes that are left, see `end_all`. The output of one that cannot be killed is dropped.
 
         The processes that clean up after others come last: they remove shared memory, and end by themselves.
         """
-
-        def everything() -> dict[int, str]:
-            return descendants(os.getpid(), but=self.others)
-
-        left = end_all(lambda: [*filterfalse(_cleans_up, everything())], grace_s=grace_s)
+        left = processes.end_all(lambda: [*filterfalse(_cleans_up, self._alive())], grace_s=grace_s)
         deadline = time.monotonic() + _HELPERS_S
-        while everything() and not left and time.monotonic() < deadline:
+        while self._alive() and not left and time.monotonic() < deadline:
             time.sleep(_WRITTEN_S)
-        if left or end_all(everything, grace_s=0.0):
+        if left or processes.end_all(self._alive, grace_s=0.0):
             for stream in self.outputs:
                 stream.source.close()
         reap()
@@ -365,24 +334,24 @@ def reap() -> None:
 
 
 def _begin(agent: int) -> None:
-    """In the forked process, which has the program's files, before it becomes the program."""
-    signal_at_parents_end(signal.SIGKILL)
+    """Prepare the forked process, before it becomes the program."""
+    processes.signal_at_parents_end(signal.SIGKILL)
     if os.getppid() != agent:
         os._exit(1)
     with contextlib.suppress(OSError):  # stdin is no terminal of this session
-        if os.tcgetpgrp(0) == os.getpgrp():  # whose Ctrl-C the agent would get
+        if os.tcgetpgrp(0) == os.getpgrp():  # a Ctrl-C would reach the agent, not the program
             os.setpgid(0, 0)
             signal.signal(signal.SIGTTOU, signal.SIG_IGN)
             os.tcsetpgrp(0, os.getpid())
             signal.signal(signal.SIGTTOU, signal.SIG_DFL)
             return
-    # Linux shares its cores among sessions first. Those of one mpirun would get the share of one process.
+    # Linux shares its cores among sessions first. In one session, all ranks would get the share of one.
     os.setsid()
 
 
 @cache
 def caught_signals() -> int:
-    """A file that is readable when a signal has arrived, and contains its number: from the first call on.
+    """From the first call on, a file that gets the number of each signal that arrives.
 
     Before, a signal ends this process, and the script with it: MPI holds the interpreter's lock.
     """

@@ -24,8 +24,8 @@ _DTYPES = {
 }  # fmt: skip
 _RELAXED = 2  # CUDA's cudaStreamCaptureModeRelaxed
 
-# What is known of groups whose calls may have left torch's record: others are called more often.
-_known: dict[tuple[str, str], dict[str, Any]] = {}
+# By the name and the backend of a group, whose calls may have left torch's record.
+_latest: dict[tuple[str, str], dict[str, Any]] = {}
 
 
 def calls() -> dict[str, Any] | None:
@@ -50,29 +50,29 @@ def _calls(torch: Any) -> dict[str, Any]:
         if name in groups and not entry["is_p2p"]:
             entries = entries_of.setdefault((name, backend), [])
             if entries and entries[-1]["pg_id"] != entry["pg_id"]:
-                entries.clear()  # those of a group of the same name, which has been destroyed
+                entries.clear()  # a group that has been destroyed had the same name
             entries.append(entry)
-    for facts in _known.values():
+    for facts in _latest.values():
         # What torch's record no longer has is over: a rank that waits makes no other calls.
         facts["calls"] = [(*call[:-1], True) for call in facts["calls"]]
     everyone = [*range(torch.get_world_size())]
     for key, entries in entries_of.items():
         members = sorted(torch._world.pg_group_ranks[groups[key[0]]])
-        _known.pop(key, None)  # the groups that were called last stand last
-        _known[key] = {
+        _latest.pop(key, None)  # the groups that were called last stand last
+        _latest[key] = {
             "ranks": None if members == everyone else members,
-            **_told(entries, backend=key[1]),
+            **_calls_of(entries, backend=key[1]),
         }
-    for key in [key for key in _known if not _is_of(groups.get(key[0]), key)]:
-        del _known[key]
-    latest = [*_known.items()][-_MOST_GROUPS:]
+    for key in [key for key in _latest if not _is_of(groups.get(key[0]), key)]:
+        del _latest[key]
+    latest = [*_latest.items()][-_MOST_GROUPS:]
     most = _MOST_CALLS // max(len(latest), 1)
-    told = [
+    messages = [
         {"name": ":".join(key), **facts, "calls": _shortened(facts["calls"], most)}
         for key, facts in latest
     ]
     # The launcher reads the clock of this rank by it: the later, the better.
-    return {"groups": told, "now_us": time.time_ns() // 1000}
+    return {"groups": messages, "now_us": time.time_ns() // 1000}
 
 
 def _shortened(calls: list[tuple[int, int, int, bool]], most: int) -> list[Any]:
@@ -89,21 +89,21 @@ def _is_of(group: Any, key: tuple[str, str]) -> bool:
     made = [
         backend._get_sequence_number_for_group() for backend in backends if backend.name() == key[1]
     ]
-    return not made or max(call[0] for call in _known[key]["calls"]) <= max(made)
+    return not made or max(call[0] for call in _latest[key]["calls"]) <= max(made)
 
 
-def _told(entries: list[dict[str, Any]], *, backend: str) -> dict[str, Any]:
+def _calls_of(entries: list[dict[str, Any]], *, backend: str) -> dict[str, Any]:
     """Calls as a message has them: the kinds, and of each call its number, its kind, when it was made, and
     whether it has ended. Several entries of one number are one call."""
     kinds: dict[str, int] = {}
-    told: dict[int, tuple[int, int, int, bool]] = {}
+    calls: dict[int, tuple[int, int, int, bool]] = {}
     for entry in entries:
         kind = kinds.setdefault(_kind(entry), len(kinds))
         # Of gloo, torch notes no more than that a call is over.
         has_ended = entry["state"] == "completed" or (backend == "gloo" and entry["retired"])
         number = entry["collective_seq_id"]
-        told[number] = number, kind, entry["time_created_ns"] // 1000, has_ended
-    return {"kinds": [*kinds], "calls": [*told.values()]}
+        calls[number] = number, kind, entry["time_created_ns"] // 1000, has_ended
+    return {"kinds": [*kinds], "calls": [*calls.values()]}
 
 
 def _kind(entry: dict[str, Any]) -> str:

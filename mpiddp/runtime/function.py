@@ -30,7 +30,7 @@ from mpiddp.runtime.shipped import install, share
 _MAX_TRACEBACK, _LARGEST_ERROR = 1 << 15, 32 << 20  # characters, and bytes of the pickled exception
 
 
-def said(error: Exception) -> str:
+def named(error: Exception) -> str:
     """Python's name of an error and its text, to go on with a full stop."""
     return f"{type(error).__name__}: {str(error).rstrip('.')}"
 
@@ -69,7 +69,7 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
     if answered["mac"] != mac(coordinator.server.key, mac("", "function", value)):
         raise coordinator.lost()
     facts, body = pickle.loads(b64decode(value))
-    linecache.cache.update(facts["source"])  # for tracebacks
+    linecache.cache.update(facts["source"])  # tracebacks show its lines
     install(facts["modules"], facts["path"])
     try:
         return facts, pickle.loads(body)
@@ -85,7 +85,7 @@ def received_call(coordinator: Coordinator) -> tuple[dict[str, Any], Callable[[]
                 "in the calling process. Install the same version."
             )
         raise UserError(
-            f"{facts['name']} cannot be unpickled on {coordinator.world.hostname}: {said(error)}.{hint}"
+            f"{facts['name']} cannot be unpickled on {coordinator.world.hostname}: {named(error)}.{hint}"
         ) from None
 
 
@@ -105,7 +105,7 @@ def pickled_result(result: object, name: str, rank: str) -> bytes:
     except Exception as error:
         raise UserError(
             f"{rank}: {name} has returned an object of {type(result).__qualname__} that cannot be pickled: "
-            f"{said(error)}."
+            f"{named(error)}."
         ) from None
 
 

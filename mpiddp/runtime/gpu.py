@@ -12,7 +12,6 @@ from mpiddp.world import World
 
 
 def prepare(world: World) -> None:
-    """Choose the GPUs and the threads of this rank."""
     if text := os.environ.get(GPUS):  # the variables that the launcher has for each host
         hosts, of_hosts = expected_hosts(os.environ.get(PLACEMENT, "")), json.loads(text)
         os.environ.update(of_hosts[list(dict.fromkeys(hosts)).index(hosts[world.rank])])

@@ -19,7 +19,6 @@ import atexit
 import contextlib
 import dis
 import os
-import signal
 import sys
 import time
 import traceback
@@ -36,14 +35,13 @@ from mpiddp.runtime.gpu import limit_threads
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current, script_session
-from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.runtime.rank_log import log_to_console
 from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
 from mpiddp.world import World
 
 Value = TypeVar("Value")
 
-_EXIT_UNKNOWN = SystemExit(FAILED)  # that has ended a script: nobody but its parent knows the code
+_EXIT_UNKNOWN = SystemExit(FAILED)  # a script has exited, and only its parent knows the code
 
 
 @contextlib.contextmanager
@@ -65,8 +63,7 @@ def join(world: World | None = None) -> Iterator[Coordinator]:
         yield coordinator
         return
     session.is_member = True
-    if patches.is_on("stop_signal"):
-        stop_on(session.stop, signal.SIGUSR1, signal.SIGUSR2)
+    patches.apply([patches.stop_signal], session)
     if not session.has_agent and coordinator.connection is not None:
         session.error = None  # the script has caught an earlier one
         coordinator.listen(session.obey, partial(_watch, session))
@@ -108,10 +105,9 @@ def _as_script(world: World, session: Session) -> None:
         node_rank=int(env["GROUP_RANK"]),
         num_nodes=int(env["GROUP_WORLD_SIZE"]),
     )
-    has_store = session.torch_store is not None or env.get(AGENT_STORE) == "True"
+    has_store = session.control is not None or env.get(AGENT_STORE) == "True"
     if world.rank == 0 and world.world_size > 1 and not has_store:
-        # In a command, and for a script that has begun without torch, nobody serves the store yet, unless the
-        # script has formed a group by itself.
+        # In a command, nobody serves the store yet, unless the script has formed a group by itself.
         with contextlib.suppress(UserError, JobFailed):
             session.torch_store = serve_store(env, bind(address, port, world.hostname).detach())
     ranks.world = world
@@ -123,14 +119,14 @@ def _by_hand(world: World, session: Session) -> None:
     from mpiddp.runtime.rendezvous.store import serve_store
 
     session.coordinator.world, problem = world, ""
-    if world.rank == 0:
-        try:
+    try:
+        if world.rank == 0:
             sinks.require(os.environ)
-        except UserError as error:
-            problem = str(error)
+    except UserError as error:
+        problem = str(error)
     try:
         env, listener = meet(session.coordinator, problem)
-    except UserError as error:  # such as a foreign MPI: the ranks have not met
+    except UserError as error:  # the ranks have not met: for example, the MPI is another one
         print_from_one_rank(str(error), world.rank, world.local_rank)
         raise SystemExit(BAD_INPUT) from None
     os.environ.update(env)
@@ -160,7 +156,7 @@ def _end(session: Session, error: BaseException | None = None) -> None:
             ending = ending_of(error)
     if not session.has_agent:
         session.error = error
-    if error is None or ending.traceback:  # which Python prints
+    if error is None or ending.traceback:  # Python prints a traceback itself
         return
     is_exit = isinstance(error, SystemExit)
     if session.has_agent or not is_exit:
@@ -182,7 +178,7 @@ def _watch(session: Session) -> None:
 def _leave_at_exit(session: Session) -> None:
     """Leave, unless an error ends this process. The script has caught any other one."""
     fails = isinstance(session.error, SystemExit) or getattr(sys, "last_value", None)
-    session.error = None  # whose frames keep the script's files open
+    session.error = None  # its frames would keep the script's files open
     if session is current() and not fails:
         session.coordinator.send("leave")
 

@@ -15,14 +15,13 @@ import faulthandler
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from mpiddp.protocol.variables import JOB, NO_PATCHES
 from mpiddp.runtime.at_import import AtImport, frozen_torch
@@ -32,7 +31,7 @@ from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
-_ADDRESS = re.compile(r"[\d.]+|.*:.*")  # and no name, which DNS may know
+_ADDRESS = re.compile(r"[\d.]+|.*:.*")  # a name does not match, because DNS may know it
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
 
 
@@ -42,18 +41,11 @@ MPI_FINALIZED = (
 )
 
 
-class Script(NamedTuple):
-    """What a patch needs to know of its script."""
-
-    session: Session
-    control: socket.socket  # to the agent
-
-
-def apply(patches: Iterable[Callable[[Script], None]], script: Script) -> None:
+def apply(patches: Iterable[Callable[[Session], None]], session: Session) -> None:
     """Make these changes, except those that the user leaves out."""
     for patch in patches:
         if is_on(patch.__name__):
-            patch(script)
+            patch(session)
 
 
 def is_on(name: str) -> bool:
@@ -64,26 +56,27 @@ def is_on(name: str) -> bool:
 # --- before the ranks meet ---
 
 
-def crash_stack(script: Script) -> None:
+def crash_stack(session: Session) -> None:
     """A crash in native code prints the Python stack of its thread, or what PYTHONFAULTHANDLER asks for."""
     if not faulthandler.is_enabled():
         faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
 
 
-def stack(script: Script) -> None:
+def stack(session: Session) -> None:
     """SIGURG writes the main thread's stack to the agent, for `mpiddp stacks` and hangs."""
-    # That of another thread may change while it is read, and the rank would crash.
-    faulthandler.register(signal.SIGURG, file=script.control.fileno(), all_threads=False)
+    assert session.control is not None
+    # The stack of another thread may change while it is read, and the rank would crash.
+    faulthandler.register(signal.SIGURG, file=session.control.fileno(), all_threads=False)
 
 
-def lines(script: Script) -> None:
+def lines(session: Session) -> None:
     """stdout passes on each line at once, which python delays where stdout is a pipe."""
     if not os.isatty(1):
         with suppress(AttributeError, ValueError):  # it is closed
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def flight_recorder(script: Script) -> None:
+def flight_recorder(session: Session) -> None:
     """torch records the latest 256 collectives, and not 2,000, for hangs and stragglers.
 
     To record costs the same. The launcher asks for the record every 10 s, which holds Python's lock for 3 ms
@@ -102,9 +95,9 @@ def await_gloo() -> None:
     """
     deadline, idle = time.monotonic() + _GLOO_S, 0
     while idle < _IDLE and time.monotonic() < deadline:
-        states = []  # of gloo's threads: "R" runs or waits for a core, "S" sleeps
+        states = []  # a letter for each of gloo's threads: "R" runs or waits for a core, "S" sleeps
         threads = list[Path]()
-        with suppress(OSError):  # no file is left
+        with suppress(OSError):  # the process has no free file
             threads += Path("/proc/self/task").iterdir()
         for thread in threads:
             with suppress(OSError):  # it has ended
@@ -121,7 +114,7 @@ def await_gloo() -> None:
 # --- when they have met ---
 
 
-def finalized_mpi(script: Script) -> None:
+def finalized_mpi(session: Session) -> None:
     """Under a raw mpirun, `mpi4py.MPI` is refused: the agent has used MPI, which cannot start twice."""
     if World.from_env().launcher.mpis and JOB not in os.environ:
         refuse_mpi()
@@ -141,15 +134,15 @@ def refuse_mpi() -> None:
     sys.meta_path.insert(0, AtImport(["mpi4py.MPI"], refused))
 
 
-def stop_signal(script: Script) -> None:
+def stop_signal(session: Session) -> None:
     """SIGUSR1 and SIGUSR2 request a stop, unless the script handles them. Forked children ignore them."""
-    stop_on(script.session.stop, signal.SIGUSR1, signal.SIGUSR2)
+    stop_on(session.stop, signal.SIGUSR1, signal.SIGUSR2)
 
 
 # --- once the script has imported torch ---
 
 
-def gloo_end(script: Script) -> None:
+def gloo_end(session: Session) -> None:
     """At exit, and before a group is destroyed, gloo has up to 1 s to end: else torch may hang or abort."""
     atexit.register(await_gloo)
     await_gloo_at_destroy()
@@ -171,7 +164,7 @@ def await_gloo_at_destroy() -> None:
     dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = await_and_destroy
 
 
-def store_of_job(script: Script) -> None:
+def store_of_job(session: Session) -> None:
     """A script's groups meet at the store that a process beside rank 0 serves, and wait for no DNS.
 
     torch would serve the store in rank 0's process, and it would end with that.
@@ -189,10 +182,9 @@ def store_of_job(script: Script) -> None:
             return make(*args, **options)
 
     module.TCPStore = connect
-    script.session.has_store_beside = True
 
 
-def optimizer_steps(script: Script) -> None:
+def optimizer_steps(session: Session) -> None:
     """A hook of torch counts the steps of optimizers, for `mpiddp top`.
 
     It costs a microsecond a step. A compiled optimizer reports none. A later optimizer, of the next
@@ -213,7 +205,7 @@ def optimizer_steps(script: Script) -> None:
         # Two optimizers of one step, as of a GAN, count it once.
         counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
         newest = max(newest, steps)
-        script.session.progress.count(steps, BY_OPTIMIZER)
+        session.progress.count(steps, BY_OPTIMIZER)
 
     register_optimizer_step_post_hook(count)
 
@@ -232,11 +224,11 @@ def no_dns() -> Iterator[None]:
     import ctypes
 
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda *_: None)  # glibc's
-    file = Path("/etc/nsswitch.conf")
-    services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")
     if not is_on("no_dns"):
         yield
         return
+    file = Path("/etc/nsswitch.conf")
+    services = re.search(rb"(?m)^\s*hosts:([^#\n]+)", file.read_bytes() if file.exists() else b"")
     configure(b"hosts", b"files")
     try:
         yield

@@ -28,8 +28,6 @@ _OF_MPI = (
 
 
 class Program(NamedTuple):
-    """The program of a rank: its kind, its name, and its arguments."""
-
     kind: str
     name: str
     args: tuple[str, ...] = ()
@@ -41,7 +39,7 @@ class Program(NamedTuple):
             check_program(name, os.environ.get("PATH"))
         elif self.kind == MODULE:
             first = name.partition(".")[0]
-            folders = [str(Path.cwd()), *sys.path]  # as python -m looks
+            folders = [str(Path.cwd()), *sys.path]  # where python -m looks
             if not first or not (PathFinder.find_spec(first, folders) or find_spec(first)):
                 where = f"{Path.cwd()} and in the installed packages"
                 dotted = name.removesuffix(".py").strip("/").replace("/", ".")
@@ -78,10 +76,9 @@ def _refuse_shell_script(name: str, first_line: bytes, rest: IO[bytes]) -> None:
 
 
 def parse(argv: list[str]) -> Program:
-    """The program in the arguments of `mpiddp run`."""
     kind = {"--": COMMAND, "-m": MODULE}.get("".join(argv[:1]), SCRIPT)
     job = argv if kind == SCRIPT else argv[1:]
-    if not job or (kind == SCRIPT and job[0].startswith("-")):  # such as --help
+    if not job or (kind == SCRIPT and job[0].startswith("-")):  # for example --help
         from mpiddp.arguments import OneSentenceParser  # 5 ms of each rank
 
         parser = OneSentenceParser(
@@ -102,11 +99,11 @@ def script_environment(env: Mapping[str, str], launcher: str) -> dict[str, str]:
     that imports a library. `launcher` is the name of the rank's: another one's ids are not this rank's.
     """
     left_out = (*_OF_MPI, *(() if launcher == "slurm" else ("SLURM_STEP_ID",)))
-    kept = {name: value for name, value in env.items() if not name.startswith(left_out)}
-    folders = kept.pop(_LIBRARIES, "").split(os.pathsep)
+    rest = {name: value for name, value in env.items() if not name.startswith(left_out)}
+    folders = rest.pop(_LIBRARIES, "").split(os.pathsep)
     while folders[0] and folders[0] in _library_folders(env):
         folders = folders[1:] or [""]
-    return kept | ({_LIBRARIES: os.pathsep.join(folders)} if any(folders) else {})
+    return rest | ({_LIBRARIES: os.pathsep.join(folders)} if any(folders) else {})
 
 
 def mpi_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -122,8 +119,8 @@ def _library_folders(env: Mapping[str, str]) -> list[str]:
 
 def command_environment(env: Mapping[str, str], launcher: str = "") -> dict[str, str]:
     """The variables of the command of a rank that has joined: it may start a torchrun with other ranks."""
-    kept = script_environment(env, launcher)
+    rest = script_environment(env, launcher)
     for name in (GPUS, PLACEMENT, AGENT_STORE):  # the agent has applied the first
-        kept.pop(name, None)
-    kept.setdefault(RUN_ID, kept["TORCHELASTIC_RUN_ID"])  # under torchrun
-    return kept
+        rest.pop(name, None)
+    rest.setdefault(RUN_ID, rest["TORCHELASTIC_RUN_ID"])  # under torchrun
+    return rest

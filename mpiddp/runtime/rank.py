@@ -22,7 +22,7 @@ from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.program import Program
 from mpiddp.world import World
 
-_GPUS_S = 5.0  # for a look at the GPUs before the next attempt
+_GPUS_S = 5.0  # a look at the GPUs before the next attempt takes at most this long
 
 
 def python_by_hand() -> list[str]:
@@ -35,30 +35,32 @@ class Rank(NamedTuple):
     """A rank in one attempt."""
 
     world: World
-    command: Program  # as it was given
+    command: Program  # the program as the user has given it
     launcher: Server | None
-    # Its streams that the launcher shows, as in this terminal. "" without one: it has those of the MPI.
+    # The streams of the script that the launcher shows in this terminal. Without a launcher it is "", because
+    # the script has the streams of the MPI.
     selection: str
     terminal: Terminal
     holds: bool  # it waits for the launcher after a failure, which may begin the next attempt
-    failed_grace_s: float  # for the script, after SIGTERM, when another rank has failed
-    lost_s: float  # of silence, after which the launcher's host is lost
-    kept: str  # under this name, the host keeps the variables until all ranks have met
+    failed_grace_s: float  # after a failure elsewhere, the script has this time after SIGTERM
+    lost_s: float  # after so many seconds of silence, the launcher's host is lost
+    private_file: str  # its name on this host, where it is removed once all ranks have met
     daemon: int | None  # this process's parent. Without it, nothing would end this rank.
     others: frozenset[int]  # children of the shell that this process may have replaced by exec
-    variables: Mapping[str, str]  # of every attempt
-    own: Mapping[str, str] = MappingProxyType({})  # the variables of this attempt alone
-    args: tuple[str, ...] = ()  # the last arguments of the program, of this attempt alone
+    variables: Mapping[str, str]  # the variables of every attempt
+    # In this attempt alone: more variables, and the last arguments of the program.
+    attempt_variables: Mapping[str, str] = MappingProxyType({})
+    args: tuple[str, ...] = ()
 
     @classmethod
     def from_env(cls, program: Program) -> Rank:
-        """The rank of this process. What only its agent is to know leaves os.environ."""
+        """The rank of this process. The variables that only its agent needs leave os.environ."""
         world, env = World.from_env(), os.environ
-        if kept := env.pop(variables.PRIVATE, ""):
+        if private_file := env.pop(variables.PRIVATE, ""):
             from mpiddp.hosts import private  # takes 2 ms, and ranks of one host need none
 
             with named_by(""):
-                env.update(private.take(kept))
+                env.update(private.take(private_file))
         address, key = env.pop(variables.ADDRESS, ""), env.pop(variables.SECRET, "")
         launcher = Server(address, key) if address and key else None
         if launcher is None:
@@ -75,7 +77,7 @@ class Rank(NamedTuple):
             holds=bool(holds and launcher),
             failed_grace_s=float(env.pop(variables.FAILED_GRACE, variables.FAILED_GRACE_S)),
             lost_s=float(env.get(variables.LOST_AFTER, variables.LOST_AFTER_S)),
-            kept=kept,
+            private_file=private_file,
             daemon=os.getppid() if has_daemon else None,
             others=frozenset(descendants(os.getpid())),
             variables=dict(env),
@@ -94,9 +96,13 @@ class Rank(NamedTuple):
     def next(self, facts: Mapping[str, Any]) -> Rank:
         """The rank in the next attempt, by what the launcher says of it."""
         assert self.launcher is not None
-        launcher = self.launcher._replace(key=next_key(self.launcher.key))
-        own, args = facts["variables"], tuple(facts["args"])
-        return self._replace(launcher=launcher, holds=facts["holds"], kept="", own=own, args=args)
+        return self._replace(
+            launcher=self.launcher._replace(key=next_key(self.launcher.key)),
+            holds=facts["holds"],
+            private_file="",
+            attempt_variables=facts["variables"],
+            args=tuple(facts["args"]),
+        )
 
     def resized(self, columns: int, rows: int) -> Rank:
         """The rank whose launcher has a terminal of this size, and may write a prefix before each line."""

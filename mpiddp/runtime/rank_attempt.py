@@ -12,16 +12,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import (
-    DONE,
-    FAILED,
-    STOPPED,
-    JobFailed,
-    NoAnswer,
-    UserError,
-    named_by,
-    print_error,
-)
+from mpiddp import errors
+from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, NoAnswer, UserError
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.protocol import variables
 from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT, silence_s
@@ -29,16 +21,16 @@ from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
 from mpiddp.runtime.child import Child, caught_signals, reap
 from mpiddp.runtime.gpu import prepare
-from mpiddp.runtime.gpu_readings import GpuReadings
+from mpiddp.runtime.gpu_readings import reading_gpus
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
 from mpiddp.runtime.store_port import StorePort
 
-_END_S = 3.0  # for the processes to end after SIGTERM; a client of Docker first ends its container
-_WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # for what may happen next
-_WAIT_FOR_TORCH_MS = 200  # another process takes longer to import torch
+_END_S = 3.0  # the time after SIGTERM, in which for example a client of Docker ends its container
+_WAIT_MS, _WAIT_IN_GRACE_MS = 1000, 50  # the loop looks at the clock this often if nothing happens
+_WAIT_FOR_TORCH_MS = 200  # a process that the script starts takes longer to import torch
 
 
 class RankAttempt:
@@ -51,7 +43,7 @@ class RankAttempt:
     def __init__(self, rank: Rank, spare: Child | None = None) -> None:
         self.rank, self.world = rank, rank.world
         self.again: Mapping[str, Any] | None = None  # what the launcher says of the next attempt
-        self.spare: Child | None = None  # that imports torch for the next attempt
+        self.spare: Child | None = None  # imports torch for the next attempt
         if spare is not None and not spare.answers():
             spare.discard()
             spare = None
@@ -62,13 +54,10 @@ class RankAttempt:
         name = f"mpiddp-{os.urandom(16).hex()}-{self.world.rank}-error.json"
         self._error_file = Path(os.environ.get("TMPDIR") or "/tmp", name)
         self._ended_by = EndedBy.SCRIPT
-        self._code = FAILED  # of this rank
-        self._ends_at: float | None = None  # when the program ends for what has happened elsewhere
-        self._first_at: float | None = (
-            None  # when the script has failed first, if nothing else is heard
-        )
-        self._signals: int | None = None  # that have arrived, once the ranks have met
-        self._readings = ExitStack()  # of the GPUs of this host
+        self._code = FAILED  # the exit code of this rank
+        self._ends_at: float | None = None  # when a failure elsewhere ends the program
+        self._signals: int | None = None  # a file with the signals, once the ranks have met
+        self._readings = ExitStack()  # the readings of the GPUs of this host
 
     def run(self) -> int:
         """Make the attempt. Returns the exit code of this rank, unless it is to begin `again`."""
@@ -83,9 +72,9 @@ class RankAttempt:
             ending = ending_of(error)
             if self.rank.launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
-            ranks = self.coordinator
-            if isinstance(error, JobFailed | UserError) and (ranks.has_launcher or ranks.hostnames):
-                return ending.code  # it has been reported
+            is_reported = self.coordinator.has_launcher or self.coordinator.hostnames
+            if isinstance(error, JobFailed | UserError) and is_reported:
+                return ending.code
             raise
         finally:
             if self.child.runs:  # this rank could not begin
@@ -100,7 +89,7 @@ class RankAttempt:
         return self._code
 
     def _end_script(self) -> None:
-        """Let the script end for what has happened elsewhere: after a save, by SIGTERM, in its grace."""
+        """End the script because of a failure elsewhere: wait for a save, and send SIGTERM."""
         child = self.child
         if child.is_command or not child.has_begun:
             return
@@ -108,7 +97,7 @@ class RankAttempt:
         while child.saves and child.runs and time.monotonic() < self._ends_at + SAVE_GRACE_S:
             self._wait()
         # should_stop() takes SIGTERM for a request, on which the ranks cannot agree any more.
-        if "supports_stop" in child.said:
+        if "supports_stop" in child.messages:
             return
         child.pass_on(signal.SIGTERM)
         child.pass_on(signal.SIGCONT)
@@ -137,8 +126,8 @@ class RankAttempt:
     def _wait_for_launcher(self) -> None:
         """The program has ended. Wait until the launcher begins the next attempt, or ends this rank."""
         self.child.close()
-        if self.spare is not None:
-            self.spare.hurry()
+        if self.spare is not None:  # the job now waits for it
+            self.spare.set_priority(0)
         self._ends_at = None
         self.coordinator.send("held", error=wrong_with_host(self.coordinator.world))
         while self.again is None and self._ended_by is EndedBy.HOLD:
@@ -149,8 +138,8 @@ class RankAttempt:
     def _begin(self) -> None:
         """Start the script, and meet the other ranks meanwhile."""
         child, world, rank = self.child, self.world, self.rank
-        os.environ.clear()  # of what an earlier attempt has set
-        os.environ.update({**rank.variables, **rank.own})
+        os.environ.clear()  # an earlier attempt has set variables
+        os.environ.update({**rank.variables, **rank.attempt_variables})
         problem: UserError | JobFailed | None = None
         try:
             prepare(world)
@@ -163,20 +152,21 @@ class RankAttempt:
             problem = error
         if rank.launcher is not None:
             self._connect(rank.launcher)
-        if isinstance(problem, JobFailed):  # else all ranks refuse it
+        if isinstance(problem, JobFailed):  # all ranks refuse a UserError together, in `meet`
             raise problem
-        # From here on, the script's Python starts beside this process: what it needs no earlier loads now.
+        # Imported here, while the script's Python starts beside this process and takes longer.
         from mpiddp.runtime.rendezvous.meet import joining_timeout_s, meet
 
         files = [] if world.local_world_size == world.world_size else rank.program.files
         try:
             env, store = meet(self.coordinator, str(problem or ""), files)
         finally:
-            # All ranks have taken it once they have met, or refuse together. Else the launcher removes it.
-            if rank.kept and isinstance(sys.exc_info()[1], (UserError, type(None))):
+            # All ranks have read the private file once they have met, or refuse together. Otherwise the
+            # launcher removes it.
+            if rank.private_file and isinstance(sys.exc_info()[1], (UserError, type(None))):
                 from mpiddp.hosts import private
 
-                private.remove(rank.kept)
+                private.remove(rank.private_file)
         # Adopt orphans from here on: the channel process, where no launcher serves, must not be ours.
         adopt_orphans()
         self._signals = caught_signals()
@@ -196,13 +186,11 @@ class RankAttempt:
         """Once the script has imported torch, start the Python that imports it for the next attempt."""
         child, spare = self.child, self.spare
         self.store.see(child)
-        if "torch" in child.said:
-            told = child.said.pop("torch")
-            if self.rank.holds and spare is None:
-                self.spare = Child(self.rank)
-                self.spare.import_ahead(os.environ, told["ahead"])
-                child.others.add(self.spare.pid)
-        if child.said.pop("mpi", None):  # no later process of this rank can start it
+        if (facts := child.messages.pop("torch", None)) and self.rank.holds and spare is None:
+            self.spare = Child(self.rank)
+            self.spare.import_ahead(os.environ, facts["ahead"])
+            child.others.add(self.spare.pid)
+        if child.messages.pop("mpi", None):  # no later process of this rank can start MPI
             self.rank = self.rank._replace(holds=False)
         if spare is not None:
             spare.hear()
@@ -210,12 +198,11 @@ class RankAttempt:
                 child.forget_kills()
 
     def _connect(self, launcher: Server) -> None:
-        """Connect to the launcher: the messages, and the streams that it shows."""
         world = self.world
         self.coordinator.connect(world, launcher)
         self.coordinator.has_launcher = True
         self.coordinator.on_news = self._obey
-        outputs = self.child.outputs_there
+        outputs = [stream.key for stream in self.child.outputs]
         self.coordinator.send("started", host=world.hostname, pid=os.getpid(), outputs=outputs)
         self.child.connect(launcher)
         if folder := os.environ.get(variables.LOG_DIR):
@@ -225,7 +212,7 @@ class RankAttempt:
         """Write the streams to files of this folder. That of stderr will contain a traceback."""
         stem = f"rank_{self.world.rank:05d}"
         paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}
-        with named_by(option):
+        with errors.named_by(option):
             folder.mkdir(parents=True, exist_ok=True)
             for stream in self.child.outputs:
                 stream.write_to(paths[stream.number])
@@ -234,7 +221,7 @@ class RankAttempt:
     def _join(self, timeout_s: float) -> None:
         """Wait until the Pythons of all scripts have started, unless that of this rank has ended."""
         child, ranks = self.child, self.coordinator
-        while child.runs and "ready" not in child.said:
+        while child.runs and "ready" not in child.messages:
             self._wait()
         if child.status is not None:
             return
@@ -245,13 +232,15 @@ class RankAttempt:
 
     def _serve(self) -> bool:
         """Wait for all that may happen until the program has ended. Returns whether it ends on request."""
-        child = self.child
-        self._read_gpus()
+        child, ranks = self.child, self.coordinator
+        if ranks.has_launcher and ranks.world.local_rank == 0:
+            env = dict(os.environ)
+            self._readings.enter_context(reading_gpus(ranks.ranks_here, env, ranks.send))
         while child.status is None:
             self._wait()
         ending = child.ending()
         if self._ended_by is EndedBy.SCRIPT and not ending.is_failure:
-            self._readings.close()  # whose processes are not the program's
+            self._readings.close()  # its tool would be taken for a process that the program has left
             child.name_what_is_left()
         stops = self._report(ending)
         if self._ended_by is not EndedBy.OTHERS:
@@ -263,19 +252,11 @@ class RankAttempt:
         """End the program with all that it has started, and read the rest of its output."""
         child = self.child
         child.end(grace_s)
-        # Now, because whoever still has the streams may outlive this process.
+        # Now, because a process that still has the streams may delay the end of this one.
         self._error_file.unlink(missing_ok=True)
         self._readings.close()
         while child.pid and not all(stream.is_done for stream in child.streams):
             self._wait()
-
-    def _read_gpus(self) -> None:
-        """Read what the GPUs of this host do from now on, if this is its first rank."""
-        ranks = self.coordinator
-        if self.rank.launcher is not None and ranks.world.local_rank == 0:
-            readings = GpuReadings(ranks.ranks_here, os.environ, ranks.send)
-            readings.start()
-            self._readings.callback(readings.stop)
 
     def _wait(self) -> None:
         """Act on what happens next. Raises EndedFromOutside."""
@@ -287,19 +268,18 @@ class RankAttempt:
         for file in (child.control, self._signals, connection):
             if file is not None:
                 poll.register(file, select.POLLIN)
-        is_close = self._ends_at or self._first_at
-        wait_ms = _WAIT_IN_GRACE_MS if is_close else _WAIT_MS
-        ready = dict(poll.poll(min(wait_ms, _WAIT_FOR_TORCH_MS) if self.store.listens else wait_ms))
+        wait_ms = _WAIT_FOR_TORCH_MS if self.store.listens else _WAIT_MS
+        ready = dict(poll.poll(_WAIT_IN_GRACE_MS if self._ends_at else wait_ms))
         for stream in child.streams:
             if manners := stream.act(ready):
                 channel.send("terminal", **manners._asdict())
-        reap()  # first: a script writes its last words before it ends
+        reap()  # before `hear`, because a script writes its last message before it ends
         child.hear()
-        if log := child.said.pop("log_to", None):
+        if log := child.messages.pop("log_to", None):
             self._log_to(Path(log["folder"]))
-        if (hidden := child.said.pop("hidden", None)) and child.outputs:
-            child.outputs[-1].keep(hidden["text"])
-        if stopping := child.said.pop("stopping", None):
+        if (hidden := child.messages.pop("hidden", None)) and child.outputs:
+            child.outputs[-1].save(hidden["text"].encode(errors="backslashreplace"))
+        if stopping := child.messages.pop("stopping", None):
             self._note_request(stopping["signal"])
         self._see_torch()
         if connection is not None and connection.fileno() in ready:
@@ -329,11 +309,10 @@ class RankAttempt:
             case {"type": "size", "columns": int(columns), "rows": int(rows)}:
                 self._resize(columns, rows)
             case {"type": "stacks"}:
-                if (text := self.child.stack()) is not None:  # else the script answers
+                if (text := self.child.stack()) is not None:  # if not, the script itself answers
                     self.coordinator.send("stacks", text=text[-TEXT_LIMIT:])
 
     def _note_request(self, number: int) -> None:
-        """The launcher has requested a stop by this signal."""
         self.child.passed.add(number)
         if self._ended_by is EndedBy.SCRIPT:
             self._ended_by = EndedBy.STOP_REQUEST
@@ -347,14 +326,11 @@ class RankAttempt:
         self.child.pass_on(signal.SIGWINCH)
 
     def _see_others(self) -> None:
-        """End with the daemon of the MPI. End some time after the launcher holds, or a failure elsewhere."""
+        """End if the daemon of the MPI has ended, or a second after a hold or a failure elsewhere."""
         ranks, child, now = self.coordinator, self.child, time.monotonic()
-        if child.said.pop("lost_connection", None):
-            self._first_at = now + GRACE_S
         has_news = bool(self._ends_at or ranks.code_of_failure or ranks.is_lost)
-        if self._first_at and (has_news or now >= self._first_at):
-            child.tell_first(is_first=not has_news)
-            self._first_at = None
+        if has_news and child.messages.pop("lost_connection", {}):
+            child.tell({"type": "failure elsewhere"})  # it explains the lost connection
         if self._ended_by is EndedBy.OTHERS:
             return
         ranks.is_lost |= self._is_cut_off(now)
@@ -365,7 +341,7 @@ class RankAttempt:
             if now >= self._ends_at:
                 self._cut(EndedBy.OTHERS, ranks.code_of_end())
         elif self._ends_at and child.status is None:
-            if "over" in child.said:  # it has failed itself, and has only to end
+            if "over" in child.messages:  # the script has failed too, and only its Python ends yet
                 child.end(0.0)
             elif now >= self._ends_at:
                 self._cut(EndedBy.HOLD)
@@ -376,7 +352,7 @@ class RankAttempt:
         After an outage, TCP sends again within the time that the outage has lasted.
         """
         connection, lost_s = self.coordinator.connection, self.rank.lost_s
-        stepped_at = self.child.said.get("progress", {}).get("at", 0.0)
+        stepped_at = self.child.messages.get("progress", {}).get("at", 0.0)
         if connection is None or self.rank.launcher is None or now - stepped_at <= lost_s:
             return False
         return silence_s(connection) > 2 * lost_s
@@ -393,29 +369,29 @@ class RankAttempt:
         """Tell the launcher, or else the other ranks, how this rank ends. Returns whether on request."""
         if self._ended_by is EndedBy.OTHERS:
             return False
-        child, has_launcher = self.child, self.rank.launcher is not None
+        child, ranks, has_launcher = self.child, self.coordinator, self.rank.launcher is not None
         # An MPI sends SIGTERM too, when another rank has failed. A launcher says itself that it stops a job,
         # so its ranks look at that alone.
         is_asked = self._ended_by is EndedBy.STOP_REQUEST if has_launcher else None
         # If scripts within a command agree on a stop, its agent is not told.
-        says_so = child.is_command or "stopped" in child.said
+        says_so = child.is_command or "stopped" in child.messages
         stops = ending.stops(child.passed, is_asked=is_asked, says_so=says_so)
         if stops or not ending.is_failure:
-            if ending.code == STOPPED and "stopped" not in child.said:
-                self.coordinator.send("stopped")
-            # Not by os._exit(0) in the middle of its work.
-            has_left = child.is_command or "left" in child.said or ending.is_failure
-            self.coordinator.send("done" if has_left else "exited")
+            if ending.code == STOPPED and "stopped" not in child.messages:
+                ranks.send("stopped")
+            # A script that ends by os._exit(0) in the middle of its work has not left.
+            has_left = child.is_command or "left" in child.messages or ending.is_failure
+            ranks.send("done" if has_left else "exited")
             return stops
         if has_launcher:
             passed = {"passed": True} if ending.signal in child.passed else {}
-            self.coordinator.send("failed", **ending.facts, **child.lack_of_memory, **passed)
-        elif self.coordinator.hostnames and self.coordinator.claim_first_failure():
-            line = ending.line(self.coordinator.name(self.world.rank))
-            if line and not (ending.is_refusal or ending.traceback):  # the script has printed them
-                print_error(line)
+            ranks.send("failed", **ending.facts, **child.lack_of_memory, **passed)
+        elif ranks.hostnames and ranks.claim_first_failure():
+            line = ending.line(ranks.name(self.world.rank))
+            if line and not (ending.is_refusal or ending.traceback):  # the script has printed those
+                errors.print_error(line)
         if self.rank.holds and self._ended_by is EndedBy.SCRIPT:
             self._ended_by = EndedBy.HOLD
         else:
-            self.coordinator.send("fail", code=ending.code)
+            ranks.send("fail", code=ending.code)
         return False

@@ -37,6 +37,5 @@ def log_to_console(rank: int) -> None:
     """Print the INFO records of rank 0, and the warnings of every rank, as soon as the rank is known."""
     log.propagate = False
     log.setLevel(logging.INFO)
-    own = _ConsoleHandler(logging.INFO if rank == 0 else logging.WARNING)
-    others = [each for each in log.handlers if not isinstance(each, _ConsoleHandler)]
-    log.handlers = [*others, own]
+    others = [handler for handler in log.handlers if not isinstance(handler, _ConsoleHandler)]
+    log.handlers = [*others, _ConsoleHandler(logging.INFO if rank == 0 else logging.WARNING)]

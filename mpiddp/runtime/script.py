@@ -16,14 +16,14 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpiddp.errors import STOPPED
 from mpiddp.hosts.sockets import out_of_the_way
@@ -41,12 +41,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST_KEPT = 1 << 30  # bytes of a block; larger ones are data sets, not a step's tensors
 _LARGEST_IN_OLD_GLIBC = 32 << 20  # an old glibc rejects a larger value
-_OURS = str(Path(__file__).parent)  # the folder whose frames lead to a script
-
-
+_OUR_FOLDER = str(Path(__file__).parent)  # the frames of its files lead to a script
 _USES_MPI = ("mpi4py.MPI", "petsc4py", "horovod")  # modules that start MPI
-_STARTED_MS = 5000  # for the script of now to start, before more is imported for the next one
-_INSTALLED = "-packages"  # is in the path of such a module
+_STARTED_MS = 5000  # the present script starts in this time; then more is imported for the next one
+_INSTALLED = "-packages"  # is in the path of an installed module
 
 
 def main() -> None:
@@ -55,17 +53,17 @@ def main() -> None:
     session = current()
     session.has_agent = True
     session.control = out_of_the_way(socket.socket(fileno=number))
-    if not getattr(sys.flags, "safe_path", False):  # with it, Python 3.11 adds none
-        # What python puts there.
+    # python itself puts the script's folder first, unless it is told not to (-P, since Python 3.11).
+    if not getattr(sys.flags, "safe_path", False):
         folder = Path(name).resolve().parent if kind == "script" else Path.cwd()
         sys.path.insert(0, str(Path(name).absolute() if _is_folder(kind, name) else folder))
-    script = patches.Script(session, session.control)
-    atexit.register(lambda: current().tell_over_at_exit())  # the first handler is called last
-    patches.apply(patches.BEFORE_RANKS_MEET, script)
+    # Registered before those of the script, so called after them.
+    atexit.register(lambda: current().tell_over_at_exit())
+    patches.apply(patches.BEFORE_RANKS_MEET, session)
     sys.argv = sys.argv[3:]
     try:
-        _begin(script)
-        patches.apply(patches.ONCE_THEY_HAVE_MET, script)
+        _begin(session, session.control)
+        patches.apply(patches.ONCE_THEY_HAVE_MET, session)
         if observer := os.environ.get(OBSERVER):
             import_module(observer).observe()
         _run(kind, name)
@@ -78,9 +76,9 @@ def main() -> None:
             is_shown = session.fail(error)
     if error is None or not ending.is_failure:
         session.tell_agent("left")
-        if not session.is_member:  # else a handler of atexit leaves
+        if not session.is_member:  # otherwise a handler of atexit leaves
             session.leave()
-    elif ending.traceback:  # else it is a sentence
+    elif ending.traceback:  # otherwise a sentence says it all
         frames = script_frames(error.__traceback__)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
         if is_shown:
@@ -97,10 +95,10 @@ def _show(error: BaseException) -> None:
     """Print the error that ends the script as python does, also if the script's own hook fails."""
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except Exception as of_hook:
-        of_hook.__traceback__ = script_frames(of_hook.__traceback__)
+    except Exception as second:
+        second.__traceback__ = script_frames(second.__traceback__)
         for title, shown in (
-            ("Error in sys.excepthook", of_hook),
+            ("Error in sys.excepthook", second),
             ("\nOriginal exception was", error),
         ):
             print(f"{title}:", file=sys.stderr)
@@ -113,10 +111,8 @@ def _handlers_wait() -> Iterator[None]:
 
     That of DataLoader raises one when a worker ends, often just after the error that ends the script.
     """
-    numbers = range(1, signal.NSIG)
-    handlers = {
-        number: handler for number in numbers if callable(handler := signal.getsignal(number))
-    }
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in handlers:
         signal.signal(number, lambda number, _: atexit.register(signal.raise_signal, number))
     yield
@@ -124,104 +120,94 @@ def _handlers_wait() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def _begin(script: patches.Script) -> None:
+def _begin(session: Session, control: socket.socket) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    The agent sends a line: "go", with the variables that a script finds under torchrun, where the server of
-    the job is, and the last arguments, if the process is older than these. With its first byte come, on rank
-    0, the files of `serve_beside`. A process that waits for the next attempt gets "ahead"
-    before, and answers "ask".
+    The agent sends a line "go", with the variables that a script finds under torchrun, where the server of
+    the job is, and the last arguments, if the process is older than these. On rank 0, the sockets for
+    `serve_beside` come with its first byte. A process that waits for the next attempt gets "ahead" before,
+    and answers "ask".
     """
-    session = script.session
-    at_torch: list[Callable[[], None]] = [
-        partial(patches.apply, patches.ONCE_TORCH_IS_THERE, script)
-    ]
-
-    @contextmanager
-    def importing_torch() -> Iterator[None]:
-        with patches.frozen_torch() if patches.is_on("frozen_torch") else nullcontext():
-            yield
-        for act in at_torch:
-            act()
-
-    if "torch" in sys.modules:  # a sitecustomize has imported it
-        at_torch[0]()
-    else:
-        sys.meta_path.insert(0, AtImport(["torch"], importing_torch))
+    # The calls that follow the script's own import of torch. Until it begins, there are none.
+    at_torch: list[Callable[[], None]] = []
+    sys.meta_path.insert(0, AtImport(["torch"], partial(_importing_torch, at_torch)))
     session.tell_agent("ready")
-    facts, of_store = _told_by_agent(script.control)
+    facts, sockets = _message_of_agent(control)
     ahead = facts if facts["type"] == "ahead" else None
     if ahead is not None:
         from mpiddp.hosts.processes import name_process  # few scripts need it
 
         name_process(SPARE_NAME)
-        _import_ahead(ahead)
-        _import_compiler(script.control)
-        facts, of_store = _told_by_agent(script.control)
+        _import_ahead(ahead, control)
+        facts, sockets = _message_of_agent(control)
         while facts["type"] == "ask":
             session.tell_agent("here")
-            facts, of_store = _told_by_agent(script.control)
+            facts, sockets = _message_of_agent(control)
         name_process(Path(sys.executable).name)
     sys.argv += facts["args"]
     env = facts["variables"]
     os.environ.update(env)
-    before = Before(dict(os.environ), {*sys.modules})
-    script_session()  # which connects it
+    variables, modules = dict(os.environ), {*sys.modules}
+    script_session()  # connects it to the server of the job
     if session.coordinator.has_launcher:
         starting_mpi = partial(_starting_mpi, session, facts["mpi"])
         sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
 
-    def serve() -> None:
-        if not of_store:
-            return
-        from mpiddp.runtime.rendezvous.store import serve_beside, serve_store
+    def act() -> None:
+        patches.apply(patches.ONCE_TORCH_IS_THERE, session)
+        session.tell_agent("torch", ahead=ahead or _changes_since(variables, modules))
+        if sockets:
+            _serve_store(session, env, *sockets)
 
-        listener, lifeline = of_store
-        if session.has_store_beside:
-            session.tell_agent("store", pid=serve_beside(env, listener, lifeline))
-        else:
-            with suppress(RuntimeError):  # a process of the script listens there
-                session.torch_store = serve_store(env, listener.detach())
-
-    at_torch.append(lambda: session.tell_agent("torch", ahead=ahead or before.changes()))
-    at_torch.append(serve)
+    at_torch.append(act)
     if "torch" in sys.modules:
-        for act in at_torch[1:]:
-            act()
+        act()
 
 
-class Before(NamedTuple):
-    """What a script has found at its first line."""
-
-    variables: dict[str, str]
-    modules: set[str]
-
-    def changes(self) -> dict[str, Any]:
-        """What it has changed since then that an import may depend on, see `_import_ahead`."""
-        now = {**dict.fromkeys(self.variables), **os.environ}
-        new = [name for name in sys.modules if name not in self.modules and "." not in name]
-        files = {name: getattr(sys.modules[name], "__file__", None) for name in new}
-        return {
-            "variables": {n: now[n] for n in now if now[n] != self.variables.get(n)},
-            "path": [folder for folder in sys.path if isinstance(folder, str)],
-            "packages": [name for name in new if _INSTALLED in str(files[name])],
-        }
+@contextmanager
+def _importing_torch(afterwards: Iterable[Callable[[], None]]) -> Iterator[None]:
+    with patches.frozen_torch() if patches.is_on("frozen_torch") else nullcontext():
+        yield
+    for act in afterwards:
+        act()
 
 
-def _import_ahead(facts: Mapping[str, Any]) -> None:
+def _serve_store(
+    session: Session, env: Mapping[str, str], listener: socket.socket, lifeline: socket.socket
+) -> None:
+    """Serve torch's store in a process beside this one, or here if the script's groups do not know of it."""
+    from mpiddp.runtime.rendezvous.store import serve_beside, serve_store
+
+    if patches.is_on(patches.store_of_job.__name__):
+        session.tell_agent("store", pid=serve_beside(env, listener, lifeline))
+    else:
+        with suppress(RuntimeError):  # a process that the script has started listens there
+            session.torch_store = serve_store(env, listener.detach())
+
+
+def _changes_since(variables: Mapping[str, str], modules: Set[str]) -> dict[str, Any]:
+    """What the script has changed before it imported torch, and an import may depend on."""
+    now = {**dict.fromkeys(variables), **os.environ}
+    new = [name for name in sys.modules if name not in modules and "." not in name]
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in new}
+    return {
+        "variables": {name: now[name] for name in now if now[name] != variables.get(name)},
+        "path": [folder for folder in sys.path if isinstance(folder, str)],
+        "packages": [name for name in new if _INSTALLED in str(files[name])],
+    }
+
+
+def _import_ahead(facts: Mapping[str, Any], control: socket.socket) -> None:
     """Import torch for the next attempt, after the packages, and with the variables, of the script."""
     path, variables = [*sys.path], {name: os.environ.get(name) for name in facts["variables"]}
     sys.path[:] = facts["path"]
     _set(facts["variables"])
     for name in (*facts["packages"], "torch"):
-        with suppress(Exception):  # the script will find the same error
+        with suppress(Exception):  # the script of the next attempt meets the same error itself
             import_module(name)
     _set(variables)
     sys.path[:] = path
-
-
-def _import_compiler(control: socket.socket) -> None:
-    """Import what the first optimizer, or DistributedDataParallel, of a script imports, while nobody asks."""
+    # The first optimizer, or DistributedDataParallel, of a script imports this too.
     poll = select.poll()  # select() refuses high numbers of files
     poll.register(control, select.POLLIN)
     if not poll.poll(_STARTED_MS):
@@ -240,7 +226,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[None]:
-    """The script starts MPI, as the rank of its mpirun. No other process of this rank may do so."""
+    """Let the script start MPI as the rank of its mpirun. No later process of this rank can do so."""
     session.tell_agent("mpi")
     os.environ.update(variables)
     yield
@@ -249,8 +235,8 @@ def _starting_mpi(session: Session, variables: Mapping[str, str]) -> Iterator[No
         _set(dict.fromkeys(variables))
 
 
-def _told_by_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
-    """What the agent says, and the sockets that come with it."""
+def _message_of_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.socket]]:
+    """The agent's next message, and the sockets that come with it."""
     first, files, _, _ = socket.recv_fds(control, 1, 2)
     line = first + control.makefile("rb").readline()
     if not line.endswith(b"\n"):
@@ -260,19 +246,18 @@ def _told_by_agent(control: socket.socket) -> tuple[dict[str, Any], list[socket.
 
 
 def _run(kind: str, name: str) -> None:
-    """Run a script, or a module, as `__main__`."""
-    # A program that restarts itself runs this.
+    # A program that restarts itself runs sys.orig_argv.
     flags = sys.orig_argv[1 : sys.orig_argv.index("-c")]
     sys.orig_argv = [sys.executable, *flags, *["-m"] * (kind == "module"), *sys.argv]
     main_module = ModuleType("__main__")
     main_module.__dict__.update(__annotations__={}, __builtins__=builtins)
-    # multiprocessing, which may be there already, finds objects of the script by the second name.
+    # If multiprocessing has been imported, it finds objects of the script by the second name.
     for alias in {"__main__", "__mp_main__"} & sys.modules.keys():
         sys.modules[alias] = main_module
     if kind == "module" or _is_folder(kind, name):
         import runpy
 
-        # What python calls.
+        # Python itself calls this function.
         module, alters_argv = (name, True) if kind == "module" else ("__main__", False)
         runpy._run_module_as_main(module, alters_argv)  # type: ignore[attr-defined]
         return
@@ -280,7 +265,7 @@ def _run(kind: str, name: str) -> None:
     loader = SourceFileLoader("__main__", file)
     main_module.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
     content = Path(name).read_bytes()
-    if b"\0" in content:  # a zip application, or compiled
+    if b"\0" in content:  # a zip application, or a compiled file
         import runpy
 
         runpy.run_path(name, run_name="__main__")
@@ -334,6 +319,6 @@ def run_trainer(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
 def script_frames(traceback: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames that lead to the script."""
-    while traceback and traceback.tb_frame.f_code.co_filename.startswith(("<frozen ", _OURS)):
+    while traceback and traceback.tb_frame.f_code.co_filename.startswith(("<frozen ", _OUR_FOLDER)):
         traceback = traceback.tb_next
     return traceback

@@ -28,7 +28,6 @@ _folders: set[str] = set()  # above them
 
 
 def packed(sources: Mapping[str, bytes]) -> bytes:
-    """What `install` unpacks."""
     return zlib.compress(pickle.dumps(sources))
 
 

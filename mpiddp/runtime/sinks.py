@@ -90,11 +90,11 @@ def _mlflow(where: str, run: SinkRun) -> Iterator[Write]:
         if not before:
             mlflow.log_params(run.config)
         # A server that is slow or away would keep rank 0 from training, if this waited for it.
-        own = {"synchronous": False, "run_id": active.info.run_id}
+        options = {"synchronous": False, "run_id": active.info.run_id}
         last: list[Any] = []
 
         def write(step: int, values: Mapping[str, float]) -> None:
-            last[:] = [mlflow.log_metrics(dict(values), step=step, **own)]
+            last[:] = [mlflow.log_metrics(dict(values), step=step, **options)]
 
         yield write
         mlflow.flush_async_logging()
@@ -180,8 +180,8 @@ class Sink:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write the numbers among the values. Tensors of one element are numbers."""
         if self._write is not None:
-            found = {name: number_of(value) for name, value in values.items()}
-            numbers = {name: each for name, each in found.items() if isinstance(each, int | float)}
+            plain = {name: number_of(value) for name, value in values.items()}
+            numbers = {name: n for name, n in plain.items() if isinstance(n, int | float)}
             with self._warning():
                 self._write(step, numbers)
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpiddp.hosts.processes import key_of_output
 from mpiddp.protocol.channel import INPUT, STREAMS
 from mpiddp.protocol.terminal import Manners, Terminal
 from mpiddp.runtime.job.connection import Server, connect_to_server
@@ -34,18 +35,17 @@ class Stream:
 
     def __init__(self, number: int, rank: str, terminal: Terminal) -> None:
         self.number, self._rank = number, rank  # `number` is its file descriptor in the child
-        source, self.theirs = (
-            terminal.open(number) or os.pipe()
-        )  # the child's end is closed at its start
+        # The child's end is closed here when the child starts.
+        source, self.theirs = terminal.open(number) or os.pipe()
+        self.key = key_of_output(Path(f"/proc/self/fd/{self.theirs}"))  # both names of the pipe
         self.source = io.FileIO(source)  # open until the end of the stream
-        self.connection: socket.socket | None = None  # to the launcher, if it shows this stream
+        self.connection: socket.socket | None = None  # to a launcher that shows it
         self._file: io.FileIO | None = None
-        self._unfiled = bytearray()  # until there is a file
+        self._unfiled = bytearray()  # read while there was no file
         self._unsent = bytearray()
         self._has_complained = False
 
     def connect(self, launcher: Server, world: World) -> None:
-        """Let the launcher show this stream."""
         self.connection, _ = connect_to_server(
             launcher, world, "output", stream=self.number, host=world.hostname
         )
@@ -61,7 +61,7 @@ class Stream:
             terminal.resize(self.source.fileno())
 
     def register(self, poll: select.poll) -> None:
-        """Let `poll` report what `act` needs."""
+        """Let `poll` report the events that `act` needs."""
         if not self.source.closed and len(self._unsent) < _MOST_UNSENT:
             poll.register(self.source, select.POLLIN)
         if self.connection is not None and self._unsent:
@@ -74,7 +74,7 @@ class Stream:
             with contextlib.suppress(OSError):  # the end of a terminal
                 chunk = self.source.read(_CHUNK)
             if chunk:
-                self._save(chunk)
+                self.save(chunk)
                 self._unsent += chunk
             else:
                 self.source.close()
@@ -96,12 +96,8 @@ class Stream:
         before, self._file = self._file, path.open("ab", buffering=0)
         if before is not None:
             before.close()
-        self._save(self._unfiled)
+        self.save(self._unfiled)
         self._unfiled = bytearray()
-
-    def keep(self, text: str) -> None:
-        """Write a text to the file alone, which is not shown."""
-        self._save(text.encode(errors="backslashreplace"))
 
     def say(self, sentence: str) -> None:
         """Add a line of mpiddp's own, for the launcher to show."""
@@ -115,7 +111,8 @@ class Stream:
                 file.close()
         self.connection = self._file = None
 
-    def _save(self, chunk: bytes | bytearray) -> None:
+    def save(self, chunk: bytes | bytearray) -> None:
+        """Write a chunk to the file alone: it is not shown."""
         if self._file is None:
             self._unfiled += chunk[: _MOST_UNFILED - len(self._unfiled)]
             return
@@ -137,13 +134,13 @@ class Input:
     """
 
     number = 0
-    is_done = True  # what nobody has read is lost
+    is_done = True  # nothing waits for input that nobody has read
 
     def __init__(self, terminal: Terminal) -> None:
         pair = terminal.open(0)
         self.is_terminal = pair is not None
         self.theirs, sink = pair[::-1] if pair else os.pipe()
-        self.sink: int | None = sink  # until the script, or the launcher, has ended it
+        self.sink: int | None = sink  # None once the script, or the launcher, has ended it
         os.set_blocking(sink, False)
         self._connection: socket.socket | None = None
         self._unwritten = b""

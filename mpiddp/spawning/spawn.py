@@ -35,15 +35,15 @@ from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.hosts.program_files import imported_by, is_local, modules_at, sources_of
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
-from mpiddp.runtime.function import said
+from mpiddp.runtime.function import named
 from mpiddp.runtime.shipped import packed
 from mpiddp.world import World, is_joined
 
 Result = TypeVar("Result")
-Value: TypeAlias = str | int | float | bool | Sequence[str | int] | None  # of an option
+Value: TypeAlias = str | int | float | bool | Sequence[str | int] | None  # the value of an option
 
 _REPEATED = ("--env-file", "--mpi-args")  # the values of other options are joined by commas
-_LAST_S = 0.5  # for the last lines, once the launcher has ended: another process may have its pipes
+_LAST_S = 0.5  # after the end of the launcher, its last lines are read for this time at most
 
 
 def spawn(
@@ -133,7 +133,7 @@ def spawn(
     text, cause = "", None
     if rank in answers:
         text, body = pickle.loads(answers[rank])
-        with suppress(UserError):  # its class is missing here
+        with suppress(UserError):  # the class of the error is missing here
             cause = unpickled(body, name, rank)
     raise RankFailed(sentence, rank, outcome["host"], text) from cause
 
@@ -172,7 +172,7 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
     except Exception as error:
         raise UserError(
             f"mpiddp.spawn cannot pickle {name}, its arguments and the variables that it uses: "
-            f"{said(error)}. Create it within the function, or in a module that it imports."
+            f"{named(error)}. Create it within the function, or in a module that it imports."
         ) from error
     facts = {
         "name": name,
@@ -255,7 +255,7 @@ def _launched(
 
 def _flushed(stream: Any, number: int) -> int | None:
     """None for a text stream of this file descriptor, which the launcher can use itself; else PIPE."""
-    with suppress(OSError, ValueError, AttributeError):  # of a cell, of a test, closed, None
+    with suppress(OSError, ValueError, AttributeError):  # a cell's, a closed one, or None
         stream.flush()
         return None if stream.fileno() == number else subprocess.PIPE
     return subprocess.PIPE
@@ -304,7 +304,7 @@ def unpickled(body: bytes, name: str, rank: int) -> Any:
         return _Unpickler(io.BytesIO(body)).load()
     except Exception as error:
         raise UserError(
-            f"the result of {name} from rank {rank} cannot be unpickled here: {said(error)}. "
+            f"the result of {name} from rank {rank} cannot be unpickled here: {named(error)}. "
             "Return plain values, or tensors on the CPU."
         ) from error
 

@@ -189,11 +189,10 @@ def test_a_spare_python(here):
         job.until("is ", times=attempt + 1)
         first = int(IS.findall(job.stdout)[-1][0])
 
-        def others(first: int = first) -> list[Process]:
-            found = [each for each in here.processes(script) if "runtime.script" in each.command]
-            return [each for each in found if each.pid != first and comm_of(each.pid) == SPARE_NAME]
+        def spares() -> list[Process]:
+            return [each for each in here.processes(script) if comm_of(each.pid) == SPARE_NAME]
 
-        (spare,) = eventually(others)
+        (spare,) = eventually(spares)
         eventually(lambda spare=spare: waits_with_torch(spare.pid))
         assert cost_of(spare.pid) < 260e6
         if attempt == 2:

@@ -20,7 +20,7 @@ from mpiddp.protocol.channel import NO_MESSAGE, RANK, UNIX
 from mpiddp.protocol.variables import LOST_AFTER, LOST_AFTER_S, PATIENCE
 from mpiddp.world import World
 
-CONNECT_TIMEOUT_S = 30.0  # in which no connection to the server stands
+CONNECT_TIMEOUT_S = 30.0  # a rank without a connection to the server gives up after this time
 _ATTEMPT_S, _RETRY_S = 10.0, 0.2
 
 

@@ -38,10 +38,10 @@ JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | boo
 Value = TypeVar("Value", bound=JSON)
 
 AGREE_TIMEOUT_S = 30.0
-GRACE_S = 1.0  # in which a rank may end by itself once another has failed
+GRACE_S = 1.0  # once a rank has failed, another one may end by itself in this time
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
 _LONGEST = 16 * channel.VALUE_LIMIT  # bytes of an answer, which has a value of every rank
-_CLAIM = "first failure"  # its key
+_CLAIM = "first failure"  # the key of a claim to have failed first
 _ANSWERS = ("gathered", "no_answer", "claimed", "function", "answer")
 
 
@@ -62,40 +62,38 @@ class Coordinator:
     def __init__(self, world: World) -> None:
         self.world = world
         self.server = Server("", "")
-        self.hostnames: Sequence[str] = ()  # [world_size], once the ranks have met; for sentences
-        self.ranks_here: Sequence[int] = ()  # of this host, once their agents have met
-        self.has_launcher = False  # which prints why a job failed
+        self.hostnames: Sequence[str] = ()  # [world_size]; () until the ranks have met
+        self.ranks_here: Sequence[int] = ()  # the ranks of this host; () until the agents have met
+        self.has_launcher = False  # a launcher prints why the job failed
         self.connection: socket.socket | None = None
-        # Gathers a text of every rank in the place of the server: MPI, while ranks meet.
+        # While ranks meet over MPI, this gathers their texts in place of the server.
         self.exchange: Callable[[str], list[str]] | None = None
-        self.group = 0  # of the ranks; n of their n-th scripts
-        self.code_of_failure = 0  # of the rank whose failure ends this one
-        self.gone: int | None = None  # that rank, if it has ended without leaving
-        self.is_lost = False  # the server has ended: nothing more is received
-        self._early: list[dict[str, Any]] = []  # news, for the one who listens later
-        # Gets the messages that nobody waits for.
+        self.group = 0  # 0 is the group of the ranks, and n that of their n-th scripts
+        self.code_of_failure = 0  # the exit code of the rank whose failure ends this one
+        self.gone: int | None = None  # the rank that has failed, if it has not said so itself
+        self.is_lost = False  # the server has ended, so nothing more arrives
+        self._early: list[dict[str, Any]] = []  # messages that came before `listen`
+        # Gets the messages that are no answers.
         self.on_news: Callable[[dict[str, Any]], object] = self._early.append
-        self._listens = False  # in a thread
+        self._listens = False  # a thread receives
         self._round = 0
         self._lines = channel.Lines(_LONGEST)
         self._send_lock = threading.RLock()  # a handler of a signal may send while its thread does
-        self._changed = threading.Condition()  # of what follows
-        # The answers, by the key of a gather or a claim, or by their type; and the values that they bring.
+        self._changed = threading.Condition()  # an answer has arrived, or the server is lost
+        # The answers with their values, by the key of a gather or a claim, otherwise by their type.
         self._arrived: dict[str, tuple[dict[str, Any], bytes]] = {}
 
     def connect(
         self, world: World, server: Server, role: str = RANK, answer_s: float | None = None
     ) -> None:
         """Connect as this rank of `world`, or as its script. Raises as `connect_to_server`."""
-        connection, self.group = connect_to_server(
-            server, world, "hello", role=role, answer_s=answer_s
-        )
+        connection, group = connect_to_server(server, world, "hello", role=role, answer_s=answer_s)
         self.connection = out_of_the_way(connection) if role == channel.SCRIPT else connection
-        self.world, self.server = world, server
+        self.world, self.server, self.group = world, server, group
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """In a forked child, which is no rank: its copy of the connection would hide the end of this one."""
+        """Close a forked child's copy of the connection, which would hide the end of this process."""
         if self.connection is not None:
             self.connection.close()
         self.connection, self.has_launcher = None, False
@@ -112,7 +110,6 @@ class Coordinator:
                 self.is_lost |= error.errno in (errno.EBADF, errno.ENOTSOCK)
 
     def tell_launcher(self, kind: str, **facts: object) -> None:
-        """Send the launcher a message, if there is a launcher."""
         if self.has_launcher:
             self.send(kind, b"", **facts)
 
@@ -195,7 +192,6 @@ class Coordinator:
         raise Refused(code, text if self.has_launcher else "")
 
     def name(self, rank: int) -> str:
-        """The rank and its host, for sentences."""
         return f"rank {rank} on {self.hostnames[rank]}" if self.hostnames else f"rank {rank}"
 
     def sentences(self, problems: list[str]) -> list[str]:
@@ -230,18 +226,17 @@ class Coordinator:
                 self.ask("gather", b"null", key=key, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
         else:
             self.send("gather", b"null", key=key, timeout_s=None, or_gone=True)
-        if self.group == 0:  # the end of a script's connection never is a failure
+        if self.group == 0:  # for a script, the end of the connection is no failure
             self.send("leave")
 
     def code_of_end(self) -> int:
         """The code with which another rank ends this one, or the loss of a connection, which it says."""
         lost = "the launcher" if self.has_launcher else self.name(self.gone or 0)
-        is_said = self.code_of_failure and self.gone is None  # by the rank that has failed
-        if not is_said and (self.has_launcher or self.world.local_rank == 0):
+        is_reported = self.code_of_failure and self.gone is None  # by the rank that has failed
+        if not is_reported and (self.has_launcher or self.world.local_rank == 0):
+            name = self.name(self.world.rank)
             with contextlib.suppress(OSError):
-                print_error(
-                    f"{self.name(self.world.rank)}: lost the connection to {lost}; exiting."
-                )
+                print_error(f"{name}: lost the connection to {lost}; exiting.")
         return self.code_of_failure or FAILED
 
     def ask(
@@ -288,7 +283,7 @@ class Coordinator:
                     while not self.is_lost:
                         self.receive()
                         look()
-                finally:  # whoever waits for an answer would wait for ever
+                finally:  # a caller of `ask` would wait for ever
                     with self._changed:
                         self.is_lost = True
                         self._changed.notify_all()
@@ -302,7 +297,7 @@ class Coordinator:
         try:
             chunk = self.connection.recv(channel.CHUNK)
             messages = [decode(line) for line in self._lines.split(chunk)]
-        except (OSError, *NO_MESSAGE):  # it has ended, or the script has closed it
+        except (OSError, *NO_MESSAGE):  # the server has ended, or the script has closed it
             chunk, messages = b"", []
         with self._changed:
             self.is_lost |= not chunk
@@ -315,6 +310,6 @@ class Coordinator:
                     case _:
                         news.append(facts)
             self._changed.notify_all()
-        with contextlib.ExitStack() as stack:  # all of them, also if the first ends the script
+        with contextlib.ExitStack() as stack:  # so all are passed on, even if the first one raises
             for facts in reversed(news):
                 stack.callback(self.on_news, facts)

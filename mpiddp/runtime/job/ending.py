@@ -22,9 +22,7 @@ from mpiddp.protocol.channel import LINE_LIMIT, TEXT_LIMIT
 from mpiddp.runtime.job.out_of_memory import shortened
 from mpiddp.text import signal_name
 
-_REQUESTS = frozenset(
-    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-)
+_REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class Refused(SystemExit):
@@ -54,11 +52,11 @@ class EndedFromOutside(Exception):
 class Ending(NamedTuple):
     """The end of a rank, with the fields of a message "failed"."""
 
-    code: int  # of its process, as its parent sees it: [0, 255]; 0 if it has not failed
-    error: str = ""  # what went wrong, as a sentence, if anybody says it
-    traceback: str = ""  # of a bug of the script; "" where the sentence, or the code, says it all
+    code: int  # the exit code of its process, [0, 255]; 0 if it has not failed
+    error: str = ""  # the reason, as a sentence, if anybody says it
+    traceback: str = ""  # shows a bug of the script; "" if the sentence, or the code, says it all
     is_verdict: bool = False  # the sentence names what failed, which may be another rank
-    signal: int = 0  # that killed it
+    signal: int = 0  # has killed it; 0 is none
 
     @property
     def is_failure(self) -> bool:
@@ -130,7 +128,7 @@ def ending_of(error: BaseException | None, *, has_stopped: bool = False) -> Endi
     import traceback  # takes 5 ms, and few ranks need it
 
     sentence = type(error).__name__
-    with contextlib.suppress(Exception):  # its own __str__ fails
+    with contextlib.suppress(Exception):  # the __str__ of the error may fail
         sentence = f"{sentence}: {error}".removesuffix(": ")
     code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
     return Ending(code, sentence, "".join(traceback.format_exception(error)))

@@ -27,7 +27,7 @@ class Progress:
         self._coordinator, self._tell_agent = coordinator, tell_agent
         self._step, self._counter = 0, BY_OPTIMIZER
         self._sent_at = 0.0
-        self._shown: dict[str, Any] = {}  # that has not been sent
+        self._shown: dict[str, Any] = {}  # these values have not been sent
 
     def count(self, step: int, counter: int) -> None:
         """Report this step by one who counts, at most twice a second. Most calls send nothing.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -23,13 +22,13 @@ from mpiddp.errors import print_error
 from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode, is_consequence
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.connection import AnotherScript, Server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of, record
 from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.stopping import StopRequest
 from mpiddp.world import World, is_joined
 
-_END_S = 2.0  # for this rank to be ended after another has failed
+_END_S = 2.0  # a thread that reads frames has this time to end
 
 
 class Session:
@@ -38,45 +37,43 @@ class Session:
     def __init__(self) -> None:
         # This process is the script of a rank, whose agent reports its end. By hand it is the rank itself.
         self.has_agent = is_joined(os.environ)
-        self.control: socket.socket | None = None  # to the agent, unless that has started a command
+        self.control: socket.socket | None = None  # to the agent; None within a command
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1))
-        self.is_member = False  # of the process group of its job, which this process leaves later
+        self.is_member = False  # this process has joined its job by itself, and leaves it by itself
         self.runs: list[Any] = []  # the `mpiddp.checkpoints.records.RunRecords` of this process
-        self.sinks: Any = None  # of `mpiddp.runtime.sinks`, once this process has logged
-        self.torch_store: object = None  # on rank 0, if this process serves it
-        self.has_store_beside = False  # a process beside rank 0 serves it
-        self.error: BaseException | None = None  # that has ended the script, or by hand its group
+        self.sinks: Any = None  # the `mpiddp.runtime.sinks` of this process, once it has logged
+        self.torch_store: object = None  # torch's store, if this process of rank 0 serves it
+        self.error: BaseException | None = None  # has ended the script, or its process group
         self.progress = Progress(self.coordinator, self.tell_agent)
         self.stop = StopRequest(self.coordinator, self.progress, self.tell_agent)
-        # Calls on every rank, the latest first, once its script has succeeded.
+        # They are called on every rank, the latest first, once its script has succeeded.
         self.before_leaving: list[Callable[[], None]] = []
-        self.savers: list[Callable[[], None]] = []  # each waits for this rank's saves of one kind
+        self.savers: list[Callable[[], None]] = []  # functions that wait for saves of this rank
         self._saves = 0
         self._lock = threading.RLock()
-        self._reads_frames = threading.Lock()  # while a thread does
+        self._reads_frames = threading.Lock()  # a thread holds it while it reads frames
 
     def tell_agent(self, kind: str, **facts: object) -> None:
-        """Tell the agent that has started this script, if one has."""
         if self.control is not None:
             with contextlib.suppress(OSError):  # the script has closed it
                 self.control.sendall(encode(kind, b"", **facts))
 
     def obey(self, facts: Mapping[str, Any]) -> None:
-        """Act on news: of the launcher, or a call. The agent ends this process, so "end" is none of them."""
+        """Act on a message of the launcher, or on the call of another rank. "end" is the agent's business."""
         number = facts.get("signal", signal.SIGTERM)
-        if facts["type"] == "stop":  # before it can end of this
+        if facts["type"] == "stop":  # first, because the signal may end this process
             self.tell_agent("stopping", signal=number)
         match facts["type"]:
             case "stop" if not self.stop.supports_stop:
-                # Without should_stop(), the handler of a request would only note it.
+                # A script without should_stop() would not react to the handler of a request.
                 if signal.getsignal(number) in self.stop.handlers:
                     number = signal.SIGTERM
                 os.kill(os.getpid(), number)
             case "stop" | "called":
                 self.stop.is_requested = True
             case "stacks" | "calls" as kind:
-                with contextlib.suppress(OSError):  # no file is left, not even to import
+                with contextlib.suppress(OSError):  # without a free file, an import fails, too
                     from mpiddp.runtime.collectives import calls
 
                     if (made := calls()) is not None:
@@ -90,11 +87,11 @@ class Session:
         """Let the agent write all output to files in `folder`, unless the user has named another one."""
         writes = self.control is not None and self.coordinator.has_launcher
         if writes and not os.environ.get(LOG_DIR):
-            folder.mkdir(parents=True, exist_ok=True)  # here, where an error is the script's own
+            folder.mkdir(parents=True, exist_ok=True)  # the script gets the error, if there is one
             self.tell_agent("log_to", folder=str(folder))
 
     def count_saves(self, difference: int) -> None:
-        """One more save, or one less. With 0, this rank has saved what a stop requires, and only waits."""
+        """Count one more save, or one less. 0 says that this rank has saved, and waits for the others."""
         with self._lock:
             self._saves += difference
             if self._saves == max(0, difference):  # the first begins, or the last has ended
@@ -131,8 +128,8 @@ class Session:
         ending = ending_of(error)
         follows = is_consequence(ending.error)
         if follows and is_first and not is_printed:
-            is_first = self._hears_of_no_cause()
-        if ending.error:  # perhaps no file can be written
+            is_first = not self._hears_of_another_failure()
+        if ending.error:  # both ways, because a full disk takes no file
             self.tell_agent("failed", ending=Ending(**ending.facts))
         if self.has_agent:
             record(ending, os.environ.get(ERROR_FILE, ""))
@@ -145,38 +142,34 @@ class Session:
             self.tell_agent("hidden", text=ending.facts["traceback"])
         return is_shown
 
-    def _hears_of_no_cause(self) -> bool:
-        """Whether the agent hears of no other failure within a second. A killed rank claims none."""
+    def _hears_of_another_failure(self) -> bool:
+        """Ask the agent, for a second. A rank that the kernel has killed claims no first failure."""
         if self.control is None:
-            return True
+            return False
         self.tell_agent("lost_connection")
-        with contextlib.suppress(OSError, ValueError):
-            self.control.settimeout(_END_S)
-            is_first: bool = json.loads(self.control.recv(CHUNK))["is_first"]
-            self.control.settimeout(None)
-            return is_first
-        return True
-
-    def tell_over(self, code: int) -> None:
-        """Tell the agent that this script, which has failed, has no more to do than to end."""
-        if self.control is not None:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # the script may have closed or replaced it
-                    stream.flush()
-            self.tell_agent("over", code=code)
+        with contextlib.suppress(OSError):
+            try:
+                self.control.settimeout(GRACE_S)
+                return bool(self.control.recv(CHUNK))
+            finally:
+                self.control.settimeout(None)
+        return False
 
     def tell_over_at_exit(self) -> None:
         """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""
         # Python ends other threads where they are. The frames that they read keep the script's files open.
         self._reads_frames.acquire(timeout=_END_S)
         if self.error is not None and (ending := ending_of(self.error)).is_failure:
-            self.tell_over(ending.code)
-        self.error = None  # whose frames keep the script's files open
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the script may have closed or replaced it
+                    stream.flush()
+            self.tell_agent("over", code=ending.code)
+        self.error = None  # its frames would keep the script's files open
 
     def fail_at_exit(self) -> None:
         """Record the error that has ended the script of a command, which Python has printed."""
         error = getattr(sys, "last_value", None)
-        if error is not None and self is current():  # no forked child
+        if error is not None and self is current():  # false in a forked child
             self.fail(error, is_printed=True)
 
 
@@ -208,7 +201,7 @@ def script_session() -> Session:
 def _forget() -> None:
     global _current
     before, _current = _current, Session()
-    before.control = None  # code may hold the session
+    before.control = None  # the script may hold the session
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -224,6 +217,6 @@ def _stacks() -> str:
         for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
     }
-    # The end of a long stack is where the thread is.
+    # Of a long stack, the end is kept, which shows where the thread is.
     first = stacks.pop(threading.main_thread().ident or 0, "")[-TEXT_LIMIT:]
     return "\n".join([first, *stacks.values()])[:TEXT_LIMIT]

@@ -30,7 +30,7 @@ class StopRequest:
         self._ranks, self._progress, self._tell_agent = ranks, progress, tell_agent
         self._changed = threading.Condition()  # its lock: a handler of a signal may call os._exit
         self._calls = 0
-        self.steps_before = 0  # of the run, which another process has made
+        self.steps_before = 0  # steps of the run that another process has made
         self._proposed = 0  # the step that this rank has proposed
         self._step = _NEVER  # after which all ranks stop, once it is decided
         self.has_stopped = False  # this script ends early, as requested
@@ -38,7 +38,7 @@ class StopRequest:
         # any rank begins the agreement, and calls the others to it.
         self.is_requested = False
         self.supports_stop = False  # whether the script calls `should_stop`
-        self.handlers: list[object] = []  # of signals, see `stop_on`
+        self.handlers: list[object] = []  # the handlers of signals that `stop_on` has set
 
     def declare_support(self) -> None:
         """Declare that this script calls `should_stop`, so that an earlier request waits for the call."""
@@ -108,7 +108,8 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
     a second signal kill.
     """
     defaults = (signal.SIG_DFL, signal.default_int_handler)
-    before = {each: found for each in numbers if (found := signal.getsignal(each)) in defaults}
+    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: handler for number, handler in before.items() if handler in defaults}
 
     def on_signal(number: int, frame: object) -> None:
         stop.is_requested = True

@@ -18,8 +18,8 @@ from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.world import World
 
-_FIRST_S = 120.0  # for rank 0 to connect, which it does at once, unless it is killed before
-_LAST_S = 5.0  # in which the ranks end that have learned that rank 0 is gone
+_FIRST_S = 120.0  # rank 0 connects in this time, unless it is killed before
+_LAST_S = 5.0  # the ranks end in this time once they have learned that rank 0 is gone
 
 # Without `site`, whose .pth files may cost more than this process.
 _CODE = (

@@ -31,18 +31,13 @@ class RankInfo(NamedTuple):
     machine: str  # distinguishes two machines with the same name
     interfaces: Sequence[Interface]
     problem: str = ""  # why this rank cannot begin
-    run_id: str = ""  # that of rank 0 counts; the same in all attempts of a job
-    gpus: str = ""  # that it may see, as CUDA_VISIBLE_DEVICES has them
+    run_id: str = ""  # rank 0's counts; it is the same in all attempts of a job
+    gpus: str = ""  # the GPUs that the rank may see, as CUDA_VISIBLE_DEVICES has them
 
     @classmethod
     def of_this_process(cls, world: World, problem: str = "") -> RankInfo:
-        place = (
-            world.rank,
-            world.local_rank,
-            world.local_world_size,
-            world.hostname,
-            machine("net"),
-        )
+        rank, _, local_rank, local_size, *_ = world
+        place = (rank, local_rank, local_size, world.hostname, machine("net"))
         run_id = os.environ.get(variables.RUN_ID) or os.urandom(8).hex()
         gpus = next((os.environ[name] for name in VISIBLE if name in os.environ), "all")
         return cls(*place, interfaces(), problem, run_id, gpus)
@@ -56,15 +51,15 @@ class RankInfo(NamedTuple):
 
         A requested interface that this host has takes precedence.
         """
-        target, own = ipaddress.ip_address(address), self.interfaces
-        towards = [i.name for i in own if target in ipaddress.ip_network(i.network)]
+        target, nics = ipaddress.ip_address(address), self.interfaces
+        towards = [nic.name for nic in nics if target in ipaddress.ip_network(nic.network)]
         if not towards:
             family = socket.AF_INET6 if target.version == 6 else socket.AF_INET
             # Connecting asks the routing table, and sends nothing.
             with socket.socket(family, socket.SOCK_DGRAM) as route, contextlib.suppress(OSError):
                 route.connect((address, 9))
-                towards = [i.name for i in own if i.address == route.getsockname()[0]]
-        named = [i.name for i in own if i.matches(requested)]
+                towards = [nic.name for nic in nics if nic.address == route.getsockname()[0]]
+        named = [nic.name for nic in nics if nic.matches(requested)]
         first = (towards or [""])[0]
         return first if target.is_loopback or not named or first in named else named[0]
 
@@ -78,8 +73,8 @@ class RankInfo(NamedTuple):
         return False
 
 
-Infos = Sequence[RankInfo]  # of all ranks, by rank
-Files = Sequence[tuple[str, str]]  # of a rank's script: of each, its name and its SHA-256
+Infos = Sequence[RankInfo]  # the infos of all ranks, by rank
+Files = Sequence[tuple[str, str]]  # the names and the SHA-256 of the files of a rank's script
 Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 
 
@@ -212,14 +207,14 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
             ours, theirs = dict(programs[0]), dict(program)
             name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
             here, there = infos[0].hostname, info.hostname
-            if name not in ours:  # as after a change of the branch
+            if name not in ours:  # for example after a change of the branch
                 raise UserError(
                     f"{name} is on {there}, and not on {here}. Remove it there: mpiddp hosts push does, "
                     "if an earlier push has sent it"
                 )
-            own, other = (each.get(name, "")[:8] or "none" for each in (ours, theirs))
+            digest, other = (files.get(name, "")[:8] or "none" for files in (ours, theirs))
             raise UserError(
-                f"{name} differs on {there} (sha256 {other} instead of {own} on {here}). Copy it again: "
+                f"{name} differs on {there} (sha256 {other} instead of {digest} on {here}). Copy it again: "
                 "mpiddp hosts push"
             )
     if placement := env.get(variables.PLACEMENT):
@@ -233,9 +228,8 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
     for info in infos if requested and not is_on_one_host else ():
         if not any(interface.matches(requested) for interface in info.interfaces):
             present = " and ".join(dict.fromkeys(nic.name for nic in info.interfaces))
-            raise UserError(
-                f'interface "{requested}" is not on {info.hostname}, which has {present or "none"}.'
-            )
+            where = f"{info.hostname}, which has {present or 'none'}"
+            raise UserError(f'interface "{requested}" is not on {where}.')
 
 
 def _is_placed(infos: Infos, names: Sequence[str]) -> bool:
@@ -256,7 +250,6 @@ def table(infos: Infos, expected: Sequence[str]) -> str:
     """A line for each rank: its host, local rank and GPUs, and the expected host."""
     rows = [("rank", "host", "local rank", "visible GPUs", "expected host")]
     for info, name in zip(infos, [*expected, *["none"] * len(infos)], strict=False):
-        rows.append(
-            (str(info.rank), info.hostname, str(info.local_rank), info.gpus or "none", name)
-        )
+        local_rank, gpus = str(info.local_rank), info.gpus or "none"
+        rows.append((str(info.rank), info.hostname, local_rank, gpus, name))
     return align_columns(rows)

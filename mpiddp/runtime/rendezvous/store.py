@@ -59,12 +59,10 @@ def _serve_until_closed(env: Mapping[str, str], listener: int, lifeline: int) ->
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # a warning of torch must not get into a connection
         os.dup2(nothing, stream)
-    first = 3
-    for kept in sorted((listener, lifeline)):
-        os.closerange(first, kept)
-        first = kept + 1
-    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
-    with no_dns():  # for each connection that it accepts
+    low, high = sorted((listener, lifeline))
+    for first, end in (3, low), (low + 1, high), (high + 1, os.sysconf("SC_OPEN_MAX")):
+        os.closerange(first, end)
+    with no_dns():  # the store looks up each connection that it accepts
         store = _serve(env, listener)
         os.read(lifeline, 1)
         del store

@@ -60,7 +60,7 @@ def mesh(
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, (call, hostname, f"{hostname} {machine('net')}"), group=group)
     calls, names, machines = zip(*answers, strict=True)
-    try:  # of the same answers, so every rank comes to the same result
+    try:  # every rank has the same answers, so it comes to the same result
         if other := next((rank for rank, call in enumerate(calls) if call != calls[0]), 0):
             raise UserError(
                 f"the calls differ: {calls[0]} on rank 0, {calls[other]} on rank {other}. Call it with "

@@ -27,7 +27,12 @@ from mpiddp.runtime.job.session import current
 from mpiddp.text import all_of, listed
 from mpiddp.world import World
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGERS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # by their size in bytes
 _MAX_NAMED = 4  # ranks in a sentence
 
 
@@ -72,15 +77,15 @@ def check_divergence(
             "compare. Name the ranks that hold the same shards with group=, or leave the call out."
         )
     device = next(iter(tensors.values())).device
-    numbers = torch.stack([digest(each).to(device) for each in tensors.values()]).tolist()
-    own = dict(zip(tensors, numbers, strict=True))
+    numbers = torch.stack([digest(tensor).to(device) for tensor in tensors.values()]).tolist()
+    digest_by_name = dict(zip(tensors, numbers, strict=True))
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)  # all_gather_object copies to the current one
-    of_all_tensors = sha256(repr(sorted(own.items())).encode()).digest()
+    of_all_tensors = sha256(repr(sorted(digest_by_name.items())).encode()).digest()
     if len(set(_of_all_ranks(of_all_tensors, group))) == 1:
         return
     name = f"rank {dist.get_rank()} on {socket.gethostname()}"
-    names, digests = zip(*_of_all_ranks((name, own), group), strict=True)
+    names, digests = zip(*_of_all_ranks((name, digest_by_name), group), strict=True)
     current().wait_for_saves()
     _of_all_ranks(None, group)  # the first rank to exit ends the others
     at = "" if step is None else f"step {step}: "
@@ -107,20 +112,20 @@ def digest(tensor: Tensor) -> Tensor:
 def differing_ranks(ranks: Sequence[str], digests: Sequence[Mapping[str, int]]) -> str:
     """The ranks that differ, by their names [N] and digests [N] by tensor, and the first tensor that does."""
     tensors = list(digests[0])
-    for rank, each in zip(ranks, digests, strict=True):
-        if other := set(tensors) ^ each.keys():
+    for rank, by_name in zip(ranks, digests, strict=True):
+        if other := set(tensors) ^ by_name.keys():
             return (
                 f"{ranks[0]} and {rank} hold different tensors, such as {min(other)}. If the optimizer's "
                 "state is sharded, check the model alone"
             )
-    rows = [tuple(each[name] for name in tensors) for each in digests]
+    rows = [tuple(by_name[name] for name in tensors) for by_name in digests]
     usual, num_equal = Counter(rows).most_common(1)[0]
     has_majority = 2 * num_equal > len(rows)
     odd = [name for name, row in zip(ranks, rows, strict=True) if row != usual or not has_majority]
     names = all_of(odd) if len(odd) <= _MAX_NAMED else listed(odd, _MAX_NAMED)
     verb = "differs" if len(odd) == 1 else "differ"
     than = f" from the {num_equal} ranks that agree" if has_majority else ""
-    differ = [name for name in tensors if len({each[name] for each in digests}) > 1]
+    differ = [name for name in tensors if len({by_name[name] for by_name in digests}) > 1]
     first, _, _ = differ[0].partition(": ")
     return f"{names} {verb}{than}, first in {first} ({len(differ)} of {len(tensors)} tensors)"
 
@@ -135,24 +140,26 @@ def _compared_tensors(
         for module in fsdp.FullyShardedDataParallel.fsdp_modules(model):
             sharded.update(module.parameters())
     names: dict[Tensor, str] = {}
-    for name, each in model.named_parameters():  # without what DDP and torch.compile add
-        names[each] = name.replace("_orig_mod.", "").removeprefix("module.")
-    # With the parameter to which each belongs.
-    found: list[tuple[str, Any, Tensor]] = [(name, each, each) for each, name in names.items()]
+    for name, tensor in model.named_parameters():  # DDP and torch.compile add to the names
+        names[tensor] = name.replace("_orig_mod.", "").removeprefix("module.")
+    rows: list[
+        tuple[str, Any, Tensor]
+    ] = []  # a name, a value, and the parameter that it belongs to
+    rows += [(name, parameter, parameter) for parameter, name in names.items()]
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
         name = names.get(parameter, "a parameter of another model")
         for path, leaf in tree_flatten_with_path(state)[0]:
             key = keystr(path).strip("[']")
-            found.append((f"{key} of {name}", leaf, parameter))
+            rows.append((f"{key} of {name}", leaf, parameter))
     return {
-        f"{name}: {each.dtype} {list(each.shape)}": each
-        for name, each, parameter in found
-        if isinstance(each, Tensor) and parameter not in sharded
-        if with_shards or not hasattr(each, "to_local")
+        f"{name}: {value.dtype} {list(value.shape)}": value
+        for name, value, parameter in rows
+        if isinstance(value, Tensor) and parameter not in sharded
+        if with_shards or not hasattr(value, "to_local")
     }
 
 
 def _of_all_ranks(value: object, group: dist.ProcessGroup | None) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values

@@ -151,7 +151,7 @@ def device_of(world: World, backend: str) -> torch.device:
         return torch.device("cpu")
     gpu, gpus = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     assert world.local_rank is not None, "the ranks have joined"
-    has_own = gpus == 1 and world.launcher.hides_gpus  # as with srun --gpus-per-task
+    has_own = gpus == 1 and world.launcher.hides_gpus  # for example with srun --gpus-per-task
     index = 0 if has_own else world.local_rank
     if gpu is not None and index < gpus:
         return torch.device(gpu.type, index)

@@ -80,9 +80,10 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         Raises:
             ValueError: an epoch would have no step, or a rank no sample in a micro-batch.
         """
-        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else _of_job()
-        self.rank = world[0] if rank is None else rank
-        self.world_size = world[1] if world_size is None else world_size
+        world = World.from_env()  # right before the process group is formed, too
+        group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else world[:2]
+        self.rank = group[0] if rank is None else rank
+        self.world_size = group[1] if world_size is None else world_size
         self.num_samples, self.global_batch_size = num_samples, global_batch_size
         self.seed, self.shuffle, self.batches_per_step = seed, shuffle, batches_per_step
         if global_batch_size < self.world_size * batches_per_step:
@@ -190,9 +191,3 @@ class _Batches(Iterator[list[int]]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._begin(state["epoch"], state["drawn"])
-
-
-def _of_job() -> tuple[int, int]:
-    """The rank and the number of ranks before the process group is formed."""
-    world = World.from_env()
-    return world.rank, world.world_size

@@ -85,7 +85,7 @@ from mpiddp.runtime.patches import optimizer_steps
 
 told = []
 progress = SimpleNamespace(count=lambda steps, by: told.append(steps))
-optimizer_steps(SimpleNamespace(session=SimpleNamespace(progress=progress)))
+optimizer_steps(SimpleNamespace(progress=progress))
 parameter = torch.nn.Parameter(torch.zeros(1))
 parameter.grad = torch.zeros(1)
 for fold in range(3):
