@@ -100,10 +100,10 @@ class Checkpoints:
         run_dir = RunDir(local_path(folder).absolute())  # the script may change the working folder
         losses = () if not_finite == "keep" else not_finite
         self._records = RunRecords(run_dir, best[0] if best else "", losses, settings)
-        arguments: dict[str, Any] = {"folder": folder if bucket else run_dir.path}
-        arguments |= {"every": every, "keep": keep, "keep_every": keep_every, "best": best}
+        # The folder as the script names it, because its real path may differ between hosts.
+        arguments: dict[str, Any] = {"folder": folder, "every": every, "timeout_s": timeout_s}
+        arguments |= {"keep": keep, "keep_every": keep_every, "best": best}
         arguments |= {"not_finite": not_finite, "on_save_error": on_save_error}
-        arguments |= {"timeout_s": timeout_s}
         arguments |= {f"config[{name!r}]": value for name, value in settings.items()}
         self._options = RunOptions(
             keep=Retention(keep, keep_every, best),

@@ -165,9 +165,9 @@ class Run:
             folders = (run_dir.checkpoints, run_dir.path)
             self._created = [path for path in folders if not path.exists()]
             run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
-        self.writer_of = self._find_writers()
-        self.nodes = self.gather(coordinator.world.node_rank)
         try:
+            self.writer_of = self._find_writers()
+            self.nodes = self.gather(coordinator.world.node_rank)
             with self.writing_together():
                 if self.is_writer:
                     self._lock = RunLock(run_dir)
@@ -195,15 +195,18 @@ class Run:
 
         Only the first folder that a process opens is judged, because a script may have several runs.
         """
-        announced = os.environ.pop(RUN_DIR, None)
-        if announced is None:
+        announced = os.environ.pop(RUN_DIR, "")
+        if not announced:
             return
         root = self.dir.checkpoints
-        folders = self.gather([root.exists(), bool(folder.list_steps(root))])
-        if announced == str(self.dir.path):
-            if not any(exists for exists, _ in folders):  # its file server may be away
+        answers = self.gather(
+            [announced == str(self.dir.path), root.exists(), bool(folder.list_steps(root))]
+        )
+        is_same, is_there, has_steps = map(any, zip(*answers, strict=True))
+        if is_same:  # on the rank that announced it: links may give it other names elsewhere
+            if not is_there:  # its file server may be away
                 raise JobFailed(f"{announced} is not there any more: no host can read it.")
-        elif not any(has_steps for _, has_steps in folders):
+        elif not has_steps:
             raise UserError(
                 f"this restart would begin anew in {self.dir}, which has no checkpoint: the run before it "
                 f"wrote to {from_here(announced)}. Name one folder for all restarts, for example by "
@@ -309,6 +312,11 @@ class Run:
             marks = self.gather(mark.name)
             with self.writing_together():
                 seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
+                if not seen:
+                    raise UserError(
+                        f"{root} is not the folder of the other ranks of this host. Create "
+                        "mpiddp.Checkpoints in one working folder."
+                    )
             return self.gather(seen[0])
         finally:
             with contextlib.suppress(OSError):
