@@ -36,7 +36,6 @@ from mpiddp.text import counted, listed
 
 _SMALL = 1 << 16  # elements of a tensor of integers that is compared in each save
 _SHOWN = 4  # elements of one that a sentence shows
-_EVERY = 10  # saves
 _LONGEST = 80  # characters of what a rank has, in a sentence
 _TOLERANCE = 1e-3  # of the largest element: processors and kernels may round differently
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
@@ -63,11 +62,6 @@ class Union:
 
 def is_of_each_rank(path: Keys) -> bool:
     return str(path[-1]).rpartition(".")[2] in _OF_EACH_RANK  # in "module.bn1.running_mean" as well
-
-
-def compares_values(number: int) -> bool:
-    """Whether the ranks compare all tensors in this save of the process, counted from 1."""
-    return number <= 2 or number % _EVERY == 0
 
 
 def digest_of(flat: FlatState) -> str:
@@ -184,7 +178,8 @@ def _kind_of(value: Any) -> str:
 
 
 def _refuse(run: Run, name: str, values: Mapping[int, str]) -> None:
-    both = ", and ".join(f"{value} on {run.coordinator.name(at)}" for at, value in values.items())
+    name_of = run.coordinator.name
+    both = ", and ".join(f"{value} on {name_of(rank)}" for rank, value in values.items())
     raise ValueError(f"{name} differs: {both}. {_HINT}")
 
 

@@ -237,7 +237,7 @@ def boxes_of(
             file = f"{stem_of(path[0])}{SUFFIX}"
         else:
             continue
-        box = Box(path, file, tensor.shape, place, layout_of(tensor), path in flat.guarded)
+        box = Box(path, file, tensor.shape, place, layout_of(tensor), flat.is_guarded(path))
         pairs.append((box, tensor))
     return pairs
 

@@ -33,25 +33,20 @@ def is_address(path: str | os.PathLike[str]) -> bool:
     return "://" in str(path)
 
 
-def local_folder(address: str) -> Path:
-    """Where this user keeps the local copy of a run in object storage."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "mpiddp" / quote(address.rstrip("/"), safe="")
-
-
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """A local path as it is; of an address of a run, or of a checkpoint, that of its local copy."""
+    """A local path as it is; of an address of a run, or of a checkpoint, that of this user's local copy."""
     if not is_address(path):
         return Path(path)
     run, slash, name = str(path).rstrip("/").partition("/checkpoints/")
-    return local_folder(run) / f"{slash}{name}".lstrip("/")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "mpiddp", quote(run, safe=""), f"{slash}{name}".lstrip("/"))
 
 
 def pull(path: str | os.PathLike[str]) -> None:
     """Bring the local copy of this address up to date, if it is one. Raises UserError, OSError."""
     if is_address(path):
         run, _, name = str(path).rstrip("/").partition("/checkpoints/")
-        Bucket(run).pull(local_folder(run), name)
+        Bucket(run).pull(local_path(run), name)
 
 
 class Bucket:

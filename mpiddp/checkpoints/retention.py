@@ -21,7 +21,6 @@ from mpiddp.checkpoints.folder import (
     About,
     BrokenCheckpoint,
     hide,
-    is_set_aside,
     list_steps,
     name_of_step,
     reading,
@@ -136,16 +135,14 @@ def set_aside(root: Path, step: int, chosen: Path | None = None) -> list[Path]:
 
     There is one for each step: an older one is removed. `chosen`: one that was set aside, and counts again.
     """
-    swapped = None
-    if chosen is not None and is_set_aside(chosen):
-        swapped = chosen.rename(chosen.with_suffix(".again"))
+    swapped = chosen and chosen.rename(chosen.with_suffix(".again"))
     moved = []
     for folder in list_steps(root):
-        if step_of(folder) > step or (swapped is not None and step_of(folder) == step):
+        if step_of(folder) > step or (swapped and step_of(folder) == step):
             old = folder.with_name(f"{folder.name}.old")
             if old.exists():
                 remove(old)
             moved.append(folder.rename(old))
-    if swapped is not None:
+    if swapped:
         swapped.rename(root / name_of_step(step))
     return moved

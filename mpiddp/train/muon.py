@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ class Muon(torch.optim.Optimizer):
         for parameter in convolutions:
             self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
         # Weights of one shape form one product: a GPU takes as long to start a small one as to compute it.
-        for _, group in groupby(sorted(shares[rank], key=_shape), key=_shape):
+        by_shape = attrgetter("shape")
+        for _, group in groupby(sorted(shares[rank], key=by_shape), key=by_shape):
             same = list(group)
             directions = orthogonal(torch.stack([self._nesterov(parameter) for parameter in same]))
             for parameter, direction in zip(same, directions, strict=True):
@@ -97,20 +99,13 @@ class Muon(torch.optim.Optimizer):
         return buffer.mul_(momentum).add_(gradient)
 
 
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    return tuple(parameter.shape)
-
-
 def _gather(shares: list[list[nn.Parameter]], rank: int) -> None:
     """Give every rank the new weights of all shares, in one collective: many small ones cost more."""
     sizes = [[parameter.numel() for parameter in share] for share in shares]
     new = shares[0][0].new_zeros(len(shares), max(map(sum, sizes)))  # a row for each rank
     parts = [row[: sum(size)].split(size) for row, size in zip(new, sizes, strict=True)]
     # In one dimension, in the order of memory, because such copies are quick in any memory layout.
-    flat = [
-        [parameter.as_strided((parameter.numel(),), (1,)) for parameter in share]
-        for share in shares
-    ]
+    flat = [[weights.as_strided((weights.numel(),), (1,)) for weights in share] for share in shares]
     for parameter, part in zip(flat[rank], parts[rank], strict=True):
         part.copy_(parameter)
     dist.all_gather(list(new.unbind()), new[rank].clone())

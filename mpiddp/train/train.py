@@ -454,19 +454,15 @@ def train(state: State, world: mpiddp.World, out: Path) -> int:
                     records.add_score(made, score)
                 if stops:
                     checkpoints.close()  # waits for the save
-                    return say_stopped(step, config)
+                    arguments = shlex.join(resume_args(config, out))
+                    command = f"the same command{' with ' if arguments else ''}{arguments}"
+                    log.info(f"stopped at step {step}. To resume, run {command}.")
+                    return STOPPED
         checkpoints.close()  # waits for the last save
         if score is None and data.test is not None:  # resumed after the last step
             score = evaluate(state, data.test)
         records.end(step, score)
     return DONE
-
-
-def say_stopped(step: int, config: Config) -> int:
-    arguments = resume_args(config, mpiddp.run_dir())
-    command = f"the same command{' with ' if arguments else ''}{shlex.join(arguments)}"
-    log.info(f"stopped at step {step}. To resume, run {command}.")
-    return STOPPED
 
 
 def steps(state: State, step: int) -> Iterator[Step]:
