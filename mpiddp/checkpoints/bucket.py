@@ -2,7 +2,7 @@
 
     bucket = Bucket("s3://models/runs/a")
     bucket.pull(run.dir)              # at the start: the local folder becomes what the bucket has
-    bucket.push(checkpoint, names)    # after each save; COMPLETE arrives last
+    bucket.push(checkpoint, is_last=True)    # after each save; COMPLETE arrives last
 
 A run writes its folder on a local disk, and the bucket has a copy. A class in the place of `Path` would be
 larger and less safe: objects can neither be renamed nor locked, so each function that relies on a rename or a
@@ -26,7 +26,7 @@ from urllib.parse import quote
 from mpiddp.checkpoints.folder import COMPLETE, NewFolder, list_steps, remove
 from mpiddp.errors import UserError
 
-OWNER = "owner.json"  # of the process that writes the local folder
+OWNER = "owner.json"  # names the process that writes the local folder
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
@@ -166,7 +166,7 @@ class Bucket:
         try:
             yield
         except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of the local disk
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the local disk is full
                 raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise OSError(errno.EIO, reason, self._address) from error

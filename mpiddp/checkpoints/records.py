@@ -27,7 +27,7 @@ from mpiddp.text import from_here
 from mpiddp.world import World
 
 _SCALARS = (int, float, str, bool, type(None))
-_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # what W&B allows in no id
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # W&B refuses these characters in an id
 
 
 class RunDir:
@@ -36,7 +36,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
-        # A line for each start of the run, and for each rank of it that says how it ended.
+        # It has a line for each start of the run, and a line for the end of rank 0 and of failed ranks.
         self.attempts = path / "attempts.jsonl"
         self.owner = path / "owner.json"
         self.logs = path / "logs"
@@ -147,7 +147,7 @@ class RunRecords:
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
     line = json.dumps(values).encode() + b"\n"
-    with path.open("ab", buffering=0) as file:  # written at its end: one line, in one piece
+    with path.open("ab", buffering=0) as file:  # a line is appended in one piece
         end = file.tell()
         if file.write(line) < len(line):  # the disk is full; the next line may find space again
             file.truncate(end)

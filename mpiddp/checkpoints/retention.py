@@ -30,16 +30,20 @@ from mpiddp.checkpoints.folder import (
 )
 
 PINNED = "PINNED"  # a file of the user, who keeps the checkpoint by it
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a mount without a lock manager
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a mount without locks raises these
 
 
 @dataclass(frozen=True)
 class Retention:
     """Which checkpoints are kept, besides pinned ones and the newest finite one."""
 
-    newest: int = 2  # verified ones, and as many of those that are set aside
-    every: int | None = None  # the first one at or after each so many steps
-    best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it: a finite one
+    newest: int = 2  # number of verified checkpoints, and of checkpoints that are set aside
+    every: int | None = (
+        None  # number of steps: the first checkpoint at or after each multiple is kept
+    )
+    best: tuple[str, str] | None = (
+        None  # a metric, and "min" or "max": its finite checkpoint is kept
+    )
 
     def spared(self, folders: list[Path], scores: Mapping[int, float]) -> set[Path]:
         """The old checkpoints to keep. `folders`: the oldest first; `scores`: of the metric, by step."""
@@ -111,14 +115,14 @@ def hold(folder: Path) -> BinaryIO:
 
 def _remove_unless_held(folder: Path) -> bool:
     with contextlib.ExitStack() as opened:
-        with contextlib.suppress(OSError):  # a broken checkpoint
+        with contextlib.suppress(OSError):  # a broken checkpoint may lack COMPLETE
             file = opened.enter_context((folder / COMPLETE).open("r+b"))
             try:
                 _lock(file, fcntl.LOCK_EX)
             except BlockingIOError:
                 return False
         hidden = hide(folder)
-    remove_hidden(hidden)  # only now: over NFS or sshfs, an open file would keep its folder
+    remove_hidden(hidden)  # after the close: over NFS or sshfs, an open file would keep its folder
     return True
 
 

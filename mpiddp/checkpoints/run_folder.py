@@ -19,7 +19,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
+
+import torch.distributed as dist
 
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.bucket import Bucket
@@ -32,10 +34,6 @@ from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.patches import await_gloo_at_destroy, is_on
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import escaped, from_here
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 
 # These errors would come again after a restart.
 _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
@@ -55,7 +53,7 @@ class RunLock:
         try:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, WRITE_LOCK)
             if not os.fstat(self._file.fileno()).st_nlink:
-                # The run before is just ending, and has removed this file, whose lock would exclude nobody.
+                # The run before has just removed this file at its end, so its lock would exclude nobody.
                 raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -72,15 +70,15 @@ class RunLock:
             )
         self._file.truncate(0)
         self._file.write(json.dumps({"host": gethostname(), "pid": self._pid}).encode())
-        # A forked child, such as a worker of a DataLoader, shares the open file, and may outlive this.
+        # A forked child, such as a worker of a DataLoader, shares the open file, and may outlive this rank.
         os.register_at_fork(after_in_child=self._file.close)
 
     def release(self) -> None:
         """Give the folder up. In a forked child, or a second time, this does nothing."""
         if os.getpid() != self._pid or self._file.closed:
             return
-        # While it is locked: later, the file may be that of the next run, which has locked it.
-        with contextlib.suppress(OSError):  # a file server that is gone
+        # Remove it before the lock ends, because afterwards it may be the file of the next run.
+        with contextlib.suppress(OSError):  # the file server may be gone
             self._path.unlink()
         self._file.close()
 
@@ -152,13 +150,17 @@ class Run:
         self.pending: tuple[int, Future[str]] | None = None
         self.ring: dist.ProcessGroup | None = None
         self.held: list[BinaryIO] = []
-        self.prefix = coordinator.unique_prefix("saves")  # of the keys of its exchanges
-        self._verified: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
+        self.prefix = coordinator.unique_prefix("saves")  # begins the keys of its exchanges
+        self._verified: dict[
+            Path, bool
+        ] = {}  # by checkpoint that this process has hashed or written
         self._lock: RunLock | None = None  # on the ranks that write
         self._require_equal_arguments(call)
         self._require_folder_of_restart()
         with self.writing_together():
-            if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
+            if (
+                run_dir.metrics.exists() and not run_dir.checkpoints.exists()
+            ):  # a resume would cut it
                 raise UserError(
                     f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
                 )
@@ -268,7 +270,7 @@ class Run:
         """No longer hold the checkpoint resumed from: the first save may remove it."""
         while self.held:
             with self.held.pop() as file, contextlib.suppress(OSError):
-                # To close it is not enough, because a DataLoader's worker has inherited the open file.
+                # The lock would outlive a close, because a DataLoader's worker has inherited the open file.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def close(self, *, removes_new: bool = False) -> None:
@@ -283,11 +285,8 @@ class Run:
     def _new_group(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:
             return None
-        import torch.distributed as dist
-
         with self.together():
-            has_group = dist.is_available() and dist.is_initialized()
-            place = (dist.get_rank(), dist.get_world_size()) if has_group else None
+            place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
             if place != (self.rank, self.world_size):
                 raise UserError(
                     f"mpiddp.Checkpoints needs a process group of all {self.world_size} ranks. Call "

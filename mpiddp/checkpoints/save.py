@@ -53,7 +53,7 @@ from mpiddp.runtime.reports import saving
 from mpiddp.text import from_here
 
 COMPARED_SAVES = 10  # of so many saves, and of the first two, the ranks compare all tensors
-_NICENESS = 10  # of the thread that writes
+_NICENESS = 10  # the thread that writes gives way to the training
 
 
 def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
@@ -218,7 +218,7 @@ class Save:
 
     def start(self) -> Future[str]:
         """Write it in a thread. The result says why the save has failed, or ""."""
-        # A thread of its own, because its priority is lowered.
+        # Each save has a thread of its own, because its priority is lowered for good.
         thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         result = thread.submit(self._run_in_thread)
         thread.shutdown(wait=False)
@@ -250,7 +250,7 @@ class Save:
                 for rank, (shard, _) in enumerate(reports)
                 if shard
             ]
-            if run.ring is not None and self.has_shards:  # each rank's shards, to the next host
+            if run.ring is not None and self.has_shards:  # the next host keeps a copy of them
                 send = partial(send_files, self.shards, run.rank, run.ring, self.new.path)
                 self._on_all_ranks("copied", send)
             reasons = (self.about.not_finite, *(reason for _, reason in reports))
@@ -319,7 +319,9 @@ class Save:
         for shard in self.shards:
             if run.rank in (run.writer_of[rank] for rank in (shard.source, *shard.receivers)):
                 self.hashes[shard.path.name] = shard.entry.sha256
-                if shard.path.stat().st_size != shard.entry.bytes:  # not yet shown by a file server
+                if (
+                    shard.path.stat().st_size != shard.entry.bytes
+                ):  # a file server may show it later
                     raise RuntimeError(f"{shard.path.name} is incomplete")
         if self.shards:
             index = {"files": {shard.path.name: vars(shard.entry) for shard in self.shards}}
@@ -347,7 +349,7 @@ class Save:
             prune(root, run.options.keep, is_good=run.is_verified, scores=scores)
             if bucket := run.bucket:
                 bucket.prune(root)
-        except OSError as error:  # the new checkpoint is complete anyway
+        except OSError as error:  # this is a warning, because the new checkpoint is complete
             why = f"cannot remove old checkpoints: {error.strerror}"
             log.warning(f"warning: {root}: {why}.")
         reason = self.about.not_finite
@@ -365,7 +367,7 @@ class Save:
         root = self.run.dir.checkpoints
         reason = reason_of(error) or type(error).__name__
         sentence = f"{root}: step {self.about.step} cannot be saved: {reason}."
-        with contextlib.suppress(OSError):  # a file server that is gone
+        with contextlib.suppress(OSError):  # the file server may be gone
             kept = list_steps(root)
             rest = f"{kept[-1].name} is kept." if kept else "There is no older checkpoint."
             sentence = f"{sentence} {rest}"

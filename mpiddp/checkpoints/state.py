@@ -26,8 +26,9 @@ _SCALARS = (int, float, bool, str, type(None))
 DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiStepLR has a Counter
 LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
-_PLAIN = re.compile(r"(?!-?[0-9]+$|__metadata__$)[^/\[][^/]*")  # no number, JSON or several keys
-_MAX_BITS = 2039  # of an int that torch.load reads with weights_only
+# A key that cannot be read as a number, as JSON, or as several keys.
+_PLAIN = re.compile(r"(?!-?[0-9]+$|__metadata__$)[^/\[][^/]*")
+_MAX_BITS = 2039  # torch.load with weights_only reads no longer int
 _VERSIONS = "_metadata"  # an attribute of a module's state_dict
 
 
@@ -138,9 +139,8 @@ class FlatState:
                 self._refuse(path, f"cannot save the attribute {name} of a dict")
             for key in value:
                 if type(key) not in _SCALARS:
-                    self._refuse(
-                        path, f"a key of type {_type_name(key)}. Use strings or numbers as keys"
-                    )
+                    problem = f"a key of type {_type_name(key)}. Use strings or numbers as keys"
+                    self._refuse(path, problem)
             if _is_module_state(value) or _is_optimizer_state(value):
                 self._guarded.add(path)
             items = {key: self._flatten((*path, key), entry) for key, entry in value.items()}
@@ -162,22 +162,20 @@ class FlatState:
         return value
 
     def _flatten_tensor(self, path: Keys, value: Any) -> Any:
+        problem = ""
         if is_sharded(value):
             if self._name != "state":
-                self._refuse(path, "cannot save a DTensor, which all ranks share. Save it in state")
-            if any(placement.is_partial() for placement in value.placements):
-                self._refuse(
-                    path, "cannot save a DTensor whose ranks hold summands: redistribute it"
-                )
+                problem = "a DTensor, which all ranks share. Save it in state"
+            elif any(placement.is_partial() for placement in value.placements):
+                problem = "a DTensor whose ranks hold summands: redistribute it"
         elif value.layout is not torch.strided or value.is_nested:
-            self._refuse(
-                path,
-                "cannot save a sparse or nested tensor. Convert it, for example with .to_dense()",
-            )
+            problem = "a sparse or nested tensor. Convert it, for example with .to_dense()"
         elif value.is_meta:
-            self._refuse(path, "cannot save a tensor on meta, which has no values")
-        elif value.is_quantized:  # it is more than its elements
+            problem = "a tensor on meta, which has no values"
+        elif value.is_quantized:  # it has a scale besides its elements
             return value.detach().to("cpu", copy=True)
+        if problem:
+            self._refuse(path, f"cannot save {problem}")
         self.tensors[path] = value
         return value.dtype
 

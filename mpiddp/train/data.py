@@ -62,7 +62,7 @@ class Data:
     num_classes: int
     train: Dataset
     test: Dataset | None
-    digest: str = ""  # of the names and labels of an image folder's files
+    digest: str = ""  # hash of the names and labels of an image folder's files
 
     @property
     def contents(self) -> str:
@@ -152,11 +152,11 @@ class DeviceImages:
     def _batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         if not indices:
             return
-        # Every image's row shift, column shift and flip: int64 [num_images, 3].
+        # The row shift, column shift and flip of every image: int64 [num_images, 3].
         draws = torch.tensor([self._max_shift, self._max_shift, 0]).expand(self.num_images, 3)
         if self._augments:
-            # A stream of its own: mpiddp.Sampler shuffles the images by the same seed. A generator on the CPU
-            # takes 32 bits.
+            # mpiddp.Sampler shuffles the images by the same seed, so the draws have a seed of their own. A
+            # generator on the CPU takes 32 bits.
             seed = random.Random(f"{self._seed}/{epoch}").getrandbits(32)
             generator = torch.Generator().manual_seed(seed)
             shifts = 2 * self._max_shift + 1
@@ -204,7 +204,9 @@ def on_a_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator
         yield from batches
         return
     side = _side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))  # which copied the data set to the device
+    side.wait_stream(
+        torch.cuda.current_stream(device)
+    )  # it still copies the data set to the device
     while True:
         with torch.cuda.stream(side):
             batch = next(batches, None)
@@ -455,7 +457,7 @@ class ImageFolder:
         mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in values)
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._decoder = _Decoder(self.samples, size, seed, can_skip=skips is not None)
-        self._order: list[list[Key]] = []  # of the epoch
+        self._order: list[list[Key]] = []  # the batches of the epoch
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         return on_a_side_stream(self._batches(indices, epoch), self.device)
