@@ -154,19 +154,14 @@ class _Merge:
             if value.mesh or not self._writers <= by_rank.keys():
                 self.union.savers[path] = value.mesh or (first,)
             return value.dtype
-        if kind in LISTS:
-            rows = [
-                {rank: tree[row] for rank, tree in by_rank.items()} for row in range(len(value))
-            ]
-            return kind(self.merged(trees, (*path, row)) for row, trees in enumerate(rows))
-        if kind not in DICTS:
+        if kind not in DICTS and kind not in LISTS:
             return value
         by_key: dict[Any, dict[int, Any]] = defaultdict(dict)
         for rank, tree in by_rank.items():
-            for key, entry in tree.items():
+            for key, entry in tree.items() if kind in DICTS else enumerate(tree):
                 by_key[key][rank] = entry
         items = {key: self.merged(trees, (*path, key)) for key, trees in by_key.items()}
-        return as_kind_of(value, items)
+        return as_kind_of(value, items) if kind in DICTS else kind(items.values())
 
 
 def _kind_of(value: Any) -> str:

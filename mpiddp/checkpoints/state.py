@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,11 @@ def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> 
     return change(path, nested)
 
 
-def leaves(nested: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def leaves(nested: Any) -> list[tuple[Keys, Any]]:
     """The values in these dicts, lists and tuples, with their paths."""
-    kind = type(nested)
-    if kind not in DICTS and kind not in LISTS:
-        yield path, nested
-        return
-    for key, value in nested.items() if kind in DICTS else enumerate(nested):
-        yield from leaves(value, (*path, key))
+    pairs: list[tuple[Keys, Any]] = []
+    mapped(nested, lambda path, value: pairs.append((path, value)))
+    return pairs
 
 
 def as_kind_of(pattern: Any, items: dict[Any, Any]) -> Any:
