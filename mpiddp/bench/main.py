@@ -115,9 +115,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
         return BAD_INPUT if failure.code == BAD_INPUT else FAILED
     print(module.table(results))
-    exports = getattr(
-        values, "exports", []
-    )  # the values of -x are not recorded, because they may be secrets
+    exports = getattr(values, "exports", [])  # the values of -x may be secrets
     record = {
         "benchmark": name,
         "command": shlex.join([*prog.split(), *without_values(argv, exports)]),

@@ -37,9 +37,7 @@ from mpiddp.text import counted, listed
 _SMALL = 1 << 16  # a tensor of so many integers, or fewer, is compared in each save
 _SHOWN = 4  # a sentence shows the values of a tensor of so many integers, or fewer
 _LONGEST = 80  # characters of a rank's value in a sentence
-_TOLERANCE = (
-    1e-3  # part of the largest element, because processors and kernels may round differently
-)
+_TOLERANCE = 1e-3  # of the largest element, because processors and kernels round differently
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 # Each rank has its own statistics of BatchNorm in DDP. The statistics of the lowest rank are saved.
 _OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")

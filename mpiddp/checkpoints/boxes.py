@@ -45,9 +45,7 @@ from mpiddp.checkpoints.tensor_files import CODES, header_of, row_of, write_tens
 _SMALL = 1 << 14  # tensors of so many elements, or fewer, are copied together in one block
 _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 _JOINED = {getattr(torch, name) for name in _NAMES.split()}  # torch joins tensors of these types
-_PART = (
-    1 << 15
-)  # torch examines so few elements in one thread, and leaves the cores to the training
+_PART = 1 << 15  # torch examines so few elements in one thread, which leaves cores to the training
 
 Place = tuple[Sequence[int], Sequence[int], Sequence[int | str | None]]
 

@@ -256,7 +256,6 @@ class Checkpoints:
         Raises:
             JobFailed: the last save has failed.
         """
-        self._records.is_closed = True
         try:
             if self._run is not None and not self._has_ended:
                 agree(self._run, None)

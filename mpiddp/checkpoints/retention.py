@@ -38,12 +38,8 @@ class Retention:
     """Which checkpoints are kept, besides pinned ones and the newest finite one."""
 
     newest: int = 2  # number of verified checkpoints, and of checkpoints that are set aside
-    every: int | None = (
-        None  # number of steps: the first checkpoint at or after each multiple is kept
-    )
-    best: tuple[str, str] | None = (
-        None  # a metric, and "min" or "max": its finite checkpoint is kept
-    )
+    every: int | None = None  # steps: the first checkpoint at or after each multiple stays
+    best: tuple[str, str] | None = None  # a metric, and "min" or "max" for the best finite one
 
     def spared(self, folders: list[Path], scores: Mapping[int, float]) -> set[Path]:
         """The old checkpoints to keep. `folders`: the oldest first; `scores`: of the metric, by step."""
@@ -52,13 +48,10 @@ class Retention:
             first = {step_of(folder) // self.every: folder for folder in reversed(folders)}
             spared |= {folder for multiple, folder in first.items() if multiple > 0}
         if self.best is not None:
-            by_score = [
-                (scores[step_of(folder)], folder)
-                for folder in folders
-                if step_of(folder) in scores and not About.of(folder).not_finite
-            ]
-            extreme = min if self.best[1] == "min" else max
-            spared |= {extreme(by_score, key=lambda row: row[0])[1]} if by_score else set()
+            scored = [folder for folder in folders if step_of(folder) in scores]
+            finite = [folder for folder in scored if not About.of(folder).not_finite]
+            sign = 1 if self.best[1] == "min" else -1
+            spared |= {*sorted(finite, key=lambda folder: sign * scores[step_of(folder)])[:1]}
         return spared
 
 

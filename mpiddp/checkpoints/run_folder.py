@@ -158,9 +158,8 @@ class Run:
         self._require_equal_arguments(call)
         self._require_folder_of_restart()
         with self.writing_together():
-            if (
-                run_dir.metrics.exists() and not run_dir.checkpoints.exists()
-            ):  # a resume would cut it
+            # A resume would cut the records of another program.
+            if run_dir.metrics.exists() and not run_dir.checkpoints.exists():
                 raise UserError(
                     f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
                 )

@@ -237,33 +237,30 @@ class Save:
             except Exception as error:
                 return self._sentence(error)
             finally:
+                if self.run.is_writer:
+                    self.new.discard()  # unless it is published, and has another name now
                 self.copies, self.ranks = Copies(), []  # as large as the state
         return ""
 
     def _write_and_publish(self) -> None:
         run = self.run
-        try:
-            reports = self._on_all_ranks("written", self._write)
-            receivers = receivers_of(run.writer_of)
-            self.shards = [
-                Transfer(rank, self.new.path / shard_of(rank), Entry(*shard), (receivers[rank],))
-                for rank, (shard, _) in enumerate(reports)
-                if shard
-            ]
-            if run.ring is not None and self.has_shards:  # the next host keeps a copy of them
-                send = partial(send_files, self.shards, run.rank, run.ring, self.new.path)
-                self._on_all_ranks("copied", send)
-            reasons = (self.about.not_finite, *(reason for _, reason in reports))
-            reason = next(filter(None, reasons), "") if run.options.is_guarded else ""
-            self.about = replace(self.about, not_finite=reason)
-            self._on_all_ranks("published", self._publish)
-            if run.options.bucket:
-                self._on_all_ranks("copied to the bucket", partial(self._push, is_last=False))
-                self._on_all_ranks("complete in the bucket", partial(self._push, is_last=True))
-        except BaseException:
-            if run.is_writer:
-                self.new.discard()
-            raise
+        reports = self._on_all_ranks("written", self._write)
+        receivers = receivers_of(run.writer_of)
+        self.shards = [
+            Transfer(rank, self.new.path / shard_of(rank), Entry(*shard), (receivers[rank],))
+            for rank, (shard, _) in enumerate(reports)
+            if shard
+        ]
+        if run.ring is not None and self.has_shards:  # the next host keeps a copy of them
+            send = partial(send_files, self.shards, run.rank, run.ring, self.new.path)
+            self._on_all_ranks("copied", send)
+        reasons = (self.about.not_finite, *(reason for _, reason in reports))
+        reason = next(filter(None, reasons), "") if run.options.is_guarded else ""
+        self.about = replace(self.about, not_finite=reason)
+        self._on_all_ranks("published", self._publish)
+        if run.options.bucket:
+            self._on_all_ranks("copied to the bucket", partial(self._push, is_last=False))
+            self._on_all_ranks("complete in the bucket", partial(self._push, is_last=True))
 
     def _on_all_ranks(self, part: str, work: Callable[[], Any]) -> list[Any]:
         """Run the work on each rank, and return the results of all. If it fails on one, all raise.
@@ -319,9 +316,8 @@ class Save:
         for shard in self.shards:
             if run.rank in (run.writer_of[rank] for rank in (shard.source, *shard.receivers)):
                 self.hashes[shard.path.name] = shard.entry.sha256
-                if (
-                    shard.path.stat().st_size != shard.entry.bytes
-                ):  # a file server may show it later
+                # A file server may show the whole file later.
+                if shard.path.stat().st_size != shard.entry.bytes:
                     raise RuntimeError(f"{shard.path.name} is incomplete")
         if self.shards:
             index = {"files": {shard.path.name: vars(shard.entry) for shard in self.shards}}

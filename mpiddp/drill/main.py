@@ -38,9 +38,8 @@ def main(argv: list[str]) -> int:
         UserError: bad input, found before anything started.
     """
     options, command = _parse(argv)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # the launcher of the run ends with it
+    # An exit, and not a death by the signal, also ends the launcher of the run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = options.seed if options.seed is not None else random.randrange(1000)
     work = _new_folder(options.work, command)
     results = list[Result]()

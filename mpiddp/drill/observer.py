@@ -32,9 +32,7 @@ from mpiddp.protocol.variables import DRILL
 from mpiddp.runtime.torch.determinism import digest_of
 
 _SETTLE_S = 0.5  # a save beside the training may end in this time, before the fault
-_SLOW_S = (
-    0.05  # a step after the fault takes so long, so that a short script lives until the signal
-)
+_SLOW_S = 0.05  # a step after the fault takes so long: a short script lives until the signal
 
 
 def observe() -> None:

@@ -204,9 +204,8 @@ def on_a_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator
         yield from batches
         return
     side = _side_stream(device)
-    side.wait_stream(
-        torch.cuda.current_stream(device)
-    )  # it still copies the data set to the device
+    # The current stream still copies the data set to the device.
+    side.wait_stream(torch.cuda.current_stream(device))
     while True:
         with torch.cuda.stream(side):
             batch = next(batches, None)

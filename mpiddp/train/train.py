@@ -429,8 +429,7 @@ def train(state: State, world: mpiddp.World, out: Path) -> int:
         global_batch_size=config.global_batch_size,
         max_ranks=max(world.world_size, config.global_batch_size // IMAGES_PER_PASS),
     )
-    with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(open_checkpoints(out, config, data, world))
+    with open_checkpoints(out, config, data, world) as checkpoints:
         with mpiddp.together():
             step = resume(state, checkpoints)
         if checkpoints.is_writer:
