@@ -151,9 +151,7 @@ class Run:
         self.ring: dist.ProcessGroup | None = None
         self.held: list[BinaryIO] = []
         self.prefix = coordinator.unique_prefix("saves")  # begins the keys of its exchanges
-        self._verified: dict[
-            Path, bool
-        ] = {}  # by checkpoint that this process has hashed or written
+        self._verified: dict[Path, bool] = {}  # the checkpoints that it has hashed or written
         self._lock: RunLock | None = None  # on the ranks that write
         self._require_equal_arguments(call)
         self._require_folder_of_restart()

@@ -400,7 +400,7 @@ def test_two_runs_are_never_made_in_silence(place):
 
 def test_one_folder_may_have_two_real_paths(here):
     """Ranks that reach the same folder by links save and restart there. A host has no two folders."""
-    job = ("launch", *here.where(2), "--max-restarts", "1", program("wrong_resume.py"), "new")
+    job = ("launch", *here.where(2), "--max-restarts", "2", program("wrong_resume.py"), "new")
     done = here.run(*job, "places")
     assert (done.code, done.stderr.count("not the folder of the other ranks")) == (2, 1), (
         done.stderr
