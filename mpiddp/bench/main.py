@@ -87,7 +87,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     parser, where = _parser(prog, name, row, module)
     values, more = parser.parse_known_args(argv)
     if row.check:
-        row.check(prog, more)  # before the ranks start
+        row.check(prog, more)  # wrong arguments are refused before the ranks start
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if row.takes_script:
@@ -105,7 +105,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the job as on Ctrl-C
     file = out / f"{name}.json"
-    with named_by("--out"):  # now: a measurement may take hours
+    with named_by("--out"):  # checked first, because a measurement may take hours
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     try:
@@ -115,7 +115,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
         return BAD_INPUT if failure.code == BAD_INPUT else FAILED
     print(module.table(results))
-    exports = getattr(values, "exports", [])  # of -x, whose values are not recorded
+    exports = getattr(values, "exports", [])  # the values of -x may be secrets
     record = {
         "benchmark": name,
         "command": shlex.join([*prog.split(), *without_values(argv, exports)]),
@@ -139,7 +139,7 @@ def _parser(
         usage=f"%(prog)s [options] {'(SCRIPT | -m MODULE) [ARGS ...]' if row.takes_script else '[FILE]'}",
         description=f"Measure {row.purpose}; print a table and write {name}.json.",
         allow_abbrev=False,
-        conflict_handler="resolve",  # --timeout is the job's here
+        conflict_handler="resolve",  # --timeout limits a job here
         add_help=False,
     )
     add_help(parser)

@@ -62,8 +62,8 @@ class Jobs:
 
     def command(self, ranks: int) -> list[str]:
         """The beginning of the command of a job on so many ranks."""
-        # With the threads of a job on all slots. A single rank would otherwise be faster, because it has the
-        # whole host.
+        # A rank has as many threads as in a job on all slots: a single rank, which has its host alone, would
+        # otherwise be faster.
         share = max(1, (os.cpu_count() or 1) // self.per_host)
         threads = os.environ.get("OMP_NUM_THREADS") or share
         command = launch_command("-x", f"OMP_NUM_THREADS={threads}", *self.where)
@@ -104,7 +104,7 @@ def started(argv: Sequence[str], stdout: int) -> Iterator[tuple[subprocess.Popen
             stderr=stderr,
             encoding="utf-8",
             errors="replace",
-            # A Ctrl-C may come before `child` is known here.
+            # A Ctrl-C may come before this process has the child's number.
             preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),
         ) as child,
     ):

@@ -26,6 +26,7 @@ from mpiddp.watch.running_jobs import RunningJob, running_jobs
 # The first steps allocate memory and select kernels, so they do not count.
 WARMUP_STEPS = 3
 _POLL_S = 0.5  # a rank reports its step as often
+_TITLE = "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,4 @@ def table(results: Results) -> str:
         ]
         for ranks in sorted(speeds)
     ]
-    title = (
-        "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
-    )
-    return f"{title}\n\n{aligned(('ranks', 'hosts', 'steps/s', 'efficiency'), rows)}"
+    return f"{_TITLE}\n\n{aligned(('ranks', 'hosts', 'steps/s', 'efficiency'), rows)}"

@@ -34,11 +34,10 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import counted, listed
 
-_SMALL = 1 << 16  # elements of a tensor of integers that is compared in each save
-_SHOWN = 4  # elements of one that a sentence shows
-_EVERY = 10  # saves
-_LONGEST = 80  # characters of what a rank has, in a sentence
-_TOLERANCE = 1e-3  # of the largest element: processors and kernels may round differently
+_SMALL = 1 << 16  # a tensor of so many integers, or fewer, is compared in each save
+_SHOWN = 4  # a sentence shows the values of a tensor of so many integers, or fewer
+_LONGEST = 80  # characters of a rank's value in a sentence
+_TOLERANCE = 1e-3  # of the largest element, because processors and kernels round differently
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 # Each rank has its own statistics of BatchNorm in DDP. The statistics of the lowest rank are saved.
 _OF_EACH_RANK = ("running_mean", "running_var", "num_batches_tracked")
@@ -51,8 +50,8 @@ class Union:
 
     Attributes:
         tree: the state with a type in the place of each tensor.
-        savers: the ranks that save a tensor, by path: those of a DTensor's mesh, or the lowest that has a
-            plain one which not every writer has. {} if all ranks have the same.
+        savers: by path, the ranks that save a tensor: for a DTensor the ranks of its mesh; for a plain tensor
+            that some writers lack, the lowest rank that has it. {} if all ranks have the same tensors.
         has_stages: some ranks have tensors that others do not.
     """
 
@@ -63,11 +62,6 @@ class Union:
 
 def is_of_each_rank(path: Keys) -> bool:
     return str(path[-1]).rpartition(".")[2] in _OF_EACH_RANK  # in "module.bn1.running_mean" as well
-
-
-def compares_values(number: int) -> bool:
-    """Whether the ranks compare all tensors in this save of the process, counted from 1."""
-    return number <= 2 or number % _EVERY == 0
 
 
 def digest_of(flat: FlatState) -> str:
@@ -86,7 +80,7 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
         return Union(flat.tree)
     tree = flat.with_tensors(_Leaf.of(path, value) for path, value in flat.tensors.items())
     trees: dict[int, Any] = {}
-    for rank in sorted(first.values()):  # one of each kind, not those of a thousand ranks
+    for rank in sorted(first.values()):  # equal trees of a thousand ranks are sent once
         sent = [tree]
         dist.broadcast_object_list(sent, rank, group=run.group)
         trees[rank] = sent[0]
@@ -111,7 +105,7 @@ class _Leaf(NamedTuple):
     """A tensor of some ranks, without its values."""
 
     dtype: torch.dtype
-    label: str  # what has to be the same on all ranks
+    label: str  # the properties that have to be the same on all ranks
     mesh: tuple[int, ...]  # the ranks that share a DTensor; () for a plain one
 
     @classmethod
@@ -142,7 +136,7 @@ class _Merge:
 
     def merged(self, by_rank: Mapping[int, Any], path: Keys) -> Any:
         """The union of these trees. Raises ValueError."""
-        # A rank that has nothing, such as the state of an optimizer on rank 0 alone, gives None.
+        # A rank may have None, for example if rank 0 alone has gathered the state of an optimizer.
         by_rank = {rank: tree for rank, tree in by_rank.items() if tree is not None}
         if not by_rank:
             return None
@@ -158,19 +152,14 @@ class _Merge:
             if value.mesh or not self._writers <= by_rank.keys():
                 self.union.savers[path] = value.mesh or (first,)
             return value.dtype
-        if kind in LISTS:
-            rows = [
-                {rank: tree[row] for rank, tree in by_rank.items()} for row in range(len(value))
-            ]
-            return kind(self.merged(trees, (*path, row)) for row, trees in enumerate(rows))
-        if kind not in DICTS:
+        if kind not in DICTS and kind not in LISTS:
             return value
         by_key: dict[Any, dict[int, Any]] = defaultdict(dict)
         for rank, tree in by_rank.items():
-            for key, entry in tree.items():
+            for key, entry in tree.items() if kind in DICTS else enumerate(tree):
                 by_key[key][rank] = entry
         items = {key: self.merged(trees, (*path, key)) for key, trees in by_key.items()}
-        return as_kind_of(value, items)
+        return as_kind_of(value, items) if kind in DICTS else kind(items.values())
 
 
 def _kind_of(value: Any) -> str:
@@ -184,7 +173,8 @@ def _kind_of(value: Any) -> str:
 
 
 def _refuse(run: Run, name: str, values: Mapping[int, str]) -> None:
-    both = ", and ".join(f"{value} on {run.coordinator.name(at)}" for at, value in values.items())
+    name_of = run.coordinator.name
+    both = ", and ".join(f"{value} on {name_of(rank)}" for rank, value in values.items())
     raise ValueError(f"{name} differs: {both}. {_HINT}")
 
 

@@ -1,9 +1,9 @@
 """A tensor is stored as rectangular parts, its boxes. Each has its offsets, so any ranks can read it.
 
-A tensor that all ranks have is a single box. One that only some have, as that of a pipeline's stage, is a box
-as well: the lowest of these ranks saves it. The placements of a DTensor say which box of it a rank has, so
-the ranks need no plan that they would have to agree on. Next to its tensors, a file tells in JSON what the
-header of safetensors cannot:
+A tensor that all ranks have is a single box. If only some ranks have it, for example those of a pipeline
+stage, it is a single box as well, and the lowest of these ranks saves it. The placements of a DTensor say
+which box of it a rank has, so the ranks need not agree on a plan. Next to its tensors, a file has notes in
+JSON, because the header of safetensors has no place for them:
 
     "boxes": {"fc.weight": [[10, 64], [5, 0], [5, 64], [0]]}    shape, offsets, own shape, placements
     "tied": {"lm_head.weight": "embedding.weight"}              written once
@@ -42,10 +42,10 @@ from mpiddp.checkpoints.state import (
 )
 from mpiddp.checkpoints.tensor_files import CODES, header_of, row_of, write_tensors
 
-_SMALL = 1 << 14  # elements of a tensor that is copied in one block with others
+_SMALL = 1 << 14  # tensors of so many elements, or fewer, are copied together in one block
 _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
-_JOINED = {getattr(torch, name) for name in _NAMES.split()}  # types of which torch joins tensors
-_PART = 1 << 15  # elements that torch examines in one thread, beside those of the training
+_JOINED = {getattr(torch, name) for name in _NAMES.split()}  # torch joins tensors of these types
+_PART = 1 << 15  # torch examines so few elements in one thread, which leaves cores to the training
 
 Place = tuple[Sequence[int], Sequence[int], Sequence[int | str | None]]
 
@@ -163,7 +163,7 @@ class Copies:
             for box in boxes:
                 start, size = end, math.prod(box.shape)
                 end = start + min(size, most) * width
-                part = box.shape if size <= most else values.shape  # of an expanded one
+                part = box.shape if size <= most else values.shape  # that of an expanded tensor
                 name = _name_of(box)
                 rows.append(row_of(name, code or "U8", part if code else [end - start], start, end))
                 for tied in self.tied_to(box):
@@ -237,7 +237,7 @@ def boxes_of(
             file = f"{stem_of(path[0])}{SUFFIX}"
         else:
             continue
-        box = Box(path, file, tensor.shape, place, layout_of(tensor), path in flat.guarded)
+        box = Box(path, file, tensor.shape, place, layout_of(tensor), flat.is_guarded(path))
         pairs.append((box, tensor))
     return pairs
 
@@ -296,7 +296,7 @@ def write_whole(state: Mapping[str, Any], folder: Path) -> Any:
     """Write the files of a state whose tensors are whole, on the CPU. Returns its tree. Raises OSError."""
     flat = FlatState("state", state)
     pairs = boxes_of(flat, Union(flat.tree), 0, is_writer=True)
-    copies = Copies()  # none: these tensors do not change
+    copies = Copies()  # they are the tensors themselves, because these do not change
     for box, tensor in sorted(pairs, key=_width, reverse=True):
         copies.blocks[box.file].append(Block(tensor, [box]))
     copies.write(folder)

@@ -2,7 +2,7 @@
 
     bucket = Bucket("s3://models/runs/a")
     bucket.pull(run.dir)              # at the start: the local folder becomes what the bucket has
-    bucket.push(checkpoint, names)    # after each save; COMPLETE arrives last
+    bucket.push(checkpoint, is_last=True)    # after each save; COMPLETE arrives last
 
 A run writes its folder on a local disk, and the bucket has a copy. A class in the place of `Path` would be
 larger and less safe: objects can neither be renamed nor locked, so each function that relies on a rename or a
@@ -26,32 +26,27 @@ from urllib.parse import quote
 from mpiddp.checkpoints.folder import COMPLETE, NewFolder, list_steps, remove
 from mpiddp.errors import UserError
 
-OWNER = "owner.json"  # of the process that writes the local folder
+OWNER = "owner.json"  # names the process that writes the local folder
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
     return "://" in str(path)
 
 
-def local_folder(address: str) -> Path:
-    """Where this user keeps the local copy of a run in object storage."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "mpiddp" / quote(address.rstrip("/"), safe="")
-
-
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """A local path as it is; of an address of a run, or of a checkpoint, that of its local copy."""
+    """A local path as it is; of an address of a run, or of a checkpoint, that of this user's local copy."""
     if not is_address(path):
         return Path(path)
     run, slash, name = str(path).rstrip("/").partition("/checkpoints/")
-    return local_folder(run) / f"{slash}{name}".lstrip("/")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "mpiddp", quote(run, safe=""), f"{slash}{name}".lstrip("/"))
 
 
 def pull(path: str | os.PathLike[str]) -> None:
     """Bring the local copy of this address up to date, if it is one. Raises UserError, OSError."""
     if is_address(path):
         run, _, name = str(path).rstrip("/").partition("/checkpoints/")
-        Bucket(run).pull(local_folder(run), name)
+        Bucket(run).pull(local_path(run), name)
 
 
 class Bucket:
@@ -171,7 +166,7 @@ class Bucket:
         try:
             yield
         except Exception as error:
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of the local disk
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the local disk is full
                 raise
             reason = " ".join(str(error).split()) or type(error).__name__
             raise OSError(errno.EIO, reason, self._address) from error

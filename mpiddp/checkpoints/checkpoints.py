@@ -32,7 +32,7 @@ from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
 
-PATIENCE_S = 1800.0  # a rank may still evaluate, write, or read every byte of a checkpoint
+PATIENCE_S = 1800.0  # another rank may evaluate, or read every byte of a checkpoint, for so long
 
 
 class Checkpoints:
@@ -100,10 +100,10 @@ class Checkpoints:
         run_dir = RunDir(local_path(folder).absolute())  # the script may change the working folder
         losses = () if not_finite == "keep" else not_finite
         self._records = RunRecords(run_dir, best[0] if best else "", losses, settings)
-        arguments: dict[str, Any] = {"folder": folder if bucket else run_dir.path}
-        arguments |= {"every": every, "keep": keep, "keep_every": keep_every, "best": best}
+        # The folder as the script names it, because its real path may differ between hosts.
+        arguments: dict[str, Any] = {"folder": folder, "every": every, "timeout_s": timeout_s}
+        arguments |= {"keep": keep, "keep_every": keep_every, "best": best}
         arguments |= {"not_finite": not_finite, "on_save_error": on_save_error}
-        arguments |= {"timeout_s": timeout_s}
         arguments |= {f"config[{name!r}]": value for name, value in settings.items()}
         self._options = RunOptions(
             keep=Retention(keep, keep_every, best),
@@ -116,7 +116,7 @@ class Checkpoints:
         self._coordinator = script_coordinator(self.close)
         self._schedule: SaveSchedule | None = None
         self._run: Run | None = None
-        self._thread: int | None = None  # of the first save
+        self._thread: int | None = None  # the thread that called the first save
         self._has_ended, self._pid = False, os.getpid()
         self._made: int | None = None  # the last step of which `due` was asked
         session = current()
@@ -256,7 +256,6 @@ class Checkpoints:
         Raises:
             JobFailed: the last save has failed.
         """
-        self._records.is_closed = True
         try:
             if self._run is not None and not self._has_ended:
                 agree(self._run, None)
@@ -299,7 +298,7 @@ class Checkpoints:
         The body finds the step from which the run starts. Afterwards the run takes records and saves.
         """
         session = current()
-        # A run of this process that an error has ended, and the script has caught it, may still save.
+        # If a script catches the error that has ended another run of this process, that run may still save.
         session.wait_for_saves()
         run = Run(self._records, self._coordinator, self._options, call)
         try:
@@ -308,13 +307,13 @@ class Checkpoints:
                 if run.is_writer:
                     self._records.dir.metrics.touch()
                 if session.runs[0] is self._records:
-                    session.log_to(self._records.dir.logs.absolute())
+                    session.log_to(self._records.dir.logs)
         except BaseException:
             run.close(removes_new=True)
             raise
         self._records.start(run.first, is_writer=run.is_writer)
         self._run = run
-        session.coordinator.tell_launcher("run_dir", path=str(self._records.dir.path.absolute()))
+        session.coordinator.tell_launcher("run_dir", path=str(self._records.dir.path))
         if run.rank == 0:
             versions = f"python {platform.python_version()}, torch {torch.__version__}"
             hosts = list(self._coordinator.hostnames)

@@ -21,7 +21,7 @@ from mpiddp.checkpoints.state import Keys, key_of, mapped, shown_path
 from mpiddp.checkpoints.tensor_files import read_saved, read_tensors, reason_of, unpacked
 from mpiddp.errors import JobFailed, UserError, cause_of
 
-_NUMPY_KIND = "MT19937"  # of numpy's global generator, unless a script replaces it
+_NUMPY_KIND = "MT19937"  # numpy's global generator, unless a script replaces it
 
 
 def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> Resumed:
@@ -44,7 +44,7 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> R
         raise JobFailed(f"{folder}: out of memory while it is read.") from None
     except OSError as error:
         raise cause_of(error)(f"{folder} cannot be read: {reason_of(error)}.") from None
-    except Exception as error:  # files that fit their hashes, of another program
+    except Exception as error:  # the files fit their hashes, so another program has written them
         problem = (
             f"it has no {error.args[0]}" if isinstance(error, KeyError) else "its files differ"
         )

@@ -19,7 +19,7 @@ from mpiddp.errors import UserError
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import listed
 
-# Of DDP, torch.compile and activation checkpointing.
+# DDP, torch.compile and activation checkpointing add these to the names of parameters.
 _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+|\b_(orig_mod|checkpoint_wrapped_module)\.")
 _FLAT = "param_groups."  # begins the keys of a flattened optimizer's state
 _MAX_NAMES = 4  # in a sentence
@@ -122,7 +122,7 @@ class Fit:
             entry = {name: value for name, value in entry.items() if name in tensors}
         if not self.strict:
             entry = self._leave_out(tensors, entry)
-        # torch decides about what a module loads by code of its own.
+        # If a module loads its tensors by code of its own, this code decides what fits.
         loads_itself = tuple(_prefixes_of_own_loads(self.target))
         for problem, names, others in (("has no", tensors, entry), ("also has", entry, tensors)):
             rest = [str(name) for name in names if name not in others]
@@ -170,7 +170,7 @@ class Fit:
                 f"without {listed(sorted(now - before), _MAX_NAMES)}, which {type(self.target).__name__} has"
             )
         self.likes = {("state", index): parameter for index, parameter in enumerate(params)}
-        # ZeroRedundancyOptimizer has none before its first save.
+        # ZeroRedundancyOptimizer raises before it has gathered its state for a first save.
         with contextlib.suppress(RuntimeError):
             self.likes |= _tensors_in(self.target.state_dict())
 
@@ -202,8 +202,7 @@ class Fit:
                 f"{name} is sharded, and {type(self.target).__name__}.state_dict() has no such tensor, "
                 "which would tell its place: build it before, or use full_tensor()"
             )
-        if like.is_meta:
-            raise UserError(_on_meta(name))
+        _require_memory(name, like)
 
 
 def saved_types(fits: Iterable[Fit]) -> dict[int, torch.dtype]:
@@ -218,8 +217,7 @@ def saved_types(fits: Iterable[Fit]) -> dict[int, torch.dtype]:
 
 
 def _check_shape(name: str, saved: Any, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        raise UserError(_on_meta(name))
+    _require_memory(name, tensor)
     is_lazy = torch.nn.parameter.is_lazy(tensor)
     if not is_lazy and getattr(saved, "shape", tensor.shape) != tensor.shape:
         raise UserError(
@@ -227,8 +225,9 @@ def _check_shape(name: str, saved: Any, tensor: Tensor) -> None:
         )
 
 
-def _on_meta(name: str) -> str:
-    return f"{name} is on meta, and has no memory: call its to_empty(device=…) before"
+def _require_memory(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise UserError(f"{name} is on meta, and has no memory: call its to_empty(device=…) before")
 
 
 def _prefixes_of_own_loads(module: Module) -> Iterator[str]:

@@ -42,8 +42,8 @@ MANIFEST = "manifest.json"
 COMPLETE = "COMPLETE"
 SUFFIX = ".safetensors"
 SHARDS = "shard_"  # begins the names of the files of shards, and no key of a state
-_MAX_BYTES = 1 << 30  # of a file of JSON
-_OLD = ".old"  # ends the name of one that is set aside
+_MAX_BYTES = 1 << 30  # a file of JSON is never larger
+_OLD = ".old"  # ends the name of a checkpoint that is set aside
 _NAME = re.compile(rf"step_([0-9]{{8,18}})({re.escape(_OLD)})?")
 _HIDDEN = ".unfinished-"
 
@@ -107,8 +107,8 @@ class About:
 class Listing:
     """The files of a checkpoint by name, as its folder lists them."""
 
-    here: dict[str, Entry]  # those of the manifest
-    shards: dict[str, Entry]  # those of shards.json, on all hosts; {} if nothing is sharded
+    here: dict[str, Entry]  # the files of the manifest
+    shards: dict[str, Entry]  # the files of shards.json, on all hosts; {} if nothing is sharded
     save_id: str  # a hash that the folders of one save share
     inode: str  # the same for all hosts that see this folder on one file system
 
@@ -313,7 +313,7 @@ def list_files(folder: Path) -> Listing:
     for name, entry in shards.items():
         if here.get(name, entry) != entry:
             raise BrokenCheckpoint(folder, f"{name} is of another save")
-        if (folder / name).exists():  # a pull brings those of other hosts
+        if (folder / name).exists():  # a pull brings the shards of other hosts
             here[name] = entry
     return Listing(here, shards, here[INDEX].sha256, inode)
 

@@ -30,7 +30,7 @@ from mpiddp.checkpoints.retention import hold
 from mpiddp.checkpoints.tensor_files import DAMAGE, read_tensors
 from mpiddp.errors import JobFailed, UserError, cause_of, named_by
 
-_MAX_RELISTS = 1000  # of a run that removes checkpoints faster than they are opened
+_MAX_RELISTS = 1000  # a run may remove checkpoints faster than they can be opened
 
 
 def load(path: str | os.PathLike[str]) -> Resumed:
@@ -60,7 +60,7 @@ def load(path: str | os.PathLike[str]) -> Resumed:
         return Resumed(0, state)
     for _ in range(_MAX_RELISTS):
         problems = []
-        # The newest finite one first.
+        # Reversed, this begins with the newest finite checkpoint.
         folders = sorted(checkpoints_at(root), key=lambda folder: not About.of(folder).not_finite)
         for folder in reversed(folders):
             try:
@@ -114,7 +114,7 @@ def export(path: str, out: Path, to: str) -> Resumed:
             import torch.distributed.checkpoint as dcp
 
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that this is one process
+                warnings.simplefilter("ignore")  # DCP warns that this is one process
                 dcp.save(state, checkpoint_id=new.path, no_dist=True)
         elif to == "torch":
             for key, entry in state.items():

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,17 @@ from mpiddp.text import from_here
 from mpiddp.world import World
 
 _SCALARS = (int, float, str, bool, type(None))
-_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # what W&B allows in no id
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]+")  # W&B refuses these characters in an id
 
 
 class RunDir:
-    """The paths that a run writes: its configuration, records, summary, logs and checkpoints."""
+    """The paths that a run writes: its records, logs and checkpoints."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
-        # A line for each start of the run, and for each rank of it that says how it ended.
+        # It has a line for each start of the run, and a line for the end of rank 0 and of failed ranks.
         self.attempts = path / "attempts.jsonl"
-        self.summary = path / "summary.json"
         self.owner = path / "owner.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
@@ -126,22 +124,20 @@ class RunRecords:
             _append(self.dir.attempts, {"at": time.time(), **facts})
 
     def began_at(self) -> float:
-        """When the run began, in seconds since 1970: the time of the first line of attempts.jsonl."""
-        try:
-            with self.dir.attempts.open("rb") as file:
-                return float(json.loads(file.readline())["at"])
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            return time.time()
+        """When the run began, in seconds since 1970: the time of its first note."""
+        return next((record["at"] for record in self._notes()), time.time())
 
     def went_back_to(self) -> str:
         """The name of the checkpoint to which the run has gone back last, "" if it never has."""
-        name = ""
+        names = [record["to"] for record in self._notes() if record.get("event") == "went back"]
+        return names[-1] if names else ""
+
+    def _notes(self) -> Iterator[dict[str, Any]]:
+        """The lines of attempts.jsonl. One that a full disk has cut is left out."""
         with contextlib.suppress(OSError):
             for line in self.dir.attempts.read_bytes().splitlines():
-                with contextlib.suppress(ValueError, AttributeError):
-                    record = json.loads(line)
-                    name = record.get("to", name) if record.get("event") == "went back" else name
-        return name
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
 
     def _warn(self, error: OSError) -> None:
         if not self._is_warned:
@@ -151,7 +147,7 @@ class RunRecords:
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
     line = json.dumps(values).encode() + b"\n"
-    with path.open("ab", buffering=0) as file:  # written at its end: one line, in one piece
+    with path.open("ab", buffering=0) as file:  # a line is appended in one piece
         end = file.tell()
         if file.write(line) < len(line):  # the disk is full; the next line may find space again
             file.truncate(end)

@@ -48,7 +48,7 @@ from mpiddp.text import counted, from_here
 class Candidate(NamedTuple):
     """A checkpoint on one host, or why it cannot be used."""
 
-    rank: int  # the host's first
+    rank: int  # the first one of the host
     path: str
     step: int
     of_this_run: bool
@@ -144,7 +144,7 @@ def find(run: Run, path: Path | None = None) -> list[Candidate]:
     """
     root = run.dir.checkpoints
     if path is not None and path.resolve().parent == root.resolve():
-        path = root / path.resolve().name  # it may be a link, whose name says nothing
+        path = root / path.resolve().name  # a link may have any name
         goes_back = not any(run.gather(run.records.went_back_to() == path.name))
         if not goes_back:
             log.info(f"{path} is not used: the run has gone back to it before, and continues")
@@ -319,7 +319,7 @@ def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
         return places
     log.info(f"sending {counted(len(transfers), 'file')} to the hosts that lack them")
     receives = any(run.rank in transfer.receivers for transfer in transfers)
-    with run.writing_together():  # before any rank waits for another
+    with run.writing_together():  # now, because later the ranks wait for each other
         if receives:
             new.path.mkdir(parents=True, exist_ok=True)
     with run.together():

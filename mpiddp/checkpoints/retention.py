@@ -21,7 +21,6 @@ from mpiddp.checkpoints.folder import (
     About,
     BrokenCheckpoint,
     hide,
-    is_set_aside,
     list_steps,
     name_of_step,
     reading,
@@ -31,16 +30,16 @@ from mpiddp.checkpoints.folder import (
 )
 
 PINNED = "PINNED"  # a file of the user, who keeps the checkpoint by it
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a mount without a lock manager
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a mount without locks raises these
 
 
 @dataclass(frozen=True)
 class Retention:
     """Which checkpoints are kept, besides pinned ones and the newest finite one."""
 
-    newest: int = 2  # verified ones, and as many of those that are set aside
-    every: int | None = None  # the first one at or after each so many steps
-    best: tuple[str, str] | None = None  # a metric, and "min" or "max" of it: a finite one
+    newest: int = 2  # number of verified checkpoints, and of checkpoints that are set aside
+    every: int | None = None  # steps: the first checkpoint at or after each multiple stays
+    best: tuple[str, str] | None = None  # a metric, and "min" or "max" for the best finite one
 
     def spared(self, folders: list[Path], scores: Mapping[int, float]) -> set[Path]:
         """The old checkpoints to keep. `folders`: the oldest first; `scores`: of the metric, by step."""
@@ -49,13 +48,10 @@ class Retention:
             first = {step_of(folder) // self.every: folder for folder in reversed(folders)}
             spared |= {folder for multiple, folder in first.items() if multiple > 0}
         if self.best is not None:
-            by_score = [
-                (scores[step_of(folder)], folder)
-                for folder in folders
-                if step_of(folder) in scores and not About.of(folder).not_finite
-            ]
-            extreme = min if self.best[1] == "min" else max
-            spared |= {extreme(by_score, key=lambda row: row[0])[1]} if by_score else set()
+            scored = [folder for folder in folders if step_of(folder) in scores]
+            finite = [folder for folder in scored if not About.of(folder).not_finite]
+            sign = 1 if self.best[1] == "min" else -1
+            spared |= {*sorted(finite, key=lambda folder: sign * scores[step_of(folder)])[:1]}
         return spared
 
 
@@ -112,14 +108,14 @@ def hold(folder: Path) -> BinaryIO:
 
 def _remove_unless_held(folder: Path) -> bool:
     with contextlib.ExitStack() as opened:
-        with contextlib.suppress(OSError):  # a broken checkpoint
+        with contextlib.suppress(OSError):  # a broken checkpoint may lack COMPLETE
             file = opened.enter_context((folder / COMPLETE).open("r+b"))
             try:
                 _lock(file, fcntl.LOCK_EX)
             except BlockingIOError:
                 return False
         hidden = hide(folder)
-    remove_hidden(hidden)  # only now: over NFS or sshfs, an open file would keep its folder
+    remove_hidden(hidden)  # after the close: over NFS or sshfs, an open file would keep its folder
     return True
 
 
@@ -136,16 +132,14 @@ def set_aside(root: Path, step: int, chosen: Path | None = None) -> list[Path]:
 
     There is one for each step: an older one is removed. `chosen`: one that was set aside, and counts again.
     """
-    swapped = None
-    if chosen is not None and is_set_aside(chosen):
-        swapped = chosen.rename(chosen.with_suffix(".again"))
+    swapped = chosen and chosen.rename(chosen.with_suffix(".again"))
     moved = []
     for folder in list_steps(root):
-        if step_of(folder) > step or (swapped is not None and step_of(folder) == step):
+        if step_of(folder) > step or (swapped and step_of(folder) == step):
             old = folder.with_name(f"{folder.name}.old")
             if old.exists():
                 remove(old)
             moved.append(folder.rename(old))
-    if swapped is not None:
+    if swapped:
         swapped.rename(root / name_of_step(step))
     return moved

@@ -19,7 +19,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
+
+import torch.distributed as dist
 
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.bucket import Bucket
@@ -32,10 +34,6 @@ from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.patches import await_gloo_at_destroy, is_on
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import escaped, from_here
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 
 # These errors would come again after a restart.
 _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
@@ -55,7 +53,7 @@ class RunLock:
         try:
             fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, WRITE_LOCK)
             if not os.fstat(self._file.fileno()).st_nlink:
-                # The run before is just ending, and has removed this file, whose lock would exclude nobody.
+                # The run before has just removed this file at its end, so its lock would exclude nobody.
                 raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -72,15 +70,15 @@ class RunLock:
             )
         self._file.truncate(0)
         self._file.write(json.dumps({"host": gethostname(), "pid": self._pid}).encode())
-        # A forked child, such as a worker of a DataLoader, shares the open file, and may outlive this.
+        # A forked child, such as a worker of a DataLoader, shares the open file, and may outlive this rank.
         os.register_at_fork(after_in_child=self._file.close)
 
     def release(self) -> None:
         """Give the folder up. In a forked child, or a second time, this does nothing."""
         if os.getpid() != self._pid or self._file.closed:
             return
-        # While it is locked: later, the file may be that of the next run, which has locked it.
-        with contextlib.suppress(OSError):  # a file server that is gone
+        # Remove it before the lock ends, because afterwards it may be the file of the next run.
+        with contextlib.suppress(OSError):  # the file server may be gone
             self._path.unlink()
         self._file.close()
 
@@ -152,22 +150,23 @@ class Run:
         self.pending: tuple[int, Future[str]] | None = None
         self.ring: dist.ProcessGroup | None = None
         self.held: list[BinaryIO] = []
-        self.prefix = coordinator.unique_prefix("saves")  # of the keys of its exchanges
-        self._verified: dict[Path, bool] = {}  # the checkpoints that this process hashed or wrote
+        self.prefix = coordinator.unique_prefix("saves")  # begins the keys of its exchanges
+        self._verified: dict[Path, bool] = {}  # the checkpoints that it has hashed or written
         self._lock: RunLock | None = None  # on the ranks that write
         self._require_equal_arguments(call)
         self._require_folder_of_restart()
         with self.writing_together():
-            if run_dir.metrics.exists() and not run_dir.checkpoints.exists():  # it would be cut
+            # A resume would cut the records of another program.
+            if run_dir.metrics.exists() and not run_dir.checkpoints.exists():
                 raise UserError(
                     f"{run_dir} has a {run_dir.metrics.name} of another program. Name another folder."
                 )
             folders = (run_dir.checkpoints, run_dir.path)
             self._created = [path for path in folders if not path.exists()]
             run_dir.checkpoints.mkdir(parents=True, exist_ok=True)
-        self.writer_of = self._find_writers()
-        self.nodes = self.gather(coordinator.world.node_rank)
         try:
+            self.writer_of = self._find_writers()
+            self.nodes = self.gather(coordinator.world.node_rank)
             with self.writing_together():
                 if self.is_writer:
                     self._lock = RunLock(run_dir)
@@ -195,15 +194,18 @@ class Run:
 
         Only the first folder that a process opens is judged, because a script may have several runs.
         """
-        announced = os.environ.pop(RUN_DIR, None)
-        if announced is None:
+        announced = os.environ.pop(RUN_DIR, "")
+        if not announced:
             return
         root = self.dir.checkpoints
-        folders = self.gather([root.exists(), bool(folder.list_steps(root))])
-        if announced == str(self.dir.path):
-            if not any(exists for exists, _ in folders):  # its file server may be away
+        answers = self.gather(
+            [announced == str(self.dir.path), root.exists(), bool(folder.list_steps(root))]
+        )
+        is_same, is_there, has_steps = map(any, zip(*answers, strict=True))
+        if is_same:  # on the rank that announced it: links may give it other names elsewhere
+            if not is_there:  # its file server may be away
                 raise JobFailed(f"{announced} is not there any more: no host can read it.")
-        elif not any(has_steps for _, has_steps in folders):
+        elif not has_steps:
             raise UserError(
                 f"this restart would begin anew in {self.dir}, which has no checkpoint: the run before it "
                 f"wrote to {from_here(announced)}. Name one folder for all restarts, for example by "
@@ -265,7 +267,7 @@ class Run:
         """No longer hold the checkpoint resumed from: the first save may remove it."""
         while self.held:
             with self.held.pop() as file, contextlib.suppress(OSError):
-                # To close it is not enough, because a DataLoader's worker has inherited the open file.
+                # The lock would outlive a close, because a DataLoader's worker has inherited the open file.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def close(self, *, removes_new: bool = False) -> None:
@@ -280,11 +282,8 @@ class Run:
     def _new_group(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:
             return None
-        import torch.distributed as dist
-
         with self.together():
-            has_group = dist.is_available() and dist.is_initialized()
-            place = (dist.get_rank(), dist.get_world_size()) if has_group else None
+            place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
             if place != (self.rank, self.world_size):
                 raise UserError(
                     f"mpiddp.Checkpoints needs a process group of all {self.world_size} ranks. Call "
@@ -309,6 +308,11 @@ class Run:
             marks = self.gather(mark.name)
             with self.writing_together():
                 seen = [rank for rank, name in enumerate(marks) if (root / name).exists()]
+                if not seen:
+                    raise UserError(
+                        f"{root} is not the folder of the other ranks of this host. Create "
+                        "mpiddp.Checkpoints in one working folder."
+                    )
             return self.gather(seen[0])
         finally:
             with contextlib.suppress(OSError):

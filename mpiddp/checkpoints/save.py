@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ from mpiddp.runtime.rank_log import log
 from mpiddp.runtime.reports import saving
 from mpiddp.text import from_here
 
-_NICENESS = 10  # of the thread that writes
+COMPARED_SAVES = 10  # of so many saves, and of the first two, the ranks compare all tensors
+_NICENESS = 10  # the thread that writes gives way to the training
 
 
 def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
@@ -117,7 +119,8 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
     digest = values = ""
     if flat is not None and run.world_size > 1:
         digest = agreement.digest_of(flat)
-        if agreement.compares_values(run.num_saves + 1):
+        number = run.num_saves + 1
+        if number <= 2 or number % COMPARED_SAVES == 0:
             values = agreement.digest_of_values(run, flat)
     own_buffers = flat is not None and any(map(is_of_each_rank, flat.tensors))
     unloaded = {entry: sorted(names) for entry, names in run.unloaded.items()}
@@ -127,7 +130,7 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
         [step, problem, digest, values, unloaded if is_first else {}, record]
     )
     steps, problems, digests, hashes, missing, records = zip(*answers, strict=True)
-    calls = ["close()" if at is None else f"save({at}, …)" for at in steps]
+    calls = ["close()" if number is None else f"save({number}, …)" for number in steps]
     if different := run.different(calls):
         raise UserError(f"the ranks save different steps: {different}. Save one step on all ranks.")
     if any(problems) and (run.options.must_succeed or step is None):
@@ -215,11 +218,7 @@ class Save:
 
     def start(self) -> Future[str]:
         """Write it in a thread. The result says why the save has failed, or ""."""
-        result: Future[str] = Future()
-        if not (self.has_shards or self.run.is_writer):
-            result.set_result("")
-            return result
-        # A thread of its own, because its priority is lowered.
+        # Each save has a thread of its own, because its priority is lowered for good.
         thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         result = thread.submit(self._run_in_thread)
         thread.shutdown(wait=False)
@@ -227,6 +226,8 @@ class Save:
 
     def _run_in_thread(self) -> str:
         """Write this rank's part of the checkpoint and remove old ones. Returns the error, or ""."""
+        if not (self.has_shards or self.run.is_writer):
+            return ""
         with saving():
             try:
                 self._write_and_publish()
@@ -236,32 +237,30 @@ class Save:
             except Exception as error:
                 return self._sentence(error)
             finally:
+                if self.run.is_writer:
+                    self.new.discard()  # unless it is published, and has another name now
                 self.copies, self.ranks = Copies(), []  # as large as the state
         return ""
 
     def _write_and_publish(self) -> None:
         run = self.run
-        try:
-            reports = self._on_all_ranks("written", self._write)
-            receivers = receivers_of(run.writer_of)
-            self.shards = [
-                Transfer(rank, self.new.path / shard_of(rank), Entry(*shard), (receivers[rank],))
-                for rank, (shard, _) in enumerate(reports)
-                if shard
-            ]
-            if run.ring is not None and self.has_shards:
-                self._on_all_ranks("copied", self._send)
-            reasons = (self.about.not_finite, *(reason for _, reason in reports))
-            reason = next(filter(None, reasons), "") if run.options.is_guarded else ""
-            self.about = replace(self.about, not_finite=reason)
-            self._on_all_ranks("published", self._publish)
-            if run.options.bucket:
-                self._on_all_ranks("copied to the bucket", self._push_shards)
-                self._on_all_ranks("complete in the bucket", self._complete_push)
-        except BaseException:
-            if run.is_writer:
-                self.new.discard()
-            raise
+        reports = self._on_all_ranks("written", self._write)
+        receivers = receivers_of(run.writer_of)
+        self.shards = [
+            Transfer(rank, self.new.path / shard_of(rank), Entry(*shard), (receivers[rank],))
+            for rank, (shard, _) in enumerate(reports)
+            if shard
+        ]
+        if run.ring is not None and self.has_shards:  # the next host keeps a copy of them
+            send = partial(send_files, self.shards, run.rank, run.ring, self.new.path)
+            self._on_all_ranks("copied", send)
+        reasons = (self.about.not_finite, *(reason for _, reason in reports))
+        reason = next(filter(None, reasons), "") if run.options.is_guarded else ""
+        self.about = replace(self.about, not_finite=reason)
+        self._on_all_ranks("published", self._publish)
+        if run.options.bucket:
+            self._on_all_ranks("copied to the bucket", partial(self._push, is_last=False))
+            self._on_all_ranks("complete in the bucket", partial(self._push, is_last=True))
 
     def _on_all_ranks(self, part: str, work: Callable[[], Any]) -> list[Any]:
         """Run the work on each rank, and return the results of all. If it fails on one, all raise.
@@ -308,10 +307,6 @@ class Save:
             shard = [(folder / file).stat().st_size, self.hashes[file]]
         return [shard, self.copies.not_finite() if run.options.is_guarded else ""]
 
-    def _send(self) -> None:
-        """Send this rank's shards to the next host, which keeps a copy."""
-        send_files(self.shards, self.run.rank, self.run.ring, self.new.path)
-
     def _publish(self) -> None:
         """Complete the checkpoint on this file system, if this rank writes there."""
         run, folder = self.run, self.new.path
@@ -321,7 +316,8 @@ class Save:
         for shard in self.shards:
             if run.rank in (run.writer_of[rank] for rank in (shard.source, *shard.receivers)):
                 self.hashes[shard.path.name] = shard.entry.sha256
-                if shard.path.stat().st_size != shard.entry.bytes:  # not yet shown by a file server
+                # A file server may show the whole file later.
+                if shard.path.stat().st_size != shard.entry.bytes:
                     raise RuntimeError(f"{shard.path.name} is incomplete")
         if self.shards:
             index = {"files": {shard.path.name: vars(shard.entry) for shard in self.shards}}
@@ -329,15 +325,12 @@ class Save:
         self.new.seal(self.hashes)
         self.new.publish()
 
-    def _push_shards(self) -> None:
-        """Copy the shards that only other hosts have to the object storage."""
-        bucket = self.run.options.bucket
-        if bucket and self.has_shards and self.run.is_writer and self.run.rank != 0:
-            bucket.push(self.new.final, is_last=False)
-
-    def _complete_push(self) -> None:
-        if bucket := self.run.bucket:
-            bucket.push(self.new.final, is_last=True)
+    def _push(self, *, is_last: bool) -> None:
+        """Copy the checkpoint to the object storage: shards of other hosts first, rank 0's files last."""
+        run, bucket = self.run, self.run.options.bucket
+        pushes = run.rank == 0 if is_last else run.is_writer and run.rank != 0 and self.has_shards
+        if bucket and pushes:
+            bucket.push(self.new.final, is_last=is_last)
 
     def _prune(self) -> None:
         """Remove old checkpoints, and say if the new one is not finite."""
@@ -352,13 +345,13 @@ class Save:
             prune(root, run.options.keep, is_good=run.is_verified, scores=scores)
             if bucket := run.bucket:
                 bucket.prune(root)
-        except OSError as error:  # the new checkpoint is complete anyway
+        except OSError as error:  # this is a warning, because the new checkpoint is complete
             why = f"cannot remove old checkpoints: {error.strerror}"
             log.warning(f"warning: {root}: {why}.")
         reason = self.about.not_finite
         if reason and run.rank == 0 and not run.is_warned:
             rest = "There is no finite checkpoint."
-            if finite := [at for at in list_steps(root) if not About.of(at).not_finite]:
+            if finite := [f for f in list_steps(root) if not About.of(f).not_finite]:
                 rest = f"{from_here(finite[-1])} is kept, and a resume starts from it."
             log.warning(f"warning: {final.name} is not finite: {reason}. {rest}")
         run.is_warned = bool(reason)
@@ -370,7 +363,7 @@ class Save:
         root = self.run.dir.checkpoints
         reason = reason_of(error) or type(error).__name__
         sentence = f"{root}: step {self.about.step} cannot be saved: {reason}."
-        with contextlib.suppress(OSError):  # a file server that is gone
+        with contextlib.suppress(OSError):  # the file server may be gone
             kept = list_steps(root)
             rest = f"{kept[-1].name} is kept." if kept else "There is no older checkpoint."
             sentence = f"{sentence} {rest}"

@@ -19,7 +19,7 @@ from mpiddp.checkpoints.folder import Entry
 from mpiddp.checkpoints.tensor_files import HashedFile
 from mpiddp.files import flush
 
-CHUNK_BYTES = 4 << 20  # of each file that is under way
+CHUNK_BYTES = 4 << 20  # each file travels in parts of this size
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Transfer:
     """A file to send."""
 
     source: int  # the rank that has it
-    path: Path  # there; the receivers use its name
+    path: Path  # on this rank; the receivers give their file the same name
     entry: Entry
     receivers: tuple[int, ...]
 
@@ -49,11 +49,11 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
             problems.append(error)
             return None
 
-    # For hosts that share the disk of the run with this one, but not this file.
+    # A rank receives its own file if another host shares the disk of the run with it, but not this file.
     for transfer in transfers:
         if transfer.source == rank and rank in transfer.receivers:
             attempt(shutil.copyfile, transfer.path, into / transfer.path.name)
-    nothing = Path(os.devnull)  # in the place of a file that cannot be opened
+    nothing = Path(os.devnull)  # takes the place of a file that cannot be opened
     # The number of each file is its tag.
     files: list[tuple[int, Transfer, Any]] = [
         (tag, transfer, attempt(transfer.path.open, "rb") or nothing.open("rb"))

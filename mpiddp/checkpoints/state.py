@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ _SCALARS = (int, float, bool, str, type(None))
 DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiStepLR has a Counter
 LISTS = (list, tuple)
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
-_PLAIN = re.compile(r"(?!-?[0-9]+$|__metadata__$)[^/\[][^/]*")  # no number, JSON or several keys
-_MAX_BITS = 2039  # of an int that torch.load reads with weights_only
+# A key that cannot be read as a number, as JSON, or as several keys.
+_PLAIN = re.compile(r"(?!-?[0-9]+$|__metadata__$)[^/\[][^/]*")
+_MAX_BITS = 2039  # torch.load with weights_only reads no longer int
 _VERSIONS = "_metadata"  # an attribute of a module's state_dict
 
 
@@ -42,14 +43,11 @@ def mapped(nested: Any, change: Callable[[Keys, Any], Any], path: Keys = ()) -> 
     return change(path, nested)
 
 
-def leaves(nested: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def leaves(nested: Any) -> list[tuple[Keys, Any]]:
     """The values in these dicts, lists and tuples, with their paths."""
-    kind = type(nested)
-    if kind not in DICTS and kind not in LISTS:
-        yield path, nested
-        return
-    for key, value in nested.items() if kind in DICTS else enumerate(nested):
-        yield from leaves(value, (*path, key))
+    pairs: list[tuple[Keys, Any]] = []
+    mapped(nested, lambda path, value: pairs.append((path, value)))
+    return pairs
 
 
 def as_kind_of(pattern: Any, items: dict[Any, Any]) -> Any:
@@ -88,7 +86,6 @@ class FlatState:
     Attributes:
         tree: the state with types in place of its tensors.
         tensors: by their paths, in the order of the tree.
-        guarded: the paths of the tensors of modules and of optimizers.
     """
 
     def __init__(self, name: str, entries: Mapping[str, Any]) -> None:
@@ -97,9 +94,9 @@ class FlatState:
             raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
         self._name = name
         self.tensors: dict[Keys, Tensor] = {}
-        self.guarded = set[Keys]()
+        self._guarded = set[Keys]()  # the paths of states of modules and of optimizers
         try:
-            self.tree = self._flatten((), dict(entries), is_guarded=False)
+            self.tree = self._flatten((), dict(entries))
         except RecursionError:
             raise TypeError(f"{name}: cannot save what holds itself, or too many levels.") from None
         for key in entries if name == "state" else ():
@@ -110,6 +107,10 @@ class FlatState:
                     "Use another one."
                 )
 
+    def is_guarded(self, path: Keys) -> bool:
+        """Whether a tensor belongs to a module or an optimizer: a training needs it finite."""
+        return any(path[:end] in self._guarded for end in range(len(path)))
+
     def with_tensors(self, values: Iterable[Any]) -> dict[str, Any]:
         """The state with these in the places of its tensors."""
         rest = iter(values)
@@ -118,19 +119,16 @@ class FlatState:
         )
         return filled
 
-    def _flatten(self, path: Keys, value: Any, *, is_guarded: bool) -> Any:
+    def _flatten(self, path: Keys, value: Any) -> Any:
         kind = type(value)
         if kind in _SCALARS and kind is not int:
             return value
         if kind is Tensor or kind is torch.nn.Parameter or is_sharded(value):
-            return self._flatten_tensor(path, value, is_guarded=is_guarded)
+            return self._flatten_tensor(path, value)
         value = _plain(value)
         kind = type(value)
         if kind in LISTS:
-            rows = (
-                self._flatten((*path, index), row, is_guarded=is_guarded)
-                for index, row in enumerate(value)
-            )
+            rows = (self._flatten((*path, index), row) for index, row in enumerate(value))
             return kind(rows)
         if kind in DICTS:
             if getattr(value, "__dict__", {}).keys() - {_VERSIONS}:
@@ -138,18 +136,14 @@ class FlatState:
                 self._refuse(path, f"cannot save the attribute {name} of a dict")
             for key in value:
                 if type(key) not in _SCALARS:
-                    self._refuse(
-                        path, f"a key of type {_type_name(key)}. Use strings or numbers as keys"
-                    )
-            is_guarded |= _is_module_state(value) or _is_optimizer_state(value)
-            items = {
-                key: self._flatten((*path, key), entry, is_guarded=is_guarded)
-                for key, entry in value.items()
-            }
+                    problem = f"a key of type {_type_name(key)}. Use strings or numbers as keys"
+                    self._refuse(path, problem)
+            if _is_module_state(value) or _is_optimizer_state(value):
+                self._guarded.add(path)
+            items = {key: self._flatten((*path, key), entry) for key, entry in value.items()}
             made = as_kind_of(value, items)
             if hasattr(made, _VERSIONS):
-                versions = self._flatten((*path, _VERSIONS), made._metadata, is_guarded=False)
-                made._metadata = versions
+                made._metadata = self._flatten((*path, _VERSIONS), made._metadata)
             return made
         if kind not in _SCALARS:
             self._refuse(
@@ -157,34 +151,29 @@ class FlatState:
                 f"cannot save {_type_name(value)}. Expected tensors, numbers, strings, None, lists and dicts "
                 "of these: convert it, for example with .tolist() or .state_dict()",
             )
-        if kind is int and value.bit_length() > _MAX_BITS:
-            bits = value.bit_length()
-            self._refuse(
-                path,
-                f"cannot save an int of {bits} bits. Expected {_MAX_BITS} or fewer: convert it",
+        if kind is int and (bits := value.bit_length()) > _MAX_BITS:
+            problem = (
+                f"cannot save an int of {bits} bits. Expected {_MAX_BITS} or fewer: convert it"
             )
+            self._refuse(path, problem)
         return value
 
-    def _flatten_tensor(self, path: Keys, value: Any, *, is_guarded: bool) -> Any:
+    def _flatten_tensor(self, path: Keys, value: Any) -> Any:
+        problem = ""
         if is_sharded(value):
             if self._name != "state":
-                self._refuse(path, "cannot save a DTensor, which all ranks share. Save it in state")
-            if any(placement.is_partial() for placement in value.placements):
-                self._refuse(
-                    path, "cannot save a DTensor whose ranks hold summands: redistribute it"
-                )
+                problem = "a DTensor, which all ranks share. Save it in state"
+            elif any(placement.is_partial() for placement in value.placements):
+                problem = "a DTensor whose ranks hold summands: redistribute it"
         elif value.layout is not torch.strided or value.is_nested:
-            self._refuse(
-                path,
-                "cannot save a sparse or nested tensor. Convert it, for example with .to_dense()",
-            )
+            problem = "a sparse or nested tensor. Convert it, for example with .to_dense()"
         elif value.is_meta:
-            self._refuse(path, "cannot save a tensor on meta, which has no values")
-        elif value.is_quantized:  # it is more than its elements
+            problem = "a tensor on meta, which has no values"
+        elif value.is_quantized:  # it has a scale besides its elements
             return value.detach().to("cpu", copy=True)
+        if problem:
+            self._refuse(path, f"cannot save {problem}")
         self.tensors[path] = value
-        if is_guarded:
-            self.guarded.add(path)
         return value.dtype
 
     def _refuse(self, path: Keys, problem: str) -> None:

@@ -109,7 +109,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError(f"{name} has another size than its shape")
         part = content if start % dtype.itemsize == 0 else bytearray(content[start:end])
         at = start if part is content else 0
-        # Each has a storage of its own, because torch.save writes whole storages.
+        # Each tensor has a storage of its own, because torch.save writes whole storages.
         tensors[name] = (
             torch.frombuffer(part, dtype=dtype, count=count, offset=at).view(shape)
             if count
@@ -120,12 +120,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _mapped(path: Path, size: int) -> Any:
     """The bytes of a file. Changes of them are seen in this process only."""
-    try:  # mmap of Python would keep the file open
+    try:  # the module mmap would keep the file open
         whole = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
         return whole.numpy()
     except RuntimeError as error:
         _raise_if_memory_is_short(error)
-        return bytearray(path.read_bytes())  # some file systems map no file
+        return bytearray(path.read_bytes())  # some file systems cannot map files
 
 
 def _raise_if_memory_is_short(error: Exception) -> None:
@@ -167,10 +167,10 @@ def _load(file: Any, *, mmap: bool = False) -> Any:
         warnings.simplefilter("ignore")  # torch warns of code that it then refuses
         try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-        except Exception as error:  # a dozen types, for files with changed, missing or random bytes
+        except Exception as error:  # torch raises a dozen types for damaged files
             _raise_if_memory_is_short(error)
             if isinstance(error, OSError) and error.errno and cause_of(error) is JobFailed:
-                raise  # not of the bytes, which make torch seek to no position at most
-            if mmap:  # some file systems map no file
+                raise  # the disk has failed: damaged bytes can only make torch seek to a wrong position
+            if mmap:  # some file systems cannot map files
                 return _load(file)
             raise ValueError("torch.load(weights_only=True) refuses it") from None

@@ -12,8 +12,8 @@ from pathlib import Path
 
 PLAN = "plan.json"  # the file with the `FaultPlan`
 FIRED = "fired"  # the file that says that the fault has hit; it hits once in all attempts
-_LEAST_BYTES = 64  # of a file with weights
-_ONE_SAVE_S = 0.05  # between the files of one save
+_LEAST_BYTES = 64  # a smaller file has no weights
+_ONE_SAVE_S = 0.05  # the files of one save are written within this time
 _TEXT = (".json", ".jsonl", ".log", ".txt", ".csv", ".yaml", ".out", ".err")
 
 

@@ -114,10 +114,8 @@ def last_error(end: Ended) -> str:
     """The error of the rank that has failed first, as the launcher has printed it, or else the last line."""
     lines = [line for line in end.stderr.splitlines() if line.strip()]
     verdict = next(filter(None, map(VERDICT.fullmatch, lines)), None)
-    text = (
-        (lines or ["it printed no error"])[-1]
-        if verdict is None
-        else verdict["error"] or verdict[0]
-    )
+    text = lines[-1] if lines else "it printed no error"
+    if verdict is not None:
+        text = verdict["error"] or verdict[0]
     text = text.removeprefix("mpiddp: ").strip().rstrip(".")
     return text if len(text) <= _PHRASE_LENGTH else f"{text[:_PHRASE_LENGTH]}…"

@@ -17,7 +17,7 @@ class RecordedAttempt:
     """One process of a rank, from its start to its end."""
 
     steps: list[State]  # before its first step, and after each
-    saves: list[dict[str, Any]]  # of each file: its path, and the step
+    saves: list[dict[str, Any]]  # the path of each file, and the step of its save
 
 
 @dataclass

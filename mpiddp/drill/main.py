@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
         UserError: bad input, found before anything started.
     """
     options, command = _parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends its run too
+    # An exit, and not a death by the signal, also ends the launcher of the run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     seed = options.seed if options.seed is not None else random.randrange(1000)
     work = _new_folder(options.work, command)
     results = list[Result]()
@@ -123,7 +124,7 @@ def _command(values: argparse.Namespace, actions: Sequence[argparse.Action]) -> 
         UserError: an invalid option, a script that does not exist, a host that cannot be used.
     """
     job = [*(["-m", *values.module] if values.module else ()), *values.script]
-    # Its options can be checked without a folder.
+    # The options of the launch are checked before there is a folder for {out}.
     argv = [word.replace(OUT, ".") for word in (*as_arguments(actions, values), *job)]
     options = parse_options(argv, "mpiddp drill")
     if options.job[0] == "--":

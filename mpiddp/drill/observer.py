@@ -7,14 +7,13 @@ each step, each torch.save. See `mpiddp.drill.history` for what reads it.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import json
 import os
 import re
 import signal
 import socket
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,10 @@ from mpiddp.drill.faults import FIRED, PLAN, FaultPlan
 from mpiddp.drill.history import RATE, History, find, read_attempts
 from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
+from mpiddp.runtime.torch.determinism import digest_of
 
-_SETTLE_S = 0.5  # before a fault: a save that runs beside the training may end
-_SLOW_S = 0.05  # a step after the fault, so that a script of a few milliseconds does not end before a signal
+_SETTLE_S = 0.5  # a save beside the training may end in this time, before the fault
+_SLOW_S = 0.05  # a step after the fault takes so long: a short script lives until the signal
 
 
 def observe() -> None:
@@ -64,9 +64,9 @@ class _Observer:
         self._folder, self._rank, self._plan = folder, rank, plan
         # The fault hits once in all attempts.
         self._is_over = not plan.number or (folder / FIRED).exists()
-        self._step = 0  # of the run: that of the resume until the first one of this process
-        self._optimizer: Optimizer | None = None  # the first one that makes a step
-        self._model: nn.Module | None = None  # the first that is called
+        self._step = 0  # the latest step of the run; at first the step of the resume
+        self._optimizer: Optimizer | None = None  # the first optimizer that makes a step
+        self._model: nn.Module | None = None  # the first module that is called
         self._first_buffers: dict[str, str] = {}  # a forward pass changes those of BatchNorm
         file = folder / f"rank_{rank}_{time.time_ns()}.jsonl"
         self._file = file.open("w", buffering=1, encoding="utf-8")
@@ -125,7 +125,10 @@ class _Observer:
                 held[f"the optimizer's {key} of {name}"] = _digest(value)
             weights[name] = _digest(parameter)
         entries = {**held, **self._buffers(), **weights}
-        return {"entries": entries, "weights": _digest(*weights.values())}
+        return {
+            "entries": entries,
+            "weights": sha256("".join(weights.values()).encode()).hexdigest(),
+        }
 
     def _buffers(self) -> dict[str, str]:
         # DDP sends rank 0's buffers to the others before each forward pass.
@@ -141,15 +144,6 @@ def _plain(name: str) -> str:
     return re.sub(r"^((module|_orig_mod)\.)+", "", name)
 
 
-def _digest(*values: Any) -> str:
-    """A hash of the bits of tensors, and of other values as they print."""
-    digest = hashlib.blake2b(digest_size=8)
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            digest.update(repr(value).encode())
-            continue
-        local = value.to_local() if hasattr(value, "to_local") else value  # of a sharded tensor
-        tensor = local.detach().cpu().contiguous()
-        if size := tensor.numel() * tensor.element_size():
-            digest.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
-    return digest.hexdigest()
+def _digest(value: Any) -> str:
+    """A digest of the bits of a tensor; another value as it prints."""
+    return f"{digest_of(value):08x}" if isinstance(value, torch.Tensor) else repr(value)

@@ -22,8 +22,8 @@ from mpiddp.hosts.processes import descendants, kill_marked, marked, signal_all
 from mpiddp.protocol.variables import DRILL, OBSERVER
 
 UNDISTURBED_S = 3600.0  # for the undisturbed run
-_LEAST_S = 60.0  # for any other command, or four times as long as the undisturbed one
-_END_S = 5.0  # for processes to end after the launcher
+_LEAST_S = 60.0  # for any other command, or four times the time of the undisturbed run
+_END_S = 5.0  # after the launcher, the other processes may take this time to end
 _POLL_S = 0.02
 
 
@@ -97,7 +97,7 @@ class Drill:
         """The fault hits after the second save, if there is one, and before the end of the script."""
         rng = random.Random(f"{self.seed} {fault.name}")
         saved, length = undisturbed.saved_steps(), undisturbed.length
-        # A damaged newest checkpoint can give way to an older one. In the later half, a run has ended epochs.
+        # After two saves, a damaged checkpoint can give way to an older one.
         early = max(length // 2, saved[min(1, len(saved) - 1)] + 1 if saved else 0)
         step = max(1, rng.randint(min(early, length - 1), length - 1))
         plan = FaultPlan(fault.number, rng.randrange(self.command.ranks), step, self.last)
@@ -142,7 +142,7 @@ class Drill:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                start_new_session=True,  # a Ctrl-C of the drill's own terminal is the drill's
+                start_new_session=True,  # a Ctrl-C reaches the drill alone
             ) as launcher,
         ):
             deadline = time.monotonic() + limit_s

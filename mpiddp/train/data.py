@@ -62,7 +62,7 @@ class Data:
     num_classes: int
     train: Dataset
     test: Dataset | None
-    digest: str = ""  # of the names and labels of an image folder's files
+    digest: str = ""  # hash of the names and labels of an image folder's files
 
     @property
     def contents(self) -> str:
@@ -93,24 +93,18 @@ class RandomImages:
         seed: int,
         device: torch.device,
     ) -> None:
-        self.num_images, self.device = num_images, device
-        self._num_classes, self._size, self._batch_size = num_classes, size, batch_size
-        self._seed = seed  # different on every rank
+        self.num_images, self.device, self._batch_size = num_images, device, batch_size
+        draw = torch.Generator(device).manual_seed(seed)  # different on every rank
+        shape = (POOL_BATCHES * batch_size, 3, size, size)
+        images = torch.randn(shape, generator=draw, device=device)
+        self._images = images.contiguous(memory_format=torch.channels_last)
+        self._labels = torch.randint(num_classes, shape[:1], generator=draw, device=device)
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
-        images, labels = self._pool
         for numbers in indices:
             start = int(numbers[0]) % POOL_BATCHES * self._batch_size
             end = start + len(numbers)
-            yield images[start:end], labels[start:end]
-
-    @cached_property
-    def _pool(self) -> Batch:
-        draw = torch.Generator(self.device).manual_seed(self._seed)
-        shape = (POOL_BATCHES * self._batch_size, 3, self._size, self._size)
-        images = torch.randn(shape, generator=draw, device=self.device)
-        labels = torch.randint(self._num_classes, shape[:1], generator=draw, device=self.device)
-        return images.contiguous(memory_format=torch.channels_last), labels
+            yield self._images[start:end], self._labels[start:end]
 
 
 # --- CIFAR-10, on the device ---
@@ -126,12 +120,8 @@ def cifar10(folder: Path, device: torch.device, *, seed: int, max_shift: int) ->
         JobFailed: a disk has failed.
     """
     train, test = read_cifar10(folder)
-    return Data(
-        "cifar10",
-        10,
-        DeviceImages(*train, device, seed=seed, max_shift=max_shift),
-        DeviceImages(*test, device),
-    )
+    shifted = DeviceImages(*train, device, seed=seed, max_shift=max_shift)
+    return Data("cifar10", 10, shifted, DeviceImages(*test, device))
 
 
 class DeviceImages:
@@ -162,11 +152,11 @@ class DeviceImages:
     def _batches(self, indices: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         if not indices:
             return
-        # Every image's row shift, column shift and flip: int64 [num_images, 3].
+        # The row shift, column shift and flip of every image: int64 [num_images, 3].
         draws = torch.tensor([self._max_shift, self._max_shift, 0]).expand(self.num_images, 3)
         if self._augments:
-            # A stream of its own: mpiddp.Sampler shuffles the images by the same seed. A generator on the CPU
-            # takes 32 bits.
+            # mpiddp.Sampler shuffles the images by the same seed, so the draws have a seed of their own. A
+            # generator on the CPU takes 32 bits.
             seed = random.Random(f"{self._seed}/{epoch}").getrandbits(32)
             generator = torch.Generator().manual_seed(seed)
             shifts = 2 * self._max_shift + 1
@@ -214,7 +204,8 @@ def on_a_side_stream(batches: Iterator[Batch], device: torch.device) -> Iterator
         yield from batches
         return
     side = _side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))  # which copied the data set to the device
+    # The current stream still copies the data set to the device.
+    side.wait_stream(torch.cuda.current_stream(device))
     while True:
         with torch.cuda.stream(side):
             batch = next(batches, None)
@@ -409,26 +400,13 @@ def image_folder(
     num_workers: int,
     skips: Callable[[str], None] | None = None,
 ) -> Data:
-    """The images of a folder, at `size` × `size` pixels.
+    """The images of a folder, at `size` × `size` pixels. With 0 workers, this process decodes them.
 
-    Args:
-        folder: has train/ and val/, and in each a folder of images for each class.
-        device: where the images arrive.
-        size: of an image, in pixels.
-        seed: of the crops and flips.
-        num_workers: processes that decode; 0 to decode in this one.
-        skips: called with a sentence for each image that cannot be read, which is then left out. Without it,
-            such an image raises a UserError.
-
-    Raises:
-        UserError: the folder has another layout, or no images.
+    `skips` is called with a sentence for each image that cannot be read, which is then left out. Without it,
+    such an image raises a UserError, and so does a folder of another layout, or without images.
     """
-    train, test = (
-        ImageFolder(
-            folder / part, device, size, seed if part == "train" else None, num_workers, skips
-        )
-        for part in ("train", "val")
-    )
+    train = ImageFolder(folder / "train", device, size, seed, num_workers, skips)
+    test = ImageFolder(folder / "val", device, size, None, num_workers, skips)
     if one_sided := {*train.classes} ^ {*test.classes}:
         raise mpiddp.UserError(
             f"{folder}: train/ and val/ contain different classes. {min(one_sided)} is in one of them."
@@ -458,14 +436,12 @@ class ImageFolder:
         # Numbered as in torchvision. macOS leaves a hidden file beside each one in an archive.
         entries = sorted(entry for entry in folder.glob("[!.]*") if entry.is_dir())
         self.classes = tuple(entry.name for entry in entries)
-        self.samples = (
-            tuple(  # paths as strings, which are smaller to pickle for workers that are not forked
-                (f"{entry}/{name}", label)
-                for label, entry in enumerate(entries)
-                # A million paths of pathlib would take 5 s.
-                for name in sorted(file.name for file in os.scandir(entry))
-                if name.lower().endswith(SUFFIXES) and not name.startswith(".")
-            )
+        # A million paths of pathlib would take 5 s, and be larger to pickle for workers that are not forked.
+        self.samples = tuple(
+            (f"{entry}/{name}", label)
+            for label, entry in enumerate(entries)
+            for name in sorted(file.name for file in os.scandir(entry))
+            if name.lower().endswith(SUFFIXES) and not name.startswith(".")
         )
         with_images = {label for _, label in self.samples}
         empty = [name for label, name in enumerate(self.classes) if label not in with_images]
@@ -480,7 +456,7 @@ class ImageFolder:
         mean, std = (torch.tensor(value, device=device).view(3, 1, 1) for value in values)
         self._scale, self._shift = 1 / (255 * std), -mean / std
         self._decoder = _Decoder(self.samples, size, seed, can_skip=skips is not None)
-        self._order: list[list[Key]] = []  # of the epoch
+        self._order: list[list[Key]] = []  # the batches of the epoch
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
         return on_a_side_stream(self._batches(indices, epoch), self.device)
@@ -502,16 +478,15 @@ class ImageFolder:
         workers = self._num_workers
         # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
         method = "fork" if self.device.type == "cpu" else "forkserver"
-        multiprocessing.set_forkserver_preload(
-            [__name__]
-        )  # otherwise each worker would import torch
+        # Otherwise each worker would import torch.
+        multiprocessing.set_forkserver_preload([__name__])
+        is_for_training = self._decoder.seed is not None  # evaluations are rare
         return DataLoader(
             self._decoder,
             batch_sampler=self._order,
             collate_fn=tuple,  # the decoder delivers whole batches
             num_workers=workers,
-            persistent_workers=self._decoder.seed is not None
-            and workers > 0,  # evaluations are rare
+            persistent_workers=is_for_training and workers > 0,
             multiprocessing_context=method if workers else None,
             worker_init_fn=mpiddp.init_worker,
             pin_memory=self.device.type != "cpu",
@@ -548,13 +523,10 @@ class _Decoder(torch.utils.data.Dataset[Any]):
 
     def _problem(self, path: str, error: Exception) -> Exception:
         """The error of the job for that of an image: a disk may have failed, or the image is bad."""
-        if (
-            isinstance(error, OSError)
-            and error.errno
-            and not isinstance(error, FileNotFoundError | PermissionError)
-        ):
-            return mpiddp.JobFailed(f"{path}: the image cannot be read ({error.strerror}).")
-        reason = error.strerror if isinstance(error, OSError) and error.errno else str(error)
+        is_of_system = isinstance(error, OSError) and error.errno
+        reason = error.strerror if is_of_system else str(error)  # type: ignore[attr-defined]
+        if is_of_system and not isinstance(error, FileNotFoundError | PermissionError):
+            return mpiddp.JobFailed(f"{path}: the image cannot be read ({reason}).")
         hint = "" if self._can_skip else " Replace it, or use --skip-bad-images."
         return mpiddp.UserError(f"{path}: the image cannot be read ({reason}).{hint}")
 
@@ -563,14 +535,11 @@ def read_image(path: str, size: int, draw: random.Random | None) -> Image.Image:
     """The image at size × size: a part that is drawn, mirrored or not; without `draw` its middle."""
     with Image.open(path, formats=FORMATS) as file:
         width, height = file.size
-        left, top, right, bottom = (
-            draw_box(width, height, draw) if draw else middle_box(width, height)
-        )
+        box = draw_box(width, height, draw) if draw else middle_box(width, height)
+        left, top, right, bottom = box
         # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, in less time. The crop stays large enough.
-        file.draft(
-            "RGB",
-            (math.ceil(width * size / (right - left)), math.ceil(height * size / (bottom - top))),
-        )
+        least = width * size / (right - left), height * size / (bottom - top)
+        file.draft("RGB", (math.ceil(least[0]), math.ceil(least[1])))
         x, y = file.size[0] / width, file.size[1] / height
         if file.mode.startswith("I"):  # 16 bits of grey, of which Pillow would keep the lowest 8
             image = Image.fromarray((np.asarray(file) >> 8).astype(np.uint8)).convert("RGB")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Of the convolutions, as in Jordan's training of CIFAR-10 (airbench94_muon, 2024). The learning rate is
-# relative to that of the other parameters.
+# Jordan's training of CIFAR-10 has these values for convolutions (airbench94_muon, 2024). Their learning
+# rate is relative to that of the other parameters.
 _MOMENTUM, _RELATIVE_LR = 0.6, 0.5
 # Newton and Schulz's iteration, with Jordan's coefficients of x, x³ and x⁵.
 _ROUNDS, _FIRST, _THIRD, _FIFTH = 3, 3.4445, -4.7750, 2.0315
@@ -63,7 +64,8 @@ class Muon(torch.optim.Optimizer):
     def _step_orthogonal(self, convolutions: list[nn.Parameter], *, lr: float) -> None:
         has_ranks = dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
-        # Each goes to the rank with the least work so far, the largest first: all wait for the slowest rank.
+        # The largest parameters come first, and each goes to the rank with the least work so far, because all
+        # ranks wait for the slowest one.
         shares: list[list[nn.Parameter]] = [[] for _ in range(world_size)]
         work = [0] * world_size
         for parameter in sorted(convolutions, key=Tensor.numel, reverse=True):
@@ -73,7 +75,8 @@ class Muon(torch.optim.Optimizer):
         for parameter in convolutions:
             self._add_to_momentum(parameter, parameter.grad, _MOMENTUM)
         # Weights of one shape form one product: a GPU takes as long to start a small one as to compute it.
-        for _, group in groupby(sorted(shares[rank], key=_shape), key=_shape):
+        by_shape = attrgetter("shape")
+        for _, group in groupby(sorted(shares[rank], key=by_shape), key=by_shape):
             same = list(group)
             directions = orthogonal(torch.stack([self._nesterov(parameter) for parameter in same]))
             for parameter, direction in zip(same, directions, strict=True):
@@ -97,20 +100,13 @@ class Muon(torch.optim.Optimizer):
         return buffer.mul_(momentum).add_(gradient)
 
 
-def _shape(parameter: Tensor) -> tuple[int, ...]:
-    return tuple(parameter.shape)
-
-
 def _gather(shares: list[list[nn.Parameter]], rank: int) -> None:
     """Give every rank the new weights of all shares, in one collective: many small ones cost more."""
     sizes = [[parameter.numel() for parameter in share] for share in shares]
     new = shares[0][0].new_zeros(len(shares), max(map(sum, sizes)))  # a row for each rank
     parts = [row[: sum(size)].split(size) for row, size in zip(new, sizes, strict=True)]
-    # In one dimension, in the order of memory, because such copies are quick in any memory layout.
-    flat = [
-        [parameter.as_strided((parameter.numel(),), (1,)) for parameter in share]
-        for share in shares
-    ]
+    # Views in one dimension follow the order of memory, so their copies are quick in any layout.
+    flat = [[weights.as_strided((weights.numel(),), (1,)) for weights in share] for share in shares]
     for parameter, part in zip(flat[rank], parts[rank], strict=True):
         part.copy_(parameter)
     dist.all_gather(list(new.unbind()), new[rank].clone())
@@ -159,7 +155,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     of a processor that has no more than AVX2.
     """
     if device.type == "cuda":
-        with torch.cuda.device(device):  # it asks about the current device
+        with torch.cuda.device(device):  # torch answers for the current device
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:  # "Features" on Arm

@@ -45,7 +45,7 @@ def shard(model: nn.Module, amp: str, *, copies: int) -> nn.Module:
         norms: list[nn.Module] = [
             layer for layer in model.modules() if isinstance(layer, _BatchNorm)
         ]
-        # Few bytes in many layers: one group gathers all of them at once.
+        # They have few bytes in many layers, so one group gathers all of them at once.
         of_norms = MixedPrecisionPolicy(cast_forward_inputs=False)
         fully_shard(norms, mesh=mesh, mp_policy=of_norms, reshard_after_forward=False)
     for module in model.modules():

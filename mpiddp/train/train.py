@@ -50,9 +50,9 @@ IMAGES_PER_PASS = 2  # the minimum that BatchNorm can normalize
 REFERENCE_BATCH = 256  # images: the global batch of --lr (Goyal et al. 2017, section 2.1)
 MAX_WARMUP_EPOCHS = 5
 AVERAGE_EVERY = 32  # steps between two updates of the average, as in torchvision's references
-BATCH_PIXELS = 500 * 32 * 32  # of an evaluation batch, if the training batch is smaller
-WHITENING_IMAGES = 1000  # whose patches stand for those of the data set
-LARGE_IMAGE = 64  # pixels: smaller ones are what CIFAR's stems are for
+BATCH_PIXELS = 500 * 32 * 32  # in a batch of an evaluation, if the training batch is smaller
+WHITENING_IMAGES = 1000  # their patches stand for all patches of the data set
+LARGE_IMAGE = 64  # pixels; CIFAR's stems are for smaller images
 STARTUP_STEPS = 3  # slow because of page faults and kernel selection; left out of the speed
 log = logging.getLogger("mpiddp.train")  # rank 0 prints it
 
@@ -133,8 +133,8 @@ NAMES = tuple(ARCHS)
 class Config:
     """The settings of a training, resolved. `mpiddp train --help-all` lists them; config.json has them."""
 
-    max_shift: int  # pixels by which CIFAR-10's images are shifted; it is no option
-    low_res_epochs: int  # first epochs, on smaller images; no option
+    max_shift: int  # CIFAR-10's images are shifted by up to so many pixels; this is no option
+    low_res_epochs: int  # number of first epochs on smaller images; this is no option
 
     arch: str = option(f"{', '.join(NAMES)} (default: by the device)", choices=NAMES, metavar="ARCH")
     stem: str = option("first layers (default: auto)", choices=("auto", "imagenet", "cifar"), default="auto")
@@ -296,10 +296,10 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
         "optimizer": optimizer,
         "lr": 1e-3 if optimizer == "adamw" else 0.25 if is_whitened else 0.4,
         "label_smoothing": 0.1 if is_whitened else 0.0,
-        # torchvision's for ImageNet, and the usual ones for CIFAR-10 and for AdamW
+        # For ImageNet, this is torchvision's; for CIFAR-10 and for AdamW, it is the usual value.
         "weight_decay": 0.05 if optimizer == "adamw" else 1e-4 if is_folder else 5e-4,
         "amp": amp,
-        # worth its minute for large images on a GPU
+        # Large images on a GPU are worth the minute that it takes.
         "compile": "on" if device.type == "cuda" and is_large and is_ddp else "off",
     }
     split = split_batch(options, mpiddp.announced(), world_size, 128 if on_cpu else 256)
@@ -358,12 +358,12 @@ class State:
     config: Config
     data: Data
     sampler: mpiddp.Sampler
-    model: nn.Module  # the bare one
-    ddp: nn.Module  # the one to call in a step
-    scored: nn.Module  # the one to call in an evaluation
+    model: nn.Module  # without any wrapper
+    ddp: nn.Module  # a step calls this module
+    scored: nn.Module  # an evaluation calls this module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler  # passes gradients through unscaled, unless --amp is fp16
-    average: dict[str, Tensor]  # of the weights, with --ema-decay; as the model's state_dict
+    average: dict[str, Tensor]  # the average of the model's state_dict, with --ema-decay
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
     with mpiddp.process_group(backend=options.backend) as world:
         device = torch.device(str(world.device))
-        # Every check that may fail on some ranks: all ranks refuse, or none. Nothing is written before.
+        # A check may fail on some ranks: then all ranks refuse, before anything is written.
         with mpiddp.together(timeout_s=PREPARE_TIMEOUT_S):
             config = resolve(options, world.world_size, device)
             needs_files = config.dataset == "cifar10" and not config.use_syn
@@ -429,8 +429,7 @@ def train(state: State, world: mpiddp.World, out: Path) -> int:
         global_batch_size=config.global_batch_size,
         max_ranks=max(world.world_size, config.global_batch_size // IMAGES_PER_PASS),
     )
-    with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(open_checkpoints(out, config, data, world))
+    with open_checkpoints(out, config, data, world) as checkpoints:
         with mpiddp.together():
             step = resume(state, checkpoints)
         if checkpoints.is_writer:
@@ -454,19 +453,15 @@ def train(state: State, world: mpiddp.World, out: Path) -> int:
                     records.add_score(made, score)
                 if stops:
                     checkpoints.close()  # waits for the save
-                    return say_stopped(step, config)
+                    arguments = shlex.join(resume_args(config, out))
+                    command = f"the same command{' with ' if arguments else ''}{arguments}"
+                    log.info(f"stopped at step {step}. To resume, run {command}.")
+                    return STOPPED
         checkpoints.close()  # waits for the last save
         if score is None and data.test is not None:  # resumed after the last step
             score = evaluate(state, data.test)
         records.end(step, score)
     return DONE
-
-
-def say_stopped(step: int, config: Config) -> int:
-    arguments = resume_args(config, mpiddp.run_dir())
-    command = f"the same command{' with ' if arguments else ''}{shlex.join(arguments)}"
-    log.info(f"stopped at step {step}. To resume, run {command}.")
-    return STOPPED
 
 
 def steps(state: State, step: int) -> Iterator[Step]:
@@ -480,7 +475,7 @@ def steps(state: State, step: int) -> Iterator[Step]:
             for group in state.optimizer.param_groups:
                 group["lr"] = lr
             loss_sum = backward(state, batches, step)
-            if config.clip_grad_norm is not None:  # the norm of all parameters, over all shards
+            if config.clip_grad_norm is not None:  # torch takes the norm over all shards
                 state.scaler.unscale_(state.optimizer)
                 clip_grad_norm_(state.model.parameters(), config.clip_grad_norm)
             state.scaler.step(state.optimizer)
@@ -508,7 +503,7 @@ def backward(state: State, batches: Iterator[Batch], step: int) -> Tensor:
     config = state.config
     state.optimizer.zero_grad()
     loss_sum = torch.zeros((), device=state.data.train.device)
-    # The ranks take the mean of their gradients; this makes it the mean over all images.
+    # The ranks take the mean of their gradients; the weight makes it the mean over all images.
     weight = dist.get_world_size() / config.global_batch_size
     for left in reversed(range(config.grad_accum_steps)):
         images, labels = next(batches)
@@ -711,7 +706,7 @@ def data_of_run(out: Path, config: Config, data: Data) -> str:
     for folder in (out, Path(config.resume)) if config.skip_bad_images else ():
         try:
             before = str(mpiddp.load(folder).config["data"])
-        except (mpiddp.UserError, KeyError):  # there is none: Checkpoints judges it
+        except (mpiddp.UserError, KeyError):  # there is no checkpoint, or Checkpoints will refuse it
             continue
         if before != data.contents:
             log.info(
@@ -794,7 +789,7 @@ def load_weights(state: State) -> None:
         raise mpiddp.UserError(
             f"--weights {weights}: it is of another model than --arch {state.config.arch}."
         )
-    saved.load_into(strict=False, model=model)  # says which tensors have another shape, and stay
+    saved.load_into(strict=False, model=model)  # logs the tensors that have another shape
     if state.average:
         update_average(state, weight=1.0)
 
@@ -1026,7 +1021,7 @@ def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
 
 def check_divergence(state: State, step: int) -> None:
     """End the job if the ranks' bits differ, before they are saved: a restart resumes from equal ones."""
-    with mpiddp.together():  # the ranks with other shards do not know
+    with mpiddp.together():  # the ranks with other shards learn of it
         same = ranks_with_same_shards(state.model)
         mpiddp.check_divergence(state.model, state.optimizer, step=step, group=same)
 
@@ -1062,7 +1057,7 @@ class Records:
         self._train_loss: float | None = None
         self._spans: list[tuple[int, float]] = []  # steps, and the seconds of each
         self._made = 0  # steps in this process
-        self._added = self._timed = 0  # of them since the last record, and those that count for the speed
+        self._added = self._timed = 0  # steps since the last record, and those that count for the speed
         log.info(
             f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} over "
             f"{world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) on {state.data.name}, "
@@ -1145,7 +1140,7 @@ class Records:
 
     def _summary(self, step: int, score: Score | None) -> dict[str, Any]:
         config, world, data = self._state.config, self._world, self._state.data
-        # Without a step, the run has resumed after its last one.
+        # There is no time of a step if the run has resumed after its last step.
         times = np.repeat([step_s for _, step_s in self._spans], [count for count, _ in self._spans])
         middle, high = np.percentile(times, (50, 95)).tolist() if len(times) else (None, None)
         return {

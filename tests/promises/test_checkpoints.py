@@ -377,7 +377,7 @@ def test_wrong_resume_is_refused_by_all_ranks(here):
 
 
 DIFFERENT = {
-    "folder": r"folder differs: \S+/new-0 on rank 0 on \S+, \S+/new-1 on rank 1 on ",
+    "folder": r"folder differs: new-0 on rank 0 on \S+, new-1 on rank 1 on ",
     "width": r"config\['width'\] differs: 0 on rank 0 on \S+, 1 on rank 1 on ",
     "step": r"different steps: save\(2, …\) on rank 0 on \S+, save\(3, …\) on rank 1 on ",
     "restart": r"begin anew in new-1, which has no checkpoint: the run before it wrote to new-0\. ",
@@ -396,6 +396,17 @@ def test_two_runs_are_never_made_in_silence(place):
         assert done.stderr.count("restarting") == (wrong == "restart")
         folders = sorted(path.name for path in place.folder.glob("new*"))
         assert folders == {"step": ["new"], "restart": ["new", "new-0"]}.get(wrong, [])
+
+
+def test_one_folder_may_have_two_real_paths(here):
+    """Ranks that reach the same folder by links save and restart there. A host has no two folders."""
+    job = ("launch", *here.where(2), "--max-restarts", "2", program("wrong_resume.py"), "new")
+    done = here.run(*job, "places")
+    assert (done.code, done.stderr.count("not the folder of the other ranks")) == (2, 1), (
+        done.stderr
+    )
+    here.run(*job, "links").assert_ok()
+    assert steps_kept(here.folder / "0/new") == [1]
 
 
 def test_run_in_use_is_refused(hosts):
