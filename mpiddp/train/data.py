@@ -93,18 +93,24 @@ class RandomImages:
         seed: int,
         device: torch.device,
     ) -> None:
-        self.num_images, self.device, self._batch_size = num_images, device, batch_size
-        draw = torch.Generator(device).manual_seed(seed)  # different on every rank
-        shape = (POOL_BATCHES * batch_size, 3, size, size)
-        images = torch.randn(shape, generator=draw, device=device)
-        self._images = images.contiguous(memory_format=torch.channels_last)
-        self._labels = torch.randint(num_classes, shape[:1], generator=draw, device=device)
+        self.num_images, self.device = num_images, device
+        self._num_classes, self._size, self._batch_size = num_classes, size, batch_size
+        self._seed = seed  # different on every rank
 
     def batches(self, indices: Sequence[Tensor], *, epoch: int) -> Iterator[Batch]:
+        images, labels = self._pool
         for numbers in indices:
             start = int(numbers[0]) % POOL_BATCHES * self._batch_size
             end = start + len(numbers)
-            yield self._images[start:end], self._labels[start:end]
+            yield images[start:end], labels[start:end]
+
+    @cached_property
+    def _pool(self) -> Batch:
+        draw = torch.Generator(self.device).manual_seed(self._seed)
+        shape = (POOL_BATCHES * self._batch_size, 3, self._size, self._size)
+        images = torch.randn(shape, generator=draw, device=self.device)
+        labels = torch.randint(self._num_classes, shape[:1], generator=draw, device=self.device)
+        return images.contiguous(memory_format=torch.channels_last), labels
 
 
 # --- CIFAR-10, on the device ---

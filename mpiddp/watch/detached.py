@@ -83,7 +83,7 @@ class DetachedJob:
         report = self.report()
         code = report.get("exit_code")
         if code is None:
-            host = report.get("launched_on", "")
+            host = report.get("launched_on", socket.gethostname())
             elsewhere = f"If it runs on {host}, its lock is not seen here. Log in there"
             why = _NO_REPORT if host == socket.gethostname() else f"{_NO_REPORT}. {elsewhere}"
             return f"job {self.name} has ended without a report: {why}."
