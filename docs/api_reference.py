@@ -27,6 +27,8 @@ def main() -> None:
     pdoc.render.configure(docformat="google", show_source=False, footer_text=footer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # pdoc looks up the annotations of World, a NamedTuple, outside of their module.
+        warnings.filterwarnings("ignore", "Error parsing type annotation ForwardRef")
         # The pages of modules that are no part of the interface are left out.
         pdoc.pdoc(PAGES[0], rf"!{PAGES[0]}\..+", *PAGES[1:], output_directory=FOLDER)
     print(f"{FOLDER}/index.html")
