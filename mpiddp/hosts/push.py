@@ -252,7 +252,14 @@ def _send(
             # Packed, because a folder may have a million files.
             packed = b64encode(zlib.compress(os.fsencode("\0".join(sorted(sent)))))
             Path(new, pushed.SENT).write_bytes(packed)
-            rsync(host, transport, "--", f"{new}/{pushed.SENT}", f"{host.alias}:{folder}/")
+            # Hosts that share a disk receive the same file at the same time.
+            at_once = (
+                "--no-delay-updates",
+                "--",
+                f"{new}/{pushed.SENT}",
+                f"{host.alias}:{folder}/",
+            )
+            rsync(host, transport, *at_once)
     return max(1, sum(sizes(lines))) if lines else 0
 
 
