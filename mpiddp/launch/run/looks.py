@@ -80,15 +80,16 @@ class Looks:
     def silence_of_lost(self, now: float) -> dict[int, float]:
         """The ranks whose hosts have been silent for --lost-after, with the seconds of their silence.
 
-        As long as other ranks make steps, no rank is lost: these steps need all ranks, so only the network
-        of the job channel is broken.
+        As long as other ranks make steps, no rank is lost: the collectives of these steps need all ranks, so
+        only the network of the job channel is broken. The steps of ranks without collectives prove nothing.
         """
         record, lost_s = self._record, self._server.lost_s
         silence = self._server.silence()
         heard = {record.hosts[rank] for rank, silent_s in silence.items() if silent_s <= lost_s}
         silent = {rank: silence[rank] for rank in silence if record.hosts[rank] not in heard}
         steps = {rank: event.at for rank, event in record.latest["progress"].items()}
-        times = [*steps.items(), *record.called_at.items()] if silent else []
+        has_collectives = any(record.called_at.values())
+        times = [*steps.items(), *record.called_at.items()] if silent and has_collectives else []
         goes_on = any(now - at <= lost_s for rank, at in times if record.hosts[rank] in heard)
         return {} if goes_on else silent
 
