@@ -19,9 +19,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
-from typing import BinaryIO
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, BinaryIO
 
 from mpiddp.checkpoints import folder
 from mpiddp.checkpoints.bucket import Bucket
@@ -34,6 +32,9 @@ from mpiddp.runtime.job.coordinator import Coordinator, Value
 from mpiddp.runtime.patches import await_gloo_at_destroy, is_on
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import escaped, from_here
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 # These errors would come again after a restart.
 _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
@@ -282,6 +283,8 @@ class Run:
     def _new_group(self) -> dist.ProcessGroup | None:
         if self.world_size == 1:
             return None
+        import torch.distributed as dist
+
         with self.together():
             place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
             if place != (self.rank, self.world_size):
