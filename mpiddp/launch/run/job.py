@@ -20,17 +20,18 @@ from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log
-from mpiddp.launch.judge.events import Announcement, Stop
+from mpiddp.launch.judge.events import Announcement, Phase, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past
-from mpiddp.launch.run.agents import STOP_AFTER, Launcher, Turn, start
+from mpiddp.launch.run.agents import STOP_AFTER, Agents, Launcher, Turn, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.handover import CutOff
 from mpiddp.launch.run.log_folder import LogFolder, folder_of_launch
 from mpiddp.launch.run.outcome_file import Report
+from mpiddp.launch.run.watchers import WATCHERS
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.text import all_of, counted
 
@@ -64,7 +65,7 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         if outcome.code == DONE and job.lost_stream:
             lost = f"all ranks are done, but not all of their {job.lost_stream} could be written."
             outcome = outcome._replace(code=FAILED, sentence=lost)
-        outcome = outcome._replace(announcement=job.announcement)
+        outcome = outcome._replace(announcement=job.turn.announced)
         return outcome._replace(hint=_not_shown(job.plan, outcome))
 
 
@@ -81,19 +82,15 @@ class Job:
     """One job over all of its attempts."""
 
     def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:
-        self.launcher, self.signals, self.report = launcher, launcher.signals, report
+        self.launcher, self.report = launcher, report
         self.plan, self.options = plan, plan.options  # the plan of the latest attempt
-        self.waiting: Attempt | None = (
-            None  # the latest attempt, if its agents wait for the next one
-        )
-        self.attempts = 0  # how many have begun
+        self.past = Past(plan.named, {}, len(plan.hosts.usable))  # for the next plan
+        # The latest attempt.
+        self.turn = Turn(0, Announcement(), holds=False, grows=self.options.grow_s is not None)
+        self.waiting: Attempt | None = None  # that attempt, if its agents wait for the next one
         self.failures: list[Outcome] = []  # they count for --max-restarts
-        self.announcement = Announcement()  # by all attempts so far
         self.lost_stream = ""  # the name of a stream that could not be written as a whole
         self.at_fault = ""  # the host that ended the latest attempt, by its key
-        self.doubts: dict[str, str] = {}  # see Past
-        self.enough = len(plan.hosts.usable)
-        self.may_grow = self.options.grow_s is not None
         self.grown_from: Plan | None = None  # until a job on more hosts makes a step
 
     def close(self) -> None:
@@ -104,29 +101,31 @@ class Job:
 
     def attempt(self) -> Outcome:
         """Run the latest plan. If a host has ended two attempts in a row, later attempts avoid it."""
-        self.attempts += 1
-        began_at = time.time()
+        self.turn = self.turn._replace(number=self.turn.number + 1, holds=self._may_hold)
+        is_first, began_at = self.turn.number == 1, time.time()
         try:
             attempt = self._begin()
             outcome = attempt.run()
-            self.waiting = attempt if attempt.are_waiting else None
+            self.waiting = attempt if attempt.record.phase is Phase.HELD else None
             self.lost_stream = self.lost_stream or attempt.output.lost_stream
         except KeyboardInterrupt:  # before mpirun has started
-            outcome = Outcome(INTERRUPTED, "interrupted.") if self.attempts == 1 else _INTERRUPTED
+            outcome = Outcome(INTERRUPTED, "interrupted.") if is_first else _INTERRUPTED
         except (UserError, JobFailed) as error:
-            if self.attempts == 1:
+            if is_first:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
-        self.announcement = self.announcement.after(outcome.announcement)
+        announced = self.turn.announced.after(outcome.announcement)
+        self.turn = self.turn._replace(announced=announced)
         if outcome.made_steps:
             self.grown_from = None
-        if self.grown_from and self.may_grow and outcome.code == INTERRUPTED:
+        if self.grown_from and self.turn.grows and outcome.code == INTERRUPTED:
             # The job stopped to grow, and had saved its steps.
             outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
         plan = self.plan
         at_fault = outcome.host_at_fault and plan.key_of(outcome.host_at_fault)
         if at_fault and at_fault == self.at_fault:
-            self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
+            doubt = {at_fault: f"{at_fault} has ended two attempts in a row"}
+            self.past = self.past._replace(doubts={**self.past.doubts, **doubt})
         self.at_fault = at_fault
         self.report.add(began_at, plan.request.names_of_ranks, outcome)
         return outcome
@@ -136,23 +135,26 @@ class Job:
 
         Hosts that the others do not reach are left out if enough hosts remain. Else CutOff is raised.
         """
-        avoided = tuple(self.doubts)
-        turn = Turn(self.attempts, self.announcement, self._may_hold, self.may_grow, avoided)
         if self.waiting is not None:
             agents = self.waiting.agents
-            if agents.plan is self.plan and self.waiting.begin_again(turn):
-                return Attempt(agents, turn)
+            if agents.plan is self.plan and self.waiting.begin_again(self.turn):
+                return self._watched(agents)
             self.close()
-            if self.signals.has_stop():  # it arrived before the agents began again
+            if self.launcher.signals.has_stop():  # it arrived before the agents began again
                 raise KeyboardInterrupt
         while True:
             try:
-                return Attempt(start(self.launcher, self.plan, turn), turn)
+                return self._watched(start(self.launcher, self.plan, self.turn))
             except CutOff as cut_off:
                 try:
                     self.plan = plan_without(self.plan, cut_off.failures)
                 except UserError:  # too few hosts remain
                     raise cut_off from None
+
+    def _watched(self, agents: Agents) -> Attempt:
+        attempt = Attempt(agents, self.turn)
+        attempt.watchers = [watcher(attempt) for watcher in WATCHERS]
+        return attempt
 
     @property
     def _may_hold(self) -> bool:
@@ -180,7 +182,7 @@ class Job:
             interrupted = _STOPPED  # all ranks have saved, so a stop loses no step
         else:
             latest.log()
-            self.may_grow = self.may_grow and move is Move.RESTART
+            self.turn = self.turn._replace(grows=self.turn.grows and move is Move.RESTART)
         if move is Move.RESTART:
             self.failures.append(latest)
             pause_s = _pause_s(self.failures)
@@ -196,11 +198,11 @@ class Job:
             if move is Move.RESTART:  # a host may be usable after the next pause
                 return Outcome(FAILED, str(error))
             log.error(str(error))  # the hosts of the last attempt have just worked
-        hosts, announced = self.plan.request.hosts, self.announcement
+        hosts, announced = self.plan.request.hosts, self.turn.announced
         if move is Move.GROW and hosts.world_size > before.request.hosts.world_size:
             self.grown_from = before
         elif move is Move.GROW:  # each search in vain costs a stop and a start
-            self.may_grow = False
+            self.turn = self.turn._replace(grows=False)
             log.info("the job has not grown. From now on, hosts join only at a restart.")
         log.info(f"restarting on {all_of([host.name for host in hosts.hosts])}{count}.")
         if announced.global_batch_size is not None and hosts.world_size != announced.world_size:
@@ -216,7 +218,7 @@ class Job:
         """
         self._heed_stop(pause_s)
         forget_addresses()
-        with self.signals.interrupting():
+        with self.launcher.signals.interrupting():
             named = self.plan.named
             try:
                 named = read_hosts(self.options, os.environ, is_first=False)
@@ -225,20 +227,20 @@ class Job:
             if self._fits(named):
                 return self.plan
         self.close()
-        with self.signals.interrupting():
-            past = Past(named, self.doubts, self.enough, self.announcement.max_ranks)
-            plan = make_plan(self.options, os.environ, past, self.launcher.logins)
+        with self.launcher.signals.interrupting():
+            self.past = self.past._replace(named=named, max_ranks=self.turn.announced.max_ranks)
+            plan = make_plan(self.options, os.environ, self.past, self.launcher.logins)
         self._heed_stop()
         return plan
 
     def _fits(self, named: Hosts) -> bool:
         """Whether the agents that wait can make the next attempt, on these hosts."""
-        plan, waiting, most = self.plan, self.waiting, self.announcement.max_ranks
+        plan, waiting, most = self.plan, self.waiting, self.turn.announced.max_ranks
         if waiting is None or named != plan.named or plan is not waiting.agents.plan:
             return False
         if complaints := waiting.record.complaints:
             log.error(complaints)
-        is_doubted = len(plan.used) > 1 and not self.doubts.keys().isdisjoint(plan.used)
+        is_doubted = len(plan.used) > 1 and not self.past.doubts.keys().isdisjoint(plan.used)
         size = plan.request.hosts.world_size
         return not (complaints or is_doubted or size > (most or size))
 
@@ -246,9 +248,13 @@ class Job:
         """Raise KeyboardInterrupt if a signal or --stop-after requests a stop, now or in `within_s`."""
         stop_at = self.launcher.stop_at
         until = min(time.monotonic() + within_s, stop_at)
-        while self.waiting is not None and not self.signals.has_stop() and time.monotonic() < until:
+        while (
+            self.waiting is not None
+            and not self.launcher.signals.has_stop()
+            and time.monotonic() < until
+        ):
             self.waiting.wait(until)  # viewers may ask
-        if self.signals.has_stop(until - time.monotonic()) or until == stop_at:
+        if self.launcher.signals.has_stop(until - time.monotonic()) or until == stop_at:
             raise KeyboardInterrupt
 
 

@@ -205,7 +205,7 @@ class JobOutput:
         self._wait_for_readers()
 
     def show_growth(self) -> None:
-        """Show how open lines grow. The attempt calls this once a second."""
+        """Show how open lines grow. Called once a second."""
         for screen in () if self._blocked else self._screens.values():
             screen.show_growth()
         self._wait_for_readers()
