@@ -1,13 +1,7 @@
-"""The agents of one mpirun: started, used for one or more attempts, and cleaned up.
+"""The agents of one mpirun: a Plan comes in, and the Agents that have started go out.
 
-    agents = start(launcher, plan, turn)    # preflight's plan -> mpirun -> agents
-    attempt = Attempt(agents, turn)
-    outcome = attempt.run()                 # after a failure, the agents may wait
-    attempt.begin_again(next_turn)          # they begin the next attempt,
-    attempt.end()                           # or end
-
-An agent outlives its script. So a restart on the same hosts begins in the same agents: no preflight, no new
-mpirun, and no new login.
+An agent outlives its script, so it may make several attempts. A restart on the same hosts then needs no
+preflight, no new mpirun, and no new login.
 """
 
 from __future__ import annotations

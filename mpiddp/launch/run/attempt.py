@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.judge.verdict import HUNG_UP, verdict
 from mpiddp.launch.run.agents import STOP_AFTER, Agents, Turn
 from mpiddp.launch.run.output import OUTPUT_S
-from mpiddp.protocol.server import Event
+from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.variables import SAVE_GRACE_S
 
 # How long the launcher waits:
@@ -53,7 +53,9 @@ class Watcher:
 class Attempt:
     """An attempt by agents that have just started, or that have waited since the attempt before."""
 
-    def __init__(self, agents: Agents, turn: Turn) -> None:
+    def __init__(
+        self, agents: Agents, turn: Turn, watchers: Iterable[Callable[[Attempt], Watcher]]
+    ) -> None:
         self.agents, self.turn, self.options = agents, turn, agents.plan.options
         self.server, self.mpirun, self.output = agents.server, agents.mpirun, agents.output
         hosts, there = agents.plan.request.names_of_ranks, {host.name for host in agents.others}
@@ -64,13 +66,16 @@ class Attempt:
             hang_timeout_s=self.options.hang_timeout_s,
         )
         self.timers = self.server.selector
-        self.watchers: Sequence[Watcher] = ()  # see `launch.run.watchers`
+        self.timers.after(agents.launcher.stop_at - time.monotonic(), self.request_stop)
+        self._watchers = [watcher(self) for watcher in watchers]
+        for watcher in self._watchers:
+            watcher.on_event(self.record.latest["began"][LAUNCHER])
+        self.look()
 
     # --- the loop ---
 
     def run(self) -> Outcome:
         """Wait and react until all agents wait, or until the launcher reaches no process of the attempt."""
-        self.begin()
         while self.mpirun.code is None and self.record.phase < Phase.HELD:
             self.wait()
             are_held = len(self.record.latest["held"]) == self.record.world_size
@@ -86,16 +91,6 @@ class Attempt:
         if self.record.phase is Phase.ENDED:
             self.agents.clean_up(self.outcome, self.record)
         return self.outcome
-
-    def begin(self) -> None:
-        """Let the watchers look on from now on, and set the timer of --stop-after."""
-        began = self.record.act("began")
-        assert began is not None
-        for watcher in self.watchers:
-            watcher.on_event(began)
-        launcher = self.agents.launcher
-        self.timers.after(launcher.stop_at - time.monotonic(), self.request_stop)
-        self.look()
 
     def wait(self, until: float = float("inf")) -> None:
         """Wait for sockets, signals and timers, at most until `until`, and react to them."""
@@ -120,7 +115,7 @@ class Attempt:
         """Let the watchers look, once a second."""
         now = time.monotonic()
         self.timers.after(min(LOOK_S, self.options.hang_timeout_s or LOOK_S), self.look)
-        for watcher in self.watchers:
+        for watcher in self._watchers:
             watcher.look(now)
 
     # --- events ---
@@ -133,7 +128,7 @@ class Attempt:
         """Record an event, and show it to the watchers."""
         if event.kind in KINDS:
             self.record.add(event)
-        for watcher in self.watchers:
+        for watcher in self._watchers:
             watcher.on_event(event)
 
     def on_event(self, event: Event) -> None:

@@ -25,7 +25,7 @@ from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past
-from mpiddp.launch.run.agents import STOP_AFTER, Agents, Launcher, Turn, start
+from mpiddp.launch.run.agents import STOP_AFTER, Launcher, Turn, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.handover import CutOff
@@ -138,23 +138,19 @@ class Job:
         if self.waiting is not None:
             agents = self.waiting.agents
             if agents.plan is self.plan and self.waiting.begin_again(self.turn):
-                return self._watched(agents)
+                return Attempt(agents, self.turn, WATCHERS)
             self.close()
             if self.launcher.signals.has_stop():  # it arrived before the agents began again
                 raise KeyboardInterrupt
         while True:
             try:
-                return self._watched(start(self.launcher, self.plan, self.turn))
+                agents = start(self.launcher, self.plan, self.turn)
+                return Attempt(agents, self.turn, WATCHERS)
             except CutOff as cut_off:
                 try:
                     self.plan = plan_without(self.plan, cut_off.failures)
                 except UserError:  # too few hosts remain
                     raise cut_off from None
-
-    def _watched(self, agents: Agents) -> Attempt:
-        attempt = Attempt(agents, self.turn)
-        attempt.watchers = [watcher(attempt) for watcher in WATCHERS]
-        return attempt
 
     @property
     def _may_hold(self) -> bool:
@@ -246,15 +242,11 @@ class Job:
 
     def _heed_stop(self, within_s: float = 0.0) -> None:
         """Raise KeyboardInterrupt if a signal or --stop-after requests a stop, now or in `within_s`."""
-        stop_at = self.launcher.stop_at
+        signals, stop_at = self.launcher.signals, self.launcher.stop_at
         until = min(time.monotonic() + within_s, stop_at)
-        while (
-            self.waiting is not None
-            and not self.launcher.signals.has_stop()
-            and time.monotonic() < until
-        ):
+        while self.waiting is not None and not signals.has_stop() and time.monotonic() < until:
             self.waiting.wait(until)  # viewers may ask
-        if self.launcher.signals.has_stop(until - time.monotonic()) or until == stop_at:
+        if signals.has_stop(until - time.monotonic()) or until == stop_at:
             raise KeyboardInterrupt
 
 

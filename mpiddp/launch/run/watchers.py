@@ -7,16 +7,20 @@ stop the attempt, which knows none of them by name (`mpiddp.launch.run.attempt`)
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
-from mpiddp.launch.judge.events import KINDS, Phase, Stop
+from mpiddp.hosts.ssh import ask_hosts
+from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
 from mpiddp.launch.judge.hangs import find_hang, missing_sentence, next_look_at, places_sentence
 from mpiddp.launch.judge.pace import WINDOW_S
 from mpiddp.launch.judge.stacks import shown_stack
 from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
-from mpiddp.launch.run.attempt import LOOK_S, Attempt, Watcher
-from mpiddp.launch.run.growth import Growth, ask_in_thread
-from mpiddp.launch.run.handover import gone
+from mpiddp.launch.plan.job_plan import search_once
+from mpiddp.launch.run.attempt import Attempt, Watcher
 from mpiddp.launch.run.output import OUTPUT_S
 from mpiddp.launch.run.status import job_facts, status_lines
 from mpiddp.protocol.group import Peer
@@ -29,6 +33,25 @@ PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hos
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, and after an interrupt
 _LARGEST = 16 << 20  # bytes of a record's file; from then on, it gets no frequent events
 _FREQUENT = ("progress", "calls", "gpus")
+
+
+def _ask_in_thread(
+    ask: Callable[[], list[str]], every_s: float, record: Record, phase: Phase
+) -> list[str]:
+    """Ask in a thread during this phase, because files, names and logins to hosts may hang.
+
+    The answers grow the list.
+    """
+    answers = list[str]()
+
+    def run() -> None:
+        while record.phase <= phase:
+            time.sleep(every_s)
+            if record.phase is phase:
+                answers.extend(ask())
+
+    threading.Thread(target=run, daemon=True).start()
+    return answers
 
 
 class RecordFile(Watcher):
@@ -71,7 +94,7 @@ class LateStart(Watcher):
         super().__init__(attempt)
         self._lost_hosts = list[str]()  # sentences about hosts whose ranks have not started
         if attempt.agents.has_logged_in:
-            self._lost_hosts = ask_in_thread(self._probe, PROBE_S, self.record, Phase.STARTING)
+            self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, self.record, Phase.STARTING)
 
     def on_event(self, event: Event) -> None:
         record, timeout_s = self.record, self.attempt.options.timeout_s
@@ -118,7 +141,12 @@ class LateStart(Watcher):
         """A sentence for each lost host whose ranks have not started. An mpirun waits minutes for it."""
         agents, started = self.attempt.agents, self.record.latest["started"]
         late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
-        return gone(agents.plan.request, late) if late and agents.has_logged_in else []
+        hosts = [host for host in agents.plan.request.hosts.hosts if host.name in late]
+        if not (hosts and agents.has_logged_in):
+            return []
+        answers = ask_hosts(hosts, "print(0)", transport=agents.plan.request.hosts.transport)
+        lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
+        return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
 
 class SilentHosts(Watcher):
@@ -234,10 +262,6 @@ class Stragglers(Watcher):
 class GraceTime(Watcher):
     """End the ranks that have not stopped within --grace. A rank that saves has longer."""
 
-    def on_event(self, event: Event) -> None:
-        if event.kind == "grace":
-            self.timers.after(min(LOOK_S, self.attempt.options.grace_s), self.attempt.look)
-
     def look(self, now: float) -> None:
         record, limit_s, began = self.record, self.attempt.options.grace_s, self.record.act("grace")
         if record.phase is not Phase.STOPPING or began is None:
@@ -269,9 +293,7 @@ class GraceTime(Watcher):
 class Viewers(Watcher):
     """Answer `mpiddp ps`, `top` and `stacks`."""
 
-    def __init__(self, attempt: Attempt) -> None:
-        super().__init__(attempt)
-        self._waiting: list[Peer] = []  # for the stacks
+    _waiting: tuple[Peer, ...] = ()  # for the stacks
 
     def on_event(self, event: Event) -> None:
         record, answer = self.record, self.launcher.console.answer
@@ -282,24 +304,62 @@ class Viewers(Watcher):
             between = "no rank runs now: the job restarts."
             answer(event.facts["viewer"], sentence=between, stacks={})
         elif event.kind == "view_stacks":
-            self._waiting.append(event.facts["viewer"])
+            self._waiting += (event.facts["viewer"],)
         elif event.kind == "answered":
             stacks = {rank: shown_stack(facts["text"]) for rank, facts in record.stacks.items()}
-            while self._waiting:
-                answer(self._waiting.pop(), sentence=places_sentence(record), stacks=stacks)
+            for viewer in self._waiting:
+                answer(viewer, sentence=places_sentence(record), stacks=stacks)
+            self._waiting = ()
+
+
+class Growth(Watcher):
+    """The search of one attempt, as long as all of its ranks run."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__(attempt)
+        plan = attempt.agents.plan
+        self._sentences = list[str]()  # about hosts that can join
+        if attempt.turn.grows and (every_s := plan.options.grow_s) is not None:
+            search = partial(search_once, plan, plan.past.doubts)
+            self._sentences = _ask_in_thread(search, every_s, self.record, Phase.RUNNING)
+
+    def on_event(self, event: Event) -> None:
+        """A rank has made its last step. From now on, the others have limited time."""
+        is_first = event.kind == "stopped" and self.record.phase is Phase.RUNNING
+        if is_first and self.record.stop is Stop.TO_GROW:
+            self.attempt.note("grace")
+
+    def look(self, now: float) -> None:
+        """Stop all ranks after their present steps, if hosts can join and no step would be lost."""
+        record, announced = self.record, self.record.announcement
+        if not (record.runs and self._sentences):
+            return
+        sentence, why_not = self._sentences.pop(), ""
+        most = announced.max_ranks or record.world_size + 1
+        if record.stop or record.done or record.world_size >= most:
+            return
+        if len(record.latest["supports_stop"]) < record.world_size:
+            why_not = "not every rank has called mpiddp.should_stop()"
+        elif announced == Announcement():
+            why_not = "the script has announced nothing that resumes it (mpiddp.announce)"
+        if why_not:
+            self.output.log(f"{sentence}, but {why_not}, so the job continues without a restart.")
+            return
+        self.output.log(f"{sentence}: stopping to restart.")
+        number = int(signal.SIGTERM)
+        self.attempt.note("stop", by=Stop.TO_GROW.name, reason=sentence, signal=number)
+        self.server.ask(self.server.connected, "stop", signal=number)
 
 
 class Functions(Watcher):
     """Under `mpiddp.spawn`, give each rank its function, and take its answer."""
 
-    def __init__(self, attempt: Attempt) -> None:
-        super().__init__(attempt)
-        if self.launcher.exchange is not None:
-            self.launcher.exchange.begin(self.server)
-
     def on_event(self, event: Event) -> None:
-        if event.kind in ("function", "answer") and self.launcher.exchange is not None:
-            self.launcher.exchange.take(event, self.server)
+        exchange = self.launcher.exchange
+        if exchange is not None and event.kind == "began":
+            exchange.begin(self.server)
+        elif exchange is not None and event.kind in ("function", "answer"):
+            exchange.take(event, self.server)
 
 
 # The record's file comes first, because the others record further events.

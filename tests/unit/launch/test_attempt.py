@@ -63,10 +63,8 @@ class Job:
         launcher = Launcher(signals, Console(), logs=logs)
         turn = Turn(1, Announcement(), holds=False, grows=False)
         agents = Agents(launcher, plan, server, self.mpirun, output, stack)
-        self.attempt = Attempt(agents, turn)
+        self.attempt = Attempt(agents, turn, watchers.WATCHERS)
         self.record = self.attempt.record
-        self.attempt.watchers = [watcher(self.attempt) for watcher in watchers.WATCHERS]
-        self.attempt.begin()
 
     def say(self, rank: int, kind: str, **facts: Any) -> None:
         self.attempt.on_event(Event(kind, rank, facts))
