@@ -1,11 +1,9 @@
-"""`mpiddp launch`: start a script on every host of a hostfile. And the launcher of `mpiddp.spawn`.
-
-Reads the hosts, composes one command for the installed MPI, supervises it, and returns the exit code.
+"""`mpiddp launch`: a command line comes in, a script runs on every host, and the exit code goes out.
 
     mpiddp launch --hostfile hostfiles/two_nodes --dry-run train.py --epochs 3
 
-`mpiddp launch-function N` is the same for a function of the process that started it. It gets options and
-function over the socket with the file descriptor N, and sends the ranks' answers and the outcome back.
+`mpiddp launch-function N`, the launcher of `mpiddp.spawn`, gets options and a function over the socket with
+the file descriptor N, and sends the ranks' answers and the outcome back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One job over all of its attempts: it restarts after a failure, and to grow, on the hosts usable then.
+"""One job: LaunchOptions come in, one attempt after another is made, and the job's Outcome goes out.
 
-Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
-allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops, saves
-and restarts. A restart receives the job's announcement (see `mpiddp.runtime.reports`).
+A restart in new agents begins with a preflight of all hosts, like a start. A broken host is left out if the
+options allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops,
+saves and restarts. A restart receives the job's announcement (see `mpiddp.runtime.reports`).
 """
 
 from __future__ import annotations
