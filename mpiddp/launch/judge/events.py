@@ -120,11 +120,7 @@ class Record:
         self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest events "window"
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
-        self.note("began", self.began_at, **facts)
-
-    def note(self, kind: str, at: float | None = None, **facts: object) -> None:
-        """Record an act of the launcher, at this time or now."""
-        self.add(Event(kind, facts=facts, at=time.monotonic() if at is None else at))
+        self.add(Event("began", facts=facts, at=self.began_at))
 
     def add(self, event: Event) -> None:
         assert event.kind in KINDS, event
@@ -145,6 +141,8 @@ class Record:
             case "gpus":
                 for of_rank in facts["ranks"]:
                     self.gpus.setdefault(of_rank["rank"], GpuUse()).add(of_rank)
+            case "limit":
+                self.latest["late"].clear()
             case "asked":
                 self.stacks = {}
                 self.latest["answered"].clear()
@@ -208,17 +206,6 @@ class Record:
     @property
     def stop(self) -> Stop:
         return Stop.AT_ONCE if self.act("kill") else Stop[self.fact("stop", "by", "NONE")]
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the latest "limit" is over."""
-        late, limit = self.act("late"), self.act("limit")
-        return bool(late and limit and late.at >= limit.at)
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether the launcher waits for stacks."""
-        return bool(self.act("asked") and not self.act("answered"))
 
     # --- the ranks ---
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -53,9 +53,7 @@ class Watcher:
 class Attempt:
     """An attempt by agents that have just started, or that have waited since the attempt before."""
 
-    def __init__(
-        self, agents: Agents, turn: Turn, watchers: Iterable[Callable[[Attempt], Watcher]]
-    ) -> None:
+    def __init__(self, agents: Agents, turn: Turn, watchers: Iterable[type[Watcher]]) -> None:
         self.agents, self.turn, self.options = agents, turn, agents.plan.options
         self.server, self.mpirun, self.output = agents.server, agents.mpirun, agents.output
         hosts, there = agents.plan.request.names_of_ranks, {host.name for host in agents.others}
@@ -102,8 +100,8 @@ class Attempt:
                     self.on_event(event)
         if self.output in ready:  # after "terminal": the echo is off before a password is asked for
             self.output.copy()
-        for number, is_repeated in signals.receive() if signals in ready else ():
-            self.on_signal(number, is_repeated=is_repeated)
+        for number in signals.receive() if signals in ready else ():
+            self.on_signal(number)
         if signals.has_resized:
             signals.has_resized = False
             if (terminal := self.options.terminal).files:
@@ -154,14 +152,14 @@ class Attempt:
 
     # --- stopping on request ---
 
-    def on_signal(self, number: int, *, is_repeated: bool) -> None:
+    def on_signal(self, number: int) -> None:
         """Request a stop at the first signal of a kind. The same signal again kills the ranks at once.
 
         Schedulers send several kinds while the ranks save: LSF's bkill SIGINT and then SIGTERM, Slurm SIGTERM
         after the signal of --signal.
         """
         is_hung_up = number == signal.SIGHUP  # a closing terminal may send two
-        if not is_repeated:
+        if self.agents.launcher.signals.counts[number] == 1:
             self.request_stop(HUNG_UP if is_hung_up else signal.Signals(number).name, number)
         elif not is_hung_up:
             self.note("kill")

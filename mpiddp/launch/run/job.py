@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from enum import Enum, auto
+from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.allocations import seconds_left
@@ -29,7 +30,7 @@ from mpiddp.launch.run.agents import STOP_AFTER, Launcher, Turn, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.handover import CutOff
-from mpiddp.launch.run.log_folder import LogFolder, folder_of_launch
+from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.outcome_file import Report
 from mpiddp.launch.run.watchers import WATCHERS
 from mpiddp.protocol.channel import DEFAULT_RANKS
@@ -55,7 +56,10 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         with signals.interrupting():
             plan = make_plan(options, os.environ, logins=logins)
         report.begin()
-        folder = folder_of_launch(options.log_dir) if options.log_dir else report.folder
+        folder = report.folder
+        if options.log_dir:  # in it, a folder that no other launch uses
+            name = time.strftime(f"launch_%Y-%m-%d_%H.%M.%S_{os.getpid()}")
+            folder = Path(options.log_dir, name)
         logs = stack.enter_context(closing(LogFolder(folder))) if folder else None
         launcher = Launcher(signals, console, stop_at, why_stop, exchange, logs, logins)
         job = stack.enter_context(closing(Job(launcher, plan, report)))
@@ -101,7 +105,10 @@ class Job:
 
     def attempt(self) -> Outcome:
         """Run the latest plan. If a host has ended two attempts in a row, later attempts avoid it."""
-        self.turn = self.turn._replace(number=self.turn.number + 1, holds=self._may_hold)
+        # A host that was left out may join at a restart, which then needs new agents.
+        has_all = len(self.plan.hosts.hosts) == len(self.plan.named.hosts)
+        holds = has_all and len(self.failures) < self.options.max_restarts
+        self.turn = self.turn._replace(number=self.turn.number + 1, holds=holds)
         is_first, began_at = self.turn.number == 1, time.time()
         try:
             attempt = self._begin()
@@ -151,15 +158,6 @@ class Job:
                     self.plan = plan_without(self.plan, cut_off.failures)
                 except UserError:  # too few hosts remain
                     raise cut_off from None
-
-    @property
-    def _may_hold(self) -> bool:
-        """Whether a failure of the next attempt may be followed by a restart in the same agents.
-
-        A host that was left out may join at a restart, which then needs new agents.
-        """
-        has_all = len(self.plan.hosts.hosts) == len(self.plan.named.hosts)
-        return has_all and len(self.failures) < self.options.max_restarts
 
     def next_move(self, latest: Outcome) -> Move:
         if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED):

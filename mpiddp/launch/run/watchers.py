@@ -112,7 +112,7 @@ class LateStart(Watcher):
                 self._limit(timeout_s or JOIN_TIMEOUT_S)
             case "joining" if len(record.latest["joining"]) == 1:
                 self._limit(event.facts["timeout_s"])
-            case "answered" if record.is_late:
+            case "answered" if record.act("late"):
                 sentence = missing_sentence(record, record.fact("limit", "seconds"))
                 others_wait = record.latest["joining"] or num_started < record.world_size
                 (self.attempt.end_job if others_wait else self.output.log)(sentence)
@@ -126,13 +126,12 @@ class LateStart(Watcher):
             return
         if self._lost_hosts:
             self.attempt.end_job("\n".join(self._lost_hosts))
-        elif limit and not record.is_late and now >= limit.at + limit.facts["seconds"]:
+        elif limit and not record.act("late") and now >= limit.at + limit.facts["seconds"]:
             self.attempt.note("late")  # so the ranks are asked for their stacks
             if not record.latest["started"]:
                 # No other limit would end an mpirun that hangs.
                 why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
-                none = f"no rank has started in {limit.facts['seconds']:g} s"
-                self.attempt.end_job(f"{none}: {why}")
+                self.attempt.end_job(f"no rank has started in {limit.facts['seconds']:g} s: {why}")
 
     def _limit(self, seconds: float) -> None:
         self.attempt.note("limit", seconds=seconds)
@@ -153,16 +152,13 @@ class SilentHosts(Watcher):
     """Give up the ranks of hosts that have been silent for --lost-after."""
 
     def look(self, now: float) -> None:
-        """As long as other ranks make steps, no rank is lost.
-
-        The collectives of these steps need all ranks, so only the network of the job channel is broken. The
-        steps of ranks without collectives prove nothing.
-        """
         record, lost_s = self.record, self.server.lost_s
         silence = self.server.silence()
         heard = {record.hosts[rank] for rank, silent_s in silence.items() if silent_s <= lost_s}
         silent = {rank: silence[rank] for rank in silence if record.hosts[rank] not in heard}
         steps = {rank: event.at for rank, event in record.latest["progress"].items()}
+        # As long as other ranks make steps with collectives, which need all ranks, no rank is lost: only the
+        # network of the job channel is broken.
         has_collectives = any(record.called_at.values())
         times = [*steps.items(), *record.called_at.items()] if silent and has_collectives else []
         if not any(now - at <= lost_s for rank, at in times if record.hosts[rank] in heard):
@@ -186,16 +182,20 @@ class Stacks(Watcher):
             self._ask()
         if event.kind in ("late", "view_stacks") and record.phase < Phase.HELD:
             self._ask()
-        if record.is_asking and not record.unanswered:
+        if self._is_asking and not record.unanswered:
             self.timers.after(0.0, self._close)  # once the attempt has reacted to this event
 
     def look(self, now: float) -> None:
         if self.record.runs and now >= next_look_at(self.record):
             self._ask()
 
+    @property
+    def _is_asking(self) -> bool:
+        return bool(self.record.act("asked") and not self.record.act("answered"))
+
     def _ask(self) -> None:
         """Ask all ranks, unless they are being asked already."""
-        if self.record.is_asking:
+        if self._is_asking:
             return
         self.timers.after(STACKS_S, self._interrupt)
         self.timers.after(STACKS_S + INTERRUPTED_S, self._close)
@@ -209,7 +209,7 @@ class Stacks(Watcher):
         """
         record = self.record
         hang = find_hang(record) if record.runs else None
-        is_late = record.phase is Phase.STARTING and record.is_late
+        is_late = record.phase is Phase.STARTING and record.act("late") is not None
         if is_late or (hang is not None and hang.is_over):
             self.server.ask(record.unanswered, "stacks", agents=True)
 

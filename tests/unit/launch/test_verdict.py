@@ -46,10 +46,11 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
     """The verdict of an Open MPI's job. `why` the launcher has ended it, if it has."""
     record = noted(*events)
     if why:
-        record.note("end", failed=False, why=why)
+        record.add(Event("end", facts={"failed": False, "why": why}))
     for rank, lines in (printed or {}).items():
         record.add(event(rank, "tail", lines=lines))
-    record.note("mpirun", **MpirunEnd("mpirun", 1, proves_signals=True)._asdict())
+    mpirun = MpirunEnd("mpirun", 1, proves_signals=True)
+    record.add(Event("mpirun", facts=mpirun._asdict()))
     return verdict(record)
 
 
