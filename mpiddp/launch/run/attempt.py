@@ -289,7 +289,6 @@ class Attempt:
         self.timers.cancel(*self.timers.timers.keys() - {self.request_stop})
         self._copy_the_rest()
         signal_all(partial(self.mpirun.left, agents=True), signal.SIGKILL)
-        self.note("over")
 
     def _copy_the_rest(self) -> None:
         """Copy the last output that arrives in time.
@@ -315,6 +314,7 @@ class Attempt:
                 output.log(missing, is_error=True)
                 break
             self.wait(time.monotonic() + 0.02)
+        self.note("over")
         output.end()
         while output.blocked_since is not None and has_time():
             self.wait(time.monotonic() + 0.05)

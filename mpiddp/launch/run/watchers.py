@@ -72,7 +72,9 @@ class Output(Watcher):
     """Copy the streams of the ranks, and show the status below them on a terminal."""
 
     def on_event(self, event: Event) -> None:
-        if event.kind == "output":
+        if event.kind == "output" and self.record.phase is Phase.ENDED:
+            event.facts["connection"].close()  # the launcher has stopped waiting for this rank
+        elif event.kind == "output":
             self.output.add(rank=event.rank, **event.facts)
         elif event.kind == "input":
             self.output.send_stdin(event.facts["connection"])
