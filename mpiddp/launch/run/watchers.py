@@ -10,7 +10,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from mpiddp.hosts.ssh import ask_hosts
@@ -92,22 +92,21 @@ class Output(Watcher):
 class LateStart(Watcher):
     """Limit the time to start and to join, and name the hosts that are lost, or the ranks that are late."""
 
-    def __init__(self, attempt: Attempt) -> None:
-        super().__init__(attempt)
-        self._lost_hosts = list[str]()  # sentences about hosts whose ranks have not started
-        if attempt.agents.has_logged_in:
-            self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, self.record, Phase.STARTING)
+    _lost_hosts: Sequence[str] = ()  # sentences about hosts whose ranks have not started
 
     def on_event(self, event: Event) -> None:
-        record, timeout_s = self.record, self.attempt.options.timeout_s
+        record, agents = self.record, self.attempt.agents
         if record.phase is not Phase.STARTING:
             return
+        timeout_s = self.attempt.options.timeout_s
         num_started = len(record.latest["started"])
         # All ranks may import torch from a slow file system.
         start_s = max(START_TIMEOUT_S, 2 * (timeout_s or 0))
         match event.kind:
-            case "began" if not self.attempt.agents.plan.starter.has_scheduler:
+            case "began" if not agents.plan.starter.has_scheduler:
                 self._limit(start_s)  # srun may wait for other job steps to end
+                if agents.has_logged_in:
+                    self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, record, record.phase)
             case "started" if num_started == record.world_size:
                 self._limit(start_s)
             case "started" if num_started == 1:
@@ -315,7 +314,7 @@ class Viewers(Watcher):
 
 
 class Growth(Watcher):
-    """The search of one attempt, as long as all of its ranks run."""
+    """With `--grow`, look for hosts that can join, and stop the ranks for a restart on these as well."""
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
