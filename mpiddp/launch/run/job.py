@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from enum import Enum, auto
 from pathlib import Path
@@ -92,7 +91,8 @@ class Job:
         # The latest attempt.
         self.turn = Turn(0, Announcement(), holds=False, grows=self.options.grow_s is not None)
         self.waiting: Attempt | None = None  # that attempt, if its agents wait for the next one
-        self.failures: list[Outcome] = []  # they count for --max-restarts
+        self.failures = 0  # they count for --max-restarts
+        self.failures_in_a_row = 0  # without a step between them
         self.lost_stream = ""  # the name of a stream that could not be written as a whole
         self.at_fault = ""  # the host that ended the latest attempt, by its key
         self.grown_from: Plan | None = None  # until a job on more hosts makes a step
@@ -107,7 +107,7 @@ class Job:
         """Run the latest plan. If a host has ended two attempts in a row, later attempts avoid it."""
         # A host that was left out may join at a restart, which then needs new agents.
         has_all = len(self.plan.hosts.hosts) == len(self.plan.named.hosts)
-        holds = has_all and len(self.failures) < self.options.max_restarts
+        holds = has_all and self.failures < self.options.max_restarts
         self.turn = self.turn._replace(number=self.turn.number + 1, holds=holds)
         is_first, began_at = self.turn.number == 1, time.time()
         try:
@@ -166,7 +166,7 @@ class Job:
             return Move.GROW
         if self.grown_from and latest.code in (FAILED, BAD_INPUT):
             return Move.SHRINK
-        is_left = latest.code == FAILED and len(self.failures) < self.options.max_restarts
+        is_left = latest.code == FAILED and self.failures < self.options.max_restarts
         return Move.RESTART if is_left else Move.END
 
     def go_on(self, move: Move, latest: Outcome) -> Outcome:
@@ -178,9 +178,12 @@ class Job:
             latest.log()
             self.turn = self.turn._replace(grows=self.turn.grows and move is Move.RESTART)
         if move is Move.RESTART:
-            self.failures.append(latest)
-            pause_s = _pause_s(self.failures)
-            count = f" (restart {len(self.failures)} of {self.options.max_restarts})"
+            self.failures += 1
+            self.failures_in_a_row = 1 if latest.made_steps else self.failures_in_a_row + 1
+            if self.failures_in_a_row > 1:  # the first restart begins at once
+                doubled = _FIRST_PAUSE_S * 2 ** min(self.failures_in_a_row - 2, 10)
+                pause_s = min(doubled, _LONGEST_PAUSE_S)
+            count = f" (restart {self.failures} of {self.options.max_restarts})"
         try:
             if move is Move.SHRINK and self.grown_from is not None:
                 self.plan, self.grown_from = self.grown_from, None
@@ -246,19 +249,6 @@ class Job:
             self.waiting.wait(until)  # viewers may ask
         if signals.has_stop(until - time.monotonic()) or until == stop_at:
             raise KeyboardInterrupt
-
-
-def _pause_s(failures: Sequence[Outcome]) -> float:
-    """The seconds to pause before the restart that follows the last of these failures.
-
-    The first restart begins at once. The pause doubles with each failure that follows another without a step
-    between them.
-    """
-    in_a_row = 0
-    for failure in failures:
-        in_a_row = 1 if failure.made_steps else in_a_row + 1
-    doubled = _FIRST_PAUSE_S * 2 ** min(in_a_row - 2, 10)
-    return min(doubled, _LONGEST_PAUSE_S) if in_a_row > 1 else 0.0
 
 
 def _not_shown(plan: Plan, outcome: Outcome) -> str:

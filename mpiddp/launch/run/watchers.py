@@ -181,7 +181,7 @@ class Stacks(Watcher):
         if self._has_failed and not had_failed and record.phase < Phase.ENDING:
             # The verdict names the collectives in which the ranks are now, and they end soon.
             self._ask()
-        if event.kind in ("late", "view_stacks") and record.phase < Phase.HELD:
+        if event.kind in ("late", "view_stacks") and record.phase is not Phase.HELD:
             self._ask()
         if self._is_asking and not record.unanswered:
             self.timers.after(0.0, self._close)  # once the attempt has reacted to this event
