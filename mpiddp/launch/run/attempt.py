@@ -273,7 +273,9 @@ class Attempt:
 
     def _finish(self) -> None:
         """mpirun has ended. End the processes that it has left, and copy the last output."""
-        self.note("mpirun", **self.mpirun.end._asdict())
+        starter, code, was_ended = self.mpirun.starter, self.mpirun.code, self.mpirun.was_ended
+        facts = {"proves_signals": starter.proves_signals, "was_ended": was_ended}
+        self.note("mpirun", name=starter.program.name, code=code, **facts)
         since = time.monotonic()
         self._end_ranks()  # their last messages may be in transit
         while self.server.connected and time.monotonic() < since + SILENCE_S:

@@ -57,8 +57,7 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         report.begin()
         folder = report.folder
         if options.log_dir:  # in it, a folder that no other launch uses
-            name = time.strftime(f"launch_%Y-%m-%d_%H.%M.%S_{os.getpid()}")
-            folder = Path(options.log_dir, name)
+            folder = Path(options.log_dir, time.strftime(f"launch_%Y-%m-%d_%H.%M.%S_{os.getpid()}"))
         logs = stack.enter_context(closing(LogFolder(folder))) if folder else None
         launcher = Launcher(signals, console, stop_at, why_stop, exchange, logs, logins)
         job = stack.enter_context(closing(Job(launcher, plan, report)))
@@ -69,7 +68,16 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
             lost = f"all ranks are done, but not all of their {job.lost_stream} could be written."
             outcome = outcome._replace(code=FAILED, sentence=lost)
         outcome = outcome._replace(announcement=job.turn.announced)
-        return outcome._replace(hint=_not_shown(job.plan, outcome))
+        is_kept = options.log_dir or outcome.announcement.run_dir
+        is_shown = options.log_ranks != DEFAULT_RANKS or not outcome.rank
+        if outcome.code == FAILED and not (
+            is_shown or is_kept
+        ):  # the stdout of the rank that failed
+            last = job.plan.request.hosts.world_size - 1
+            ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
+            fix = "To show it: --log-ranks all. To keep it: --log-dir DIR"
+            outcome = outcome._replace(hint=f"the stdout of {ranks} was not shown. {fix}")
+        return outcome
 
 
 class Move(Enum):
@@ -82,8 +90,6 @@ class Move(Enum):
 
 
 class Job:
-    """One job over all of its attempts."""
-
     def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:
         self.launcher, self.report = launcher, report
         self.plan, self.options = plan, plan.options  # the plan of the latest attempt
@@ -121,20 +127,18 @@ class Job:
             if is_first:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
-        announced = self.turn.announced.after(outcome.announcement)
-        self.turn = self.turn._replace(announced=announced)
+        self.turn = self.turn._replace(announced=self.turn.announced.after(outcome.announcement))
         if outcome.made_steps:
             self.grown_from = None
         if self.grown_from and self.turn.grows and outcome.code == INTERRUPTED:
             # The job stopped to grow, and had saved its steps.
             outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
-        plan = self.plan
-        at_fault = outcome.host_at_fault and plan.key_of(outcome.host_at_fault)
+        at_fault = outcome.host_at_fault and self.plan.key_of(outcome.host_at_fault)
         if at_fault and at_fault == self.at_fault:
             doubt = {at_fault: f"{at_fault} has ended two attempts in a row"}
             self.past = self.past._replace(doubts={**self.past.doubts, **doubt})
         self.at_fault = at_fault
-        self.report.add(began_at, plan.request.names_of_ranks, outcome)
+        self.report.add(began_at, self.plan.request.names_of_ranks, outcome)
         return outcome
 
     def _begin(self) -> Attempt:
@@ -249,16 +253,6 @@ class Job:
             self.waiting.wait(until)  # viewers may ask
         if signals.has_stop(until - time.monotonic()) or until == stop_at:
             raise KeyboardInterrupt
-
-
-def _not_shown(plan: Plan, outcome: Outcome) -> str:
-    """A hint if the rank that failed was not rank 0 and its stdout was neither shown nor kept, else ""."""
-    options, last = plan.options, plan.request.hosts.world_size - 1
-    is_kept = options.log_ranks != DEFAULT_RANKS or options.log_dir or outcome.announcement.run_dir
-    if is_kept or not outcome.rank or outcome.code != FAILED:
-        return ""
-    ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
-    return f"the stdout of {ranks} was not shown. To show it: --log-ranks all. To keep it: --log-dir DIR"
 
 
 _INTERRUPTED = Outcome(INTERRUPTED, "interrupted before a restart.")

@@ -32,7 +32,6 @@ START_TIMEOUT_S = 120.0  # for the first rank to start, and then to join: disk c
 PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hosts still answer
 STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, and after an interrupt
 _LARGEST = 16 << 20  # bytes of a record's file; from then on, it gets no frequent events
-_FREQUENT = ("progress", "calls", "gpus")
 
 
 def _ask_in_thread(
@@ -61,7 +60,7 @@ class RecordFile(Watcher):
 
     def on_event(self, event: Event) -> None:
         logs = self.launcher.logs
-        is_left_out = event.kind in _FREQUENT and self._size > _LARGEST
+        is_left_out = event.kind in ("progress", "calls", "gpus") and self._size > _LARGEST
         if logs is not None and event.kind in KINDS and not is_left_out:
             line = json.dumps(vars(event)).encode() + b"\n"
             self._size += len(line)
@@ -104,15 +103,17 @@ class LateStart(Watcher):
         start_s = max(START_TIMEOUT_S, 2 * (timeout_s or 0))
         match event.kind:
             case "began" if not agents.plan.starter.has_scheduler:
-                self._limit(start_s)  # srun may wait for other job steps to end
+                self.attempt.note(
+                    "limit", seconds=start_s
+                )  # srun may wait for other job steps to end
                 if agents.has_logged_in:
                     self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, record, record.phase)
             case "started" if num_started == record.world_size:
-                self._limit(start_s)
+                self.attempt.note("limit", seconds=start_s)
             case "started" if num_started == 1:
-                self._limit(timeout_s or JOIN_TIMEOUT_S)
+                self.attempt.note("limit", seconds=timeout_s or JOIN_TIMEOUT_S)
             case "joining" if len(record.latest["joining"]) == 1:
-                self._limit(event.facts["timeout_s"])
+                self.attempt.note("limit", seconds=event.facts["timeout_s"])
             case "answered" if record.act("late"):
                 sentence = missing_sentence(record, record.fact("limit", "seconds"))
                 others_wait = record.latest["joining"] or num_started < record.world_size
@@ -134,17 +135,13 @@ class LateStart(Watcher):
                 why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
                 self.attempt.end_job(f"no rank has started in {limit.facts['seconds']:g} s: {why}")
 
-    def _limit(self, seconds: float) -> None:
-        self.attempt.note("limit", seconds=seconds)
-
     def _probe(self) -> list[str]:
         """A sentence for each lost host whose ranks have not started. An mpirun waits minutes for it."""
         agents, started = self.attempt.agents, self.record.latest["started"]
         late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
-        hosts = [host for host in agents.plan.request.hosts.hosts if host.name in late]
-        if not (hosts and agents.has_logged_in):
-            return []
-        answers = ask_hosts(hosts, "print(0)", transport=agents.plan.request.hosts.transport)
+        hosts = agents.plan.request.hosts
+        asked = [host for host in hosts.hosts if host.name in late and agents.has_logged_in]
+        answers = ask_hosts(asked, "print(0)", transport=hosts.transport)
         lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
         return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
@@ -282,8 +279,7 @@ class GraceTime(Watcher):
             after = f"{limit_s:g} s after the request"
             clause = f"{record.names(late)} had not stopped {after} (--grace)"
             if savers:
-                were = "was" if is_one else "were"
-                clause = f"{savers} {were} still saving {after}"
+                clause = f"{savers} {'was' if is_one else 'were'} still saving {after}"
             self.attempt.note("overdue", clause=clause)
             if record.stop is Stop.BY_USER:
                 self.attempt.end_mpirun()
