@@ -68,11 +68,10 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
             lost = f"all ranks are done, but not all of their {job.lost_stream} could be written."
             outcome = outcome._replace(code=FAILED, sentence=lost)
         outcome = outcome._replace(announcement=job.turn.announced)
+        # The stdout of the rank that failed explains the failure, perhaps alone.
         is_kept = options.log_dir or outcome.announcement.run_dir
         is_shown = options.log_ranks != DEFAULT_RANKS or not outcome.rank
-        if outcome.code == FAILED and not (
-            is_shown or is_kept
-        ):  # the stdout of the rank that failed
+        if outcome.code == FAILED and not is_shown and not is_kept:
             last = job.plan.request.hosts.world_size - 1
             ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
             fix = "To show it: --log-ranks all. To keep it: --log-dir DIR"
