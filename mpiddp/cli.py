@@ -1,4 +1,4 @@
-"""The command line `mpiddp COMMAND …`: calls the verb's main and returns its exit code."""
+"""The command line `mpiddp COMMAND …` comes in, and the exit code of the command's main goes out."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""`mpiddp launch`: start a script on every host of a hostfile. And the launcher of `mpiddp.spawn`.
-
-Reads the hosts, composes one command for the installed MPI, supervises it, and returns the exit code.
+"""`mpiddp launch`: a command line comes in, a script runs on every host, and the exit code goes out.
 
     mpiddp launch --hostfile hostfiles/two_nodes --dry-run train.py --epochs 3
 
-`mpiddp launch-function N` is the same for a function of the process that started it. It gets options and
-function over the socket with the file descriptor N, and sends the ranks' answers and the outcome back.
+`mpiddp launch-function N`, the launcher of `mpiddp.spawn`, gets options and a function over the socket with
+the file descriptor N, and sends the ranks' answers and the outcome back.
 """
 
 from __future__ import annotations
@@ -179,33 +177,24 @@ def launch_function(argv: list[str]) -> int:
         variables, _ = parse_exports([f"{name}={text}" for name, text in call["env"].items()], {})
         options = replace(options, variables={**options.variables, **variables})
         report = Report(Path(options.command[-1]).name)
-        outcome = _final(run(options, report, exchange), exchange)
+        outcome = run(options, report, exchange)
+        everyone = range(exchange.world_size)
+        lacking = [f"rank {rank}" for rank in everyone if rank not in exchange.results]
+        if outcome.code in (DONE, STOPPED) and lacking:
+            sentence = f"{all_of(lacking)} ended without a result."
+            outcome = outcome._replace(code=FAILED, sentence=sentence)
         if outcome.known_cause:  # the caller's exception has the verdict
             log.error(outcome.known_cause)
     except (UserError, JobFailed, KeyboardInterrupt) as error:
         outcome = _refused(error)
-    with contextlib.suppress(OSError):  # the caller has ended
-        _report(outcome, exchange, caller)
-    return outcome.code
-
-
-def _final(outcome: Outcome, exchange: Exchange) -> Outcome:
-    """The outcome: a job without the result of a rank has failed."""
-    missing = [rank for rank in range(exchange.world_size) if rank not in exchange.results]
-    if outcome.code in (DONE, STOPPED) and missing:
-        ranks = all_of([f"rank {rank}" for rank in missing])
-        return outcome._replace(code=FAILED, sentence=f"{ranks} ended without a result.")
-    return outcome
-
-
-def _report(outcome: Outcome, exchange: Exchange, caller: socket.socket) -> None:
-    """Send the caller the results, or the error of the rank that failed first, and then the outcome."""
     is_done = outcome.code in (DONE, STOPPED)
-    for rank, body in (exchange.results if is_done else exchange.errors).items():
-        if is_done or rank == outcome.rank:
-            caller.sendall(encode("answer", body, rank=rank))
     facts = {name: getattr(outcome, name) for name in ("code", "sentence", "rank", "host")}
-    caller.sendall(encode("outcome", b"", **facts))
+    with contextlib.suppress(OSError):  # the caller has ended
+        for rank, body in (exchange.results if is_done else exchange.errors).items():
+            if is_done or rank == outcome.rank:  # the error of the rank that failed first
+                caller.sendall(encode("answer", body, rank=rank))
+        caller.sendall(encode("outcome", b"", **facts))
+    return outcome.code
 
 
 def _end_with(caller: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""One rank from its start to its end: `mpiddp run` is what mpirun starts, and the script is its child.
+"""The agent of a rank, which mpirun starts: a Rank comes in, its script runs, and the exit code goes out.
 
     mpirun … python -m mpiddp run train.py --lr 0.1
     mpirun … python -m mpiddp run -- ./any_command

@@ -1,4 +1,4 @@
-"""One attempt of a rank: start the program, meet the other ranks, and wait in one loop until it has ended."""
+"""One attempt of a rank: a Rank comes in, its program runs among the others, and the exit code goes out."""
 
 from __future__ import annotations
 

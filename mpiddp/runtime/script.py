@@ -1,9 +1,9 @@
-"""Inside the script's process: wait for the ranks to meet, and run the script as python would.
+"""Inside the script's process: the variables of ranks that have met come in, and the script runs.
 
     python -c "… from mpiddp.runtime.script import main; main()" FD (script | module) NAME [ARGS ...]
 
-A rank's agent starts this before it meets the other ranks (`mpiddp.runtime.agent`). No function of Python is
-replaced: the agent sees how this process ends. `mpiddp.runtime.patches` has all that differs from python.
+A rank's agent starts this before it meets the other ranks (`mpiddp.runtime.agent`), and sees how this process
+ends. The script runs as under python. `mpiddp.runtime.patches` has all that differs.
 """
 
 from __future__ import annotations

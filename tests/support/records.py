@@ -54,7 +54,7 @@ def replay(path: Path) -> str:
             hang = find_hang(record)
             assert hang is not None
             sentences.setdefault(hang.about, hang.sentence)
-        if event.kind == "end" and record.is_late and record.latest["started"]:
+        if event.kind == "end" and record.act("late") and record.latest["started"]:
             assert missing_sentence(record, record.fact("limit", "seconds")) == event.facts["why"]
     outcome = verdict(record)
     sentences |= {line: line for line in (outcome.sentence, outcome.known_cause)}

@@ -7,10 +7,9 @@ In memory, the record keeps the latest event of each kind and rank, and sums of 
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.text import escaped
 
 MPIRUN, MPIRUN_AT_END = -1, -2  # mpirun's own output, until all ranks have joined, and after that
-_LARGEST = 16 << 20  # bytes of lines; from then on, frequent events are not kept
 _NAMED = 4  # ranks in one sentence
 _CLOCKS = 6  # messages of a rank by which its clock is read
 CHRONIC = 3  # windows of steps in a row that name the same straggler
@@ -41,6 +39,7 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     "limit": ("seconds",),  # from now on, for all ranks to join, or for the first one to start
     "late": (),  # the time of the limit is over
     "asked": ("ranks",),  # for their stacks
+    "answered": (),  # all stacks have come, or the time for them is over
     "looked": (),  # the launcher has printed a sentence about a job that may hang
     "printed": (),  # the job has written something, before its first step
     "window": ("ranks", "share"),  # the stragglers, and in which share of time the others wait
@@ -52,6 +51,7 @@ OF_LAUNCHER: dict[str, tuple[str, ...]] = {
     "end": ("failed", "why"),
     "hold": (),  # the scripts are ended, and their agents wait for the next attempt
     "mpirun": ("name", "code", "proves_signals", "was_ended"),  # mpirun has ended, see `MpirunEnd`
+    "over": (),  # all agents wait for the next attempt, or no process of the attempt is left
     "tail": ("lines",),  # the last lines on stderr of MPIRUN, MPIRUN_AT_END or a rank
 }
 KINDS = OF_RANKS | OF_LAUNCHER.keys()
@@ -64,6 +64,8 @@ class Phase(IntEnum):
     RUNNING = 1  # all have joined; with --grow, they may be asked to stop after their present step
     STOPPING = 2  # they have limited time to save and stop
     ENDING = 3  # they are being ended
+    HELD = 4  # all agents wait for the next attempt, or for their end
+    ENDED = 5  # no process of the attempt is left
 
 
 class Stop(IntEnum):
@@ -95,20 +97,11 @@ class Announcement(NamedTuple):
 class Record:
     """The events of an attempt so far, which began `at` this time.
 
-    `hosts` has the requested host of each rank, and `facts` are the facts of "began". `keep` is called with
-    each event as a line of JSON.
+    `hosts` has the requested host of each rank, and `facts` are the facts of "began".
     """
 
-    def __init__(
-        self,
-        hosts: Sequence[str],
-        keep: Callable[[bytes], None] | None = None,
-        *,
-        at: float | None = None,
-        **facts: Any,
-    ) -> None:
+    def __init__(self, hosts: Sequence[str], *, at: float | None = None, **facts: Any) -> None:
         self.hosts, self.world_size = hosts, len(hosts)
-        self._keep, self._size = keep, 0  # `_size` counts the bytes of all lines
         self.latest: dict[str, dict[int, Event]] = defaultdict(dict)  # by kind and rank
         self.done: dict[int, Event] = {}  # the ranks that have ended without an error
         self.failures: dict[int, Event] = {}  # the first event of each failure, by rank
@@ -127,19 +120,10 @@ class Record:
         self.windows: deque[Event] = deque(maxlen=CHRONIC)  # the latest events "window"
         facts = {"here": [], "attempt": 1, "hang_timeout_s": None, **facts, "hosts": [*hosts]}
         self.began_at = time.monotonic() if at is None else at
-        self.note("began", self.began_at, **facts)
-
-    def note(self, kind: str, at: float | None = None, **facts: object) -> None:
-        """Record an act of the launcher, at this time or now."""
-        self.add(Event(kind, facts=facts, at=time.monotonic() if at is None else at))
+        self.add(Event("began", facts=facts, at=self.began_at))
 
     def add(self, event: Event) -> None:
         assert event.kind in KINDS, event
-        is_frequent = event.kind in ("progress", "calls", "gpus")
-        if self._keep is not None and not (is_frequent and self._size > _LARGEST):
-            line = json.dumps(vars(event)).encode() + b"\n"
-            self._size += len(line)
-            self._keep(line)
         rank, kind, facts = event.rank, event.kind, event.facts
         if kind in ("saving", "stopped") and facts.get("active", True):
             self.saving[rank] = event.at  # a script that has stopped saves before it ends
@@ -157,8 +141,11 @@ class Record:
             case "gpus":
                 for of_rank in facts["ranks"]:
                     self.gpus.setdefault(of_rank["rank"], GpuUse()).add(of_rank)
+            case "limit":
+                self.latest["late"].clear()
             case "asked":
                 self.stacks = {}
+                self.latest["answered"].clear()
             case "stacks" if event.from_script or rank not in self.stacks:
                 # An agent answers for a busy script, whose own answer may come later, and then counts.
                 self.stacks[rank] = facts
@@ -202,6 +189,8 @@ class Record:
 
     @property
     def phase(self) -> Phase:
+        if self.act("over"):
+            return Phase.ENDED if self.act("mpirun") else Phase.HELD
         if self.act("end"):
             return Phase.ENDING
         if self.act("grace"):
@@ -210,14 +199,13 @@ class Record:
         return Phase.RUNNING if has_joined else Phase.STARTING
 
     @property
-    def stop(self) -> Stop:
-        return Stop.AT_ONCE if self.act("kill") else Stop[self.fact("stop", "by", "NONE")]
+    def runs(self) -> bool:
+        """Whether all ranks have joined, and some have not ended."""
+        return self.phase is Phase.RUNNING and bool(self.left)
 
     @property
-    def is_late(self) -> bool:
-        """Whether the latest "limit" is over."""
-        late, limit = self.act("late"), self.act("limit")
-        return bool(late and limit and late.at >= limit.at)
+    def stop(self) -> Stop:
+        return Stop.AT_ONCE if self.act("kill") else Stop[self.fact("stop", "by", "NONE")]
 
     # --- the ranks ---
 

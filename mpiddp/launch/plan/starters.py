@@ -1,4 +1,4 @@
-"""The table of starters, a row for each kind of program that starts ranks. A Request becomes flags here.
+"""The table of starters, the programs that start ranks: a Request comes in, and one Command goes out.
 
 One venv with one torch works with every MPI, because mpi4py is told to load the library that belongs to
 the mpirun in use. Measured with Open MPI 4.1.8 and 5.0.11, MPICH 5.0.2 and Intel MPI 2021.18.

@@ -1,13 +1,7 @@
-"""The agents of one mpirun: started, used for one or more attempts, and cleaned up.
+"""The agents of one mpirun: a Plan comes in, and the Agents that have started go out.
 
-    agents = start(launcher, plan, turn)    # preflight's plan -> mpirun -> agents
-    attempt = Attempt(agents, turn)
-    outcome = attempt.run()                 # after a failure, the agents may wait
-    attempt.begin_again(next_turn)          # they begin the next attempt,
-    attempt.end()                           # or end
-
-An agent outlives its script. So a restart on the same hosts begins in the same agents: no preflight, no new
-mpirun, and no new login.
+An agent outlives its script, so it may make several attempts. A restart on the same hosts then needs no
+preflight, no new mpirun, and no new login.
 """
 
 from __future__ import annotations
@@ -17,6 +11,7 @@ import os
 import selectors
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts import private
@@ -55,15 +50,13 @@ class Launcher:
     run_id: str = field(default_factory=lambda: os.urandom(8).hex())
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One attempt in the job: its number, its options, and the announcement of the attempts before."""
+class Turn(NamedTuple):
+    """One attempt in the job: its number, and what the attempts before it leave to it."""
 
     number: int
-    announced: Announcement
+    announced: Announcement  # by the attempts before
     holds: bool  # whether its agents may make the next attempt
-    grows: bool
-    avoided: tuple[str, ...] = ()  # hosts that are not to join
+    grows: bool  # whether it looks for hosts that can join
 
     def variables(self) -> dict[str, str]:
         """The environment variables of its ranks."""
@@ -86,7 +79,7 @@ class Agents:
     mpirun: MpirunProcess
     output: JobOutput
     opened: ExitStack  # closes all of these
-    first: Turn
+    has_resume_args: bool = False  # whether their command has the arguments of a restart
     others: list[Host] = field(default_factory=list)  # all hosts but this one
     job: str = ""  # an id in the environment of all processes of the job
     private_name: str = ""  # under this name, the other hosts keep the private variables
@@ -149,8 +142,8 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
             with launcher.signals.interrupting():
                 hand_over(plan, server, private_name, everything, launcher.logins)
         launcher.logins.close()
-        command_of_rank = (*request.job, *turn.announced.resume_args)
-        request = request._replace(job=command_of_rank, variables=variables)
+        resume_args = turn.announced.resume_args
+        request = request._replace(job=(*request.job, *resume_args), variables=variables)
         command = plan.starter.compose(request, str(folder))
         env = {name: env[name] for name in env.keys() - options.kept_home}
         mpirun = MpirunProcess(plan.starter, command, env)
@@ -162,7 +155,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         selector.register(launcher.signals, selectors.EVENT_READ, launcher.signals)
         if (viewers := launcher.console.listener) is not None:
             selector.register(viewers, selectors.EVENT_READ, viewers)
-        opened = stack.pop_all()
+        opened, has_args = stack.pop_all(), bool(resume_args)
         return Agents(
-            launcher, plan, server, mpirun, output, opened, turn, others, job, private_name
+            launcher, plan, server, mpirun, output, opened, has_args, others, job, private_name
         )

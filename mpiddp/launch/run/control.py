@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -45,7 +46,8 @@ class SignalQueue:
 
     def __init__(self) -> None:
         self._receiver, self.sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._first_at: dict[int, float] = {}  # when each stop signal arrived
+        self.counts = Counter[int]()  # how often each stop signal has arrived
+        self._arrived_at: dict[int, float] = {}  # when it last arrived
         self.interrupts = False  # whether a stop signal raises KeyboardInterrupt
         self.has_resized = False  # whether the terminal has a new size, which the owner then clears
         # A signal that was ignored when this process started stays ignored, as SIGHUP under `nohup`.
@@ -85,15 +87,16 @@ class SignalQueue:
         for number in numbers:
             self.has_resized |= number == signal.SIGWINCH
             repeat_s = _REPEAT_OF_CTRL_C_S if number == signal.SIGINT else _REPEAT_S
-            if number in STOP_SIGNALS and now - self._first_at.get(number, -repeat_s) >= repeat_s:
-                self._first_at[number] = now
+            if number in STOP_SIGNALS and now - self._arrived_at.get(number, -repeat_s) >= repeat_s:
+                self._arrived_at[number] = now
+                self.counts[number] += 1
                 new.append(number)
         return new
 
     def has_stop(self, within_s: float = 0.0) -> bool:
         """Whether one of STOP_SIGNALS has ever arrived, or arrives within `within_s`."""
         deadline = time.monotonic() + within_s
-        while not (self.receive() or self._first_at):
+        while not (self.receive() or self.counts):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False

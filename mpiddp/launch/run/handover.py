@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -106,14 +106,6 @@ def _cut_off(
         at_fault = next((name for name in pair if name != here), here)
         sentences.setdefault(at_fault, f"{fact}. Fix: {fix}")
     return sentences
-
-
-def gone(request: Request, names: Collection[str]) -> list[str]:
-    """A sentence for each of these hosts that cannot be reached any more."""
-    hosts = [host for host in request.hosts.hosts if host.name in names]
-    answers = ask_hosts(hosts, "print(0)", transport=request.hosts.transport)
-    lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
-    return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
 
 
 def sweep(

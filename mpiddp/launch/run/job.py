@@ -1,8 +1,8 @@
-"""One job over all of its attempts: it restarts after a failure, and to grow, on the hosts usable then.
+"""One job: LaunchOptions come in, one attempt after another is made, and the job's Outcome goes out.
 
-Every restart begins with a preflight of all hosts, like a start. A broken host is left out if the options
-allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops, saves
-and restarts. A restart receives the job's announcement (see `mpiddp.runtime.reports`).
+A restart in new agents begins with a preflight of all hosts, like a start. A broken host is left out if the
+options allow it, and takes part again once it answers. With `--grow`, a job that could have more ranks stops,
+saves and restarts. A restart receives the job's announcement (see `mpiddp.runtime.reports`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from enum import Enum, auto
+from pathlib import Path
 
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
 from mpiddp.hosts.allocations import seconds_left
@@ -20,7 +20,7 @@ from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log
-from mpiddp.launch.judge.events import Announcement, Stop
+from mpiddp.launch.judge.events import Announcement, Phase, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.plan.options import LaunchOptions
@@ -29,8 +29,9 @@ from mpiddp.launch.run.agents import STOP_AFTER, Launcher, Turn, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.handover import CutOff
-from mpiddp.launch.run.log_folder import LogFolder, folder_of_launch
+from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.outcome_file import Report
+from mpiddp.launch.run.watchers import WATCHERS
 from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.text import all_of, counted
 
@@ -54,7 +55,9 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         with signals.interrupting():
             plan = make_plan(options, os.environ, logins=logins)
         report.begin()
-        folder = folder_of_launch(options.log_dir) if options.log_dir else report.folder
+        folder = report.folder
+        if options.log_dir:  # in it, a folder that no other launch uses
+            folder = Path(options.log_dir, time.strftime(f"launch_%Y-%m-%d_%H.%M.%S_{os.getpid()}"))
         logs = stack.enter_context(closing(LogFolder(folder))) if folder else None
         launcher = Launcher(signals, console, stop_at, why_stop, exchange, logs, logins)
         job = stack.enter_context(closing(Job(launcher, plan, report)))
@@ -64,8 +67,16 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         if outcome.code == DONE and job.lost_stream:
             lost = f"all ranks are done, but not all of their {job.lost_stream} could be written."
             outcome = outcome._replace(code=FAILED, sentence=lost)
-        outcome = outcome._replace(announcement=job.announcement)
-        return outcome._replace(hint=_not_shown(job.plan, outcome))
+        outcome = outcome._replace(announcement=job.turn.announced)
+        # The stdout of the rank that failed explains the failure, perhaps alone.
+        is_kept = options.log_dir or outcome.announcement.run_dir
+        is_shown = options.log_ranks != DEFAULT_RANKS or not outcome.rank
+        if outcome.code == FAILED and not is_shown and not is_kept:
+            last = job.plan.request.hosts.world_size - 1
+            ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
+            fix = "To show it: --log-ranks all. To keep it: --log-dir DIR"
+            outcome = outcome._replace(hint=f"the stdout of {ranks} was not shown. {fix}")
+        return outcome
 
 
 class Move(Enum):
@@ -78,22 +89,17 @@ class Move(Enum):
 
 
 class Job:
-    """One job over all of its attempts."""
-
     def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:
-        self.launcher, self.signals, self.report = launcher, launcher.signals, report
+        self.launcher, self.report = launcher, report
         self.plan, self.options = plan, plan.options  # the plan of the latest attempt
-        self.waiting: Attempt | None = (
-            None  # the latest attempt, if its agents wait for the next one
-        )
-        self.attempts = 0  # how many have begun
-        self.failures: list[Outcome] = []  # they count for --max-restarts
-        self.announcement = Announcement()  # by all attempts so far
+        self.past = Past(plan.named, {}, len(plan.hosts.usable))  # for the next plan
+        # The latest attempt.
+        self.turn = Turn(0, Announcement(), holds=False, grows=self.options.grow_s is not None)
+        self.waiting: Attempt | None = None  # that attempt, if its agents wait for the next one
+        self.failures = 0  # they count for --max-restarts
+        self.failures_in_a_row = 0  # without a step between them
         self.lost_stream = ""  # the name of a stream that could not be written as a whole
         self.at_fault = ""  # the host that ended the latest attempt, by its key
-        self.doubts: dict[str, str] = {}  # see Past
-        self.enough = len(plan.hosts.usable)
-        self.may_grow = self.options.grow_s is not None
         self.grown_from: Plan | None = None  # until a job on more hosts makes a step
 
     def close(self) -> None:
@@ -104,31 +110,34 @@ class Job:
 
     def attempt(self) -> Outcome:
         """Run the latest plan. If a host has ended two attempts in a row, later attempts avoid it."""
-        self.attempts += 1
-        began_at = time.time()
+        # A host that was left out may join at a restart, which then needs new agents.
+        has_all = len(self.plan.hosts.hosts) == len(self.plan.named.hosts)
+        holds = has_all and self.failures < self.options.max_restarts
+        self.turn = self.turn._replace(number=self.turn.number + 1, holds=holds)
+        is_first, began_at = self.turn.number == 1, time.time()
         try:
             attempt = self._begin()
             outcome = attempt.run()
-            self.waiting = attempt if attempt.are_waiting else None
+            self.waiting = attempt if attempt.record.phase is Phase.HELD else None
             self.lost_stream = self.lost_stream or attempt.output.lost_stream
         except KeyboardInterrupt:  # before mpirun has started
-            outcome = Outcome(INTERRUPTED, "interrupted.") if self.attempts == 1 else _INTERRUPTED
+            outcome = Outcome(INTERRUPTED, "interrupted.") if is_first else _INTERRUPTED
         except (UserError, JobFailed) as error:
-            if self.attempts == 1:
+            if is_first:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
-        self.announcement = self.announcement.after(outcome.announcement)
+        self.turn = self.turn._replace(announced=self.turn.announced.after(outcome.announcement))
         if outcome.made_steps:
             self.grown_from = None
-        if self.grown_from and self.may_grow and outcome.code == INTERRUPTED:
+        if self.grown_from and self.turn.grows and outcome.code == INTERRUPTED:
             # The job stopped to grow, and had saved its steps.
             outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
-        plan = self.plan
-        at_fault = outcome.host_at_fault and plan.key_of(outcome.host_at_fault)
+        at_fault = outcome.host_at_fault and self.plan.key_of(outcome.host_at_fault)
         if at_fault and at_fault == self.at_fault:
-            self.doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
+            doubt = {at_fault: f"{at_fault} has ended two attempts in a row"}
+            self.past = self.past._replace(doubts={**self.past.doubts, **doubt})
         self.at_fault = at_fault
-        self.report.add(began_at, plan.request.names_of_ranks, outcome)
+        self.report.add(began_at, self.plan.request.names_of_ranks, outcome)
         return outcome
 
     def _begin(self) -> Attempt:
@@ -136,32 +145,22 @@ class Job:
 
         Hosts that the others do not reach are left out if enough hosts remain. Else CutOff is raised.
         """
-        avoided = tuple(self.doubts)
-        turn = Turn(self.attempts, self.announcement, self._may_hold, self.may_grow, avoided)
         if self.waiting is not None:
             agents = self.waiting.agents
-            if agents.plan is self.plan and self.waiting.begin_again(turn):
-                return Attempt(agents, turn)
+            if agents.plan is self.plan and self.waiting.begin_again(self.turn):
+                return Attempt(agents, self.turn, WATCHERS)
             self.close()
-            if self.signals.has_stop():  # it arrived before the agents began again
+            if self.launcher.signals.has_stop():  # it arrived before the agents began again
                 raise KeyboardInterrupt
         while True:
             try:
-                return Attempt(start(self.launcher, self.plan, turn), turn)
+                agents = start(self.launcher, self.plan, self.turn)
+                return Attempt(agents, self.turn, WATCHERS)
             except CutOff as cut_off:
                 try:
                     self.plan = plan_without(self.plan, cut_off.failures)
                 except UserError:  # too few hosts remain
                     raise cut_off from None
-
-    @property
-    def _may_hold(self) -> bool:
-        """Whether a failure of the next attempt may be followed by a restart in the same agents.
-
-        A host that was left out may join at a restart, which then needs new agents.
-        """
-        has_all = len(self.plan.hosts.hosts) == len(self.plan.named.hosts)
-        return has_all and len(self.failures) < self.options.max_restarts
 
     def next_move(self, latest: Outcome) -> Move:
         if latest.stop >= Stop.BY_USER or latest.code in (DONE, INTERRUPTED):
@@ -170,7 +169,7 @@ class Job:
             return Move.GROW
         if self.grown_from and latest.code in (FAILED, BAD_INPUT):
             return Move.SHRINK
-        is_left = latest.code == FAILED and len(self.failures) < self.options.max_restarts
+        is_left = latest.code == FAILED and self.failures < self.options.max_restarts
         return Move.RESTART if is_left else Move.END
 
     def go_on(self, move: Move, latest: Outcome) -> Outcome:
@@ -180,11 +179,14 @@ class Job:
             interrupted = _STOPPED  # all ranks have saved, so a stop loses no step
         else:
             latest.log()
-            self.may_grow = self.may_grow and move is Move.RESTART
+            self.turn = self.turn._replace(grows=self.turn.grows and move is Move.RESTART)
         if move is Move.RESTART:
-            self.failures.append(latest)
-            pause_s = _pause_s(self.failures)
-            count = f" (restart {len(self.failures)} of {self.options.max_restarts})"
+            self.failures += 1
+            self.failures_in_a_row = 1 if latest.made_steps else self.failures_in_a_row + 1
+            if self.failures_in_a_row > 1:  # the first restart begins at once
+                doubled = _FIRST_PAUSE_S * 2 ** min(self.failures_in_a_row - 2, 10)
+                pause_s = min(doubled, _LONGEST_PAUSE_S)
+            count = f" (restart {self.failures} of {self.options.max_restarts})"
         try:
             if move is Move.SHRINK and self.grown_from is not None:
                 self.plan, self.grown_from = self.grown_from, None
@@ -196,11 +198,11 @@ class Job:
             if move is Move.RESTART:  # a host may be usable after the next pause
                 return Outcome(FAILED, str(error))
             log.error(str(error))  # the hosts of the last attempt have just worked
-        hosts, announced = self.plan.request.hosts, self.announcement
+        hosts, announced = self.plan.request.hosts, self.turn.announced
         if move is Move.GROW and hosts.world_size > before.request.hosts.world_size:
             self.grown_from = before
         elif move is Move.GROW:  # each search in vain costs a stop and a start
-            self.may_grow = False
+            self.turn = self.turn._replace(grows=False)
             log.info("the job has not grown. From now on, hosts join only at a restart.")
         log.info(f"restarting on {all_of([host.name for host in hosts.hosts])}{count}.")
         if announced.global_batch_size is not None and hosts.world_size != announced.world_size:
@@ -216,7 +218,7 @@ class Job:
         """
         self._heed_stop(pause_s)
         forget_addresses()
-        with self.signals.interrupting():
+        with self.launcher.signals.interrupting():
             named = self.plan.named
             try:
                 named = read_hosts(self.options, os.environ, is_first=False)
@@ -225,54 +227,31 @@ class Job:
             if self._fits(named):
                 return self.plan
         self.close()
-        with self.signals.interrupting():
-            past = Past(named, self.doubts, self.enough, self.announcement.max_ranks)
-            plan = make_plan(self.options, os.environ, past, self.launcher.logins)
+        with self.launcher.signals.interrupting():
+            self.past = self.past._replace(named=named, max_ranks=self.turn.announced.max_ranks)
+            plan = make_plan(self.options, os.environ, self.past, self.launcher.logins)
         self._heed_stop()
         return plan
 
     def _fits(self, named: Hosts) -> bool:
         """Whether the agents that wait can make the next attempt, on these hosts."""
-        plan, waiting, most = self.plan, self.waiting, self.announcement.max_ranks
+        plan, waiting, most = self.plan, self.waiting, self.turn.announced.max_ranks
         if waiting is None or named != plan.named or plan is not waiting.agents.plan:
             return False
         if complaints := waiting.record.complaints:
             log.error(complaints)
-        is_doubted = len(plan.used) > 1 and not self.doubts.keys().isdisjoint(plan.used)
+        is_doubted = len(plan.used) > 1 and not self.past.doubts.keys().isdisjoint(plan.used)
         size = plan.request.hosts.world_size
         return not (complaints or is_doubted or size > (most or size))
 
     def _heed_stop(self, within_s: float = 0.0) -> None:
         """Raise KeyboardInterrupt if a signal or --stop-after requests a stop, now or in `within_s`."""
-        stop_at = self.launcher.stop_at
+        signals, stop_at = self.launcher.signals, self.launcher.stop_at
         until = min(time.monotonic() + within_s, stop_at)
-        while self.waiting is not None and not self.signals.has_stop() and time.monotonic() < until:
+        while self.waiting is not None and not signals.has_stop() and time.monotonic() < until:
             self.waiting.wait(until)  # viewers may ask
-        if self.signals.has_stop(until - time.monotonic()) or until == stop_at:
+        if signals.has_stop(until - time.monotonic()) or until == stop_at:
             raise KeyboardInterrupt
-
-
-def _pause_s(failures: Sequence[Outcome]) -> float:
-    """The seconds to pause before the restart that follows the last of these failures.
-
-    The first restart begins at once. The pause doubles with each failure that follows another without a step
-    between them.
-    """
-    in_a_row = 0
-    for failure in failures:
-        in_a_row = 1 if failure.made_steps else in_a_row + 1
-    doubled = _FIRST_PAUSE_S * 2 ** min(in_a_row - 2, 10)
-    return min(doubled, _LONGEST_PAUSE_S) if in_a_row > 1 else 0.0
-
-
-def _not_shown(plan: Plan, outcome: Outcome) -> str:
-    """A hint if the rank that failed was not rank 0 and its stdout was neither shown nor kept, else ""."""
-    options, last = plan.options, plan.request.hosts.world_size - 1
-    is_kept = options.log_ranks != DEFAULT_RANKS or options.log_dir or outcome.announcement.run_dir
-    if is_kept or not outcome.rank or outcome.code != FAILED:
-        return ""
-    ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
-    return f"the stdout of {ranks} was not shown. To show it: --log-ranks all. To keep it: --log-dir DIR"
 
 
 _INTERRUPTED = Outcome(INTERRUPTED, "interrupted before a restart.")

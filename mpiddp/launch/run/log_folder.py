@@ -7,9 +7,7 @@ A thread writes the files, because a disk may hang. Then text is lost, and the j
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,8 +70,3 @@ class LogFolder:
                     has_complained = True
                 with self._lock:
                     self._unwritten -= len(text)
-
-
-def folder_of_launch(log_dir: str) -> Path:
-    """A folder in --log-dir that no other launch uses."""
-    return Path(log_dir, time.strftime(f"launch_%Y-%m-%d_%H.%M.%S_{os.getpid()}"))

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from mpiddp.errors import DONE, JobFailed, cause_of
+from mpiddp.errors import JobFailed, cause_of
 from mpiddp.hosts.facts import with_own_folder
 from mpiddp.hosts.processes import adopt_orphans, descendants, signal_all, signal_at_parents_end
-from mpiddp.launch.judge.outcome import MpirunEnd
 from mpiddp.launch.plan.command import Command, Starter
 from mpiddp.protocol.channel import AGENT_NAME
 
@@ -69,11 +68,6 @@ class MpirunProcess:
     def code(self) -> int | None:
         """Its exit code, -N if signal N killed it, None while it runs."""
         return self._process.poll()
-
-    @property
-    def end(self) -> MpirunEnd:
-        name, proves_signals = self.starter.program.name, self.starter.proves_signals
-        return MpirunEnd(name, self.code or DONE, proves_signals, self.was_ended)
 
     def stop(self) -> None:
         """Send the stop signal, also for a Ctrl-C: Hydra would forward a SIGINT to each rank.

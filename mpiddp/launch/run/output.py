@@ -100,7 +100,6 @@ class JobOutput:
         self._subjects: set[str] = set()  # of the launcher's sentences so far
         self.latest: dict[int, bytes] = {}  # the end of the output of each rank
         self._tails: dict[int, bytes] = {}  # the end of its stderr
-        self._is_ending = False
         self._copied_at = time.monotonic()  # the time of the latest copy
         self._blocked: set[Screen] = set()  # the screens whose readers have not taken all text
         self.blocked_since: float | None = None  # by time.monotonic()
@@ -116,9 +115,6 @@ class JobOutput:
 
     def add(self, stream: int, rank: int, host: str, connection: socket.socket) -> None:
         """Show a stream of a rank, which comes through this connection."""
-        if self._is_ending:  # the launcher has stopped waiting for this rank
-            connection.close()
-            return
         connection.setblocking(False)
         text = prefix_of(rank, host) if self._has_prefix else ""
         prefix = text.encode(errors="backslashreplace")
@@ -205,7 +201,7 @@ class JobOutput:
         self._wait_for_readers()
 
     def show_growth(self) -> None:
-        """Show how open lines grow. The attempt calls this once a second."""
+        """Show how open lines grow. Called once a second."""
         for screen in () if self._blocked else self._screens.values():
             screen.show_growth()
         self._wait_for_readers()
@@ -267,7 +263,6 @@ class JobOutput:
 
     def end(self) -> None:
         """Read the rest of mpirun's text, and end all streams."""
-        self._is_ending = True
         for file, stream in list(self._streams.items()):
             while stream.rank < 0 and self._take(stream, is_last=True):
                 pass

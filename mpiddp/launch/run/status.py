@@ -58,7 +58,7 @@ def job_facts(record: Record, latest: Mapping[int, bytes], now: float) -> dict[s
     they = "the GPU of {} idles" if len(idle) == 1 else "the GPUs of {} idle"
     return {
         "attempt": record.fact("began", "attempt"),
-        "phase": record.phase.name.lower(),
+        "phase": "restarting" if record.phase is Phase.HELD else record.phase.name.lower(),
         "straggler": straggler_sentence(record)[1],
         "idle_gpus": f"{they.format(record.names(idle))}{others}." if idle else "",
         "ranks": table,

@@ -1,10 +1,10 @@
-"""The ranks meet: over the launcher's channel, or without a launcher over MPI or at an address.
+"""The ranks meet: the host and the files of each come in, and the address of torch's store goes out.
 
     variables, listener = meet(Coordinator(world))
 
-A rank's agent comes here, and by hand the rank itself. Whatever they meet over gathers a value of every rank,
-and there is one course: every rank tells the others who it is, rank 0 compares them and listens on its
-addresses, and all take the first one that every other host reaches.
+A rank's agent comes here, and by hand the rank itself. They meet over the launcher's channel, or without a
+launcher over MPI or at an address: every rank tells the others who it is, rank 0 compares them and listens on
+its addresses, and all take the first one that every other host reaches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An mpirun that does not start, or does not end. It is `sleep`, and its ranks are messages.
 
-Tests mpiddp/launch/{attempt,mpirun}.py.
+Tests mpiddp/launch/run/{attempt,watchers,mpirun}.py.
 """
 
 import gc
@@ -23,15 +23,18 @@ from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.placement import Past
 from mpiddp.launch.plan.preflight import Checked
 from mpiddp.launch.plan.starters import STARTERS
-from mpiddp.launch.run import attempt
+from mpiddp.launch.run import attempt, watchers
 from mpiddp.launch.run.agents import Agents, Launcher, Turn
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, ControlServer, SignalQueue, listen
+from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.mpirun import MpirunProcess
 from mpiddp.launch.run.output import JobOutput
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import Event
+from tests.support.channels import progress
 from tests.support.errors import error
+from tests.support.records import events
 
 LIMIT_S = 60.0
 
@@ -42,7 +45,7 @@ OPEN_MPI = STARTERS[1]._replace(program=Path("/usr/bin/mpirun"))
 class Job:
     """An attempt at a job of two ranks."""
 
-    def __init__(self, starter: Starter, stack: ExitStack) -> None:
+    def __init__(self, starter: Starter, stack: ExitStack, logs: LogFolder | None = None) -> None:
         self.selector = stack.enter_context(TimedSelector())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = ControlServer(listen(folder / "control"), 2, self.selector)
@@ -56,10 +59,11 @@ class Job:
         hosts = Hosts("here", (Host("localhost", ranks=2),))
         request, past = Request(hosts, ("x",), "."), Past(hosts, {})
         plan = Plan(LaunchOptions(), starter, request, past, hosts, Checked())
-        launcher = Launcher(stack.enter_context(closing(SignalQueue())), Console())
+        signals = stack.enter_context(closing(SignalQueue()))
+        launcher = Launcher(signals, Console(), logs=logs)
         turn = Turn(1, Announcement(), holds=False, grows=False)
-        agents = Agents(launcher, plan, server, self.mpirun, output, stack, turn)
-        self.attempt = Attempt(agents, turn)
+        agents = Agents(launcher, plan, server, self.mpirun, output, stack)
+        self.attempt = Attempt(agents, turn, watchers.WATCHERS)
         self.record = self.attempt.record
 
     def say(self, rank: int, kind: str, **facts: Any) -> None:
@@ -77,11 +81,11 @@ class Job:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Starter], Job]]:
-    for limit in ("CHECK_S", "START_TIMEOUT_S", "EXIT_S"):
-        monkeypatch.setattr(attempt, limit, 0.01)
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    for module, limit in ((attempt, "LOOK_S"), (attempt, "EXIT_S"), (watchers, "START_TIMEOUT_S")):
+        monkeypatch.setattr(module, limit, 0.01)
     with ExitStack() as stack:
-        yield lambda starter: Job(starter, stack)
+        yield lambda starter, logs=None: Job(starter, stack, logs)
 
 
 def test_no_rank_starts_in_time(start):
@@ -102,6 +106,18 @@ def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(start):
         job.say(rank, "done")
     job.until_end()
     assert job.mpirun._process.wait(LIMIT_S) == -signal.SIGHUP  # Open MPI's stop signal
+
+
+def test_the_record_is_written_as_it_grows_and_read_back(start, tmp_path):
+    with closing(LogFolder(tmp_path)) as logs:
+        job = start(SRUN, logs)
+        job.say(1, "progress", **progress(7))
+        job.attempt.note("stop", by="BY_USER", reason="SIGINT", signal=2)
+    *_, (read, last) = events(tmp_path / "attempt_1.jsonl")
+    assert last == job.record.act("stop")
+    assert (read.hosts, read.began_at) == (job.record.hosts, job.record.began_at)
+    for kind, by_rank in job.record.latest.items():
+        assert read.latest[kind] == by_rank
 
 
 def test_an_mpirun_that_cannot_be_started():

@@ -12,8 +12,7 @@ from mpiddp.launch.judge.events import MPIRUN, MPIRUN_AT_END, Record
 from mpiddp.launch.judge.outcome import MpirunEnd, Outcome
 from mpiddp.launch.judge.verdict import verdict
 from mpiddp.protocol.server import Event
-from tests.support.channels import progress
-from tests.support.records import FOLDER, JOBS, events, replay
+from tests.support.records import FOLDER, JOBS, replay
 
 HOSTS = ("a", "b", "b")
 RESET = "RuntimeError: [gloo] Connection closed by peer"
@@ -47,10 +46,11 @@ def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None =
     """The verdict of an Open MPI's job. `why` the launcher has ended it, if it has."""
     record = noted(*events)
     if why:
-        record.note("end", failed=False, why=why)
+        record.add(Event("end", facts={"failed": False, "why": why}))
     for rank, lines in (printed or {}).items():
         record.add(event(rank, "tail", lines=lines))
-    record.note("mpirun", **MpirunEnd("mpirun", 1, proves_signals=True)._asdict())
+    mpirun = MpirunEnd("mpirun", 1, proves_signals=True)
+    record.add(Event("mpirun", facts=mpirun._asdict()))
     return verdict(record)
 
 
@@ -140,15 +140,3 @@ def test_there_is_a_record_of_each_job():
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_what_is_said_of_a_record(path):
     assert replay(path) == path.with_suffix(".txt").read_text(encoding="utf-8")
-
-
-def test_a_record_is_written_as_it_grows_and_read_back(tmp_path):
-    path = tmp_path / "attempt_2.jsonl"
-    with path.open("wb", buffering=0) as file:
-        written = Record(["a", "b"], file.write, attempt=2, here=[0])
-        written.add(Event("progress", 1, progress(7), 2.5, from_script=True))
-        written.note("stop", by="BY_USER", reason="SIGINT", signal=2)
-    *_, (read, last) = events(path)
-    assert last == written.act("stop")
-    assert (read.hosts, read.began_at) == (written.hosts, written.began_at)
-    assert read.latest == written.latest

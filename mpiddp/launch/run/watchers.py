@@ -1,0 +1,366 @@
+"""The watchers of an attempt. Whoever reads the launcher for the first time may leave them out.
+
+A watcher sees each event of the record and, once a second, the clock. It may ask ranks, print sentences, or
+stop the attempt, which knows none of them by name (`mpiddp.launch.run.attempt`). WATCHERS is their list.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from mpiddp.hosts.ssh import ask_hosts
+from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
+from mpiddp.launch.judge.hangs import find_hang, missing_sentence, next_look_at, places_sentence
+from mpiddp.launch.judge.pace import WINDOW_S
+from mpiddp.launch.judge.stacks import shown_stack
+from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
+from mpiddp.launch.plan.job_plan import search_once
+from mpiddp.launch.run.attempt import Attempt, Watcher
+from mpiddp.launch.run.output import OUTPUT_S
+from mpiddp.launch.run.status import job_facts, status_lines
+from mpiddp.protocol.group import Peer
+from mpiddp.protocol.server import Event
+from mpiddp.protocol.terminal import Manners
+from mpiddp.protocol.variables import JOIN_TIMEOUT_S, SAVE_GRACE_S
+
+START_TIMEOUT_S = 120.0  # for the first rank to start, and then to join: disk caches may be cold
+PROBE_S = 10.0  # for ranks to start, before the launcher asks whether their hosts still answer
+STACKS_S, INTERRUPTED_S = 4.0, 1.0  # for ranks to send their stacks, and after an interrupt
+_LARGEST = 16 << 20  # bytes of a record's file; from then on, it gets no frequent events
+
+
+def _ask_in_thread(
+    ask: Callable[[], list[str]], every_s: float, record: Record, phase: Phase
+) -> list[str]:
+    """Ask in a thread during this phase, because files, names and logins to hosts may hang.
+
+    The answers grow the list.
+    """
+    answers = list[str]()
+
+    def run() -> None:
+        while record.phase <= phase:
+            time.sleep(every_s)
+            if record.phase is phase:
+                answers.extend(ask())
+
+    threading.Thread(target=run, daemon=True).start()
+    return answers
+
+
+class RecordFile(Watcher):
+    """Keep the record in a file of the log folder, a line of JSON for each event."""
+
+    _size = 0  # bytes of all lines
+
+    def on_event(self, event: Event) -> None:
+        logs = self.launcher.logs
+        is_left_out = event.kind in ("progress", "calls", "gpus") and self._size > _LARGEST
+        if logs is not None and event.kind in KINDS and not is_left_out:
+            line = json.dumps(vars(event)).encode() + b"\n"
+            self._size += len(line)
+            logs.add(f"attempt_{self.attempt.turn.number}.jsonl", line)
+
+
+class Output(Watcher):
+    """Copy the streams of the ranks, and show the status below them on a terminal."""
+
+    def on_event(self, event: Event) -> None:
+        if event.kind == "output" and self.record.phase is Phase.ENDED:
+            event.facts["connection"].close()  # the launcher has stopped waiting for this rank
+        elif event.kind == "output":
+            self.output.add(rank=event.rank, **event.facts)
+        elif event.kind == "input":
+            self.output.send_stdin(event.facts["connection"])
+        elif event.kind == "terminal" and event.rank == 0:
+            self.output.follow(Manners(event.facts["echo"], event.facts["lines"]))
+        elif event.kind in ("joining", "grace", "end") and self.record.phase > Phase.STARTING:
+            self.output.hold_mpirun()
+
+    def look(self, now: float) -> None:
+        self.output.show_growth()
+        if self.record.runs and self.output.shows_status:
+            self.output.show_status(status_lines(self.record, now))
+
+
+class LateStart(Watcher):
+    """Limit the time to start and to join, and name the hosts that are lost, or the ranks that are late."""
+
+    _lost_hosts: Sequence[str] = ()  # sentences about hosts whose ranks have not started
+
+    def on_event(self, event: Event) -> None:
+        record, agents = self.record, self.attempt.agents
+        if record.phase is not Phase.STARTING:
+            return
+        timeout_s = self.attempt.options.timeout_s
+        num_started = len(record.latest["started"])
+        # All ranks may import torch from a slow file system.
+        start_s = max(START_TIMEOUT_S, 2 * (timeout_s or 0))
+        match event.kind:
+            case "began" if not agents.plan.starter.has_scheduler:
+                self.attempt.note(
+                    "limit", seconds=start_s
+                )  # srun may wait for other job steps to end
+                if agents.has_logged_in:
+                    self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, record, record.phase)
+            case "started" if num_started == record.world_size:
+                self.attempt.note("limit", seconds=start_s)
+            case "started" if num_started == 1:
+                self.attempt.note("limit", seconds=timeout_s or JOIN_TIMEOUT_S)
+            case "joining" if len(record.latest["joining"]) == 1:
+                self.attempt.note("limit", seconds=event.facts["timeout_s"])
+            case "answered" if record.act("late"):
+                sentence = missing_sentence(record, record.fact("limit", "seconds"))
+                others_wait = record.latest["joining"] or num_started < record.world_size
+                (self.attempt.end_job if others_wait else self.output.log)(sentence)
+            case "mpirun" if event.facts["code"]:  # its ssh may have failed
+                if lost := self._probe():
+                    self.attempt.note("end", failed=False, why="\n".join(lost))
+
+    def look(self, now: float) -> None:
+        record, limit = self.record, self.record.act("limit")
+        if record.phase is not Phase.STARTING:
+            return
+        if self._lost_hosts:
+            self.attempt.end_job("\n".join(self._lost_hosts))
+        elif limit and not record.act("late") and now >= limit.at + limit.facts["seconds"]:
+            self.attempt.note("late")  # so the ranks are asked for their stacks
+            if not record.latest["started"]:
+                # No other limit would end an mpirun that hangs.
+                why = "mpirun or one of its ssh logins hangs. If a start takes that long, raise --timeout."
+                self.attempt.end_job(f"no rank has started in {limit.facts['seconds']:g} s: {why}")
+
+    def _probe(self) -> list[str]:
+        """A sentence for each lost host whose ranks have not started. An mpirun waits minutes for it."""
+        agents, started = self.attempt.agents, self.record.latest["started"]
+        late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
+        hosts = agents.plan.request.hosts
+        asked = [host for host in hosts.hosts if host.name in late and agents.has_logged_in]
+        answers = ask_hosts(asked, "print(0)", transport=hosts.transport)
+        lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
+        return [f"lost {host.name} before its ranks started: {why}" for host, why in lost.items()]
+
+
+class SilentHosts(Watcher):
+    """Give up the ranks of hosts that have been silent for --lost-after."""
+
+    def look(self, now: float) -> None:
+        record, lost_s = self.record, self.server.lost_s
+        silence = self.server.silence()
+        heard = {record.hosts[rank] for rank, silent_s in silence.items() if silent_s <= lost_s}
+        silent = {rank: silence[rank] for rank in silence if record.hosts[rank] not in heard}
+        steps = {rank: event.at for rank, event in record.latest["progress"].items()}
+        # As long as other ranks make steps with collectives, which need all ranks, no rank is lost: only the
+        # network of the job channel is broken.
+        has_collectives = any(record.called_at.values())
+        times = [*steps.items(), *record.called_at.items()] if silent and has_collectives else []
+        if not any(now - at <= lost_s for rank, at in times if record.hosts[rank] in heard):
+            for event in self.server.lose_silent(silent):
+                self.attempt.on_event(event)
+
+
+class Stacks(Watcher):
+    """Ask the ranks for the stacks of their scripts, and record "answered" when these have come.
+
+    The ranks are asked if the job may hang, if some have not joined in time, if one fails, and for viewers.
+    """
+
+    _has_failed = False
+
+    def on_event(self, event: Event) -> None:
+        record, had_failed = self.record, self._has_failed
+        self._has_failed = bool(record.latest["claim"] or record.failures)
+        if self._has_failed and not had_failed and record.phase < Phase.ENDING:
+            # The verdict names the collectives in which the ranks are now, and they end soon.
+            self._ask()
+        if event.kind in ("late", "view_stacks") and record.phase is not Phase.HELD:
+            self._ask()
+        if self._is_asking and not record.unanswered:
+            self.timers.after(0.0, self._close)  # once the attempt has reacted to this event
+
+    def look(self, now: float) -> None:
+        if self.record.runs and now >= next_look_at(self.record):
+            self._ask()
+
+    @property
+    def _is_asking(self) -> bool:
+        return bool(self.record.act("asked") and not self.record.act("answered"))
+
+    def _ask(self) -> None:
+        """Ask all ranks, unless they are being asked already."""
+        if self._is_asking:
+            return
+        self.timers.after(STACKS_S, self._interrupt)
+        self.timers.after(STACKS_S + INTERRUPTED_S, self._close)
+        self.attempt.note("asked", ranks=sorted(self.server.connected))
+        self.server.ask(self.server.connected, "stacks")
+
+    def _interrupt(self) -> None:
+        """Have agents interrupt scripts that do not answer, but only if the job is to be ended.
+
+        A script that is only slow must not be interrupted.
+        """
+        record = self.record
+        hang = find_hang(record) if record.runs else None
+        is_late = record.phase is Phase.STARTING and record.act("late") is not None
+        if is_late or (hang is not None and hang.is_over):
+            self.server.ask(record.unanswered, "stacks", agents=True)
+
+    def _close(self) -> None:
+        self.timers.cancel(self._interrupt, self._close)
+        self.attempt.note("answered")
+
+
+class Hangs(Watcher):
+    """Print where the ranks are if the job may hang, and end it after --hang-timeout."""
+
+    def on_event(self, event: Event) -> None:
+        is_to_judge = event.kind == "answered" and self.record.runs
+        if is_to_judge and (hang := find_hang(self.record)) is not None:
+            self.attempt.note("looked")
+            self.output.log(hang.sentence, hang.about, is_error=True)
+            if hang.is_over:
+                self.attempt.end_job("the job hung and was stopped.")
+
+    def look(self, now: float) -> None:
+        """Before the first step, output is the only sign that the job goes on."""
+        record, printed, copied_at = self.record, self.record.act("printed"), self.output.copied_at
+        is_new = printed is None or printed.at != copied_at
+        if record.runs and not record.newest_step and is_new:
+            self.attempt.note("printed", at=copied_at)
+
+
+class Stragglers(Watcher):
+    """Ask the scripts for their collectives in each window, and name the ranks for which others wait."""
+
+    _asks_at = 0.0
+
+    def look(self, now: float) -> None:
+        record = self.record
+        if not record.runs:
+            return
+        if now >= self._asks_at:
+            self._asks_at = now + WINDOW_S
+            self.server.ask(self.server.scripts, "calls")
+        since = record.windows[-1].at if record.windows else record.began_at
+        is_over = now >= since + WINDOW_S
+        slow = find_stragglers(record.calls, record.world_size, since, now) if is_over else None
+        if slow is not None:
+            self.attempt.note("window", **slow)
+            ranks, sentence = straggler_sentence(record)
+            if ranks:  # the same ranks are named once
+                self.output.log(sentence, about=f"stragglers {sorted(ranks)}")
+
+
+class GraceTime(Watcher):
+    """End the ranks that have not stopped within --grace. A rank that saves has longer."""
+
+    def look(self, now: float) -> None:
+        record, limit_s, began = self.record, self.attempt.options.grace_s, self.record.act("grace")
+        if record.phase is not Phase.STOPPING or began is None:
+            return
+        is_over = now >= max(record.last_saved_at, began.at) + limit_s
+        savers, is_one = record.names(sorted(record.saving)), len(record.saving) == 1
+        if savers and now >= began.at + limit_s:
+            limit_s, is_over = SAVE_GRACE_S, now >= began.at + SAVE_GRACE_S
+            waiting = f"still saving; waiting for at most {limit_s:g} s."
+            self.output.log(f"{savers} {'is' if is_one else 'are'} {waiting}", about="who saves")
+        # A reader such as `| less`: ranks that print would never end.
+        is_unread = now - (self.output.blocked_since or now) >= OUTPUT_S
+        if is_unread or (is_over and not record.left):
+            self.output.give_up()
+        if is_over and record.left:
+            late = [rank for rank in record.left if rank in record.latest["started"]]
+            after = f"{limit_s:g} s after the request"
+            clause = f"{record.names(late)} had not stopped {after} (--grace)"
+            if savers:
+                clause = f"{savers} {'was' if is_one else 'were'} still saving {after}"
+            self.attempt.note("overdue", clause=clause)
+            if record.stop is Stop.BY_USER:
+                self.attempt.end_mpirun()
+            else:
+                self.attempt.end_job(f"{clause}.")
+
+
+class Viewers(Watcher):
+    """Answer `mpiddp ps`, `top` and `stacks`."""
+
+    _waiting: tuple[Peer, ...] = ()  # for the stacks
+
+    def on_event(self, event: Event) -> None:
+        record, answer = self.record, self.launcher.console.answer
+        if event.kind == "view_job":
+            state = job_facts(record, self.output.latest, time.monotonic())
+            answer(event.facts["viewer"], **state)
+        elif event.kind == "view_stacks" and record.phase is Phase.HELD:
+            between = "no rank runs now: the job restarts."
+            answer(event.facts["viewer"], sentence=between, stacks={})
+        elif event.kind == "view_stacks":
+            self._waiting += (event.facts["viewer"],)
+        elif event.kind == "answered":
+            stacks = {rank: shown_stack(facts["text"]) for rank, facts in record.stacks.items()}
+            for viewer in self._waiting:
+                answer(viewer, sentence=places_sentence(record), stacks=stacks)
+            self._waiting = ()
+
+
+class Growth(Watcher):
+    """With `--grow`, look for hosts that can join, and stop the ranks for a restart on these as well."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__(attempt)
+        plan = attempt.agents.plan
+        self._sentences = list[str]()  # about hosts that can join
+        if attempt.turn.grows and (every_s := plan.options.grow_s) is not None:
+            search = partial(search_once, plan, plan.past.doubts)
+            self._sentences = _ask_in_thread(search, every_s, self.record, Phase.RUNNING)
+
+    def on_event(self, event: Event) -> None:
+        """A rank has made its last step. From now on, the others have limited time."""
+        is_first = event.kind == "stopped" and self.record.phase is Phase.RUNNING
+        if is_first and self.record.stop is Stop.TO_GROW:
+            self.attempt.note("grace")
+
+    def look(self, now: float) -> None:
+        """Stop all ranks after their present steps, if hosts can join and no step would be lost."""
+        record, announced = self.record, self.record.announcement
+        if not (record.runs and self._sentences):
+            return
+        sentence, why_not = self._sentences.pop(), ""
+        most = announced.max_ranks or record.world_size + 1
+        if record.stop or record.done or record.world_size >= most:
+            return
+        if len(record.latest["supports_stop"]) < record.world_size:
+            why_not = "not every rank has called mpiddp.should_stop()"
+        elif announced == Announcement():
+            why_not = "the script has announced nothing that resumes it (mpiddp.announce)"
+        if why_not:
+            self.output.log(f"{sentence}, but {why_not}, so the job continues without a restart.")
+            return
+        self.output.log(f"{sentence}: stopping to restart.")
+        number = int(signal.SIGTERM)
+        self.attempt.note("stop", by=Stop.TO_GROW.name, reason=sentence, signal=number)
+        self.server.ask(self.server.connected, "stop", signal=number)
+
+
+class Functions(Watcher):
+    """Under `mpiddp.spawn`, give each rank its function, and take its answer."""
+
+    def on_event(self, event: Event) -> None:
+        exchange = self.launcher.exchange
+        if exchange is not None and event.kind == "began":
+            exchange.begin(self.server)
+        elif exchange is not None and event.kind in ("function", "answer"):
+            exchange.take(event, self.server)
+
+
+# The record's file comes first, because the others record further events.
+WATCHERS: tuple[type[Watcher], ...] = (
+    *(RecordFile, Output, LateStart, SilentHosts, Stacks, Hangs, Stragglers),
+    *(GraceTime, Viewers, Growth, Functions),
+)
