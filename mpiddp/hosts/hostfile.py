@@ -20,7 +20,7 @@ from typing import Any
 from mpiddp.errors import UserError, cause_of
 from mpiddp.hosts.names import expand_nodelist
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.text import shown
+from mpiddp.text import listed, shown
 
 EXAMPLE = "Example: node1 slots=4"
 
@@ -53,6 +53,7 @@ class Host:
     port: int | None = None
     gpus: tuple[int, ...] | None = None  # the numbers of the GPUs that its ranks use; None for all
     ranks: int = 0  # which `launch.plan.placement` sets
+    listed: str = ""  # the name in the list of hosts, if `launch.plan.placement` has replaced it
     line: int | None = field(default=None, compare=False)
 
     @property
@@ -67,8 +68,8 @@ class Host:
 
     @property
     def key(self) -> str:
-        """The name to compare hosts by. Host names ignore case."""
-        return self.name.lower()
+        """The host's name in the list, to compare hosts by. Host names ignore case."""
+        return (self.listed or self.name).lower()
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,21 @@ def hosts_between_commas(where: str, text: str) -> list[Host]:
             raise UserError(f'{where}: "{shown(entry)}" is not a host. {example}')
         hosts += _parse_hosts(where, tokens)
     return hosts
+
+
+def without(hosts: Hosts, exclude: str, *, is_first: bool) -> Hosts:
+    """The hosts without those of --exclude, which at the first attempt must all be among them."""
+    excluded = {host.key for host in hosts_between_commas("--exclude", exclude)}
+    unknown = sorted(excluded - {host.key for host in hosts.hosts})
+    if unknown and is_first:
+        present = listed([host.name for host in hosts.hosts])
+        raise UserError(
+            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {present}.'
+        )
+    left = tuple(host for host in hosts.hosts if host.key not in excluded)
+    if all(host.slots == 0 for host in left):
+        raise UserError(f"--exclude {exclude} leaves no slots in {hosts.source}.")
+    return replace(hosts, hosts=left)
 
 
 def _text(data: bytes, source: str) -> str:

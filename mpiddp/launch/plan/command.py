@@ -22,9 +22,9 @@ from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.ssh import ANY_SHELL_SSH, ssh_config
+from mpiddp.launch.plan.environment import LEFT_OUT, to_start
 from mpiddp.text import all_of
 
-LEFT_OUT = "…"  # stands for a value in what is printed
 _LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -53,7 +53,10 @@ class Request(NamedTuple):
     hosts: Hosts  # in the order of the ranks, each with its number, as mpirun gets its name
     job: tuple[str, ...]  # the command of a rank
     folder: str
-    variables: Mapping[str, str] = _NOTHING  # the variables of the ranks
+    variables: Mapping[str, str] = (
+        _NOTHING  # of the ranks, as the launcher and its options set them
+    )
+    inherited: Mapping[str, str] = _NOTHING  # those of `env` that every rank gets as well
     env: Mapping[str, str] = _NOTHING  # the user's environment, which mpirun inherits
     network: JobNetwork = JobNetwork()
     bind: str = "none"
@@ -105,15 +108,18 @@ class Command:
         is_short = len(",".join(lines)) <= _LONGEST_ARGUMENT
         return "" if is_short else self.file("mpiddp-hosts", lines)
 
-    def ssh_agent(self, hosts: Hosts) -> str:
-        """The command in the place of ssh, with the job's configuration; "" if the job needs no ssh."""
+    def ssh_agent(self, hosts: Hosts, *first: str) -> str:
+        """The command in the place of ssh, with the job's configuration; "" if the job needs no ssh.
+
+        It runs the lines `first` before ssh.
+        """
         here = socket.gethostname().lower()  # by this name alone mpirun gets this machine
-        is_here = all(host.key in (here, here.partition(".")[0]) for host in hosts.hosts)
+        is_here = all(host.name.lower() in (here, here.partition(".")[0]) for host in hosts.hosts)
         if is_here or not hosts.transport.is_ssh:
             return ""
         config = ssh_config(hosts.hosts, hosts.transport).splitlines()
         # mpirun splits the agent at blanks, which the path of this package may have.
-        agent = self.file("mpiddp-ssh", [f". {shlex.quote(str(ANY_SHELL_SSH))}"])
+        agent = self.file("mpiddp-ssh", [*first, f". {shlex.quote(str(ANY_SHELL_SSH))}"])
         return f"sh {agent} -F {self.file('mpiddp-ssh_config', config)}"
 
     @property
@@ -160,7 +166,9 @@ class Starter(NamedTuple):
 
     def compose(self, request: Request, scratch: str = ".") -> Command:
         """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
-        variables, env = request.variables, request.env
+        inherited, env = request.inherited, request.env
+        inherited = inherited if self.has_scheduler else to_start(inherited)
+        variables = {**inherited, **request.variables}
         # All other variables are inherited from the user's environment.
         changed = {name: value for name, value in variables.items() if env.get(name) != value}
         command = Command(str(self.program), [], request.job, {*variables}, scratch)

@@ -17,8 +17,9 @@ from mpiddp.hosts.gpus import for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.transport import Transport
-from mpiddp.launch.plan.command import LEFT_OUT
 from mpiddp.protocol.variables import JOB, PRIVATE
+
+LEFT_OUT = "…"  # stands for a value that is never printed
 
 # Variables that a login or a host sets for itself, and the paths of this Python.
 _OF_A_HOST = re.compile(
@@ -163,13 +164,15 @@ def of_host(host: Host, env: Mapping[str, str], exports: Mapping[str, str]) -> d
     return {**(env if is_this_host(host.name) else forwarded(env)), **exports}
 
 
-def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[str, str]) -> str:
+def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], named: Collection[str]) -> str:
     """MPIDDP_GPUS: the variables that the ranks of each host set before they load torch; "" for none.
+
+    The user has decided about the variables `named`, by -x.
 
     If the user hides all GPUs of a job, the numbers in its hostfile are ignored, as nobody has checked them.
     """
-    names = env.keys() - exports.keys()
-    here = {name: env[name] for name in sorted(names) if is_of_one_host(name, env[name])}
+    names = sorted(env.keys() - named)
+    here = {name: env[name] for name in names if is_of_one_host(name, env[name])}
 
     def choice(host: Host) -> dict[str, str]:
         if host.gpus is not None and not hides_all_gpus(env):

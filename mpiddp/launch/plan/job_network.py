@@ -28,7 +28,8 @@ def find_network(
     """
     others = {host.key: host.name for host in placed.hosts if not is_this_host(host.name)}
     here = [host.name for host in placed.hosts if host.key not in others]
-    by_key = {host.key: info for host, info in infos.items()}
+    keys = {host.key for host in placed.hosts}
+    by_key = {host.key: info for host, info in infos.items() if host.key in keys}
     logins = {key: by_key[key].address for key in others if key in by_key}
     by_family = [
         [_route(name, logins.get(key, ""), family) for key, name in others.items()]
