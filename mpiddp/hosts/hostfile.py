@@ -53,7 +53,7 @@ class Host:
     port: int | None = None
     gpus: tuple[int, ...] | None = None  # the numbers of the GPUs that its ranks use; None for all
     ranks: int = 0  # which `launch.plan.placement` sets
-    listed: str = ""  # the name in the list of hosts, if `launch.plan.placement` has replaced it
+    listed: str = ""  # of this machine, for which mpirun gets another `name`: the name in the list
     line: int | None = field(default=None, compare=False)
 
     @property
@@ -131,7 +131,7 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
     ]
     if not hosts:
         raise UserError(f"{source} lists no host. {EXAMPLE}")
-    # With a line for each slot, hosts repeat. A list in which none does says nothing about the slots.
+    # Some schedulers write a line for each slot, so that hosts repeat. If none repeats, no line is a slot.
     are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
     do_repeat = len({host.key for host in hosts}) < len(hosts)
     if may_repeat or is_of_grid_engine or (are_bare and do_repeat):
@@ -189,8 +189,8 @@ def _text(data: bytes, source: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"{source}:{data.count(10, 0, error.start) + 1}"
-        byte = data[error.start]
-        raise UserError(f"{where}: byte 0x{byte:02x} is not text. {EXAMPLE}") from None
+        byte = f"byte 0x{data[error.start]:02x}"
+        raise UserError(f"{where}: {byte} is not text. {EXAMPLE}") from None
 
 
 def _tokens(line: str) -> list[str]:
