@@ -24,16 +24,7 @@ LONGEST_S = TIMEOUT_S + 3 * MORE_S + VERSION_S + 5.0  # that a host with slow to
 
 
 def host_info(needs: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the preflight's HostInfo except `host`, as JSON.
-
-    Args:
-        needs: what a rank needs on its host. Each path is absolute, and "" means that it needs nothing.
-            python, mpirun, daemon: the programs that start the ranks
-            folder, path, packages: the ranks' working folder, their PATH, the folders of their PYTHONPATH
-            interface: the names, addresses or networks of --interface, between commas
-            program, script: the command of the ranks, by its path or on `path`; their Python script
-            uses_gpus: False with gloo, or if a variable of the ranks hides all GPUs
-    """
+    """The fields of the preflight's HostInfo except `host`, as JSON. `needs` has the needs of the ranks."""
     path = f"{needs['path']}:{os.environ.get('PATH', os.defpath)}"
     program = needs["program"]
     if os.sep in program:  # relative to the working folder

@@ -1,7 +1,8 @@
 """The environment variables of the ranks: those of the launcher, those that the user names, and our own.
 
-As under torchrun, a rank has every variable of its launcher, but those that a login, a host, a scheduler or
-an MPI sets. On several hosts they travel over ssh (`mpiddp.hosts.private`). No command line shows a value.
+As under torchrun, a rank has every variable of its launcher, except the variables that a login, a host, a
+scheduler or an MPI sets. On several hosts they travel over ssh (`mpiddp.hosts.private`), so that no command
+line shows a value.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ def forwarded(env: Mapping[str, str], kept_home: Collection[str] = ()) -> dict[s
 
 
 def to_start(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank that its agent needs before it takes the others, which mpirun carries."""
+    """The variables that mpirun passes to an agent, because it needs them before it can read the others."""
     return {name: variables[name] for name in _TO_START if name in variables}
 
 
 def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
-    """The least that an mpirun needs to start ranks on several hosts.
+    """The few variables that an mpirun needs to start ranks on several hosts.
 
-    Hydra sends all of it to them in clear text, and the ranks beside any mpirun inherit it. The programs of
-    a scheduler need its variables.
+    Hydra sends its whole environment to the hosts in clear text, and the ranks on mpirun's own host inherit
+    it under any MPI. If a scheduler's program reaches the hosts, it needs the scheduler's variables.
     """
     needed = [_OF_A_HOST, _OF_AN_MPI, *([] if transport.is_ssh else [_OF_A_SCHEDULER])]
     return {

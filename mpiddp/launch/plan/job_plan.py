@@ -20,9 +20,9 @@ from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
 from mpiddp.hosts.hostfile import Host, Hosts, without
-from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
+from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.program_files import python_path
-from mpiddp.hosts.ssh import Logins
+from mpiddp.hosts.ssh import Logins, other_hosts
 from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log
 from mpiddp.launch.plan.command import JobNetwork, Request, Starter
@@ -95,7 +95,6 @@ def make_plan(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
-    resolve_all([host.name for host in named.hosts])
     _, least = _wanted_hosts(past, options.spares, options.min_hosts)
     if options.push and past.is_first and not options.dry_run:
         _push(named, working_folder(env), least)
@@ -232,7 +231,7 @@ def run_preflight(
     `waits`: the most seconds to wait for hosts, and the number of hosts that are enough to stop waiting.
     """
     kind, exports = options.job[0], options.variables
-    is_alone = all(is_this_host(host.name) for host in named.usable)
+    is_alone = not other_hosts(named.usable)
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
     is_off = starter.has_scheduler or options.dry_run or not options.check
     if is_off or (is_alone and not uses_gpus):
@@ -246,12 +245,12 @@ def run_preflight(
     needs = {
         "python": str(PYTHON),
         "mpirun": str(starter.program),
-        "daemon": str(starter.program.with_name(starter.daemon)),
+        "daemon": str(starter.program.with_name(starter.daemon)),  # which mpirun starts there
         "folder": working_folder(env),
-        "path": env.get("PATH", os.defpath),
-        "packages": python_path({**env, **exports}),
-        "interface": ",".join(interface),
-        "program": options.job[1] if kind == "--" else "",
+        "path": env.get("PATH", os.defpath),  # of the ranks
+        "packages": python_path({**env, **exports}),  # the folders of their PYTHONPATH
+        "interface": ",".join(interface),  # names, addresses or networks
+        "program": options.job[1] if kind == "--" else "",  # by its path or on `path`
         "script": "" if kind in ("--", "-m") else kind,
         "uses_gpus": uses_gpus,
     }
@@ -283,15 +282,16 @@ def _variables(
     hosts, exports = placed.hosts, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(network.networks)
+    # A scheduler chooses the GPUs of each host itself.
+    gpus = (
+        "" if starter.has_scheduler else gpu_table(hosts, env, exports.keys() | options.kept_home)
+    )
     # The environment may hold the default of --timeout, and -x precedes that.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     ours = {
         names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
-        # A scheduler chooses the GPUs of each host itself.
-        names.GPUS: ""
-        if starter.has_scheduler
-        else gpu_table(hosts, env, options.kept_home | exports.keys()),
+        names.GPUS: gpus,
         names.INTERFACE: networks if options.interface else "",
         names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         names.LOG_DIR: options.log_dir,

@@ -78,9 +78,10 @@ def _slots(
     options: LaunchOptions,
     env: Mapping[str, str],
 ) -> int:
-    """A host's slots: those of its line, else its GPUs. Slots of a scheduler, maybe cores, exceed no GPUs.
+    """A host's slots: the number of its line, else that of its GPUs.
 
-    `gpus` is None for a host that no preflight has asked.
+    A scheduler may count cores, so its slots are at most the GPUs. `gpus` is None if no preflight has asked
+    the host.
     """
     is_gloo, slots = options.backend == "gloo", host.slots or 0
     env = of_host(host, env, options.variables)
@@ -123,10 +124,11 @@ def _visible_gpus(host: Host, gpus: Sequence[Gpu], env: Mapping[str, str]) -> in
     """The number of a host's GPUs that its line, or else `env` of its ranks, leave visible."""
     if hides_all_gpus(env):
         return 0
-    for missing in (number for number in host.gpus or () if number >= len(gpus)):
+    numbers = host.gpus or ()
+    if (last := max(numbers, default=-1)) >= len(gpus):
         raise UserError(
-            f"{host.name} has {counted(len(gpus), 'GPU')}, so there is no GPU {missing} "
-            f"(gpus={','.join(map(str, host.gpus or ()))}). They are numbered from 0."
+            f"{host.name} has {counted(len(gpus), 'GPU')}, so there is no GPU {last} "
+            f"(gpus={','.join(map(str, numbers))}). They are numbered from 0."
         )
     return min(len(gpus), len(chosen_gpus(gpus, env, host.gpus)))
 

@@ -77,9 +77,7 @@ class Checked(NamedTuple):
     failed: Collection[Host] = ()  # the hosts that are off, full, or cannot be reached
     gpus: Mapping[Host, Sequence[Gpu]] = MappingProxyType({})  # of each host that has answered
     notes: Mapping[Host, Sequence[str]] = MappingProxyType({})  # about GPUs that can be used
-    start_s: float = (
-        LEAST_START_S  # that a program takes to start on all hosts, by the latest logins
-    )
+    start_s: float = LEAST_START_S  # until a program runs on all hosts, by the latest logins
 
 
 def preflight(
@@ -92,7 +90,7 @@ def preflight(
 ) -> Checked:
     """Ask each host, and again for at most `waits[0]` seconds, until `waits[1]` hosts have answered.
 
-    `needs`: the things that every host must have, see `mpiddp.hosts.facts.host_info`.
+    `needs`: the things that every host must have, which `run_preflight` names.
     """
     program = program_that_prints(TRAVELLING, f"host_info({needs!a})")
     ask = partial(ask_hosts, program=program, python=needs["python"], work_s=facts.LONGEST_S)
@@ -109,8 +107,8 @@ def preflight(
         if left_s <= 0 or len(hosts) - len(waiting) >= waits[1]:
             break
         if waiting != announced:
-            announced, absent = waiting, listed([host.name for host in waiting], most=3)
-            log.info(f"waiting for {absent} (up to {duration(max(1.0, left_s))})")
+            announced, some = waiting, listed([host.name for host in waiting], most=3)
+            log.info(f"waiting for {some} (up to {duration(max(1.0, left_s))})")
         time.sleep(min(PAUSE_S, left_s))
         names.forget_addresses()  # a name may resolve by now
     infos, complaints = dict[Host, HostInfo](), dict[Host, str]()
