@@ -165,14 +165,13 @@ def of_host(host: Host, env: Mapping[str, str], exports: Mapping[str, str]) -> d
     return {**(env if is_this_host(host.name) else forwarded(env)), **exports}
 
 
-def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], named: Collection[str]) -> str:
+def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], decided: Collection[str]) -> str:
     """MPIDDP_GPUS: the variables that the ranks of each host set before they load torch; "" for none.
 
-    The user has decided about the variables `named`, by -x.
-
-    If the user hides all GPUs of a job, the numbers in its hostfile are ignored, as nobody has checked them.
+    `decided`: the variables that -x sets for the ranks, or keeps from them. If the user hides all GPUs of a
+    job, the numbers in its hostfile are ignored, because nobody has checked them.
     """
-    names = sorted(env.keys() - named)
+    names = sorted(env.keys() - decided)
     here = {name: env[name] for name in names if is_of_one_host(name, env[name])}
 
     def choice(host: Host) -> dict[str, str]:

@@ -283,9 +283,8 @@ def _variables(
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(network.networks)
     # A scheduler chooses the GPUs of each host itself.
-    gpus = (
-        "" if starter.has_scheduler else gpu_table(hosts, env, exports.keys() | options.kept_home)
-    )
+    decided = exports.keys() | options.kept_home
+    gpus = "" if starter.has_scheduler else gpu_table(hosts, env, decided)
     # The environment may hold the default of --timeout, and -x precedes that.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     ours = {
