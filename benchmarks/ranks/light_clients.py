@@ -57,7 +57,7 @@ def launcher(ranks: int) -> None:
     # As of a scheduler: no login to these hosts, which do not exist.
     starter = STARTERS[1]._replace(program=mpirun, has_scheduler=True)
     options = parse_options(["--", "true"])
-    plan = Plan(options, starter, request, Past(named, {}), named, Checked())
+    plan = Plan(options, starter, Past(named), Checked(), named, request)
     since = time.monotonic()
     with closing(SignalQueue()) as signals:
         outcome = Job(Launcher(signals, Console()), plan, Report("true")).attempt()

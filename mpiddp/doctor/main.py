@@ -33,7 +33,6 @@ from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import interfaces, program_files, reachability
 from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.hosts.names import resolve_all
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.where import add_file, settle
 from mpiddp.launch.plan import job_plan, preflight
@@ -64,7 +63,6 @@ def main(argv: list[str]) -> int:
     folders = _folders(options)
     hosts = job_plan.read_hosts(launch, os.environ)
     starter = find_starter(hosts.starter, launch.mpirun, job_plan.PYTHON, os.environ)
-    resolve_all([host.name for host in hosts.usable])
     lines = list[Line]()
 
     def add(new: Sequence[Line]) -> None:

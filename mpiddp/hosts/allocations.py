@@ -82,8 +82,8 @@ def slurm(env: Mapping[str, str]) -> Hosts | None:
 def _gpus_of_slurm(env: Mapping[str, str], names: Sequence[str]) -> list[int]:
     """The GPUs of each host, 1 on CPU hosts. Raises ValueError if the variables do not say it.
 
-    Batch scripts have the first variable, of their own host; the shell of salloc has only what was asked for:
-    "2", or "a100:2,h100:1". `--gpus` is a sum, which Slurm may divide unevenly.
+    A batch script has the first variable, for its own host. The shell of salloc has only the request, such as
+    "2" or "a100:2,h100:1". The last variable is a sum over all hosts, which Slurm may divide unevenly.
     """
     sums = []
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS"):
@@ -246,7 +246,7 @@ class Scheduler(NamedTuple):
     name: str
     proof: tuple[str, ...]  # it is present if one of these variables has a value
     read: Callable[[Mapping[str, str]], Hosts | None]  # None if the job has no other host
-    # The seconds until the job's time limit. Any error means that nothing tells it.
+    # The seconds until the job's time limit. If it raises an error, the limit is unknown.
     seconds_left: Callable[[Mapping[str, str]], float] = lambda _: math.inf
     # The components of Open MPI 4 and of 5 that would follow its variables; None if no mpirun does.
     followed_by: tuple[str, str] | None = None
@@ -333,8 +333,9 @@ def expand_counts(counts: str) -> list[int]:
 def in_slurm_terminal(env: Mapping[str, str]) -> bool:
     """Whether Slurm's task with these variables is the shell of `srun --pty`, which may launch.
 
-    SLURM_PTY_PORT alone does not prove it: an srun in that shell passes it on to all of its tasks. Those have
-    no terminal. The task is asked for it, and not this process, because a notebook's kernel has none either.
+    SLURM_PTY_PORT alone proves nothing, because an srun in that shell passes it on to its own tasks. They
+    have no terminal, so the terminal of the task decides. That of this process would not, because the kernel
+    of a notebook has none either.
     """
     if "SLURM_PTY_PORT" not in env or env.get("SLURM_PROCID") != "0":
         return False

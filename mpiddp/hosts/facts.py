@@ -24,17 +24,17 @@ LONGEST_S = TIMEOUT_S + 3 * MORE_S + VERSION_S + 5.0  # that a host with slow to
 
 
 def host_info(needs: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the preflight's HostInfo except `host`, as JSON. `needs` is its Needs as JSON."""
+    """The fields of the preflight's HostInfo except `host`, as JSON. `needs` has the needs of the ranks."""
     path = f"{needs['path']}:{os.environ.get('PATH', os.defpath)}"
     program = needs["program"]
-    if program is not None and os.sep in program:  # relative to the working folder
+    if os.sep in program:  # relative to the working folder
         program = str(Path(needs["folder"], program))
     version = program_version(needs["mpirun"], os.environ)
     packages = [os.path.join(needs["folder"], folder) for folder in needs["packages"]]
     return {
         "has_folder": os.path.isdir(needs["folder"]),
-        "has_program": program is None or shutil.which(program, path=needs["path"]) is not None,
-        "has_script": os.path.exists(os.path.join(needs["folder"], needs.get("script") or "")),
+        "has_program": not program or shutil.which(program, path=needs["path"]) is not None,
+        "has_script": os.path.exists(os.path.join(needs["folder"], needs["script"])),
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
         "machine": machine("net", "pid"),  # a container has pids of its own

@@ -20,7 +20,7 @@ from typing import Any
 from mpiddp.errors import UserError, cause_of
 from mpiddp.hosts.names import expand_nodelist
 from mpiddp.hosts.transport import SSH, Transport
-from mpiddp.text import shown
+from mpiddp.text import listed, shown
 
 EXAMPLE = "Example: node1 slots=4"
 
@@ -53,6 +53,7 @@ class Host:
     port: int | None = None
     gpus: tuple[int, ...] | None = None  # the numbers of the GPUs that its ranks use; None for all
     ranks: int = 0  # which `launch.plan.placement` sets
+    listed: str = ""  # of this machine, for which mpirun gets another `name`: the name in the list
     line: int | None = field(default=None, compare=False)
 
     @property
@@ -67,8 +68,8 @@ class Host:
 
     @property
     def key(self) -> str:
-        """The name to compare hosts by. Host names ignore case."""
-        return self.name.lower()
+        """The host's name in the list, to compare hosts by. Host names ignore case."""
+        return (self.listed or self.name).lower()
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def parse_hostfile(data: bytes, source: str, *, may_repeat: bool = False) -> Hos
     ]
     if not hosts:
         raise UserError(f"{source} lists no host. {EXAMPLE}")
-    # With a line for each slot, hosts repeat. A list in which none does says nothing about the slots.
+    # Some schedulers write a line for each slot, so that hosts repeat. If none repeats, no line is a slot.
     are_bare = all(len(row) == 1 and not set(row[0]) & set(":@=[") for row in rows.values())
     do_repeat = len({host.key for host in hosts}) < len(hosts)
     if may_repeat or is_of_grid_engine or (are_bare and do_repeat):
@@ -163,6 +164,21 @@ def hosts_between_commas(where: str, text: str) -> list[Host]:
     return hosts
 
 
+def without(hosts: Hosts, exclude: str, *, is_first: bool) -> Hosts:
+    """The hosts without those of --exclude, which at the first attempt must all be among them."""
+    excluded = {host.key for host in hosts_between_commas("--exclude", exclude)}
+    unknown = sorted(excluded - {host.key for host in hosts.hosts})
+    if unknown and is_first:
+        present = listed([host.name for host in hosts.hosts])
+        raise UserError(
+            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {present}.'
+        )
+    left = tuple(host for host in hosts.hosts if host.key not in excluded)
+    if all(host.slots == 0 for host in left):
+        raise UserError(f"--exclude {exclude} leaves no slots in {hosts.source}.")
+    return replace(hosts, hosts=left)
+
+
 def _text(data: bytes, source: str) -> str:
     """The file's bytes as text, without a byte order mark. Raises UserError."""
     if len(data) > _MAX_BYTES:
@@ -173,8 +189,8 @@ def _text(data: bytes, source: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"{source}:{data.count(10, 0, error.start) + 1}"
-        byte = data[error.start]
-        raise UserError(f"{where}: byte 0x{byte:02x} is not text. {EXAMPLE}") from None
+        byte = f"byte 0x{data[error.start]:02x}"
+        raise UserError(f"{where}: {byte} is not text. {EXAMPLE}") from None
 
 
 def _tokens(line: str) -> list[str]:

@@ -76,10 +76,8 @@ def interfaces() -> list[Interface]:
             address = _ioctl(probe, _SIOCGIFADDR, name)
             netmask = _ioctl(probe, _SIOCGIFNETMASK, name)
             if address is not None and netmask is not None:
-                with_prefix = "/".join(
-                    socket.inet_ntoa(answer[20:24]) for answer in (address, netmask)
-                )
-                parsed = ipaddress.ip_interface(with_prefix)
+                ip, mask = (socket.inet_ntoa(answer[20:24]) for answer in (address, netmask))
+                parsed = ipaddress.ip_interface(f"{ip}/{mask}")
                 present.append(Interface(name, str(parsed.ip), str(parsed.network)))
     return present + [interface for interface in _ipv6_interfaces() if interface.name in up]
 

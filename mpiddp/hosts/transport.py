@@ -15,7 +15,7 @@ class Transport(NamedTuple):
 
     name: str
     agent: tuple[str, ...]  # its command up to the host
-    hydra: str  # the name of Hydra's launcher that calls it, or the agent as if that were rsh
+    hydra: str  # Hydra's launcher for it; "rsh" if Hydra calls it as it would call rsh
     instead: str = ""  # the options of `mpiddp launch` that use ssh instead, "" for ssh itself
     hint: str = ""  # for users who cannot use it, "" if there is nothing to say
     login_s: float = 15.0  # that a login may take, see --login-timeout

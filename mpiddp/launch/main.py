@@ -32,8 +32,7 @@ from mpiddp.errors import (
 from mpiddp.hosts.allocations import in_slurm_terminal
 from mpiddp.launch import log
 from mpiddp.launch.judge.outcome import Outcome
-from mpiddp.launch.plan.command import LEFT_OUT
-from mpiddp.launch.plan.environment import parse_exports, without_values
+from mpiddp.launch.plan.environment import LEFT_OUT, parse_exports, without_values
 from mpiddp.launch.plan.options import LaunchOptions, parse_options
 from mpiddp.launch.run.control import Exchange
 from mpiddp.launch.run.outcome_file import Report

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -22,9 +21,9 @@ from mpiddp.hosts.allocations import SCHEDULERS
 from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.ssh import ANY_SHELL_SSH, ssh_config
+from mpiddp.launch.plan.environment import LEFT_OUT, to_start
 from mpiddp.text import all_of
 
-LEFT_OUT = "…"  # stands for a value in what is printed
 _LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -32,14 +31,13 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 class JobNetwork(NamedTuple):
     """The network of a job."""
 
-    interface: Interface | None = None  # this machine's, None if no single one leads to all hosts
+    interface: Interface | None = None  # of this machine; None if no single one leads to all hosts
     # The networks that MPI must use on all hosts: "10.0.0.0/24", or the name of an interface that all hosts
     # have. Empty if they are not known.
     networks: tuple[str, ...] = ()
-    control_address: str = (
-        "127.0.0.1"  # of this machine, for all ranks; a dry run may have none: ""
-    )
-    addresses: Mapping[str, str] = _NOTHING  # in `networks`, for each host that has told them
+    # This machine's address that all ranks can reach; "" if a dry run finds none.
+    control_address: str = "127.0.0.1"
+    addresses: Mapping[str, str] = _NOTHING  # of hosts in `networks`, by their names, where known
 
     @property
     def other_family(self) -> int:
@@ -50,10 +48,15 @@ class JobNetwork(NamedTuple):
 class Request(NamedTuple):
     """The job to start and its hosts, independent of the MPI."""
 
-    hosts: Hosts  # in the order of the ranks, each with its number, as mpirun gets its name
+    hosts: (
+        Hosts  # in the order of their ranks, each with its number of ranks, by mpirun's name for it
+    )
     job: tuple[str, ...]  # the command of a rank
     folder: str
-    variables: Mapping[str, str] = _NOTHING  # the variables of the ranks
+    variables: Mapping[str, str] = (
+        _NOTHING  # of the ranks, as the launcher and its options set them
+    )
+    inherited: Mapping[str, str] = _NOTHING  # those of `env` that every rank gets as well
     env: Mapping[str, str] = _NOTHING  # the user's environment, which mpirun inherits
     network: JobNetwork = JobNetwork()
     bind: str = "none"
@@ -101,19 +104,20 @@ class Command:
         return path
 
     def host_file(self, lines: Sequence[str]) -> str:
-        """A file of these lines, if they are too long for an argument, with commas between; else ""."""
+        """The path of a file of these lines if they are too long for one argument, with commas; else ""."""
         is_short = len(",".join(lines)) <= _LONGEST_ARGUMENT
         return "" if is_short else self.file("mpiddp-hosts", lines)
 
-    def ssh_agent(self, hosts: Hosts) -> str:
-        """The command in the place of ssh, with the job's configuration; "" if the job needs no ssh."""
-        here = socket.gethostname().lower()  # by this name alone mpirun gets this machine
-        is_here = all(host.key in (here, here.partition(".")[0]) for host in hosts.hosts)
-        if is_here or not hosts.transport.is_ssh:
+    def ssh_agent(self, hosts: Hosts, *first: str) -> str:
+        """The command in the place of ssh, with the job's configuration; "" if the job needs no ssh.
+
+        It runs the lines `first` before ssh.
+        """
+        if all(host.listed for host in hosts.hosts) or not hosts.transport.is_ssh:
             return ""
         config = ssh_config(hosts.hosts, hosts.transport).splitlines()
         # mpirun splits the agent at blanks, which the path of this package may have.
-        agent = self.file("mpiddp-ssh", [f". {shlex.quote(str(ANY_SHELL_SSH))}"])
+        agent = self.file("mpiddp-ssh", [*first, f". {shlex.quote(str(ANY_SHELL_SSH))}"])
         return f"sh {agent} -F {self.file('mpiddp-ssh_config', config)}"
 
     @property
@@ -147,9 +151,9 @@ class Starter(NamedTuple):
     # A scheduler stands behind it, which checks the hosts, chooses their GPUs, ends what is left of a job,
     # and may let a start wait.
     has_scheduler: bool = False
-    # What ends it. Open MPI's takes SIGHUP like SIGTERM, and can do without SIGTERM. Hydra's survives a
-    # SIGTERM to all processes of a job until the ranks have saved. Intel MPI's, a shell script, cannot be
-    # shielded. srun passes SIGTERM on to its tasks.
+    # The signal that ends it. Open MPI's mpirun takes SIGHUP like SIGTERM, so it can ignore the SIGTERM that
+    # a batch system sends to every process of a job. Hydra survives that until the ranks have saved. Intel
+    # MPI's mpirun is a shell script, which cannot ignore it. srun passes SIGTERM on to its tasks.
     stop_signal: signal.Signals = signal.SIGTERM
     # Its exit code 128 + N proves that signal N has killed a rank. Elsewhere that may be the starter's own
     # code, or that of a rank that it has ended.
@@ -160,11 +164,13 @@ class Starter(NamedTuple):
 
     def compose(self, request: Request, scratch: str = ".") -> Command:
         """The command that starts `request` on exactly its hosts, in its order, with files in `scratch`."""
-        variables, env = request.variables, request.env
-        # All other variables are inherited from the user's environment.
+        env, inherited = request.env, request.inherited
+        # mpirun's own environment has the others of them.
+        inherited = inherited if self.has_scheduler else to_start(inherited)
+        variables = {**inherited, **request.variables}
         changed = {name: value for name, value in variables.items() if env.get(name) != value}
-        command = Command(str(self.program), [], request.job, {*variables}, scratch)
+        command = Command(str(self.program), [], request.job, {*variables}, scratch, {**changed})
         self.add_flags(request, command)
+        command.settings |= changed  # they precede the settings of a starter
         command.add("--mpi-args, as you wrote them" * bool(request.mpi_args), *request.mpi_args)
-        command.settings = {**changed, **command.settings, **changed}
         return command

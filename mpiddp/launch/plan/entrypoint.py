@@ -15,7 +15,7 @@ from mpiddp.errors import UserError
 from mpiddp.hosts.program_files import import_folders, texts_of
 from mpiddp.text import all_of
 
-# With these, a field, a parameter or a line of a docstring is an option.
+# If a script uses one of these libraries, a field, a parameter or a line of a docstring may be an option.
 _TAKES_NAMES = re.compile(r"\b(HfArgumentParser|click|typer|fire|hydra|absl|tyro|docopt)\b")
 
 
@@ -24,7 +24,7 @@ def refuse_misplaced(
 ) -> None:
     """Raise UserError for options of the launcher behind a script or a module that does not take them itself.
 
-    What is behind a command, behind "--", or behind a module without source files here, is left alone.
+    It accepts all arguments of a command, of a module whose source is not on this host, and after "--".
 
     Args:
         job: as `read_job` returns it.
@@ -55,7 +55,7 @@ def refuse_misplaced(
 def split(
     arguments: Sequence[str], options: Mapping[str, argparse.Action]
 ) -> tuple[list[str], list[str]]:
-    """These options with their values, up to "--", and the other arguments."""
+    """The arguments that are `options`, with their values; and all others. From "--" on, all are others."""
     taken, others, rest = list[str](), list[str](), iter(arguments)
     for word in rest:
         flag, equals, _ = word.partition("=")
@@ -72,7 +72,7 @@ def _is_named(flag: str, kind: str, name: str) -> bool:
     """Whether the text of a script or a module, or of a file that it imports, has this option."""
     texts = texts_of(kind, name, str(Path.cwd()), import_folders())
     if not texts or flag in ("-h", "--help"):
-        return True  # nobody can tell, or every script may be asked
+        return True  # there is no source to read, or every script may have the option
     bare = re.escape(flag.lstrip("-").replace("_", "-"))
     for text in (text.decode(errors="replace").replace("_", "-") for text in texts):
         if re.search(rf"[\"']-*{bare}[\"'=]", text):
@@ -84,7 +84,7 @@ def _is_named(flag: str, kind: str, name: str) -> bool:
 
 def read_job(module: list[str] | None, script: list[str]) -> tuple[str, ...]:
     """The job of these arguments, of which a script has to exist. Raises UserError."""
-    # argparse gives no option a "--", nor what follows it.
+    # argparse gives "--" and all words after it to `script`, even if they follow -m.
     job = script if module is None else ["-m", *module, *script]
     program = "".join(job[:1])
     if not job[program in ("-m", "--") :]:

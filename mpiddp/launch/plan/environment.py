@@ -1,7 +1,8 @@
 """The environment variables of the ranks: those of the launcher, those that the user names, and our own.
 
-As under torchrun, a rank has every variable of its launcher, but those that a login, a host, a scheduler or
-an MPI sets. On several hosts they travel over ssh (`mpiddp.hosts.private`). No command line shows a value.
+As under torchrun, a rank has every variable of its launcher, except the variables that a login, a host, a
+scheduler or an MPI sets. On several hosts they travel over ssh (`mpiddp.hosts.private`), so that no command
+line shows a value.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from mpiddp.hosts.gpus import for_numbers, hides_all_gpus, is_of_one_host
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.transport import Transport
-from mpiddp.launch.plan.command import LEFT_OUT
 from mpiddp.protocol.variables import JOB, PRIVATE
+
+LEFT_OUT = "…"  # stands for a value that is never printed
 
 # Variables that a login or a host sets for itself, and the paths of this Python.
 _OF_A_HOST = re.compile(
@@ -59,15 +61,15 @@ def forwarded(env: Mapping[str, str], kept_home: Collection[str] = ()) -> dict[s
 
 
 def to_start(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a rank that its agent needs before it takes the others, which mpirun carries."""
+    """The variables that mpirun passes to an agent, because it needs them before it can read the others."""
     return {name: variables[name] for name in _TO_START if name in variables}
 
 
 def of_mpirun(env: Mapping[str, str], transport: Transport) -> dict[str, str]:
-    """The least that an mpirun needs to start ranks on several hosts.
+    """The few variables that an mpirun needs to start ranks on several hosts.
 
-    Hydra sends all of it to them in clear text, and the ranks beside any mpirun inherit it. The programs of
-    a scheduler need its variables.
+    Hydra sends its whole environment to the hosts in clear text, and the ranks on mpirun's own host inherit
+    it under any MPI. If a scheduler's program reaches the hosts, it needs the scheduler's variables.
     """
     needed = [_OF_A_HOST, _OF_AN_MPI, *([] if transport.is_ssh else [_OF_A_SCHEDULER])]
     return {
@@ -163,13 +165,14 @@ def of_host(host: Host, env: Mapping[str, str], exports: Mapping[str, str]) -> d
     return {**(env if is_this_host(host.name) else forwarded(env)), **exports}
 
 
-def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Mapping[str, str]) -> str:
+def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], decided: Collection[str]) -> str:
     """MPIDDP_GPUS: the variables that the ranks of each host set before they load torch; "" for none.
 
-    If the user hides all GPUs of a job, the numbers in its hostfile are ignored, as nobody has checked them.
+    `decided`: the variables that -x sets for the ranks, or keeps from them. If the user hides all GPUs of a
+    job, the numbers in its hostfile are ignored, because nobody has checked them.
     """
-    names = env.keys() - exports.keys()
-    here = {name: env[name] for name in sorted(names) if is_of_one_host(name, env[name])}
+    names = sorted(env.keys() - decided)
+    here = {name: env[name] for name in names if is_of_one_host(name, env[name])}
 
     def choice(host: Host) -> dict[str, str]:
         if host.gpus is not None and not hides_all_gpus(env):

@@ -28,13 +28,15 @@ def find_network(
     """
     others = {host.key: host.name for host in placed.hosts if not is_this_host(host.name)}
     here = [host.name for host in placed.hosts if host.key not in others]
-    by_key = {host.key: info for host, info in infos.items()}
+    keys = {host.key for host in placed.hosts}
+    by_key = {host.key: info for host, info in infos.items() if host.key in keys}
     logins = {key: by_key[key].address for key in others if key in by_key}
     by_family = [
         [_route(name, logins.get(key, ""), family) for key, name in others.items()]
         for family in (socket.AF_INET, socket.AF_INET6)
     ]
-    # All of one family: IPv4, unless it leads to fewer hosts, or through routers that ssh has not passed.
+    # All addresses are of one family: IPv4, unless it leads to fewer hosts, or through routers that no login
+    # of the preflight has passed.
     near = [ip_network(interface.network) for interface in interfaces()]
     passed = {*logins.values()}
 
@@ -56,14 +58,13 @@ def find_network(
             f"no address of this machine is known that {[*others.values()][-1]} can reach. "
             "Name this machine's interface to it: --interface NAME"
         )
-    network = JobNetwork(interface, networks, address)
     addresses = {} if interface is None else dict.fromkeys(here, interface.address)
     for key, name in others.items():
         for there in by_key[key].interfaces if interface and key in by_key else ():
-            is_of_family = (":" in there.address) == (network.other_family == 4)
+            is_of_family = (":" in there.address) == (":" in address)
             if is_of_family and any(map(there.matches, networks)):
                 addresses.setdefault(name, there.address)
-    return network._replace(addresses=addresses)
+    return JobNetwork(interface, networks, address, addresses)
 
 
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
@@ -72,8 +73,8 @@ def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:
     matching = [interface for interface in present if interface.matches(requested)]
     if not matching:
         names = " and ".join(f"{interface.name} ({interface.address})" for interface in present)
-        here = socket.gethostname()
-        raise UserError(f'interface "{requested}" is not on {here}, which has {names}.')
+        here = f"on {socket.gethostname()}, which has {names}"
+        raise UserError(f'interface "{requested}" is not {here}.')
     if requested in [interface.address for interface in matching]:
         # The other hosts have other addresses in the same network.
         return matching[0], tuple(interface.network for interface in matching)

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,22 +19,21 @@ from typing import NamedTuple
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import NO_ANSWER, VISIBLE, hides_all_gpus
-from mpiddp.hosts.hostfile import Host, Hosts, hosts_between_commas
-from mpiddp.hosts.names import forget_addresses, is_this_host, resolve_all
+from mpiddp.hosts.hostfile import Host, Hosts, without
+from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.program_files import python_path
-from mpiddp.hosts.ssh import Logins
+from mpiddp.hosts.ssh import Logins, other_hosts
 from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log
-from mpiddp.launch.plan import placement
-from mpiddp.launch.plan.command import Request, Starter
-from mpiddp.launch.plan.environment import forwarded, gpu_table, to_start
+from mpiddp.launch.plan.command import JobNetwork, Request, Starter
+from mpiddp.launch.plan.environment import forwarded, gpu_table
 from mpiddp.launch.plan.job_network import find_network, requested_network
 from mpiddp.launch.plan.options import LaunchOptions
-from mpiddp.launch.plan.placement import Past
-from mpiddp.launch.plan.preflight import Checked, Needs, check_gpus, preflight
+from mpiddp.launch.plan.placement import Past, choose, place
+from mpiddp.launch.plan.preflight import Checked, check_gpus, preflight
 from mpiddp.launch.plan.starters import find_starter
 from mpiddp.protocol import variables as names
-from mpiddp.text import all_of, listed, shown
+from mpiddp.text import all_of, counted
 
 # This Python. Links are not resolved: its path identifies a virtual environment.
 PYTHON = Path(sys.executable).absolute()
@@ -45,14 +44,14 @@ if sys.version_info < (3, 11):
 
 
 class Plan(NamedTuple):
-    """One attempt at a job: the starter, and the request for it."""
+    """One attempt at a job, with the result of each step that led to its request."""
 
     options: LaunchOptions
     starter: Starter
-    request: Request
     past: Past
-    hosts: Hosts  # the chosen hosts, before their ranks were placed
     checked: Checked
+    hosts: Hosts  # the chosen hosts, before their ranks were placed
+    request: Request
 
     @property
     def named(self) -> Hosts:
@@ -61,8 +60,8 @@ class Plan(NamedTuple):
 
     @property
     def used(self) -> list[str]:
-        """The keys of the hosts that take ranks, as in the list of hosts."""
-        return [self.key_of(host.name) for host in self.request.hosts.hosts]
+        """The keys of the hosts that take ranks."""
+        return [host.key for host in self.request.hosts.hosts]
 
     @property
     def shared_names(self) -> set[str]:
@@ -71,9 +70,8 @@ class Plan(NamedTuple):
         return {name for name, count in counts.items() if count > 1}
 
     def key_of(self, name: str) -> str:
-        """The key, in the list, of a host that mpirun got as `name`. The list may call it localhost."""
-        here = (host.key for host in self.named.hosts if is_this_host(host.name))
-        return next(here, name.lower()) if is_this_host(name) else name.lower()
+        """The key of the host that mpirun got as `name`."""
+        return next(host.key for host in self.request.hosts.hosts if host.name == name)
 
 
 def make_plan(
@@ -88,7 +86,7 @@ def make_plan(
     preflight, which remain open. Raises UserError for bad input and JobFailed if a machine failed.
     """
     past = past or Past(read_hosts(options, env))
-    named, is_first = past.named, past.enough is None
+    named = past.named
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = (options.min_hosts if starter.has_scheduler else options.wait_s) or options.spares
@@ -97,13 +95,16 @@ def make_plan(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
-    resolve_all([host.name for host in named.hosts])
-    _, least = placement.wanted_hosts(options, past)
-    if options.push and is_first and not options.dry_run:
+    _, least = _wanted_hosts(past, options.spares, options.min_hosts)
+    if options.push and past.is_first and not options.dry_run:
         _push(named, working_folder(env), least)
-    waits = options.wait_s or 0.0, len(named.usable) if is_first else least
+    waits = options.wait_s or 0.0, len(named.usable) if past.is_first else least
     checked = run_preflight(options, named, starter, env, logins, waits)
-    return _plan(options, env, starter, past, checked)
+    plan = _plan(options, env, starter, past, checked)
+    for host in plan.hosts.usable if past.is_first else ():
+        for note in checked.notes.get(host, ()):
+            log.info(note)
+    return plan
 
 
 def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
@@ -113,8 +114,7 @@ def plan_without(plan: Plan, failures: Mapping[str, str]) -> Plan:
     """
     by_key = {plan.key_of(name): why for name, why in failures.items()}
     complaints = {host: by_key[host.key] for host in plan.named.hosts if host.key in by_key}
-    complaints = {**plan.checked.complaints, **complaints}
-    checked = plan.checked._replace(complaints=complaints, notes={})
+    checked = plan.checked._replace(complaints={**plan.checked.complaints, **complaints})
     return _plan(plan.options, plan.request.env, plan.starter, plan.past, checked)
 
 
@@ -122,41 +122,60 @@ def _plan(
     options: LaunchOptions, env: Mapping[str, str], starter: Starter, past: Past, checked: Checked
 ) -> Plan:
     """The plan by the results of the preflight."""
-    wanted, least = placement.wanted_hosts(options, past)
-    chosen = placement.choose(past, checked, wanted, least)
-    for host in chosen.usable if past.enough is None else ():  # only at the first attempt
-        for note in checked.notes.get(host, ()):
-            log.info(note)
-    placed = placement.place(chosen, checked.gpus, starter, options, past, wanted)
-    infos = {host: checked.infos[host] for host in chosen.hosts if host in checked.infos}
-    network = find_network(placed, infos, options.interface, dry_run=options.dry_run)
-    if options.verbose:
-        log.info(f"{starter.name}, {starter.program}")
-        if len(placed.hosts) > 1 and not starter.has_scheduler:
-            log.info(f"{placed.transport.name} reaches the other hosts")
-        if interface := network.interface:
-            log.info(f"{interface.name} ({interface.address}) leads to the other hosts")
-    if options.verbose or options.dry_run:
-        for line in options.of_hostfile:
-            log.info(f"{line} (the command line takes precedence)")
-        last = -1
-        for host in placed.hosts:
-            first, last = last + 1, last + host.ranks
-            ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-            log.info(f"{host.name}: {ranks}")
+    wanted, least = _wanted_hosts(past, options.spares, options.min_hosts)
+    chosen = choose(past, checked, wanted, least)
+    placed = place(chosen, checked.gpus, starter, options, env, past, wanted)
+    network = find_network(placed, checked.infos, options.interface, dry_run=options.dry_run)
     is_agent = options.job[:3] == ("-m", "mpiddp", "run")
     job = options.job[3:] if is_agent else options.job
     request = Request(
         hosts=placed,
         job=(str(PYTHON), *AGENT, "run", *job),
         folder=working_folder(env),
+        variables=_variables(options, env, starter, placed, network),
+        inherited=forwarded(env, options.kept_home),
         env=env,
         network=network,
         bind=options.bind,
         mpi_args=options.mpi_args,
     )
-    request = request._replace(variables=rank_variables(options, starter, request))
-    return Plan(options, starter, request, past, chosen, checked)
+    plan = Plan(options, starter, past, checked, chosen, request)
+    for line in _choices(plan):
+        log.info(line)
+    return plan
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    """The lines about this plan that --verbose and --dry-run print."""
+    options, starter, hosts = plan.options, plan.starter, plan.request.hosts
+    if options.verbose:
+        yield f"{starter.name}, {starter.program}"
+        if len(hosts.hosts) > 1 and not starter.has_scheduler:
+            yield f"{hosts.transport.name} reaches the other hosts"
+        if interface := plan.request.network.interface:
+            yield f"{interface.name} ({interface.address}) leads to the other hosts"
+    if options.verbose or options.dry_run:
+        for line in options.of_hostfile:
+            yield f"{line} (the command line takes precedence)"
+        last = -1
+        for host in hosts.hosts:
+            first, last = last + 1, last + host.ranks
+            ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+            yield f"{host.name}: {ranks}"
+
+
+def _wanted_hosts(past: Past, spares: int, min_hosts: int | None) -> tuple[int, int]:
+    """The number of hosts that the job takes, and the fewest with which it starts."""
+    usable = len(past.named.usable)
+    wanted = usable - spares
+    if wanted < 1:
+        present = f"{past.named.source} has {counted(usable, 'host')}"
+        raise UserError(f"--spares {spares} leaves no host for the ranks: {present}.")
+    if wanted < (min_hosts or 1):
+        reserve = f" beside {counted(spares, 'spare')}" if spares else ""
+        only = f"only {counted(wanted, 'host')} given{reserve}"
+        raise UserError(f"{only}, but --min-hosts is {min_hosts}.")
+    return wanted, min_hosts or min(wanted, past.enough or wanted)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -164,37 +183,23 @@ def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool
 
     Once the job has begun (not `is_first`), a host of --exclude may be gone from an edited hostfile.
     """
-    named = named_hosts(options.hostfile, options.host_list, env, options.login_s)
-    hosts = named or Hosts("this machine", (Host("localhost"),))
+    hosts = named_hosts(options.hostfile, options.host_list, env, options.login_s)
+    hosts = hosts or Hosts("this machine", (Host("localhost"),))
     transport = hosts.transport._replace(silence_s=names.PATIENCE * options.lost_s)
     hosts = replace(hosts, transport=transport)
     if options.exclude is not None:
-        hosts = _without(options.exclude, hosts, is_first=is_first)
+        hosts = without(hosts, options.exclude, is_first=is_first)
     if (most := options.max_hosts) is not None:
         if len(hosts.usable) < most and is_first:
             need = f"--nnodes {options.min_hosts}:{most} needs a list of {most} hosts"
             raise UserError(f"{need}; {hosts.source} has {len(hosts.usable)}.")
         hosts = replace(hosts, hosts=hosts.usable[:most])
-    for host in hosts.hosts:
-        if host.gpus is not None and (chosen := sorted({*VISIBLE} & options.variables.keys())):
-            both = f"gpus= and -x {chosen[0]} both choose the GPUs of {host.name}"
-            raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
+    for variable in sorted({*VISIBLE} & options.variables.keys()):
+        for host in hosts.hosts:
+            if host.gpus is not None:
+                both = f"gpus= and -x {variable} both choose the GPUs of {host.name}"
+                raise UserError(f"{hosts.where(host)}: {both}. Leave one out.")
     return hosts
-
-
-def _without(exclude: str, hosts: Hosts, *, is_first: bool) -> Hosts:
-    """The hosts without those of --exclude."""
-    excluded = {host.key for host in hosts_between_commas("--exclude", exclude)}
-    unknown = sorted(excluded - {host.key for host in hosts.hosts})
-    if unknown and is_first:
-        present = listed([host.name for host in hosts.hosts])
-        raise UserError(
-            f'--exclude: "{shown(unknown[0])}" is not in {hosts.source}, which has {present}.'
-        )
-    left = tuple(host for host in hosts.hosts if host.key not in excluded)
-    if all(host.slots == 0 for host in left):
-        raise UserError(f"--exclude {exclude} leaves no slots in {hosts.source}.")
-    return replace(hosts, hosts=left)
 
 
 def _push(named: Hosts, folder: str, least: int) -> None:
@@ -226,7 +231,7 @@ def run_preflight(
     `waits`: the most seconds to wait for hosts, and the number of hosts that are enough to stop waiting.
     """
     kind, exports = options.job[0], options.variables
-    is_alone = all(is_this_host(host.name) for host in named.usable)
+    is_alone = not other_hosts(named.usable)
     uses_gpus = options.backend != "gloo" and not hides_all_gpus({**env, **exports})
     is_off = starter.has_scheduler or options.dry_run or not options.check
     if is_off or (is_alone and not uses_gpus):
@@ -237,18 +242,18 @@ def run_preflight(
             return Checked(complaints={host: NO_ANSWER.format(name=host.name)})
         return check_gpus(Checked(gpus={host: gpus}), env, exports)
     interface = requested_network(options.interface)[1] if options.interface else ()
-    needs = Needs(
-        python=str(PYTHON),
-        mpirun=str(starter.program),
-        daemon=str(starter.program.with_name(starter.daemon)),
-        folder=working_folder(env),
-        path=env.get("PATH", os.defpath),
-        packages=python_path({**env, **exports}),
-        interface=",".join(interface) or None,
-        program=options.job[1] if kind == "--" else None,
-        script=None if kind in ("--", "-m") else kind,
-        uses_gpus=uses_gpus,
-    )
+    needs = {
+        "python": str(PYTHON),
+        "mpirun": str(starter.program),
+        "daemon": str(starter.program.with_name(starter.daemon)),  # which mpirun starts there
+        "folder": working_folder(env),
+        "path": env.get("PATH", os.defpath),  # of the ranks
+        "packages": python_path({**env, **exports}),  # the folders of their PYTHONPATH
+        "interface": ",".join(interface),  # names, addresses or networks
+        "program": options.job[1] if kind == "--" else "",  # by its path or on `path`
+        "script": "" if kind in ("--", "-m") else kind,
+        "uses_gpus": uses_gpus,
+    }
     checked = preflight(named.usable, needs, named.transport, waits=waits, logins=logins)
     return check_gpus(checked, env, exports) if uses_gpus else checked
 
@@ -266,28 +271,33 @@ def working_folder(env: Mapping[str, str]) -> str:
     return str(here)
 
 
-def rank_variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
-    """The variables that the command sets. Those of mpiddp and its options precede -x and --env-file."""
-    hosts, env, exports = request.hosts.hosts, request.env, options.variables
+def _variables(
+    options: LaunchOptions,
+    env: Mapping[str, str],
+    starter: Starter,
+    placed: Hosts,
+    network: JobNetwork,
+) -> dict[str, str]:
+    """The variables that this launcher sets for the ranks. Its own precede -x and --env-file."""
+    hosts, exports = placed.hosts, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
-    networks = ",".join(request.network.networks)
+    networks = ",".join(network.networks)
+    # A scheduler chooses the GPUs of each host itself.
+    decided = exports.keys() | options.kept_home
+    gpus = "" if starter.has_scheduler else gpu_table(hosts, env, decided)
     # The environment may hold the default of --timeout, and -x precedes that.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     ours = {
         names.PLACEMENT: ",".join(f"{host.alias}:{host.ranks}" for host in hosts),
         names.NETWORKS: networks,
-        # A scheduler chooses the GPUs of each host itself.
-        names.GPUS: "" if starter.has_scheduler else gpu_table(hosts, env, exports),
+        names.GPUS: gpus,
         names.INTERFACE: networks if options.interface else "",
         names.TIMEOUT: f"{timeout_s:.12g}" if timeout_s else "",
         names.LOG_DIR: options.log_dir,
         names.LOG_TO: shlex.join(options.log_to),
         "MASTER_ADDR": options.master_addr,
     }
-    set_here = {name: value for name, value in ours.items() if value}
-    inherited = forwarded(env, options.kept_home)
-    inherited = inherited if starter.has_scheduler else to_start(inherited)
-    return {**inherited, **library, **exports, **set_here}
+    return {**library, **exports, **{name: value for name, value in ours.items() if value}}
 
 
 # --- hosts that can join a running job ---
@@ -304,13 +314,13 @@ def search_once(plan: Plan, avoided: Collection[str] = ()) -> list[str]:
         return []
     used = {host.key for host in plan.hosts.hosts}
     try:
-        listed = read_hosts(options, os.environ, is_first=False).usable
-        new = [host for host in listed if host.key not in {*used, *avoided}]
-        if not new or len(listed) - options.spares <= len(plan.hosts.usable):
+        usable = read_hosts(options, os.environ, is_first=False).usable
+        new = [host for host in usable if host.key not in {*used, *avoided}]
+        if not new or len(usable) - options.spares <= len(plan.hosts.usable):
             return []
         forget_addresses()
         together = replace(plan.named, hosts=(*plan.hosts.usable[:1], *new))
-        checked = run_preflight(options, together, plan.starter, os.environ)
+        checked = run_preflight(options, together, plan.starter, plan.request.env)
     except (UserError, JobFailed, OSError):
         return []
     joining = [host.name for host in new if host not in checked.complaints]

@@ -34,19 +34,10 @@ class Past(NamedTuple):
     enough: int | None = None  # the number of hosts of the first attempt; None before it
     max_ranks: int | None = None  # the most ranks that the job has announced it can use
 
-
-def wanted_hosts(options: LaunchOptions, past: Past) -> tuple[int, int]:
-    """The number of hosts that the job takes, and the fewest with which it starts."""
-    usable, spares, min_hosts = len(past.named.usable), options.spares, options.min_hosts
-    wanted = usable - spares
-    if wanted < 1:
-        present = f"{past.named.source} has {counted(usable, 'host')}"
-        raise UserError(f"--spares {spares} leaves no host for the ranks: {present}.")
-    if wanted < (min_hosts or 1):
-        reserve = f" beside {counted(spares, 'spare')}" if spares else ""
-        only = f"only {counted(wanted, 'host')} given{reserve}"
-        raise UserError(f"{only}, but --min-hosts is {min_hosts}.")
-    return wanted, min_hosts or min(wanted, past.enough or wanted)
+    @property
+    def is_first(self) -> bool:
+        """Whether no attempt has begun."""
+        return self.enough is None
 
 
 def choose(past: Past, checked: Checked, wanted: int, least: int) -> Hosts:
@@ -80,13 +71,20 @@ def choose(past: Past, checked: Checked, wanted: int, least: int) -> Hosts:
 # --- slots and ranks ---
 
 
-def _slots(hosts: Hosts, host: Host, gpus: Sequence[Gpu] | None, options: LaunchOptions) -> int:
-    """A host's slots: those of its line, else its GPUs. Slots of a scheduler, maybe cores, exceed no GPUs.
+def _slots(
+    hosts: Hosts,
+    host: Host,
+    gpus: Sequence[Gpu] | None,
+    options: LaunchOptions,
+    env: Mapping[str, str],
+) -> int:
+    """A host's slots: the number of its line, else that of its GPUs.
 
-    `gpus` is None for a host that no preflight has asked.
+    A scheduler may count cores, so its slots are at most the GPUs. `gpus` is None if no preflight has asked
+    the host.
     """
     is_gloo, slots = options.backend == "gloo", host.slots or 0
-    env = of_host(host, os.environ, options.variables)
+    env = of_host(host, env, options.variables)
     # The vendor's tool of this machine may take seconds, so it runs only if its answer matters.
     may_share = len(hosts.hosts) == 1 and slots > 1 and not is_gloo
     matters = host.slots is None or host.gpus or may_share
@@ -126,10 +124,11 @@ def _visible_gpus(host: Host, gpus: Sequence[Gpu], env: Mapping[str, str]) -> in
     """The number of a host's GPUs that its line, or else `env` of its ranks, leave visible."""
     if hides_all_gpus(env):
         return 0
-    for missing in (number for number in host.gpus or () if number >= len(gpus)):
+    numbers = host.gpus or ()
+    if (last := max(numbers, default=-1)) >= len(gpus):
         raise UserError(
-            f"{host.name} has {counted(len(gpus), 'GPU')}, so there is no GPU {missing} "
-            f"(gpus={','.join(map(str, host.gpus or ()))}). They are numbered from 0."
+            f"{host.name} has {counted(len(gpus), 'GPU')}, so there is no GPU {last} "
+            f"(gpus={','.join(map(str, numbers))}). They are numbered from 0."
         )
     return min(len(gpus), len(chosen_gpus(gpus, env, host.gpus)))
 
@@ -139,6 +138,7 @@ def place(
     gpus: Mapping[Host, Sequence[Gpu]],  # of the hosts that a preflight has asked
     starter: Starter,
     options: LaunchOptions,
+    env: Mapping[str, str],
     past: Past,
     wanted: int,
 ) -> Hosts:
@@ -148,9 +148,9 @@ def place(
     fewer ranks may start.
     """
     n, npernode = options.n, options.npernode
-    room = {host: _slots(hosts, host, gpus.get(host), options) for host in hosts.hosts}
-    if not options.names_hosts and past.enough is None:  # only at the first attempt
-        on_node = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    room = {host: _slots(hosts, host, gpus.get(host), options, env) for host in hosts.hosts}
+    if not options.names_hosts and past.is_first:
+        on_node = env.get("SLURM_GPUS_ON_NODE", "")
         are_idle = {*room.values()} == {1} and on_node not in ("", "0", "1")
         more = f"; for a rank on each GPU: #SBATCH --ntasks-per-node={shown(on_node)}"
         more *= hosts.starter == "srun" and are_idle
@@ -177,7 +177,7 @@ def place(
         )
     left = min(limit for limit in (total, n, past.max_ranks) if limit is not None)
     # A restart may have fewer ranks, so only the first attempt refuses.
-    shown_ranks = options.log_ranks.split(",") if past.enough is None else ()
+    shown_ranks = options.log_ranks.split(",") if past.is_first else ()
     if missing := [rank for rank in shown_ranks if rank.isdigit() and int(rank) >= left]:
         ranks = "rank 0 only" if left == 1 else f"ranks 0 to {left - 1}"
         no = f"there is no rank {listed(missing)}; the job has {ranks}"
@@ -192,7 +192,7 @@ def place(
             # mpirun recognizes this machine by the name that it calls itself, and then needs no ssh to it.
             name = socket.gethostname()
             name = name.partition(".")[0] if starter.cuts_own_name else name
-            host = replace(host, name=name, user=None, port=None)
+            host = replace(host, name=name, listed=host.name, user=None, port=None)
         placed.append(replace(host, ranks=count))
     if len(here) > 1:
         both = f"{here[0].name} and {here[1].name} are both this machine"

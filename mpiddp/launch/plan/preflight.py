@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -39,22 +39,6 @@ _NEW_KEY = "Host key verification failed"
 
 # The modules that are sent to the hosts, each after those that it imports. They need only a Python.
 TRAVELLING: tuple[ModuleType, ...] = (interfaces, gpus, processes, gpu_health, facts)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The things that every host must have. This record travels there as JSON. Paths are absolute."""
-
-    python: str
-    mpirun: str
-    daemon: str  # the program that mpirun starts there
-    folder: str
-    path: str  # the PATH that the ranks will have
-    packages: Sequence[str] = ()  # the folders of the ranks' PYTHONPATH
-    interface: str | None = None  # by name, address or network
-    program: str | None = None  # the command of the ranks, by its path or on `path`
-    script: str | None = None  # the path of their Python script
-    uses_gpus: bool = True  # False with gloo, or if a variable of the ranks hides them all
 
 
 @dataclass(frozen=True)
@@ -93,22 +77,23 @@ class Checked(NamedTuple):
     failed: Collection[Host] = ()  # the hosts that are off, full, or cannot be reached
     gpus: Mapping[Host, Sequence[Gpu]] = MappingProxyType({})  # of each host that has answered
     notes: Mapping[Host, Sequence[str]] = MappingProxyType({})  # about GPUs that can be used
-    start_s: float = (
-        LEAST_START_S  # that a program takes to start on all hosts, by the latest logins
-    )
+    start_s: float = LEAST_START_S  # until a program runs on all hosts, by the latest logins
 
 
 def preflight(
     hosts: Sequence[Host],
-    needs: Needs,
+    needs: Mapping[str, Any],
     transport: Transport = SSH,
     *,
     waits: tuple[float, int] = (0.0, 0),
     logins: Logins | None = None,  # gets those of the hosts that answer, which remain open
 ) -> Checked:
-    """Ask each host, and again for at most `waits[0]` seconds, until `waits[1]` hosts have answered."""
-    program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
-    ask = partial(ask_hosts, program=program, python=needs.python, work_s=facts.LONGEST_S)
+    """Ask each host, and again for at most `waits[0]` seconds, until `waits[1]` hosts have answered.
+
+    `needs`: the things that every host must have, which `run_preflight` names.
+    """
+    program = program_that_prints(TRAVELLING, f"host_info({needs!a})")
+    ask = partial(ask_hosts, program=program, python=needs["python"], work_s=facts.LONGEST_S)
     answers, began_at = dict[Host, Answer](), time.monotonic()
     waits_until, waiting, announced = began_at + waits[0], [*hosts], list[Host]()
     while True:
@@ -122,8 +107,8 @@ def preflight(
         if left_s <= 0 or len(hosts) - len(waiting) >= waits[1]:
             break
         if waiting != announced:
-            announced, absent = waiting, listed([host.name for host in waiting], most=3)
-            log.info(f"waiting for {absent} (up to {duration(max(1.0, left_s))})")
+            announced, some = waiting, listed([host.name for host in waiting], most=3)
+            log.info(f"waiting for {some} (up to {duration(max(1.0, left_s))})")
         time.sleep(min(PAUSE_S, left_s))
         names.forget_addresses()  # a name may resolve by now
     infos, complaints = dict[Host, HostInfo](), dict[Host, str]()
@@ -181,33 +166,33 @@ def _mistaken(infos: Mapping[Host, HostInfo]) -> dict[Host, str]:
     return sentences
 
 
-def _complaint(info: HostInfo, first: HostInfo, needs: Needs) -> str:
+def _complaint(info: HostInfo, first: HostInfo, needs: Mapping[str, Any]) -> str:
     """The problem of this host, as one sentence; "" if it has none.
 
     Its versions must be those of the first host without a problem.
     """
-    name, interface, program = info.host.name, needs.interface, needs.program
+    name, interface, program = info.host.name, needs["interface"], needs["program"]
     here, there = (".".join(text.split(".")[:2]) for text in (sys.version, info.python))
     if there and there != here:
-        problem = f"{needs.python} is Python {there} there, {here} here. Install the same Python"
+        problem = f"{needs['python']} is Python {there} there, {here} here. Install the same Python"
         return f"{name}: {problem} at the same path on every host."
     if not info.has_folder:
-        problem = f"the working folder {needs.folder} is missing"
+        problem = f"the working folder {needs['folder']} is missing"
         return f"{name}: {problem}. {_PUSH}, or launch from a folder that every host has."
     if info.mpirun is None or not info.has_daemon:
-        problem = f"{needs.daemon if info.mpirun else needs.mpirun} is missing or does not run."
+        problem = f"{needs['daemon' if info.mpirun else 'mpirun']} is missing or does not run."
         return f"{name}: {problem} Install the same MPI at the same path on every host."
     if not info.has_program:
-        where = "missing or not executable" if os.sep in str(program) else "not on PATH"
+        where = "missing or not executable" if os.sep in program else "not on PATH"
         return f"{name}: {program} is {where}. Install it on every host."
     if not info.has_script:
-        return f"{name}: {needs.script} is missing. {_PUSH}."
-    if info.gpus is None and needs.uses_gpus:
+        return f"{name}: {needs['script']} is missing. {_PUSH}."
+    if info.gpus is None and needs["uses_gpus"]:
         return NO_ANSWER.format(name=name)
     if interface and not any(present.matches(interface) for present in info.interfaces):
         names = all_of(list(dict.fromkeys(present.name for present in info.interfaces)))
         return f'interface "{interface}" is not on {name}, which has {names}.'
-    software = {"torch": "torch", "mpi4py": "mpi4py", "mpirun": needs.mpirun}
+    software = {"torch": "torch", "mpi4py": "mpi4py", "mpirun": needs["mpirun"]}
     for field, program in software.items():
         versions = {host.host.name: getattr(host, field) or "missing" for host in (first, info)}
         if fact := differences(program, versions):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,7 +40,7 @@ _NETWORK = "the network that connects the hosts; not every network of a host doe
 
 # --- Open MPI ---
 
-_SHIELD = "env --ignore-signal=TERM"  # GNU coreutils 8.31
+_NO_SIGTERM = "trap '' TERM"  # for a shell and the program that it becomes
 _IN_ORDER = "the host of each rank in order; Open MPI's other mappings reorder hosts"
 _AS_ROOT = "mpirun refuses to run as root without this flag"
 _NO_SEARCH = "skips a 1 s search for fast networks; MPI carries only a few messages"
@@ -133,28 +134,15 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
 
 def _agent(hosts: Hosts, command: Command) -> tuple[str, str]:
     """The program that reaches the other hosts, and its reason; "" without other hosts."""
-    transport = hosts.transport
-    if agent := command.ssh_agent(hosts):
-        why = _ANY_SHELL
-    elif len(hosts.hosts) > 1:
-        agent = " ".join(transport.agent)
+    transport, why = hosts.transport, _ANY_SHELL
+    agent = command.ssh_agent(hosts, _NO_SIGTERM)
+    if not agent and len(hosts.hosts) > 1:
+        lines = [_NO_SIGTERM, f'exec {shlex.join(transport.agent)} "$@"']
+        agent = f"sh {command.file('mpiddp-agent', lines)}"
         why = f"{transport.name} reaches the hosts of the job, without ssh"
-    else:
-        return "", ""
-    if not can_shield():
-        return agent, why
     program = transport.agent[0]
     why += f"; {program} ignores SIGTERM: batch systems send it to every process, "
-    return f"{_SHIELD} {agent}", f"{why}and mpirun ends with its {program}"
-
-
-@cache
-def can_shield() -> bool:
-    """Whether this machine's env(1) can start a program that ignores SIGTERM."""
-    try:
-        return subprocess.run([*_SHIELD.split(), "true"], stderr=subprocess.DEVNULL).returncode == 0
-    except OSError:
-        return False
+    return agent, f"{why}and mpirun ends with its {program}"
 
 
 # --- Hydra: the mpirun of MPICH and of Intel MPI ---
@@ -203,17 +191,12 @@ def _counts(request: Request) -> list[str]:
     return [f"{host.alias}:{host.ranks}" for host in request.hosts.hosts]
 
 
-def _add_hydra(
-    request: Request,
-    command: Command,
-    launcher: str,
-    program_variable: str,
-    arguments_variable: str,
-) -> None:
+def _add_hydra(request: Request, command: Command, launcher: str, *variables: str) -> None:
     """Add the flags that both kinds of Hydra share. With `launcher`, it follows no variables of a scheduler.
 
-    In the two variables, users name a program to use in place of ssh, and its arguments.
+    In the two `variables`, users name a program to use in place of ssh, and its arguments.
     """
+    program_variable, arguments_variable = variables
     transport, interface = request.hosts.transport, request.network.interface
     hydra, program, why = transport.hydra, transport.agent[0], request.why_pinned
     if program_variable not in request.env and (agent := command.ssh_agent(request.hosts)):
@@ -296,7 +279,7 @@ STARTERS = (
     ),
     Starter(
         name="Slurm's srun",
-        version=re.compile(r"^slurm(?:-wlm)? ([0-9]{1,9}[\w.]{0,40})"),
+        version=re.compile(r"(?m)^slurm(?:-wlm)? ([0-9]{1,9}[\w.]{0,40})"),
         add_flags=_srun,
         has_scheduler=True,
     ),
@@ -320,12 +303,8 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
         raise UserError(problem)
     # Symlinks are not resolved: an MPI finds its own files by the path under which it was called.
     program = Path(path).absolute()
-    answer = program_version(str(program), env)  # takes a few milliseconds
-    if answer is None:
-        text = program_version(str(program), env, stderr=subprocess.STDOUT) or ""
-        first = shown(text.strip().partition("\n")[0])
-        why = f": {first}" if text else f", or does not answer in {VERSION_S:g} s"
-        raise UserError(f"{program} --version cannot run{why}. Name another mpirun: --mpirun PATH")
+    # A few milliseconds. On stderr, an mpirun that cannot run says why.
+    answer = program_version(str(program), env, stderr=subprocess.STDOUT) or ""
     # mpi4py finds a library beside Python by itself, and takes the one that the user names.
     is_named = explicit is None and env.get("MPI4PY_LIBMPI")
     for kind in STARTERS:
@@ -334,9 +313,10 @@ def find_starter(name: str, explicit: str | None, python: Path, env: Mapping[str
             libmpi = None if finds_itself else _find_library(kind.library, program)
             return kind._replace(name=f"{kind.name} {match[1]}", program=program, libmpi=libmpi)
     *names, last = dict.fromkeys(kind.name for kind in STARTERS if not kind.has_scheduler)
+    first = shown(answer.strip().partition("\n")[0])
+    prints = f'prints "{first}"' if first else f"prints nothing in {VERSION_S:g} s"
     raise UserError(
-        f'{program} --version prints "{shown(answer.strip().partition(chr(10))[0])}". '
-        f"Expected {', '.join(names)} or {last}. Name another: --mpirun PATH"
+        f"{program} --version {prints}. Expected {', '.join(names)} or {last}. Name another: --mpirun PATH"
     )
 
 

@@ -21,7 +21,7 @@ from mpiddp.hosts.scratch import private_folder
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch.judge.events import Announcement, Record
 from mpiddp.launch.judge.outcome import Outcome
-from mpiddp.launch.plan.environment import forwarded, of_mpirun, to_start
+from mpiddp.launch.plan.environment import of_mpirun, to_start
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.control import Console, ControlServer, Exchange, SignalQueue, listen
 from mpiddp.launch.run.handover import hand_over, sweep
@@ -136,7 +136,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         private_name = private.new_name() if others and not has_scheduler else ""
         if private_name:
             stack.callback(private.remove, private_name)
-            everything = {**forwarded(env, options.kept_home), **variables}
+            everything = {**request.inherited, **variables}
             variables = to_start({**everything, names.PRIVATE: private_name})
             env = of_mpirun(env, request.hosts.transport)
             with launcher.signals.interrupting():

@@ -7,7 +7,6 @@ import ast
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from mpiddp.doctor import there
 from mpiddp.hosts import facts, gpu_health, gpus, interfaces, processes, program_files, reachability
 from mpiddp.hosts.program_files import files_of, import_folders
 from mpiddp.hosts.ssh import CHECK_PYTHON, program_that_prints
-from mpiddp.launch.plan.preflight import TRAVELLING, Needs
+from mpiddp.launch.plan.preflight import TRAVELLING
 from tests.support.patience import PATIENCE_S
 
 TRAIN = """\
@@ -139,9 +138,9 @@ def test_the_program_needs_only_the_standard_library(tmp_path):
     packages = tmp_path / "of PYTHONPATH/mpi4py-4.0.dist-info"
     packages.mkdir(parents=True)
     (packages / "METADATA").write_text("Name: mpi4py\nVersion: 4.0\n")
-    of_ranks = {"path": "", "packages": [packages.parent.name]}
-    needs = Needs(sys.executable, "/nowhere/mpirun", "/bin/sh", str(tmp_path), **of_ranks)
-    program = program_that_prints(TRAVELLING, f"host_info({asdict(needs)!a})")
+    needs = {"mpirun": "/nowhere/mpirun", "daemon": "/bin/sh", "program": "", "script": ""}
+    needs |= {"folder": str(tmp_path), "path": "", "packages": [packages.parent.name]}
+    program = program_that_prints(TRAVELLING, f"host_info({needs!a})")
     done = run_bare(program, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     info = json.loads(done.stdout)

@@ -1,6 +1,6 @@
 """The options of `mpiddp launch`, what users of other launchers type, and the variables of the ranks.
 
-Tests mpiddp/launch/{options,variables}.py. The promises have the command line for each MPI.
+Tests mpiddp/launch/plan/{options,environment}.py. The promises have the command line for each MPI.
 """
 
 import argparse
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.launch.plan.environment import forwarded, parse_env_file, without_values
+from mpiddp.hosts.hostfile import Host
+from mpiddp.launch.plan.environment import forwarded, gpu_table, parse_env_file, without_values
 from mpiddp.launch.plan.job_plan import read_hosts
 from mpiddp.launch.plan.options import (
     LaunchOptions,
@@ -223,6 +224,12 @@ OF_A_PLACE = (
 def test_every_variable_reaches_the_ranks_but_those_of_a_place():
     env = dict.fromkeys((*PASSED, *OF_A_PLACE, "KEPT"), "1")
     assert forwarded(env | {"CUDA_VISIBLE_DEVICES": "1"}, ["KEPT"]) == dict.fromkeys(PASSED, "1")
+
+
+def test_gpus_that_are_kept_from_the_ranks():
+    here, env = [Host("localhost")], {"CUDA_VISIBLE_DEVICES": "1"}
+    assert gpu_table(here, env, ()) == '[{"CUDA_VISIBLE_DEVICES":"1"}]'
+    assert gpu_table(here, env, env.keys()) == ""
 
 
 FILE = r"""

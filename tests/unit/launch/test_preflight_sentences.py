@@ -13,11 +13,20 @@ from mpiddp.hosts.complaints import NO_PROGRAM, Answer
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.transport import QRSH, SSH
-from mpiddp.launch.plan.preflight import HostInfo, Needs, _complaint
+from mpiddp.launch.plan.preflight import HostInfo, _complaint
 from tests.support.errors import error
 
 A = Host("a")
-NEEDS = Needs("/venv/bin/python", "/mpi/bin/mpirun", "/mpi/bin/prted", "/work", "/bin")
+NEEDS = {
+    "python": "/venv/bin/python",
+    "mpirun": "/mpi/bin/mpirun",
+    "daemon": "/mpi/bin/prted",
+    "folder": "/work",
+    "interface": "",
+    "program": "",
+    "script": "",
+    "uses_gpus": True,
+}
 ETH0 = Interface("eth0", "10.0.0.5", "10.0.0.0/24")
 FINE = HostInfo(A, True, True, True, "mpirun 5.0", "2.6", "4.1", (), (ETH0,))
 HERE = socket.gethostname()
@@ -46,7 +55,7 @@ def test_the_problem_of_one_host(has, words, values):
     info = replace(FINE, **has)
     assert re.fullmatch(error(words, *values), _complaint(info, info, NEEDS))
     without = replace(FINE, gpus=None)
-    assert _complaint(without, without, replace(NEEDS, uses_gpus=False)) == ""
+    assert _complaint(without, without, {**NEEDS, "uses_gpus": False}) == ""
 
 
 UNKNOWN = "Could not resolve hostname {}: Name or service not known"
@@ -85,7 +94,7 @@ BEHIND = "channel 0: open failed: {}\r\nstdio forwarding failed\r\n" + NO_WAY
 def test_what_mends_an_error_of_ssh(errors, words, values):
     """tests/promises/test_ssh.py has the errors that a test can provoke."""
     host = replace(A, user="u", port=22022)
-    answer = Answer(host, NEEDS.python, SSH, 255, "", errors, has_begun=False)
+    answer = Answer(host, NEEDS["python"], SSH, 255, "", errors, has_begun=False)
     assert re.fullmatch(error(words, *values), answer.why)
 
 
@@ -105,7 +114,7 @@ def test_what_mends_an_error_of_ssh(errors, words, values):
     ],
 )
 def test_only_a_host_without_a_way_to_it_is_lost(errors, is_lost):
-    answer = Answer(A, NEEDS.python, SSH, 255, "", errors.replace("\n", "\r\n"), has_begun=False)
+    answer = Answer(A, NEEDS["python"], SSH, 255, "", errors.replace("\n", "\r\n"), has_begun=False)
     assert answer.is_lost is is_lost
     assert replace(answer, exit_code=None).is_lost
     assert not replace(answer, has_begun=True).is_lost
@@ -127,5 +136,5 @@ def test_only_a_host_without_a_way_to_it_is_lost(errors, is_lost):
     ],
 )
 def test_a_host_that_gives_no_answer(code, errors, transport, sentence):
-    answer = Answer(A, NEEDS.python, transport, code, "", errors, has_begun=False)
+    answer = Answer(A, NEEDS["python"], transport, code, "", errors, has_begun=False)
     assert re.fullmatch(sentence, answer.why)

@@ -102,15 +102,15 @@ def test_ranks_beyond_the_one_task_of_a_host_share_its_cores(cpus, flags):
     assert "--overcommit" not in argv_of("slurm", asked)
 
 
-def test_tasks_of_slurm_that_are_too_few(capfd, monkeypatch):
+def test_tasks_of_slurm_that_are_too_few(capfd):
     hosts = replace(parse_host_list("a.invalid:1,b.invalid:1"), starter="srun")
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    env = {"SLURM_GPUS_ON_NODE": "8"}
     for options, more in (
         (LaunchOptions(npernode=8), "To start more: #SBATCH --ntasks-per-node=8"),
         (LaunchOptions(n=7), "To start more: #SBATCH --ntasks=7"),
     ):
         with pytest.raises(UserError, match=more):
-            place(hosts, {}, MPIS["mpich"], options, Past(hosts, {}), 2)
+            place(hosts, {}, MPIS["mpich"], options, env, Past(hosts), 2)
         hint = "slots=2; for a rank on each GPU: #SBATCH --ntasks-per-node=8\n"
         assert hint in capfd.readouterr().err
 
