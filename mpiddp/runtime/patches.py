@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -167,19 +168,25 @@ def await_gloo_at_destroy() -> None:
 def store_of_job(session: Session) -> None:
     """A script's groups meet at the store that a process beside rank 0 serves, and wait for no DNS.
 
-    torch would serve the store in rank 0's process, and it would end with that.
+    torch would serve the store in rank 0's process, and it would end with that. A later group gets keys of
+    its own: under those of an earlier group, a rank may read an address at which nobody listens any more.
     """
     module: Any = sys.modules.get("torch.distributed.rendezvous")
     if (make := getattr(module, "TCPStore", None)) is None:
         return
-    env = os.environ
+    from torch.distributed import PrefixStore
+
+    env, numbers = os.environ, count(1)
 
     def connect(*args: Any, **options: Any) -> Any:
         address = str(options.get("host_name", ""))
-        if (address, str(options.get("port"))) == (env["MASTER_ADDR"], env["MASTER_PORT"]):
+        is_of_job = (address, str(options.get("port"))) == (env["MASTER_ADDR"], env["MASTER_PORT"])
+        if is_of_job:
             options["is_master"] = False
         with no_dns() if _ADDRESS.fullmatch(address) else nullcontext():
-            return make(*args, **options)
+            store = make(*args, **options)
+        is_later = is_of_job and (number := next(numbers)) > 1
+        return PrefixStore(f"mpiddp/{number}", store) if is_later else store
 
     module.TCPStore = connect
 
@@ -198,7 +205,7 @@ def optimizer_steps(session: Session) -> None:
     counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
     newest = 0
 
-    def count(optimizer: object, args: object, kwargs: object) -> None:
+    def count_step(optimizer: object, args: object, kwargs: object) -> None:
         nonlocal newest
         if torch.compiler.is_compiling():
             return
@@ -207,7 +214,7 @@ def optimizer_steps(session: Session) -> None:
         newest = max(newest, steps)
         session.progress.count(steps, BY_OPTIMIZER)
 
-    register_optimizer_step_post_hook(count)
+    register_optimizer_step_post_hook(count_step)
 
 
 # --- while a process group forms ---
