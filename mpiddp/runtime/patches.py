@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from mpiddp.protocol.variables import JOB, NO_PATCHES
 from mpiddp.runtime.at_import import AtImport, frozen_torch
 from mpiddp.runtime.job.progress import BY_OPTIMIZER
-from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.session import Session, current, script_session
 from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
@@ -179,6 +179,7 @@ def store_of_job(session: Session) -> None:
     env, numbers = os.environ, count(1)
 
     def connect(*args: Any, **options: Any) -> Any:
+        _connect(session)
         address = str(options.get("host_name", ""))
         is_of_job = (address, str(options.get("port"))) == (env["MASTER_ADDR"], env["MASTER_PORT"])
         if is_of_job:
@@ -189,6 +190,12 @@ def store_of_job(session: Session) -> None:
         return PrefixStore(f"mpiddp/{number}", store) if is_later else store
 
     module.TCPStore = connect
+
+
+def _connect(session: Session) -> None:
+    """Let the launcher ask this script for its collectives. Before, the script has no thread of mpiddp's."""
+    if session is current():  # false in a forked child
+        script_session()
 
 
 def optimizer_steps(session: Session) -> None:
@@ -209,6 +216,8 @@ def optimizer_steps(session: Session) -> None:
         nonlocal newest
         if torch.compiler.is_compiling():
             return
+        if not newest:
+            _connect(session)
         # Two optimizers of one step, as of a GAN, count it once.
         counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
         newest = max(newest, steps)

@@ -281,6 +281,9 @@ class RankAttempt:
             child.outputs[-1].save(hidden["text"].encode(errors="backslashreplace"))
         if stopping := child.messages.pop("stopping", None):
             self._note_request(stopping["signal"])
+        # Until a script calls `should_stop`, only a signal without a handler ends it.
+        if child.messages.pop("unhandled", None) and self._ended_by is EndedBy.STOP_REQUEST:
+            child.pass_on(signal.SIGTERM)
         self._see_torch()
         if connection is not None and connection.fileno() in ready:
             channel.receive()

@@ -16,23 +16,21 @@ import select
 import signal
 import socket
 import sys
+from _frozen_importlib_external import SourceFileLoader  # importlib would load four more modules
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from importlib import import_module
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 from mpiddp.errors import STOPPED
-from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol.channel import SPARE_NAME
-from mpiddp.protocol.variables import OBSERVER
+from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.at_import import AtImport
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import Session, current, script_session
+from mpiddp.runtime.job.session import Session, current, out_of_the_way, script_session
 from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
@@ -65,6 +63,8 @@ def main() -> None:
         _begin(session, session.control)
         patches.apply(patches.ONCE_THEY_HAVE_MET, session)
         if observer := os.environ.get(OBSERVER):
+            from importlib import import_module
+
             import_module(observer).observe()
         _run(kind, name)
     except BaseException as caught:
@@ -148,8 +148,7 @@ def _begin(session: Session, control: socket.socket) -> None:
     env = facts["variables"]
     os.environ.update(env)
     variables, modules = dict(os.environ), {*sys.modules}
-    script_session()  # connects it to the server of the job
-    if session.coordinator.has_launcher:
+    if JOB in os.environ:
         starting_mpi = partial(_starting_mpi, session, facts["mpi"])
         sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
 
@@ -182,7 +181,7 @@ def _serve_store(
         session.tell_agent("store", pid=serve_beside(env, listener, lifeline))
     else:
         with suppress(RuntimeError):  # a process that the script has started listens there
-            session.torch_store = serve_store(env, listener.detach())
+            script_session().torch_store = serve_store(env, listener.detach())
 
 
 def _changes_since(variables: Mapping[str, str], modules: Set[str]) -> dict[str, Any]:
@@ -199,6 +198,8 @@ def _changes_since(variables: Mapping[str, str], modules: Set[str]) -> dict[str,
 
 def _import_ahead(facts: Mapping[str, Any], control: socket.socket) -> None:
     """Import torch for the next attempt, after the packages, and with the variables, of the script."""
+    from importlib import import_module
+
     path, variables = [*sys.path], {name: os.environ.get(name) for name in facts["variables"]}
     sys.path[:] = facts["path"]
     _set(facts["variables"])

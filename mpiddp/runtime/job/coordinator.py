@@ -23,15 +23,16 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from mpiddp.errors import DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
-from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import NO_MESSAGE, RANK, decode, encode
-from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.world import World
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.connection import Server
 
 # The values that ranks may exchange. A tuple arrives as a list.
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
@@ -61,7 +62,7 @@ class Coordinator:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.server = Server("", "")
+        self.server: Server  # once it is connected
         self.hostnames: Sequence[str] = ()  # [world_size]; () until the ranks have met
         self.ranks_here: Sequence[int] = ()  # the ranks of this host; () until the agents have met
         self.has_launcher = False  # a launcher prints why the job failed
@@ -87,9 +88,12 @@ class Coordinator:
         self, world: World, server: Server, role: str = RANK, answer_s: float | None = None
     ) -> None:
         """Connect as this rank of `world`, or as its script. Raises as `connect_to_server`."""
-        connection, group = connect_to_server(server, world, "hello", role=role, answer_s=answer_s)
-        self.connection = out_of_the_way(connection) if role == channel.SCRIPT else connection
-        self.world, self.server, self.group = world, server, group
+        from mpiddp.runtime.job.connection import connect_to_server
+
+        self.connection, self.group = connect_to_server(
+            server, world, "hello", role=role, answer_s=answer_s
+        )
+        self.world, self.server = world, server
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:

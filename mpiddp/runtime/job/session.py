@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -18,16 +19,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import print_error
+from mpiddp.errors import JobFailed, print_error
 from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode, is_consequence
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
-from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of, record
 from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.stopping import StopRequest
 from mpiddp.world import World, is_joined
 
+_HIGH = 4096  # the kernel's table of files grows with the highest number
 _END_S = 2.0  # a thread that reads frames has this time to end
 
 
@@ -188,14 +189,27 @@ def script_session() -> Session:
     """
     session, ranks = current(), current().coordinator
     if not ranks.connection and CHANNEL in os.environ and session.has_agent:
+        from mpiddp.runtime.job.connection import AnotherScript, Server
+
         with contextlib.suppress(AnotherScript):
             server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""), is_own=True)
             ranks.connect(World.from_env(), server, SCRIPT)
+            assert ranks.connection is not None
+            ranks.connection = out_of_the_way(ranks.connection)
             ranks.has_launcher = JOB in os.environ
             ranks.listen(session.obey, session.stop.agree)
             if session.control is None:
                 atexit.register(session.fail_at_exit)
     return session
+
+
+def out_of_the_way(connection: socket.socket) -> socket.socket:
+    """The same socket with a high number, which no file gets that a script opens after it has closed all."""
+    limit = min(os.sysconf("SC_OPEN_MAX"), _HIGH)
+    with connection, contextlib.suppress(OSError):  # no file is left
+        number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 64))
+        return socket.socket(fileno=number)
+    raise JobFailed(f"{limit} open files are too few (ulimit -n).")
 
 
 def _forget() -> None:
