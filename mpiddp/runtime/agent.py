@@ -3,10 +3,8 @@
     mpirun … python -m mpiddp run train.py --lr 0.1
     mpirun … python -m mpiddp run -- ./any_command
 
-The agent is the standard library, never torch. It starts the script's Python at once, which waits while the
-agent meets the others: over the launcher's channel, under a raw mpirun over MPI. A command starts once the
-ranks have met. Then the agent waits in one loop for the output, the launcher, signals and the end of
-the child, which it sees by wait(). It alone says how the child ended.
+The agent never imports torch. It starts the script's Python at once, which waits while the agent meets the
+others: over the launcher's channel, under a raw mpirun over MPI. A command starts once the ranks have met.
 """
 
 from __future__ import annotations

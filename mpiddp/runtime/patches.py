@@ -27,19 +27,13 @@ from typing import Any, NoReturn
 from mpiddp.protocol.variables import JOB, NO_PATCHES
 from mpiddp.runtime.at_import import AtImport, frozen_torch
 from mpiddp.runtime.job.progress import BY_OPTIMIZER
-from mpiddp.runtime.job.session import Session, current, script_session
+from mpiddp.runtime.job.session import Session, script_session
 from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
 _ADDRESS = re.compile(r"[\d.]+|.*:.*")  # a name does not match, because DNS may know it
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
-
-
-MPI_FINALIZED = (
-    "mpiddp has finalized the MPI of this rank. To use mpi4py in a script, start it with mpiddp launch; "
-    "under mpirun itself, import it before mpiddp.init()"
-)
 
 
 def apply(patches: Iterable[Callable[[Session], None]], session: Session) -> None:
@@ -60,7 +54,7 @@ def is_on(name: str) -> bool:
 def crash_stack(session: Session) -> None:
     """A crash in native code prints the Python stack of its thread, or what PYTHONFAULTHANDLER asks for."""
     if not faulthandler.is_enabled():
-        faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
+        faulthandler.enable(2, all_threads=False)
 
 
 def stack(session: Session) -> None:
@@ -90,9 +84,10 @@ def flight_recorder(session: Session) -> None:
 def await_gloo() -> None:
     """Wait until gloo's threads have freed the tensors of the last collective.
 
-    Later they would wait for Python's lock for ever, because the end of a DistributedDataParallel holds it
-    while it waits for the threads of its group; or they would abort the process while Python ends ("terminate
-    called without an active exception"). Both are torch 2.13's. A thread without work sleeps.
+    If they freed them later, they could wait for Python's lock for ever, because the end of a
+    DistributedDataParallel holds it while it waits for the threads of its group. Or they could abort the
+    process while Python ends ("terminate called without an active exception"). torch 2.13 has both faults.
+    A thread without work sleeps.
     """
     deadline, idle = time.monotonic() + _GLOO_S, 0
     while idle < _IDLE and time.monotonic() < deadline:
@@ -130,7 +125,11 @@ def refuse_mpi() -> None:
     """
 
     def refused() -> NoReturn:
-        raise ImportError(MPI_FINALIZED, name="mpi4py.MPI")
+        raise ImportError(
+            "mpiddp has finalized the MPI of this rank. To use mpi4py in a script, start it with mpiddp "
+            "launch; under mpirun itself, import it before mpiddp.init()",
+            name="mpi4py.MPI",
+        )
 
     sys.meta_path.insert(0, AtImport(["mpi4py.MPI"], refused))
 
@@ -179,7 +178,7 @@ def store_of_job(session: Session) -> None:
     env, numbers = os.environ, count(1)
 
     def connect(*args: Any, **options: Any) -> Any:
-        _connect(session)
+        script_session()  # connects, so that the launcher can ask for the group's collectives
         address = str(options.get("host_name", ""))
         is_of_job = (address, str(options.get("port"))) == (env["MASTER_ADDR"], env["MASTER_PORT"])
         if is_of_job:
@@ -192,17 +191,11 @@ def store_of_job(session: Session) -> None:
     module.TCPStore = connect
 
 
-def _connect(session: Session) -> None:
-    """Let the launcher ask this script for its collectives. Before, the script has no thread of mpiddp's."""
-    if session is current():  # false in a forked child
-        script_session()
-
-
 def optimizer_steps(session: Session) -> None:
     """A hook of torch counts the steps of optimizers, for `mpiddp top`.
 
-    It costs a microsecond a step. A compiled optimizer reports none. A later optimizer, of the next
-    fold for example, goes on from the steps of the others.
+    It costs a microsecond a step. The steps of a compiled optimizer are not counted. If a script makes
+    another optimizer, for the next fold for example, its steps follow those of the others.
     """
     from weakref import WeakKeyDictionary
 
@@ -217,7 +210,7 @@ def optimizer_steps(session: Session) -> None:
         if torch.compiler.is_compiling():
             return
         if not newest:
-            _connect(session)
+            script_session()  # connects
         # Two optimizers of one step, as of a GAN, count it once.
         counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
         newest = max(newest, steps)

@@ -70,9 +70,7 @@ class RankAttempt:
             self._clear(_END_S if self.child.is_command else 0.0)
         except BaseException as error:
             ending = ending_of(error)
-            self.rank = self.rank._replace(
-                holds=False
-            )  # this process ends, and a new mpirun follows
+            self.rank = self.rank._replace(holds=False)  # this process ends
             if self.rank.launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
             is_reported = self.coordinator.has_launcher or self.coordinator.hostnames

@@ -198,14 +198,12 @@ def _changes_since(variables: Mapping[str, str], modules: Set[str]) -> dict[str,
 
 def _import_ahead(facts: Mapping[str, Any], control: socket.socket) -> None:
     """Import torch for the next attempt, after the packages, and with the variables, of the script."""
-    from importlib import import_module
-
     path, variables = [*sys.path], {name: os.environ.get(name) for name in facts["variables"]}
     sys.path[:] = facts["path"]
     _set(facts["variables"])
     for name in (*facts["packages"], "torch"):
         with suppress(Exception):  # the script of the next attempt meets the same error itself
-            import_module(name)
+            __import__(name)
     _set(variables)
     sys.path[:] = path
     # The first optimizer, or DistributedDataParallel, of a script imports this too.
@@ -213,7 +211,7 @@ def _import_ahead(facts: Mapping[str, Any], control: socket.socket) -> None:
     poll.register(control, select.POLLIN)
     if not poll.poll(_STARTED_MS):
         with suppress(Exception):
-            import_module("torch._dynamo")
+            __import__("torch._dynamo")
 
 
 def _set(variables: Mapping[str, str | None]) -> None:

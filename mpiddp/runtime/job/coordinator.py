@@ -5,12 +5,8 @@
     coordinator.listen(act_on)          # in a thread; a rank's agent calls `receive` in its own loop
     hosts = coordinator.all_gather_json(socket.gethostname(), timeout_s=60)
 
-Any thread may ask: it waits until its answer has been received. The server alone decides that a wait has
-lasted too long, so that a launcher which is stopped (Ctrl-Z) ends none.
-
-mpirun kills every rank as soon as one exits with an error, even in the middle of a save or before rank 0
-has printed its sentence. So a rank that cannot continue first informs all others, then rank 0 prints the
-sentence, and then all ranks exit.
+Any thread may ask: it waits until its answer has been received. Only the server decides that a wait has
+lasted too long, because a launcher that is stopped (Ctrl-Z) must end no wait.
 """
 
 from __future__ import annotations
@@ -189,8 +185,7 @@ class Coordinator:
         if not exits:
             raise (JobFailed if code == FAILED else UserError)(text) from None
         if self.world.rank == 0 and not self.has_launcher:
-            # Print it: a script's logging.config may have switched the log off.
-            print_error(text)
+            print_error(text)  # a script's logging.config may have switched the log off
         # The first rank to exit makes mpirun kill rank 0, even in the middle of its sentence.
         self.leave(waits=True)
         raise Refused(code, text if self.has_launcher else "")

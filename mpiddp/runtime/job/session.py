@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import JobFailed, print_error
-from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode, is_consequence
+from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, encode, is_consequence
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of, record
@@ -39,6 +40,7 @@ class Session:
         # This process is the script of a rank, whose agent reports its end. By hand it is the rank itself.
         self.has_agent = is_joined(os.environ)
         self.control: socket.socket | None = None  # to the agent; None within a command
+        self.is_fork = False  # a fork of a script, for which the script itself speaks
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1))
         self.is_member = False  # this process has joined its job by itself, and leaves it by itself
@@ -134,8 +136,7 @@ class Session:
             self.tell_agent("failed", ending=Ending(**ending.facts))
         if self.has_agent:
             record(ending, os.environ.get(ERROR_FILE, ""))
-        is_sentence = ending.is_refusal or ending.is_verdict
-        prints = ending.is_refusal or (is_sentence and not self.has_agent)
+        prints = ending.is_refusal or (ending.is_verdict and not self.has_agent)
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
         is_shown = is_first or not follows
@@ -148,13 +149,10 @@ class Session:
         if self.control is None:
             return False
         self.tell_agent("lost_connection")
-        with contextlib.suppress(OSError):
-            try:
-                self.control.settimeout(GRACE_S)
-                return bool(self.control.recv(CHUNK))
-            finally:
-                self.control.settimeout(None)
-        return False
+        answers = select.poll()
+        answers.register(self.control, select.POLLIN)
+        # Without POLLIN, the script has closed it.
+        return answers.poll(1000 * GRACE_S) == [(self.control.fileno(), select.POLLIN)]
 
     def tell_over_at_exit(self) -> None:
         """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""
@@ -188,7 +186,8 @@ def script_session() -> Session:
     rank's script.
     """
     session, ranks = current(), current().coordinator
-    if not ranks.connection and CHANNEL in os.environ and session.has_agent:
+    can_connect = CHANNEL in os.environ and session.has_agent and not session.is_fork
+    if can_connect and not ranks.connection:
         from mpiddp.runtime.job.connection import AnotherScript, Server
 
         with contextlib.suppress(AnotherScript):
@@ -215,6 +214,7 @@ def out_of_the_way(connection: socket.socket) -> socket.socket:
 def _forget() -> None:
     global _current
     before, _current = _current, Session()
+    _current.is_fork = before.is_fork or before.control is not None
     before.control = None  # the script may hold the session
 
 
