@@ -163,6 +163,15 @@ class Child:
             if self.control is not None:
                 socket.send_fds(self.control, [json.dumps(facts).encode() + b"\n"], files)
 
+    def log_to(self, folder: Path) -> Path:
+        """Write the outputs to files of this folder. Returns that of stderr, which will have a traceback."""
+        stem = f"rank_{self._rank.world.rank:05d}"
+        paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        for stream in self.outputs:
+            stream.write_to(paths[stream.number])
+        return paths[2]
+
     def connect(self, launcher: Server) -> None:
         selection, world = self._rank.selection, self._rank.world
         for stream in self.streams:

@@ -48,9 +48,6 @@ def is_on(name: str) -> bool:
     return not {name, "all"} & {*left_out}
 
 
-# --- before the ranks meet ---
-
-
 def crash_stack(session: Session) -> None:
     """A crash in native code prints the Python stack of its thread, or what PYTHONFAULTHANDLER asks for."""
     if not faulthandler.is_enabled():
@@ -107,9 +104,6 @@ def await_gloo() -> None:
         time.sleep(_GLOO_POLL_S)
 
 
-# --- when they have met ---
-
-
 def finalized_mpi(session: Session) -> None:
     """Under a raw mpirun, `mpi4py.MPI` is refused: the agent has used MPI, which cannot start twice."""
     if World.from_env().launcher.mpis and JOB not in os.environ:
@@ -137,9 +131,6 @@ def refuse_mpi() -> None:
 def stop_signal(session: Session) -> None:
     """SIGUSR1 and SIGUSR2 request a stop, unless the script handles them. Forked children ignore them."""
     stop_on(session.stop, signal.SIGUSR1, signal.SIGUSR2)
-
-
-# --- once the script has imported torch ---
 
 
 def gloo_end(session: Session) -> None:
@@ -217,9 +208,6 @@ def optimizer_steps(session: Session) -> None:
         session.progress.count(steps, BY_OPTIMIZER)
 
     register_optimizer_step_post_hook(count_step)
-
-
-# --- while a process group forms ---
 
 
 @contextmanager

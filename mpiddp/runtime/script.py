@@ -63,9 +63,8 @@ def main() -> None:
         _begin(session, session.control)
         patches.apply(patches.ONCE_THEY_HAVE_MET, session)
         if observer := os.environ.get(OBSERVER):
-            from importlib import import_module
-
-            import_module(observer).observe()
+            __import__(observer)
+            sys.modules[observer].observe()
         _run(kind, name)
     except BaseException as caught:
         session.error = caught
@@ -123,10 +122,9 @@ def _handlers_wait() -> Iterator[None]:
 def _begin(session: Session, control: socket.socket) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    The agent sends a line "go", with the variables that a script finds under torchrun, where the server of
-    the job is, and the last arguments, if the process is older than these. On rank 0, the sockets for
-    `serve_beside` come with its first byte. A process that waits for the next attempt gets "ahead" before,
-    and answers "ask".
+    The agent sends "go", with the script's variables, and its last arguments if this process is older than
+    they are. On rank 0, the sockets for `serve_beside` come with it. A process that waits for the next
+    attempt gets "ahead" before, and answers "ask".
     """
     # The calls that follow the script's own import of torch. Until it begins, there are none.
     at_torch: list[Callable[[], None]] = []
@@ -281,9 +279,7 @@ def _is_folder(kind: str, name: str) -> bool:
 def keep_freed_memory(env: Mapping[str, str]) -> None:
     """Let glibc keep freed memory, because the next step allocates the same amount.
 
-    By default, glibc returns the memory of a step's tensors to the system, and the next step waits until
-    the kernel has found and zeroed every page again. With another libc, or a setting of the user's, this does
-    nothing.
+    Otherwise the next step waits until the kernel has zeroed every page again. A setting of the user's wins.
     """
     import ctypes
 

@@ -35,7 +35,6 @@ class Stream:
 
     def __init__(self, number: int, rank: str, terminal: Terminal) -> None:
         self.number, self._rank = number, rank  # `number` is its file descriptor in the child
-        # The child's end is closed here when the child starts.
         source, self.theirs = terminal.open(number) or os.pipe()
         self.key = key_of_output(
             Path(f"/proc/self/fd/{self.theirs}")

@@ -38,7 +38,7 @@ AGREE_TIMEOUT_S = 30.0
 GRACE_S = 1.0  # once a rank has failed, another one may end by itself in this time
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
 _LONGEST = 16 * channel.VALUE_LIMIT  # bytes of an answer, which has a value of every rank
-_CLAIM = "first failure"  # the key of a claim to have failed first
+CLAIM = "first failure"  # the key of a claim to have failed first
 _ANSWERS = ("gathered", "no_answer", "claimed", "function", "answer")
 
 
@@ -209,7 +209,7 @@ class Coordinator:
             return True
         first = 0
         with contextlib.suppress(ChannelLost):
-            first = self.ask("claim", key=_CLAIM)[0]["rank"]
+            first = self.ask("claim", key=CLAIM)[0]["rank"]
         return self.world.rank == first
 
     def leave(self, *, waits: bool) -> None:
@@ -247,7 +247,7 @@ class Coordinator:
         this one, has failed.
         """
         key = str(facts.get("key", kind))
-        ends_with = {key, _CLAIM} if unless_failed else {key}
+        ends_with = {key, CLAIM} if unless_failed else {key}
         # After a failure, the others must not go on with its value.
         if not ends_with & self._arrived.keys():
             self.send(kind, value, **facts)

@@ -1,9 +1,4 @@
-"""The state of this process as a rank of its job, and what it tells its launcher and its agent.
-
-Under `mpiddp launch` and `mpiddp run` a rank has an agent, which reports how it ends, and the script has a
-channel of its own to the server of the job. By hand (mpirun, srun, torchrun) the process is the rank itself:
-it joins and leaves, and its parent sees how it ends.
-"""
+"""The state of this process as a rank of its job, and what it tells its launcher and its agent."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import atexit
 import contextlib
 import fcntl
 import os
-import select
 import signal
 import socket
 import sys
@@ -21,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiddp.errors import JobFailed, print_error
-from mpiddp.protocol.channel import SCRIPT, TEXT_LIMIT, encode, is_consequence
+from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode, is_consequence
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of, record
@@ -37,7 +31,8 @@ class Session:
     """The state of one process. A process belongs to one job, so it has one session."""
 
     def __init__(self) -> None:
-        # This process is the script of a rank, whose agent reports its end. By hand it is the rank itself.
+        # This process is the script of a rank, whose agent reports its end. By hand (mpirun, srun, torchrun)
+        # it is the rank itself, and its parent sees how it ends.
         self.has_agent = is_joined(os.environ)
         self.control: socket.socket | None = None  # to the agent; None within a command
         self.is_fork = False  # a fork of a script, for which the script itself speaks
@@ -127,11 +122,14 @@ class Session:
         rank's file alone. `is_printed`: Python has printed the error. Returns whether it is to be shown.
         """
         # A save in flight goes on after sys.exit(), because the agent ends the others. A claim ends it.
+        if self.coordinator.connection is None and not isinstance(error, SystemExit):
+            self._agent_answers("claim")
         is_first = isinstance(error, SystemExit) or self.coordinator.claim_first_failure()
         ending = ending_of(error)
         follows = is_consequence(ending.error)
         if follows and is_first and not is_printed:
-            is_first = not self._hears_of_another_failure()
+            # A rank that the kernel has killed claims no first failure.
+            is_first = not self._agent_answers("lost_connection")
         if ending.error:  # both ways, because a full disk takes no file
             self.tell_agent("failed", ending=Ending(**ending.facts))
         if self.has_agent:
@@ -144,15 +142,18 @@ class Session:
             self.tell_agent("hidden", text=ending.facts["traceback"])
         return is_shown
 
-    def _hears_of_another_failure(self) -> bool:
-        """Ask the agent, for a second. A rank that the kernel has killed claims no first failure."""
+    def _agent_answers(self, question: str) -> bool:
+        """Ask the agent, for a second."""
         if self.control is None:
             return False
-        self.tell_agent("lost_connection")
-        answers = select.poll()
-        answers.register(self.control, select.POLLIN)
-        # Without POLLIN, the script has closed it.
-        return answers.poll(1000 * GRACE_S) == [(self.control.fileno(), select.POLLIN)]
+        self.tell_agent(question)
+        with contextlib.suppress(OSError):  # the script has closed it
+            try:
+                self.control.settimeout(GRACE_S)
+                return bool(self.control.recv(CHUNK))
+            finally:
+                self.control.settimeout(None)
+        return False
 
     def tell_over_at_exit(self) -> None:
         """Tell the agent that all handlers of atexit have run. Python takes long to clear its modules."""
