@@ -13,7 +13,6 @@ The public names load on first use, so that `import mpiddp` imports neither torc
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -68,6 +67,8 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name not in _MODULES:
         raise AttributeError(f"module 'mpiddp' has no attribute '{name}'")
+    from importlib import import_module
+
     try:
         return getattr(import_module(_MODULES[name]), name)
     except ModuleNotFoundError as error:

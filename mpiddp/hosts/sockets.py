@@ -6,7 +6,6 @@ Rank 0 binds its port before it announces it, so no other process can take the p
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import resource
 import selectors
@@ -21,7 +20,6 @@ from mpiddp.text import parse_whole, shown
 # The answers of a name server that knows the name to be wrong. Any other is a failure of the network.
 _WRONG_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 PROBE_TIMEOUT_S = 2.0
-_HIGH = 4096  # the kernel's table of files grows with the highest number
 OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open counts
 
 
@@ -95,17 +93,6 @@ def allow_open(count: int) -> int:
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     return needed
-
-
-def out_of_the_way(listener: socket.socket) -> socket.socket:
-    """The same socket with a high number, which no file gets that a script opens after it has closed all."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _HIGH if soft == resource.RLIM_INFINITY else min(soft, _HIGH)
-    with listener, suppress(OSError):  # no file is left
-        return socket.socket(
-            fileno=fcntl.fcntl(listener, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 64))
-        )
-    raise JobFailed(f"{limit} open files are too few (ulimit -n).")
 
 
 def bind(address: str, port: int, hostname: str) -> socket.socket:

@@ -34,8 +34,6 @@ import math
 import os
 import re
 import socket
-import struct
-from _blake2 import blake2b  # hashlib would load OpenSSL, see `mac`
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -73,8 +71,8 @@ UNPROVED_LINE_LIMIT = 1024  # bytes of the line that proves that a connection be
 UNIX = "unix:"  # the prefix of an address that is a path
 
 _PROBES = 100  # of a silent host, before the kernel ends a connection; at most 127
-# The beginning of the kernel's struct tcp_info, up to tcpi_last_data_recv and tcpi_last_ack_recv.
-_TCP_INFO = struct.Struct("8x13I")
+# The bytes of the kernel's struct tcp_info up to tcpi_last_data_recv and tcpi_last_ack_recv.
+_TCP_INFO = 60
 
 _NUMBER, _MAYBE = (int, float), (int, type(None))
 # The messages that a rank may send, with their required fields and types. Without a launcher, a rank sends
@@ -176,6 +174,8 @@ def next_key(key: str) -> str:
 
 def mac(key: str, purpose: str, value: bytes = b"") -> str:
     """A MAC, which proves that a member of the job has made this value for this purpose."""
+    from _blake2 import blake2b
+
     # A keyed BLAKE2 is a MAC. hashlib would load OpenSSL as well: 3.7 MB (CPython 3.10 to 3.14 on Linux) of a
     # launcher's 12 MB. test_still_needed.py checks this.
     made = blake2b(f"{purpose}\n".encode(), key=key.encode(), digest_size=32)
@@ -293,6 +293,6 @@ def silence_s(connection: socket.socket) -> float:
     """The seconds since anything came from the other host, such as an acknowledgement of its kernel."""
     if connection.family == socket.AF_UNIX:
         return 0.0
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    *_, data_ms, acknowledgement_ms = _TCP_INFO.unpack(info)
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
+    *_, data_ms, acknowledgement_ms = memoryview(info).cast("I")
     return float(min(data_ms, acknowledgement_ms) / 1000)

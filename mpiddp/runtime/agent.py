@@ -3,10 +3,8 @@
     mpirun … python -m mpiddp run train.py --lr 0.1
     mpirun … python -m mpiddp run -- ./any_command
 
-The agent is the standard library, never torch. It starts the script's Python at once, which waits while the
-agent meets the others: over the launcher's channel, under a raw mpirun over MPI. A command starts once the
-ranks have met. Then the agent waits in one loop for the output, the launcher, signals and the end of
-the child, which it sees by wait(). It alone says how the child ended.
+The agent never imports torch. It starts the script's Python at once, which waits while the agent meets the
+others: over the launcher's channel, under a raw mpirun over MPI. A command starts once the ranks have met.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ def run(rank: Rank) -> int:
     """Make one attempt after another, as the launcher asks. Returns the exit code of the last."""
     if rank.daemon is not None:
         signal_at_parents_end(signal.SIGTERM)
-    # Whoever ignores it has no children to wait for, and a parent's choice is inherited.
+    # A parent that ignores SIGCHLD passes that on. Then the kernel would reap the script before this process.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # A SIGKILL of the launcher leaves the last output to this process.
+    # By this name the launcher spares agents when it kills the rest of a job: they pass on the last output.
     name_process(AGENT_NAME)
     allow_open(_SOCKETS_PER_RANK * rank.world.world_size + OPEN_BESIDES)
     if rank.launcher is None:

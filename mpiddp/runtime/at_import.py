@@ -7,13 +7,15 @@ So nothing is imported before the script's first line, and nothing has to be kno
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it would load five modules before a script's first line
+    from importlib.machinery import ModuleSpec
 
 
 class AtImport:
@@ -76,6 +78,8 @@ def frozen_torch() -> Iterator[None]:
     they are made, in each full collection of the training, and several times when the process ends: a third
     of the processor time of a short rank. The objects of the script are collected as ever.
     """
+    import gc
+
     was_enabled, before = gc.isenabled(), gc.get_objects()
     gc.disable()
     try:
@@ -88,6 +92,7 @@ def frozen_torch() -> Iterator[None]:
 
 def _freeze_all_but(objects: Iterable[object]) -> None:
     import ctypes
+    import gc
 
     # gc.freeze() takes all that the collector tracks. https://docs.python.org/3/c-api/gcsupport.html
     untrack, track = ctypes.pythonapi.PyObject_GC_UnTrack, ctypes.pythonapi.PyObject_GC_Track

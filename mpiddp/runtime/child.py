@@ -82,7 +82,6 @@ class Child:
         self.messages: dict[str, dict[str, Any]] = {}  # the latest of the script, by type
         self.passed: set[int] = set()  # the signals that this agent has sent or has to send
         self.control: socket.socket | None = None  # to the script, which may close its end
-        self.process: subprocess.Popen[bytes] | None = None
         self._lines = Lines(LINE_LIMIT)
         self._frames: list[str] = []
         # The kernel's kills for lack of memory in this control group, before the child could cause one.
@@ -121,7 +120,7 @@ class Child:
             if "PMI_FD" in variables:  # MPICH's, for a script that uses MPI
                 passed.append(int(variables["PMI_FD"]))
         try:
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 argv,
                 env=env,
                 stdin=files.get(0),
@@ -142,7 +141,8 @@ class Child:
         finally:
             for file in (*files.values(), theirs.detach()):
                 os.close(file)
-        self.pid, self.control = self.process.pid, ours
+        process.returncode = 0  # this object does not wait for it, but `reap`
+        self.pid, self.control = process.pid, ours
         _running[self.pid] = self
         for number in tuple(self.passed):  # signals that came before the command
             self.pass_on(number)
@@ -162,6 +162,15 @@ class Child:
         with contextlib.suppress(OSError):
             if self.control is not None:
                 socket.send_fds(self.control, [json.dumps(facts).encode() + b"\n"], files)
+
+    def log_to(self, folder: Path) -> Path:
+        """Write the outputs to files of this folder. Returns that of stderr, which will have a traceback."""
+        stem = f"rank_{self._rank.world.rank:05d}"
+        paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        for stream in self.outputs:
+            stream.write_to(paths[stream.number])
+        return paths[2]
 
     def connect(self, launcher: Server) -> None:
         selection, world = self._rank.selection, self._rank.world
@@ -329,8 +338,6 @@ def reap() -> None:
         for pid, status in iter(partial(os.waitpid, -1, os.WNOHANG), (0, 0)):
             if (child := _running.pop(pid, None)) is not None:
                 child.status = os.waitstatus_to_exitcode(status)
-                if child.process is not None:
-                    child.process.returncode = child.status
 
 
 def _begin(agent: int) -> None:

@@ -24,7 +24,7 @@ _DTYPES = {
 }  # fmt: skip
 _RELAXED = 2  # CUDA's cudaStreamCaptureModeRelaxed
 
-# By the name and the backend of a group, whose calls may have left torch's record.
+# The facts of each group, by its name and its backend. They stay when torch's record has lost the calls.
 _latest: dict[tuple[str, str], dict[str, Any]] = {}
 
 
@@ -53,7 +53,7 @@ def _calls(torch: Any) -> dict[str, Any]:
                 entries.clear()  # a group that has been destroyed had the same name
             entries.append(entry)
     for facts in _latest.values():
-        # What torch's record no longer has is over: a rank that waits makes no other calls.
+        # A call that torch's record has lost is over, because a rank that waits in a call makes no others.
         facts["calls"] = [(*call[:-1], True) for call in facts["calls"]]
     everyone = [*range(torch.get_world_size())]
     for key, entries in entries_of.items():
@@ -99,7 +99,7 @@ def _calls_of(entries: list[dict[str, Any]], *, backend: str) -> dict[str, Any]:
     calls: dict[int, tuple[int, int, int, bool]] = {}
     for entry in entries:
         kind = kinds.setdefault(_kind(entry), len(kinds))
-        # Of gloo, torch notes no more than that a call is over.
+        # For gloo, torch notes only that a call is over.
         has_ended = entry["state"] == "completed" or (backend == "gloo" and entry["retired"])
         number = entry["collective_seq_id"]
         calls[number] = number, kind, entry["time_created_ns"] // 1000, has_ended
@@ -133,7 +133,7 @@ def _may_ask_events(torch: Any) -> bool:
     While the script captures a CUDA graph, such a question of any thread would end the capture, unless the
     thread is relaxed about it. A thread without a device would open one more on GPU 0.
     """
-    # No CUDA runtime that torch has made visible, or the script has used no device so far.
+    # Without a CUDA runtime that torch has made visible, or before the script has used a device, it may not.
     with contextlib.suppress(AttributeError, ValueError):
         exchange = ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode
         devices = range(torch.cuda.device_count())

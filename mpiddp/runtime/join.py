@@ -3,9 +3,9 @@
 Under `mpiddp launch` and `mpiddp run` the ranks' agents have met before a script's first line, and they end
 the ranks. By hand a process group, or `mpiddp.Checkpoints`, joins.
 
-By hand, Open MPI and srun end the other ranks after a non-zero exit, MPICH only after a signal, and Intel MPI
-after neither once MPI is finalized. A rank inside an NCCL collective notices nothing by itself. So a rank
-that ends without leaving ends the others: the thread of every rank's channel waits for the news.
+By hand, not every MPI ends the other ranks when one has failed, and a rank inside an NCCL collective notices
+nothing by itself. So the thread of every rank's channel waits for the news that a rank has ended without
+leaving, and ends its process.
 
 Python keeps an uncaught error in `sys.last_value` for the handlers of atexit, but not the SystemExit that
 ends a script (CPython 3.10 to 3.13). The script's outermost frame shows that there was one: otherwise the

@@ -20,25 +20,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mpiddp.protocol.variables import JOB, NO_PATCHES
 from mpiddp.runtime.at_import import AtImport, frozen_torch
 from mpiddp.runtime.job.progress import BY_OPTIMIZER
-from mpiddp.runtime.job.session import Session
+from mpiddp.runtime.job.session import Session, script_session
 from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
 _GLOO, _GLOO_S, _GLOO_POLL_S = "pt_gloo_runloop", 1.0, 0.01
 _ADDRESS = re.compile(r"[\d.]+|.*:.*")  # a name does not match, because DNS may know it
 _IDLE = 3  # times in a row that no thread of gloo runs or waits for a core
-
-
-MPI_FINALIZED = (
-    "mpiddp has finalized the MPI of this rank. To use mpi4py in a script, start it with mpiddp launch; "
-    "under mpirun itself, import it before mpiddp.init()"
-)
 
 
 def apply(patches: Iterable[Callable[[Session], None]], session: Session) -> None:
@@ -53,13 +48,10 @@ def is_on(name: str) -> bool:
     return not {name, "all"} & {*left_out}
 
 
-# --- before the ranks meet ---
-
-
 def crash_stack(session: Session) -> None:
     """A crash in native code prints the Python stack of its thread, or what PYTHONFAULTHANDLER asks for."""
     if not faulthandler.is_enabled():
-        faulthandler.enable(2, all_threads=False)  # the thread that crashes, which is the user's
+        faulthandler.enable(2, all_threads=False)
 
 
 def stack(session: Session) -> None:
@@ -89,9 +81,10 @@ def flight_recorder(session: Session) -> None:
 def await_gloo() -> None:
     """Wait until gloo's threads have freed the tensors of the last collective.
 
-    Later they would wait for Python's lock for ever, because the end of a DistributedDataParallel holds it
-    while it waits for the threads of its group; or they would abort the process while Python ends ("terminate
-    called without an active exception"). Both are torch 2.13's. A thread without work sleeps.
+    If they freed them later, they could wait for Python's lock for ever, because the end of a
+    DistributedDataParallel holds it while it waits for the threads of its group. Or they could abort the
+    process while Python ends ("terminate called without an active exception"). torch 2.13 has both faults.
+    A thread without work sleeps.
     """
     deadline, idle = time.monotonic() + _GLOO_S, 0
     while idle < _IDLE and time.monotonic() < deadline:
@@ -111,9 +104,6 @@ def await_gloo() -> None:
         time.sleep(_GLOO_POLL_S)
 
 
-# --- when they have met ---
-
-
 def finalized_mpi(session: Session) -> None:
     """Under a raw mpirun, `mpi4py.MPI` is refused: the agent has used MPI, which cannot start twice."""
     if World.from_env().launcher.mpis and JOB not in os.environ:
@@ -129,7 +119,11 @@ def refuse_mpi() -> None:
     """
 
     def refused() -> NoReturn:
-        raise ImportError(MPI_FINALIZED, name="mpi4py.MPI")
+        raise ImportError(
+            "mpiddp has finalized the MPI of this rank. To use mpi4py in a script, start it with mpiddp "
+            "launch; under mpirun itself, import it before mpiddp.init()",
+            name="mpi4py.MPI",
+        )
 
     sys.meta_path.insert(0, AtImport(["mpi4py.MPI"], refused))
 
@@ -137,9 +131,6 @@ def refuse_mpi() -> None:
 def stop_signal(session: Session) -> None:
     """SIGUSR1 and SIGUSR2 request a stop, unless the script handles them. Forked children ignore them."""
     stop_on(session.stop, signal.SIGUSR1, signal.SIGUSR2)
-
-
-# --- once the script has imported torch ---
 
 
 def gloo_end(session: Session) -> None:
@@ -167,19 +158,26 @@ def await_gloo_at_destroy() -> None:
 def store_of_job(session: Session) -> None:
     """A script's groups meet at the store that a process beside rank 0 serves, and wait for no DNS.
 
-    torch would serve the store in rank 0's process, and it would end with that.
+    torch would serve the store in rank 0's process, and it would end with that. A later group gets keys of
+    its own: under those of an earlier group, a rank may read an address at which nobody listens any more.
     """
     module: Any = sys.modules.get("torch.distributed.rendezvous")
     if (make := getattr(module, "TCPStore", None)) is None:
         return
-    env = os.environ
+    from torch.distributed import PrefixStore
+
+    env, numbers = os.environ, count(1)
 
     def connect(*args: Any, **options: Any) -> Any:
+        script_session()  # connects, so that the launcher can ask for the group's collectives
         address = str(options.get("host_name", ""))
-        if (address, str(options.get("port"))) == (env["MASTER_ADDR"], env["MASTER_PORT"]):
+        is_of_job = (address, str(options.get("port"))) == (env["MASTER_ADDR"], env["MASTER_PORT"])
+        if is_of_job:
             options["is_master"] = False
         with no_dns() if _ADDRESS.fullmatch(address) else nullcontext():
-            return make(*args, **options)
+            store = make(*args, **options)
+        is_later = is_of_job and (number := next(numbers)) > 1
+        return PrefixStore(f"mpiddp/{number}", store) if is_later else store
 
     module.TCPStore = connect
 
@@ -187,8 +185,8 @@ def store_of_job(session: Session) -> None:
 def optimizer_steps(session: Session) -> None:
     """A hook of torch counts the steps of optimizers, for `mpiddp top`.
 
-    It costs a microsecond a step. A compiled optimizer reports none. A later optimizer, of the next
-    fold for example, goes on from the steps of the others.
+    It costs a microsecond a step. The steps of a compiled optimizer are not counted. If a script makes
+    another optimizer, for the next fold for example, its steps follow those of the others.
     """
     from weakref import WeakKeyDictionary
 
@@ -198,19 +196,18 @@ def optimizer_steps(session: Session) -> None:
     counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
     newest = 0
 
-    def count(optimizer: object, args: object, kwargs: object) -> None:
+    def count_step(optimizer: object, args: object, kwargs: object) -> None:
         nonlocal newest
         if torch.compiler.is_compiling():
             return
+        if not newest:
+            script_session()  # connects
         # Two optimizers of one step, as of a GAN, count it once.
         counts[optimizer] = steps = counts.get(optimizer, max(0, newest - 1)) + 1
         newest = max(newest, steps)
         session.progress.count(steps, BY_OPTIMIZER)
 
-    register_optimizer_step_post_hook(count)
-
-
-# --- while a process group forms ---
+    register_optimizer_step_post_hook(count_step)
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def variables_of_script(ranks: Coordinator, error_file: Path) -> dict[str, str]:
 
 
 def wrong_with_host(world: World) -> str:
-    """What is wrong with the GPUs of this host, for which one rank of each host looks."""
+    """What is wrong with the GPUs of this host. One rank of each host looks."""
     if world.local_rank:
         return ""
     from mpiddp.hosts.gpu_faults import wrong_here

@@ -16,14 +16,14 @@ from mpiddp import errors
 from mpiddp.errors import DONE, FAILED, STOPPED, JobFailed, NoAnswer, UserError
 from mpiddp.hosts.processes import adopt_orphans
 from mpiddp.protocol import variables
-from mpiddp.protocol.channel import STREAMS, TEXT_LIMIT, silence_s
+from mpiddp.protocol.channel import TEXT_LIMIT, silence_s
 from mpiddp.protocol.variables import SAVE_GRACE_S
 from mpiddp.runtime import sinks
 from mpiddp.runtime.child import Child, caught_signals, reap
 from mpiddp.runtime.gpu import prepare
 from mpiddp.runtime.gpu_readings import reading_gpus
 from mpiddp.runtime.job.connection import Server
-from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
+from mpiddp.runtime.job.coordinator import CLAIM, GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import EndedBy, EndedFromOutside, Ending, Refused, ending_of
 from mpiddp.runtime.rank import Rank, variables_of_script, wrong_with_host
 from mpiddp.runtime.store_port import StorePort
@@ -70,6 +70,7 @@ class RankAttempt:
             self._clear(_END_S if self.child.is_command else 0.0)
         except BaseException as error:
             ending = ending_of(error)
+            self.rank = self.rank._replace(holds=False)  # this process ends
             if self.rank.launcher is not None or not isinstance(error, Refused):
                 self._report(ending)
             is_reported = self.coordinator.has_launcher or self.coordinator.hostnames
@@ -206,17 +207,12 @@ class RankAttempt:
         self.coordinator.send("started", host=world.hostname, pid=os.getpid(), outputs=outputs)
         self.child.connect(launcher)
         if folder := os.environ.get(variables.LOG_DIR):
-            self._log_to(Path(folder).absolute(), "--log-dir")
+            self._log_to(folder, "--log-dir")
 
-    def _log_to(self, folder: Path, option: str = "") -> None:
-        """Write the streams to files of this folder. That of stderr will contain a traceback."""
-        stem = f"rank_{self.world.rank:05d}"
-        paths = {number: folder / f"{stem}.{name[3:]}" for number, name in STREAMS.items()}
+    def _log_to(self, folder: str, option: str = "") -> None:
         with errors.named_by(option):
-            folder.mkdir(parents=True, exist_ok=True)
-            for stream in self.child.outputs:
-                stream.write_to(paths[stream.number])
-        self.coordinator.send("log", path=str(paths[2]))
+            path = self.child.log_to(Path(folder).absolute())
+        self.coordinator.send("log", path=str(path))
 
     def _join(self, timeout_s: float) -> None:
         """Wait until the Pythons of all scripts have started, unless that of this rank has ended."""
@@ -276,11 +272,17 @@ class RankAttempt:
         reap()  # before `hear`, because a script writes its last message before it ends
         child.hear()
         if log := child.messages.pop("log_to", None):
-            self._log_to(Path(log["folder"]))
+            self._log_to(log["folder"])
         if (hidden := child.messages.pop("hidden", None)) and child.outputs:
             child.outputs[-1].save(hidden["text"].encode(errors="backslashreplace"))
         if stopping := child.messages.pop("stopping", None):
             self._note_request(stopping["signal"])
+        # Until a script calls `should_stop`, only a signal without a handler ends it.
+        if child.messages.pop("unhandled", None) and self._ended_by is EndedBy.STOP_REQUEST:
+            child.pass_on(signal.SIGTERM)
+        if child.messages.pop("claim", None):  # of a script without a connection of its own
+            channel.send("claim", key=CLAIM)
+            child.tell({"type": "claimed"})
         self._see_torch()
         if connection is not None and connection.fileno() in ready:
             channel.receive()

@@ -1,7 +1,4 @@
-"""What a rank prints of us: its log, `logging.getLogger("mpiddp")` with its handler.
-
-A log never ends the run, neither when the reader of stdout is gone nor when the disk is full.
-"""
+"""What a rank prints of us: its log, `logging.getLogger("mpiddp")` with its handler."""
 
 from __future__ import annotations
 
@@ -23,7 +20,8 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno > logging.INFO else sys.stdout
-        # The terminal is gone, the disk is full, or the script has closed or replaced the stream.
+        # A log never ends the run: not if the terminal is gone or the disk is full, nor if the script has
+        # closed or replaced the stream.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             try:
                 is_output = record.name != log.name and record.levelno == logging.INFO

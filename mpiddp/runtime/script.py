@@ -16,23 +16,21 @@ import select
 import signal
 import socket
 import sys
+from _frozen_importlib_external import SourceFileLoader  # importlib would load four more modules
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from importlib import import_module
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 from mpiddp.errors import STOPPED
-from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol.channel import SPARE_NAME
-from mpiddp.protocol.variables import OBSERVER
+from mpiddp.protocol.variables import JOB, OBSERVER
 from mpiddp.runtime import patches
 from mpiddp.runtime.at_import import AtImport
 from mpiddp.runtime.job.ending import ending_of
-from mpiddp.runtime.job.session import Session, current, script_session
+from mpiddp.runtime.job.session import Session, current, out_of_the_way, script_session
 from mpiddp.runtime.job.stopping import stop_on
 from mpiddp.world import World
 
@@ -65,7 +63,8 @@ def main() -> None:
         _begin(session, session.control)
         patches.apply(patches.ONCE_THEY_HAVE_MET, session)
         if observer := os.environ.get(OBSERVER):
-            import_module(observer).observe()
+            __import__(observer)
+            sys.modules[observer].observe()
         _run(kind, name)
     except BaseException as caught:
         session.error = caught
@@ -123,10 +122,9 @@ def _handlers_wait() -> Iterator[None]:
 def _begin(session: Session, control: socket.socket) -> None:
     """Wait until the ranks have met, and become the script of one. Without them, end with the agent.
 
-    The agent sends a line "go", with the variables that a script finds under torchrun, where the server of
-    the job is, and the last arguments, if the process is older than these. On rank 0, the sockets for
-    `serve_beside` come with its first byte. A process that waits for the next attempt gets "ahead" before,
-    and answers "ask".
+    The agent sends "go", with the script's variables, and its last arguments if this process is older than
+    they are. On rank 0, the sockets for `serve_beside` come with it. A process that waits for the next
+    attempt gets "ahead" before, and answers "ask".
     """
     # The calls that follow the script's own import of torch. Until it begins, there are none.
     at_torch: list[Callable[[], None]] = []
@@ -148,8 +146,7 @@ def _begin(session: Session, control: socket.socket) -> None:
     env = facts["variables"]
     os.environ.update(env)
     variables, modules = dict(os.environ), {*sys.modules}
-    script_session()  # connects it to the server of the job
-    if session.coordinator.has_launcher:
+    if JOB in os.environ:
         starting_mpi = partial(_starting_mpi, session, facts["mpi"])
         sys.meta_path.insert(0, AtImport(_USES_MPI, starting_mpi))
 
@@ -182,7 +179,7 @@ def _serve_store(
         session.tell_agent("store", pid=serve_beside(env, listener, lifeline))
     else:
         with suppress(RuntimeError):  # a process that the script has started listens there
-            session.torch_store = serve_store(env, listener.detach())
+            script_session().torch_store = serve_store(env, listener.detach())
 
 
 def _changes_since(variables: Mapping[str, str], modules: Set[str]) -> dict[str, Any]:
@@ -204,7 +201,7 @@ def _import_ahead(facts: Mapping[str, Any], control: socket.socket) -> None:
     _set(facts["variables"])
     for name in (*facts["packages"], "torch"):
         with suppress(Exception):  # the script of the next attempt meets the same error itself
-            import_module(name)
+            __import__(name)
     _set(variables)
     sys.path[:] = path
     # The first optimizer, or DistributedDataParallel, of a script imports this too.
@@ -212,7 +209,7 @@ def _import_ahead(facts: Mapping[str, Any], control: socket.socket) -> None:
     poll.register(control, select.POLLIN)
     if not poll.poll(_STARTED_MS):
         with suppress(Exception):
-            import_module("torch._dynamo")
+            __import__("torch._dynamo")
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
@@ -282,9 +279,7 @@ def _is_folder(kind: str, name: str) -> bool:
 def keep_freed_memory(env: Mapping[str, str]) -> None:
     """Let glibc keep freed memory, because the next step allocates the same amount.
 
-    By default, glibc returns the memory of a step's tensors to the system, and the next step waits until
-    the kernel has found and zeroed every page again. With another libc, or a setting of the user's, this does
-    nothing.
+    Otherwise the next step waits until the kernel has zeroed every page again. A setting of the user's wins.
     """
     import ctypes
 

@@ -31,13 +31,14 @@ _SHORT, _PAUSE_S = 2048, 0.005
 
 
 class Stream:
-    """A stream of a rank's child: both its ends are made here. `rank` is this rank and its host."""
+    """A stream of a rank's child. Both its ends are made here. `rank` names the rank and its host."""
 
     def __init__(self, number: int, rank: str, terminal: Terminal) -> None:
         self.number, self._rank = number, rank  # `number` is its file descriptor in the child
-        # The child's end is closed here when the child starts.
         source, self.theirs = terminal.open(number) or os.pipe()
-        self.key = key_of_output(Path(f"/proc/self/fd/{self.theirs}"))  # both names of the pipe
+        self.key = key_of_output(
+            Path(f"/proc/self/fd/{self.theirs}")
+        )  # the same for both ends of a pipe
         self.source = io.FileIO(source)  # open until the end of the stream
         self.connection: socket.socket | None = None  # to a launcher that shows it
         self._file: io.FileIO | None = None
@@ -112,7 +113,7 @@ class Stream:
         self.connection = self._file = None
 
     def save(self, chunk: bytes | bytearray) -> None:
-        """Write a chunk to the file alone: it is not shown."""
+        """Write a chunk to the file, and do not show it."""
         if self._file is None:
             self._unfiled += chunk[: _MOST_UNFILED - len(self._unfiled)]
             return
@@ -134,7 +135,7 @@ class Input:
     """
 
     number = 0
-    is_done = True  # nothing waits for input that nobody has read
+    is_done = True  # the end of a rank waits for no input
 
     def __init__(self, terminal: Terminal) -> None:
         pair = terminal.open(0)

@@ -391,6 +391,20 @@ def test_ranks_leave(here, who, how):
         assert "killed" not in verdict(done)  # its code was 0
 
 
+FORMS_GROUPS = """
+import torch, torch.distributed as dist
+for number in range(8):
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+"""
+
+
+def test_later_groups(here):
+    """A script may form its process group again and again. Under torchrun, most runs of this one fail."""
+    here.run("launch", *here.where(2), here.script(FORMS_GROUPS)).assert_ok()
+
+
 # --- hosts and programs of the MPI ---
 
 

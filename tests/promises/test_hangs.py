@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,25 @@ def test_hang_timeout(place, how):
     frames = re.findall(r'alone\.py", line \d+,? (in \w+)', done.stderr)
     assert frame in frames if frame else not frames, done.stderr
     eventually(lambda: not place.processes())
+
+
+def test_a_hang_before_the_group(here):
+    """If one rank never forms the process group, the stacks say where it is, and where the others wait."""
+    text = """
+    import os, time, torch.distributed as dist
+    if os.environ["RANK"] == "1":
+        time.sleep(6000)
+    dist.init_process_group("gloo")
+    """
+    script = here.script(textwrap.dedent(text), "half.py")
+    done = here.run("launch", "--hang-timeout", "10", *here.where(2), script)
+    assert done.code == 1
+    one, other = (f"rank {rank} on {host}" for rank, host in enumerate(here.hosts_of(2)))
+    waits = f'{one} is in <module> (half.py:5): dist.init_process_group("gloo")'
+    sentence, *stacks = done.said
+    assert f"{waits}; {other} is in <module> (half.py:4): time.sleep(6000)." in sentence
+    titles = [line.split()[-1] for line in stacks if "Python stack" in line]
+    assert (titles, done.said[-1]) == (["1:", "0:"], "the job hung and was stopped.")
 
 
 ALONE = """\

@@ -18,6 +18,7 @@ from tests.programs.elastic import GLOBAL_BATCH, Step
 from tests.support.cluster import faults
 from tests.support.cluster.program import stat_of
 from tests.support.place import Done, Hosts, Job, Process, eventually, program
+from tests.support.ranks import ROOT
 
 STOPPING = ": stopping to restart.\n"
 
@@ -311,6 +312,27 @@ def test_what_is_killed_between_two_attempts(here, killed):
         assert done.code == 1
         assert done.stderr.count("failed first: ZeroDivisionError") == 5
     eventually(lambda: not here.processes())
+
+
+# Python runs it at its start. The agent of rank 1 then fails while it meets the others, but only once.
+FAILS_ONCE = """
+import os
+from pathlib import Path
+once = Path(__file__).with_name("failed")
+if os.environ.get("OMPI_COMM_WORLD_RANK") == "1" and not once.exists():
+    once.touch()
+    from mpiddp.runtime.rendezvous import meet
+    meet.meet = lambda *_: os.listdir(once)
+"""
+
+
+def test_an_agent_that_fails(here):
+    """If an agent itself fails before its script begins, the next attempt has new agents."""
+    here.script(FAILS_ONCE, "sitecustomize.py")
+    script = here.script("import os; print(os.environ['TORCHELASTIC_RESTART_COUNT'])")
+    options, env = ("--max-restarts", "1"), {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+    done = here.run("launch", *options, *here.where(2), script, env=env).assert_ok()
+    assert (done.lines, "failed first: NotADirectoryError: " in done.stderr) == (["1"] * 2, True)
 
 
 # --- hosts left out, spares ---

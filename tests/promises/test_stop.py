@@ -193,6 +193,16 @@ def test_a_second_ctrl_c(here, mpi):
 # --- time limits ---
 
 
+@pytest.mark.parametrize("forms_a_group", [False, True])
+def test_sigusr1_without_should_stop(here, forms_a_group):
+    """SIGUSR1 ends a script that handles no signal, before and after its process group has formed."""
+    group = "import torch.distributed as dist; dist.init_process_group('gloo')\n"
+    text = f"{group * forms_a_group}import time\nprint('ready', flush=True)\ntime.sleep(6000)"
+    job = here.start("launch", *LONG_GRACE, *here.where(2), here.script(text))
+    job.until("ready").signal(signal.SIGUSR1)
+    assert job.wait().code == 130
+
+
 @pytest.mark.parametrize(("grace", "save_s", "saved"), [("120", "1", 2), ("1", "600", 0)])
 def test_a_script_without_should_stop(here, grace, save_s, saved):
     """A script without should_stop() gets the signal, and is killed after --grace seconds. Code: 130."""

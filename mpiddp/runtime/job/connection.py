@@ -47,9 +47,8 @@ def connect_to_server(
 ) -> tuple[socket.socket, int]:
     """Connect, and introduce this rank by a message of this kind.
 
-    A launcher that is stopped (Ctrl-Z) answers late: its kernel accepts the connection. So there is no limit
-    while a connection stands, which ends with the launcher or its host. A running launcher limits the start.
-    The server beside rank 0 answers in `answer_s`.
+    The server beside rank 0 answers in `answer_s`. For the answer of a launcher there is no limit, because it
+    may be stopped (Ctrl-Z), and its kernel accepts the connection meanwhile.
 
     Returns the connection, and the group of the member: 0 of the ranks, n of their n-th scripts. Raises
     AnotherScript if this rank has a script already, and JobFailed if the server cannot be reached.

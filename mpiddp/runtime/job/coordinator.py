@@ -5,12 +5,8 @@
     coordinator.listen(act_on)          # in a thread; a rank's agent calls `receive` in its own loop
     hosts = coordinator.all_gather_json(socket.gethostname(), timeout_s=60)
 
-Any thread may ask: it waits until its answer has been received. The server alone decides that a wait has
-lasted too long, so that a launcher which is stopped (Ctrl-Z) ends none.
-
-mpirun kills every rank as soon as one exits with an error, even in the middle of a save or before rank 0
-has printed its sentence. So a rank that cannot continue first informs all others, then rank 0 prints the
-sentence, and then all ranks exit.
+Any thread may ask: it waits until its answer has been received. Only the server decides that a wait has
+lasted too long, because a launcher that is stopped (Ctrl-Z) must end no wait.
 """
 
 from __future__ import annotations
@@ -23,15 +19,16 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from mpiddp.errors import DONE, FAILED, JobFailed, NoAnswer, UserError, print_error
-from mpiddp.hosts.sockets import out_of_the_way
 from mpiddp.protocol import channel
 from mpiddp.protocol.channel import NO_MESSAGE, RANK, decode, encode
-from mpiddp.runtime.job.connection import Server, connect_to_server
 from mpiddp.runtime.job.ending import Refused, ending_of
 from mpiddp.world import World
+
+if TYPE_CHECKING:
+    from mpiddp.runtime.job.connection import Server
 
 # The values that ranks may exchange. A tuple arrives as a list.
 JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
@@ -41,7 +38,7 @@ AGREE_TIMEOUT_S = 30.0
 GRACE_S = 1.0  # once a rank has failed, another one may end by itself in this time
 LEAVE_TIMEOUT_S = 600.0  # a rank may still be busy; a rank that failed ends the others earlier
 _LONGEST = 16 * channel.VALUE_LIMIT  # bytes of an answer, which has a value of every rank
-_CLAIM = "first failure"  # the key of a claim to have failed first
+CLAIM = "first failure"  # the key of a claim to have failed first
 _ANSWERS = ("gathered", "no_answer", "claimed", "function", "answer")
 
 
@@ -61,7 +58,7 @@ class Coordinator:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.server = Server("", "")
+        self.server: Server  # once it is connected
         self.hostnames: Sequence[str] = ()  # [world_size]; () until the ranks have met
         self.ranks_here: Sequence[int] = ()  # the ranks of this host; () until the agents have met
         self.has_launcher = False  # a launcher prints why the job failed
@@ -87,9 +84,12 @@ class Coordinator:
         self, world: World, server: Server, role: str = RANK, answer_s: float | None = None
     ) -> None:
         """Connect as this rank of `world`, or as its script. Raises as `connect_to_server`."""
-        connection, group = connect_to_server(server, world, "hello", role=role, answer_s=answer_s)
-        self.connection = out_of_the_way(connection) if role == channel.SCRIPT else connection
-        self.world, self.server, self.group = world, server, group
+        from mpiddp.runtime.job.connection import connect_to_server
+
+        self.connection, self.group = connect_to_server(
+            server, world, "hello", role=role, answer_s=answer_s
+        )
+        self.world, self.server = world, server
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -185,8 +185,7 @@ class Coordinator:
         if not exits:
             raise (JobFailed if code == FAILED else UserError)(text) from None
         if self.world.rank == 0 and not self.has_launcher:
-            # Print it: a script's logging.config may have switched the log off.
-            print_error(text)
+            print_error(text)  # a script's logging.config may have switched the log off
         # The first rank to exit makes mpirun kill rank 0, even in the middle of its sentence.
         self.leave(waits=True)
         raise Refused(code, text if self.has_launcher else "")
@@ -210,7 +209,7 @@ class Coordinator:
             return True
         first = 0
         with contextlib.suppress(ChannelLost):
-            first = self.ask("claim", key=_CLAIM)[0]["rank"]
+            first = self.ask("claim", key=CLAIM)[0]["rank"]
         return self.world.rank == first
 
     def leave(self, *, waits: bool) -> None:
@@ -248,7 +247,7 @@ class Coordinator:
         this one, has failed.
         """
         key = str(facts.get("key", kind))
-        ends_with = {key, _CLAIM} if unless_failed else {key}
+        ends_with = {key, CLAIM} if unless_failed else {key}
         # After a failure, the others must not go on with its value.
         if not ends_with & self._arrived.keys():
             self.send(kind, value, **facts)

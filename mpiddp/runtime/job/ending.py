@@ -17,9 +17,7 @@ from typing import Any, NamedTuple
 
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
-from mpiddp.files import read_limited
 from mpiddp.protocol.channel import LINE_LIMIT, TEXT_LIMIT
-from mpiddp.runtime.job.out_of_memory import shortened
 from mpiddp.text import signal_name
 
 _REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -82,8 +80,12 @@ class Ending(NamedTuple):
     @property
     def facts(self) -> dict[str, Any]:
         """What a message can hold of it: the beginning of the sentence, and the end of the traceback."""
-        error, traceback = shortened(self.error)[:TEXT_LIMIT], self.traceback[-TEXT_LIMIT:]
-        return self._replace(error=error, traceback=traceback)._asdict()
+        error, traceback = self.error, self.traceback[-TEXT_LIMIT:]
+        if "out of memory" in error:
+            from mpiddp.runtime.job.out_of_memory import shortened
+
+            error = shortened(error)
+        return self._replace(error=error[:TEXT_LIMIT], traceback=traceback)._asdict()
 
     def line(self, rank: str) -> str:
         """The line that names `rank`, "" if the rank has printed why, or stops on request."""
@@ -139,6 +141,8 @@ def ending_of_process(status: int, recorded: Ending, error_file: str = "") -> En
 
     What its script has `recorded`, or has in the file, explains this end, or else only an error before it.
     """
+    from mpiddp.files import read_limited  # only agents need it
+
     number = max(0, -status)
     ending = Ending(128 + number if number else status, recorded.error, signal=number)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import numbers
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -49,6 +48,8 @@ class Progress:
 
     def show(self, values: Mapping[str, Any]) -> None:
         """Send these values of the training with the next progress, but those that cannot be shown."""
+        import numbers  # few scripts need it
+
         for name, value in values.items():
             if type(value) not in (bool, int) and isinstance(value, numbers.Real):  # numpy's
                 value = int(value) if isinstance(value, numbers.Integral) else float(value)

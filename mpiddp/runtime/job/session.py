@@ -1,14 +1,10 @@
-"""The state of this process as a rank of its job, and what it tells its launcher and its agent.
-
-Under `mpiddp launch` and `mpiddp run` a rank has an agent, which reports how it ends, and the script has a
-channel of its own to the server of the job. By hand (mpirun, srun, torchrun) the process is the rank itself:
-it joins and leaves, and its parent sees how it ends.
-"""
+"""The state of this process as a rank of its job, and what it tells its launcher and its agent."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -18,16 +14,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpiddp.errors import print_error
+from mpiddp.errors import JobFailed, print_error
 from mpiddp.protocol.channel import CHUNK, SCRIPT, TEXT_LIMIT, encode, is_consequence
 from mpiddp.protocol.variables import CHANNEL, CHANNEL_SECRET, ERROR_FILE, JOB, LOG_DIR
-from mpiddp.runtime.job.connection import AnotherScript, Server
 from mpiddp.runtime.job.coordinator import GRACE_S, Coordinator
 from mpiddp.runtime.job.ending import Ending, ending_of, record
 from mpiddp.runtime.job.progress import Progress
 from mpiddp.runtime.job.stopping import StopRequest
 from mpiddp.world import World, is_joined
 
+_HIGH = 4096  # the kernel's table of files grows with the highest number
 _END_S = 2.0  # a thread that reads frames has this time to end
 
 
@@ -35,9 +31,11 @@ class Session:
     """The state of one process. A process belongs to one job, so it has one session."""
 
     def __init__(self) -> None:
-        # This process is the script of a rank, whose agent reports its end. By hand it is the rank itself.
+        # This process is the script of a rank, whose agent reports its end. By hand (mpirun, srun, torchrun)
+        # it is the rank itself, and its parent sees how it ends.
         self.has_agent = is_joined(os.environ)
         self.control: socket.socket | None = None  # to the agent; None within a command
+        self.is_fork = False  # a fork of a script, for which the script itself speaks
         # It has host names once the ranks have joined. They join once: MPI cannot be initialized again.
         self.coordinator = Coordinator(World(0, 1, 0, 1))
         self.is_member = False  # this process has joined its job by itself, and leaves it by itself
@@ -124,17 +122,19 @@ class Session:
         rank's file alone. `is_printed`: Python has printed the error. Returns whether it is to be shown.
         """
         # A save in flight goes on after sys.exit(), because the agent ends the others. A claim ends it.
+        if self.coordinator.connection is None and not isinstance(error, SystemExit):
+            self._agent_answers("claim")
         is_first = isinstance(error, SystemExit) or self.coordinator.claim_first_failure()
         ending = ending_of(error)
         follows = is_consequence(ending.error)
         if follows and is_first and not is_printed:
-            is_first = not self._hears_of_another_failure()
+            # A rank that the kernel has killed claims no first failure.
+            is_first = not self._agent_answers("lost_connection")
         if ending.error:  # both ways, because a full disk takes no file
             self.tell_agent("failed", ending=Ending(**ending.facts))
         if self.has_agent:
             record(ending, os.environ.get(ERROR_FILE, ""))
-        is_sentence = ending.is_refusal or ending.is_verdict
-        prints = ending.is_refusal or (is_sentence and not self.has_agent)
+        prints = ending.is_refusal or (ending.is_verdict and not self.has_agent)
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
         is_shown = is_first or not follows
@@ -142,12 +142,12 @@ class Session:
             self.tell_agent("hidden", text=ending.facts["traceback"])
         return is_shown
 
-    def _hears_of_another_failure(self) -> bool:
-        """Ask the agent, for a second. A rank that the kernel has killed claims no first failure."""
+    def _agent_answers(self, question: str) -> bool:
+        """Ask the agent, for a second."""
         if self.control is None:
             return False
-        self.tell_agent("lost_connection")
-        with contextlib.suppress(OSError):
+        self.tell_agent(question)
+        with contextlib.suppress(OSError):  # the script has closed it
             try:
                 self.control.settimeout(GRACE_S)
                 return bool(self.control.recv(CHUNK))
@@ -187,10 +187,15 @@ def script_session() -> Session:
     rank's script.
     """
     session, ranks = current(), current().coordinator
-    if not ranks.connection and CHANNEL in os.environ and session.has_agent:
+    can_connect = CHANNEL in os.environ and session.has_agent and not session.is_fork
+    if can_connect and not ranks.connection:
+        from mpiddp.runtime.job.connection import AnotherScript, Server
+
         with contextlib.suppress(AnotherScript):
             server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""), is_own=True)
             ranks.connect(World.from_env(), server, SCRIPT)
+            assert ranks.connection is not None
+            ranks.connection = out_of_the_way(ranks.connection)
             ranks.has_launcher = JOB in os.environ
             ranks.listen(session.obey, session.stop.agree)
             if session.control is None:
@@ -198,9 +203,19 @@ def script_session() -> Session:
     return session
 
 
+def out_of_the_way(connection: socket.socket) -> socket.socket:
+    """The same socket with a high number, which no file gets that a script opens after it has closed all."""
+    limit = min(os.sysconf("SC_OPEN_MAX"), _HIGH)
+    with connection, contextlib.suppress(OSError):  # no file is left
+        number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 64))
+        return socket.socket(fileno=number)
+    raise JobFailed(f"{limit} open files are too few (ulimit -n).")
+
+
 def _forget() -> None:
     global _current
     before, _current = _current, Session()
+    _current.is_fork = before.is_fork or before.control is not None
     before.control = None  # the script may hold the session
 
 

@@ -113,6 +113,8 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
 
     def on_signal(number: int, frame: object) -> None:
         stop.is_requested = True
+        if not stop.supports_stop:  # the agent knows whether the launcher has requested it
+            stop._tell_agent("unhandled")
         if only_first:
             signal.signal(number, before[signal.Signals(number)])
             # The Ctrl-C may have ended the reader of a pipe as well.

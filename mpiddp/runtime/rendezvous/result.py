@@ -31,7 +31,7 @@ class RankInfo(NamedTuple):
     machine: str  # distinguishes two machines with the same name
     interfaces: Sequence[Interface]
     problem: str = ""  # why this rank cannot begin
-    run_id: str = ""  # rank 0's counts; it is the same in all attempts of a job
+    run_id: str = ""  # all ranks take that of rank 0, which is the same in all attempts of a job
     gpus: str = ""  # the GPUs that the rank may see, as CUDA_VISIBLE_DEVICES has them
 
     @classmethod
@@ -67,7 +67,7 @@ class RankInfo(NamedTuple):
         """Whether gloo takes an IPv6 address by the host's own name, and an IPv4 one by the interface's."""
         names = [nic.address for nic in self.interfaces if nic.name == interface]
         with contextlib.suppress(OSError):
-            # As gloo asks, which takes the first address that it can bind.
+            # gloo asks the same, and takes the first address that it can bind.
             first, *_ = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
             return first[0] == socket.AF_INET6 and first[4][0] in names and ":" not in names[0]
         return False
@@ -79,10 +79,7 @@ Gather = Callable[[Any], list[Any]]  # every rank's value, by rank
 
 
 def gathered(answers: Iterable[Sequence[Any]]) -> Infos:
-    """The infos of all ranks, from the JSON of each.
-
-    The local ranks that no launcher has set are counted on each host, in the order of the ranks.
-    """
+    """The infos of all ranks, from their JSON. Local ranks that no launcher sets are counted by host."""
     infos = [RankInfo(*answer) for answer in answers]
     by_host = ranks_by_host(infos)
     for rank, info in enumerate(infos):

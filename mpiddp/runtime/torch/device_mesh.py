@@ -1,8 +1,4 @@
-"""`mpiddp.mesh`: a DeviceMesh whose tensor-parallel groups lie inside hosts, under any launcher.
-
-The ranks tell each other their hosts. If their numbers would put a tensor-parallel group on several hosts,
-all of them refuse with one sentence.
-"""
+"""`mpiddp.mesh`: a DeviceMesh whose tensor-parallel groups lie inside hosts, under any launcher."""
 
 from __future__ import annotations
 

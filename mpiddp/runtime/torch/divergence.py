@@ -27,12 +27,7 @@ from mpiddp.runtime.job.session import current
 from mpiddp.text import all_of, listed
 from mpiddp.world import World
 
-_INTEGERS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # by their size in bytes
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _MAX_NAMED = 4  # ranks in a sentence
 
 
@@ -142,10 +137,8 @@ def _compared_tensors(
     names: dict[Tensor, str] = {}
     for name, tensor in model.named_parameters():  # DDP and torch.compile add to the names
         names[tensor] = name.replace("_orig_mod.", "").removeprefix("module.")
-    rows: list[
-        tuple[str, Any, Tensor]
-    ] = []  # a name, a value, and the parameter that it belongs to
-    rows += [(name, parameter, parameter) for parameter, name in names.items()]
+    # A name, a value, and the parameter that it belongs to.
+    rows: list[tuple[str, Any, Tensor]] = [(name, tensor, tensor) for tensor, name in names.items()]
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
         name = names.get(parameter, "a parameter of another model")
         for path, leaf in tree_flatten_with_path(state)[0]:
