@@ -75,7 +75,38 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
         sent = [tree]
         dist.broadcast_object_list(sent, rank, group=run.group)
         trees[rank] = sent[0]
-    return _Merge(run, {first[digests[rank]] for rank in run.writers}, trees).union
+    writers = {first[digests[rank]] for rank in run.writers}
+    union = Union(None)
+
+    def merged(by_rank: Mapping[int, Any], path: Keys) -> Any:
+        """The union of what the ranks have at this path of their trees."""
+        # A rank may have None, for example if rank 0 alone has gathered the state of an optimizer.
+        by_rank = {rank: tree for rank, tree in by_rank.items() if tree is not None}
+        if not by_rank:
+            return None
+        lowest = min(by_rank)
+        value = by_rank[lowest]
+        for rank, other in by_rank.items():
+            if _kind_of(other) != _kind_of(value):
+                kinds = {lowest: _kind_of(value)[:_LONGEST], rank: _kind_of(other)[:_LONGEST]}
+                _refuse(run, shown_path(path), kinds)
+        kind = type(value)
+        if kind is _Leaf:
+            union.has_stages |= len(by_rank) < len(trees)
+            if value.mesh or not writers <= by_rank.keys():
+                union.savers[path] = value.mesh or (lowest,)
+            return value.dtype
+        if kind not in state.DICTS and kind not in state.LISTS:
+            return value
+        by_key: dict[Any, dict[int, Any]] = defaultdict(dict)
+        for rank, tree in by_rank.items():
+            for key, entry in tree.items() if kind in state.DICTS else enumerate(tree):
+                by_key[key][rank] = entry
+        items = {key: merged(of_key, (*path, key)) for key, of_key in by_key.items()}
+        return state.as_kind_of(value, items) if kind in state.DICTS else kind(items.values())
+
+    union.tree = merged(trees, ())
+    return union
 
 
 def require_every_tensor_loaded(unloaded: Sequence[Mapping[str, Sequence[str]]]) -> None:
@@ -114,42 +145,6 @@ def _label_of(path: Keys, value: Any) -> str:
     if value.numel() <= _SHOWN:
         return f"{label} of {numbers.tolist()}"
     return f"{label} of CRC {crc32(numbers.contiguous().view(torch.uint8).numpy()):08x}"
-
-
-class _Merge:
-    """The trees of several ranks become one."""
-
-    def __init__(self, run: Run, writers: set[int], trees: Mapping[int, Any]) -> None:
-        """Raises ValueError."""
-        self._run, self._writers, self._num_trees = run, writers, len(trees)
-        self.union = Union(None)
-        self.union.tree = self._merged(trees, ())
-
-    def _merged(self, by_rank: Mapping[int, Any], path: Keys) -> Any:
-        # A rank may have None, for example if rank 0 alone has gathered the state of an optimizer.
-        by_rank = {rank: tree for rank, tree in by_rank.items() if tree is not None}
-        if not by_rank:
-            return None
-        first = min(by_rank)
-        value = by_rank[first]
-        for rank, other in by_rank.items():
-            if _kind_of(other) != _kind_of(value):
-                kinds = {first: _kind_of(value)[:_LONGEST], rank: _kind_of(other)[:_LONGEST]}
-                _refuse(self._run, shown_path(path), kinds)
-        kind = type(value)
-        if kind is _Leaf:
-            self.union.has_stages |= len(by_rank) < self._num_trees
-            if value.mesh or not self._writers <= by_rank.keys():
-                self.union.savers[path] = value.mesh or (first,)
-            return value.dtype
-        if kind not in state.DICTS and kind not in state.LISTS:
-            return value
-        by_key: dict[Any, dict[int, Any]] = defaultdict(dict)
-        for rank, tree in by_rank.items():
-            for key, entry in tree.items() if kind in state.DICTS else enumerate(tree):
-                by_key[key][rank] = entry
-        items = {key: self._merged(trees, (*path, key)) for key, trees in by_key.items()}
-        return state.as_kind_of(value, items) if kind in state.DICTS else kind(items.values())
 
 
 def _kind_of(value: Any) -> str:

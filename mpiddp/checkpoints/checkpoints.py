@@ -72,7 +72,7 @@ class Checkpoints:
                 before a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
-            timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
+            timeout_s: seconds to wait for a silent rank, in a save or a resume.
             keep_every: a number of steps. Also keep the first checkpoint at or after each multiple of it.
             best: ("val_loss", "min") or ("accuracy", "max"): also keep the finite checkpoint whose step has
                 the best value in `mpiddp.log_metrics`.

@@ -133,9 +133,13 @@ class Fit:
         self.entry = as_kind_of(self.entry, entry)
         self.likes = {(name,): value for name, value in tensors.items()}
         for name, value in tensors.items():
-            saved = entry.get(name)
-            if isinstance(value, Tensor) and not name.startswith(loads_itself):
-                _check_shape(name, saved, value)
+            if not isinstance(value, Tensor) or name.startswith(loads_itself):
+                continue
+            _require_memory(name, value)
+            is_lazy = torch.nn.parameter.is_lazy(value)  # it has no shape yet
+            if not is_lazy and getattr(entry.get(name), "shape", value.shape) != value.shape:
+                before, now = list(entry[name].shape), list(value.shape)
+                raise UserError(f"{name} was saved with shape {before}; it now has {now}")
 
     def _leave_out(self, tensors: Mapping[str, Any], entry: dict[Any, Any]) -> dict[Any, Any]:
         """The part of the entry that the module has in the same shape. Logs the rest."""
@@ -204,15 +208,6 @@ class Fit:
                 "which would tell its place: build it before, or use full_tensor()"
             )
         _require_memory(name, like)
-
-
-def _check_shape(name: str, saved: Any, tensor: Tensor) -> None:
-    _require_memory(name, tensor)
-    is_lazy = torch.nn.parameter.is_lazy(tensor)
-    if not is_lazy and getattr(saved, "shape", tensor.shape) != tensor.shape:
-        raise UserError(
-            f"{name} was saved with shape {list(saved.shape)}; it now has {list(tensor.shape)}"
-        )
 
 
 def _require_memory(name: str, tensor: Tensor) -> None:

@@ -55,9 +55,9 @@ def as_kind_of(pattern: Any, items: dict[Any, Any]) -> Any:
     """A dict of the same kind. A module's state_dict keeps the versions of its modules in an attribute."""
     if type(pattern) is dict:
         return items
-    made = type(pattern)(items)
-    made.__dict__.update(pattern.__dict__)
-    return made
+    table = type(pattern)(items)
+    table.__dict__.update(pattern.__dict__)
+    return table
 
 
 def is_sharded(value: object) -> bool:
@@ -142,10 +142,10 @@ class FlatState:
             if _is_module_state(value) or _is_optimizer_state(value):
                 self._guarded.add(path)
             items = {key: self._flatten((*path, key), entry) for key, entry in value.items()}
-            made = as_kind_of(value, items)
-            if hasattr(made, _VERSIONS):
-                made._metadata = self._flatten((*path, _VERSIONS), made._metadata)
-            return made
+            table = as_kind_of(value, items)
+            if hasattr(table, _VERSIONS):
+                table._metadata = self._flatten((*path, _VERSIONS), table._metadata)
+            return table
         if kind not in _SCALARS:
             self._refuse(
                 path,
