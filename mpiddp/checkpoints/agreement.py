@@ -1,8 +1,8 @@
-"""The union of the states of all ranks: ranks that have different values under one key are refused.
+"""The union of the states of all ranks. Ranks that have different values under one key are refused.
 
 In each save, the ranks compare keys, types, shapes, numbers, and small tensors of integers. In the first two
-saves and every tenth, they compare hashes of all other tensors, one pass over the memory: replicas that
-differ in the last bits are saved, those that differ by more are refused.
+saves and every tenth, they compare hashes of all other tensors, which takes one pass over the memory. Tensors
+whose hashes differ are saved if they differ in the last bits only.
 """
 
 from __future__ import annotations
@@ -18,18 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mpiddp.checkpoints import state
 from mpiddp.checkpoints.run_folder import Run
-from mpiddp.checkpoints.state import (
-    DICTS,
-    LISTS,
-    FlatState,
-    Keys,
-    as_kind_of,
-    is_sharded,
-    mesh_of,
-    own_part,
-    shown_path,
-)
+from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, mesh_of, shown_path
 from mpiddp.errors import UserError
 from mpiddp.runtime.rank_log import log
 from mpiddp.text import counted, listed
@@ -65,15 +56,15 @@ def is_of_each_rank(path: Keys) -> bool:
 
 
 def digest_of(flat: FlatState) -> str:
-    """A hash that is the same on ranks that save the same keys, types, shapes and numbers."""
+    """A hash of the keys, types, shapes and numbers of a state."""
     rows = [_Leaf.of(path, value) for path, value in flat.tensors.items()]
     return hashlib.sha256(repr((flat.tree, rows)).encode()).hexdigest()
 
 
 def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
-    """The union of what the ranks save. A collective if the digests of the ranks differ.
+    """The union of the states that the ranks save. A collective if their digests differ.
 
-    Raises ValueError, the same on all ranks, where ranks have different things under one key.
+    Raises ValueError, the same on all ranks, if ranks have different values under one key.
     """
     first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     if len(first) == 1:
@@ -84,9 +75,38 @@ def union_of(run: Run, flat: FlatState, digests: Sequence[str]) -> Union:
         sent = [tree]
         dist.broadcast_object_list(sent, rank, group=run.group)
         trees[rank] = sent[0]
-    merge = _Merge(run, {first[digests[rank]] for rank in run.writers}, len(trees))
-    merge.union.tree = merge.merged(trees, ())
-    return merge.union
+    writers = {first[digests[rank]] for rank in run.writers}
+    union = Union(None)
+
+    def merged(by_rank: Mapping[int, Any], path: Keys) -> Any:
+        """The union of what the ranks have at this path of their trees."""
+        # A rank may have None, for example if rank 0 alone has gathered the state of an optimizer.
+        by_rank = {rank: tree for rank, tree in by_rank.items() if tree is not None}
+        if not by_rank:
+            return None
+        lowest = min(by_rank)
+        value = by_rank[lowest]
+        for rank, other in by_rank.items():
+            if _kind_of(other) != _kind_of(value):
+                kinds = {lowest: _kind_of(value)[:_LONGEST], rank: _kind_of(other)[:_LONGEST]}
+                _refuse(run, shown_path(path), kinds)
+        kind = type(value)
+        if kind is _Leaf:
+            union.has_stages |= len(by_rank) < len(trees)
+            if value.mesh or not writers <= by_rank.keys():
+                union.savers[path] = value.mesh or (lowest,)
+            return value.dtype
+        if kind not in state.DICTS and kind not in state.LISTS:
+            return value
+        by_key: dict[Any, dict[int, Any]] = defaultdict(dict)
+        for rank, tree in by_rank.items():
+            for key, entry in tree.items() if kind in state.DICTS else enumerate(tree):
+                by_key[key][rank] = entry
+        items = {key: merged(of_key, (*path, key)) for key, of_key in by_key.items()}
+        return state.as_kind_of(value, items) if kind in state.DICTS else kind(items.values())
+
+    union.tree = merged(trees, ())
+    return union
 
 
 def require_every_tensor_loaded(unloaded: Sequence[Mapping[str, Sequence[str]]]) -> None:
@@ -102,10 +122,10 @@ def require_every_tensor_loaded(unloaded: Sequence[Mapping[str, Sequence[str]]])
 
 
 class _Leaf(NamedTuple):
-    """A tensor of some ranks, without its values."""
+    """The properties of a tensor that travel to the other ranks, in its place."""
 
     dtype: torch.dtype
-    label: str  # the properties that have to be the same on all ranks
+    label: str  # has to be the same on all ranks
     mesh: tuple[int, ...]  # the ranks that share a DTensor; () for a plain one
 
     @classmethod
@@ -114,7 +134,7 @@ class _Leaf(NamedTuple):
 
 
 def _label_of(path: Keys, value: Any) -> str:
-    """Type, shape and placements; of a few integers, also their values."""
+    """Type, shape and placements. For a tensor of integers, unless it is large, also their values."""
     label = f"{value.dtype} {list(value.shape)}"
     if is_sharded(value):
         return f"{label} as {value.placements}"
@@ -127,47 +147,12 @@ def _label_of(path: Keys, value: Any) -> str:
     return f"{label} of CRC {crc32(numbers.contiguous().view(torch.uint8).numpy()):08x}"
 
 
-class _Merge:
-    """The trees of several ranks become one."""
-
-    def __init__(self, run: Run, writers: set[int], num_trees: int) -> None:
-        self._run, self._writers, self._num_trees = run, writers, num_trees
-        self.union = Union(None)
-
-    def merged(self, by_rank: Mapping[int, Any], path: Keys) -> Any:
-        """The union of these trees. Raises ValueError."""
-        # A rank may have None, for example if rank 0 alone has gathered the state of an optimizer.
-        by_rank = {rank: tree for rank, tree in by_rank.items() if tree is not None}
-        if not by_rank:
-            return None
-        first = min(by_rank)
-        value = by_rank[first]
-        for rank, other in by_rank.items():
-            if _kind_of(other) != _kind_of(value):
-                kinds = {first: _kind_of(value)[:_LONGEST], rank: _kind_of(other)[:_LONGEST]}
-                _refuse(self._run, shown_path(path), kinds)
-        kind = type(value)
-        if kind is _Leaf:
-            self.union.has_stages |= len(by_rank) < self._num_trees
-            if value.mesh or not self._writers <= by_rank.keys():
-                self.union.savers[path] = value.mesh or (first,)
-            return value.dtype
-        if kind not in DICTS and kind not in LISTS:
-            return value
-        by_key: dict[Any, dict[int, Any]] = defaultdict(dict)
-        for rank, tree in by_rank.items():
-            for key, entry in tree.items() if kind in DICTS else enumerate(tree):
-                by_key[key][rank] = entry
-        items = {key: self.merged(trees, (*path, key)) for key, trees in by_key.items()}
-        return as_kind_of(value, items) if kind in DICTS else kind(items.values())
-
-
 def _kind_of(value: Any) -> str:
-    """The properties of a value that have to be the same on all ranks."""
+    """A text that has to be the same on all ranks that have the value."""
     kind = type(value)
-    if kind in DICTS:
+    if kind in state.DICTS:
         return f"a {kind.__name__}"
-    if kind in LISTS:
+    if kind in state.LISTS:
         return f"a {kind.__name__} of {len(value)}"
     return value.label if kind is _Leaf else repr(value)
 
@@ -182,21 +167,21 @@ def _refuse(run: Run, name: str, values: Mapping[int, str]) -> None:
 
 
 def _shared_parts(run: Run, flat: FlatState) -> dict[str, Tensor]:
-    """This rank's tensors, and parts of sharded ones, that others may have too, by a name that they share."""
+    """The tensors of this rank, or its parts of DTensors, that other ranks may have, by a common name."""
     parts = {}
     for path, value in flat.tensors.items():
         mesh = mesh_of(value)
         is_elsewhere = mesh and value.device_mesh.get_coordinate() is None  # type: ignore[attr-defined]
         if is_of_each_rank(path) or is_elsewhere or len(mesh) == run.world_size:
             continue
-        part, offsets = own_part(value)
+        part, offsets = state.own_part(value)
         if part.numel():
             parts[shown_path(path) + (f" at {list(offsets)}" if mesh else "")] = part
     return parts
 
 
 def _hashes_of(parts: Mapping[str, Tensor]) -> dict[str, int]:
-    """A hash of each tensor. Waits for a GPU once."""
+    """A hash of each tensor. This waits once for each GPU, and not once for each tensor."""
     sums: dict[torch.device, dict[str, Tensor]] = defaultdict(dict)
     for name, part in parts.items():
         sums[part.device][name] = _hash(part)
@@ -217,7 +202,7 @@ def _hash(value: Tensor) -> Tensor:
 
 
 def digest_of_values(run: Run, flat: FlatState) -> str:
-    """A hash that is the same on ranks whose tensors have the same bits."""
+    """A hash of the bits of all tensors that other ranks may have."""
     hashes = _hashes_of(_shared_parts(run, flat))
     return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()
 

@@ -28,21 +28,13 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its buckets
 
+from mpiddp.checkpoints import state
 from mpiddp.checkpoints.agreement import Union
 from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
-from mpiddp.checkpoints.state import (
-    FlatState,
-    Keys,
-    is_sharded,
-    key_of,
-    mesh_of,
-    name_of,
-    own_part,
-    shown_path,
-)
+from mpiddp.checkpoints.state import FlatState, Keys, is_sharded
 from mpiddp.checkpoints.tensor_files import CODES, header_of, row_of, write_tensors
 
-_SMALL = 1 << 14  # tensors of so many elements, or fewer, are copied together in one block
+_SMALL = 1 << 14  # tensors of so many elements, or fewer, are copied together into one block
 _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
 _JOINED = {getattr(torch, name) for name in _NAMES.split()}  # torch joins tensors of these types
 _PART = 1 << 15  # torch examines so few elements in one thread, which leaves cores to the training
@@ -82,7 +74,7 @@ class Copies:
 
     Attributes:
         blocks: of each file, by its name.
-        tied: by the path of a box in a block, those that have its values too.
+        tied: by the path of a box in a block, the other boxes that have its values.
     """
 
     blocks: dict[str, list[Block]] = field(default_factory=lambda: defaultdict(list))
@@ -133,9 +125,9 @@ class Copies:
         }
 
     def not_finite(self) -> str:
-        """The first guarded box that has a NaN or an infinity, in a sentence; "" if there is none.
+        """A sentence about the first guarded box that has a NaN or an infinity; "" if there is none.
 
-        Infinities among nothing but zeros are on purpose: that is a mask.
+        A tensor of infinities and zeros is fine, because it is a mask.
         """
         for block in [block for blocks in self.blocks.values() for block in blocks]:
             if math.isfinite(_worst(block.values)):
@@ -145,14 +137,16 @@ class Copies:
                 end = start + math.prod(box.shape)
                 part = block.values.reshape(-1)[start:end]
                 start, value = end, _worst(part)
-                paths = [shown_path(tied.path) for tied in self.tied_to(box) if tied.is_guarded]
+                paths = [
+                    state.shown_path(tied.path) for tied in self.tied_to(box) if tied.is_guarded
+                ]
                 is_mask = math.isinf(value) and not (part.isfinite() & (part != 0)).any()
                 if paths and not math.isfinite(value) and not is_mask:
                     return f"{min(paths)} has {value}"
         return ""
 
     def tied_to(self, box: Box) -> list[Box]:
-        """The box of a block, and those that have its values too."""
+        """The box of a block, and the tied ones, which have the same values."""
         return [box, *self.tied.get(box.path, ())]
 
     def _header_of(self, file: str) -> bytes:
@@ -163,7 +157,9 @@ class Copies:
             for box in boxes:
                 start, size = end, math.prod(box.shape)
                 end = start + min(size, most) * width
-                part = box.shape if size <= most else values.shape  # that of an expanded tensor
+                part = (
+                    box.shape if size <= most else values.shape
+                )  # an expanded tensor has fewer values
                 name = _name_of(box)
                 rows.append(row_of(name, code or "U8", part if code else [end - start], start, end))
                 for tied in self.tied_to(box):
@@ -181,7 +177,11 @@ class Copies:
 
 def _name_of(box: Box) -> str:
     """The name of a box in its file."""
-    return key_of(box.path) if box.file.startswith(SHARDS) else name_of(box.path[1:] or box.path)
+    return (
+        state.key_of(box.path)
+        if box.file.startswith(SHARDS)
+        else state.name_of(box.path[1:] or box.path)
+    )
 
 
 def _kind_of(value: Tensor) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ def _kind_of(value: Tensor) -> tuple[Any, ...]:
 
 
 def _unexpanded(value: Tensor) -> Tensor:
-    """The part of a tensor that its dimensions of stride 0 repeat."""
+    """The part of an expanded tensor that it repeats. Such a dimension has the stride 0."""
     for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
         if stride == 0 and size > 1:
             value = value.narrow(dim, 0, 1)
@@ -218,14 +218,14 @@ def _worst(value: Tensor) -> float:
 def boxes_of(
     flat: FlatState, union: Union, rank: int, *, is_writer: bool
 ) -> list[tuple[Box, Tensor]]:
-    """The boxes that this rank saves, with their tensors. Not a collective."""
+    """The boxes that this rank saves, with their tensors."""
     pairs = []
     for path, tensor in flat.tensors.items():
         savers, place = union.savers.get(path), None
         if is_sharded(tensor):
-            if savers not in (None, mesh_of(tensor)) or not _saves(path, tensor):
+            if savers not in (None, state.mesh_of(tensor)) or not _saves(path, tensor):
                 continue
-            part, offsets = own_part(tensor)
+            part, offsets = state.own_part(tensor)
             dims = [_dim_of(placement) for placement in tensor.placements]  # type: ignore[attr-defined]
             place = tensor.shape, offsets, dims
             tensor, file = part.contiguous(), shard_of(rank)
@@ -286,15 +286,15 @@ def _saves(path: Keys, tensor: Any) -> bool:
     ):
         if placement.is_replicate():
             copy, num_copies = copy * size + index, num_copies * size
-    box, offsets = own_part(tensor)
+    box, offsets = state.own_part(tensor)
     # Some ranks have no part of a tensor that is shorter than their number.
     is_empty = not box.numel() and any(offsets)
     return not is_empty and copy == crc32(json.dumps(path).encode()) % num_copies
 
 
-def write_whole(state: Mapping[str, Any], folder: Path) -> Any:
+def write_whole(entries: Mapping[str, Any], folder: Path) -> Any:
     """Write the files of a state whose tensors are whole, on the CPU. Returns its tree. Raises OSError."""
-    flat = FlatState("state", state)
+    flat = FlatState("state", entries)
     pairs = boxes_of(flat, Union(flat.tree), 0, is_writer=True)
     copies = Copies()  # they are the tensors themselves, because these do not change
     for box, tensor in sorted(pairs, key=_width, reverse=True):

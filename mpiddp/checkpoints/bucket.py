@@ -1,17 +1,17 @@
 """A run in object storage: s3://, gs:// or any other address of fsspec.
 
     bucket = Bucket("s3://models/runs/a")
-    bucket.pull(run.dir)              # at the start: the local folder becomes what the bucket has
-    bucket.push(checkpoint, is_last=True)    # after each save; COMPLETE arrives last
+    bucket.pull(run.dir)                     # at the start, the local folder becomes what the bucket has
+    bucket.push(checkpoint, is_last=True)    # after each save
 
-A run writes its folder on a local disk, and the bucket has a copy. A class in the place of `Path` would be
+A run writes its folder on a local disk, and copies it to the bucket. A class in the place of `Path` would be
 larger and less safe: objects can neither be renamed nor locked, so each function that relies on a rename or a
-lock would need a second way; and a resume maps its tensors from files that it has verified, which would have
-to be local all the same. So the rest of the room knows one kind of folder, and this module alone knows
-fsspec, whose packages raise errors of many types: each becomes an OSError.
+lock would need a second way. And a resume maps its tensors from verified files, which have to be local all
+the same. So this module alone knows fsspec. Its packages raise errors of many types, and each becomes an
+OSError.
 
-A checkpoint in the bucket is whole if COMPLETE is there: it arrives last, and goes first. What is pulled is
-verified as on any disk.
+A checkpoint in the bucket is whole if it has COMPLETE, which is copied last and removed first. A checkpoint
+that is pulled is verified as on any disk.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Bucket:
                 self._files.get_file(f"{self._root}/{file}", str(run / file))
 
     def push(self, checkpoint: Path, *, is_last: bool) -> None:
-        """Copy the files of a checkpoint, whose other files other ranks have copied if this `is_last`.
+        """Copy the files of a checkpoint. If it `is_last`, the other ranks have copied theirs.
 
-        Then it is whole, and the files next to it follow. Raises OSError.
+        Then the checkpoint becomes whole, and the files next to it follow. Raises OSError.
         """
         target = self._at(checkpoint.name)
         with self._errors():
@@ -116,18 +116,16 @@ class Bucket:
 
     def rename(self, name: str, new_name: str) -> None:
         """Rename a checkpoint, which is whole under one of the names, or under none. Raises OSError."""
+        old, new = self._at(name), self._at(new_name)
         with self._errors():
-            files = self._list(self._at(name))
-            if COMPLETE not in files:
-                return
-            self._remove(new_name)
-            content = self._files.cat_file(f"{self._at(name)}/{COMPLETE}")
-            self._remove_file(f"{self._at(name)}/{COMPLETE}")
-            for file in files:
-                if file != COMPLETE:
-                    self._files.cp_file(f"{self._at(name)}/{file}", f"{self._at(new_name)}/{file}")
-            self._files.pipe_file(f"{self._at(new_name)}/{COMPLETE}", content)
-            self._remove(name)
+            if self._files.exists(f"{old}/{COMPLETE}"):
+                self._remove(new_name)
+                content = self._files.cat_file(f"{old}/{COMPLETE}")
+                self._remove_file(f"{old}/{COMPLETE}")
+                for file in self._list(old):
+                    self._files.cp_file(f"{old}/{file}", f"{new}/{file}")
+                self._files.pipe_file(f"{new}/{COMPLETE}", content)
+                self._remove(name)
 
     def _at(self, name: str) -> str:
         return f"{self._root}/checkpoints/{name}"
@@ -152,7 +150,7 @@ class Bucket:
         return content == (local / COMPLETE).read_bytes()
 
     def _remove(self, name: str) -> None:
-        """COMPLETE goes first: what remains is no checkpoint."""
+        """Remove a checkpoint, whole or not."""
         self._remove_file(f"{self._at(name)}/{COMPLETE}")
         if self._files.exists(self._at(name)):
             self._files.rm(self._at(name), recursive=True)

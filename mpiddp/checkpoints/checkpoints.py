@@ -1,4 +1,4 @@
-"""`mpiddp.Checkpoints`: the checkpoints of a training. `mpiddp train` uses them as any script does."""
+"""`mpiddp.Checkpoints`: the checkpoints of a training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
 
-PATIENCE_S = 1800.0  # another rank may evaluate, or read every byte of a checkpoint, for so long
+PATIENCE_S = 1800.0  # another rank may evaluate, or verify a checkpoint, for so long
 
 
 class Checkpoints:
@@ -72,7 +72,7 @@ class Checkpoints:
                 before a stop.
             config: settings that a resumed run may not change, as JSON.
             on_save_error: "stop" raises a failed save at the next one; "warn" prints it.
-            timeout_s: seconds to wait for a rank that does not answer, in a save or a resume.
+            timeout_s: seconds to wait for a silent rank, in a save or a resume.
             keep_every: a number of steps. Also keep the first checkpoint at or after each multiple of it.
             best: ("val_loss", "min") or ("accuracy", "max"): also keep the finite checkpoint whose step has
                 the best value in `mpiddp.log_metrics`.
@@ -118,7 +118,7 @@ class Checkpoints:
         self._run: Run | None = None
         self._thread: int | None = None  # the thread that called the first save
         self._has_ended, self._pid = False, os.getpid()
-        self._made: int | None = None  # the last step of which `due` was asked
+        self._made: int | None = None  # the last step for which `due` was called
         session = current()
         open_ones = [records for records in session.runs if not records.is_closed]
         session.runs = [*open_ones, self._records]
@@ -265,7 +265,7 @@ class Checkpoints:
         self._end()
 
     def _end(self, error: BaseException | None = None) -> None:
-        """Give the folder up. Say once in it how this rank ended; a rank that says nothing has failed."""
+        """Note how this rank ended, and give the folder up. A rank without a note has failed."""
         self._records.is_closed = True
         run = self._run
         if run is None or os.getpid() != self._pid:
@@ -280,7 +280,7 @@ class Checkpoints:
         run.close()
 
     def _end_at_exit(self) -> None:
-        """After an error that has ended a script without a `with`. The thread has ended its save then."""
+        """Give the folder up after an error that has ended a script without a `with`."""
         assert self._run is not None
         if error := getattr(sys, "last_value", None):
             self._end(error)
@@ -293,10 +293,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _opening(self, call: str) -> Iterator[Run]:
-        """Open the folder, which an earlier attempt may have created. All ranks must make this `call`.
-
-        The body finds the step from which the run starts. Afterwards the run takes records and saves.
-        """
+        """Open the folder, and start the run after the body. All ranks must make this `call`."""
         session = current()
         # If a script catches the error that has ended another run of this process, that run may still save.
         session.wait_for_saves()

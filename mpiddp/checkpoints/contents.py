@@ -25,7 +25,7 @@ _NUMPY_KIND = "MT19937"  # numpy's global generator, unless a script replaces it
 
 
 def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> Resumed:
-    """Read the files of a checkpoint, given by their names, and restore the generators of `rank`, if any."""
+    """Read the files of a checkpoint, by their names, and restore the random numbers of `rank`, if any."""
     folder = next(iter(files.values())).parent
     try:
         about = About.read(files[ABOUT])
@@ -36,8 +36,8 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> R
         of_rank = unpacked(ranks[rank].numpy().tobytes()) if 0 <= rank < len(ranks) else {}
         if of_rank:
             restore_rng_states(of_rank["rng"], local_rank)
-        rest = len(ranks), about.config, about, ranks
-        return Resumed(about.step, state, of_rank.get("state", {}), *rest)
+        per_rank = of_rank.get("state", {})
+        return Resumed(about.step, state, per_rank, len(ranks), about.config, about, ranks)
     except (UserError, JobFailed):
         raise
     except MemoryError:
@@ -52,9 +52,9 @@ def read(files: Mapping[str, Path], rank: int = -1, *, local_rank: int = 0) -> R
 
 
 def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
-    """The tree with the tensors of these files: a whole one as it is, others as `ShardedValue`.
+    """The tree with the tensors of these files, or a `ShardedValue` in the place of a sharded one.
 
-    Raises UserError if a box is missing; what `read_tensors` raises.
+    Raises UserError if a box is missing, and the errors of `read_tensors`.
     """
     parts: dict[str, list[tuple[Tensor, Any]]] = defaultdict(list)
     layouts: dict[str, Sequence[int]] = {}
@@ -79,7 +79,7 @@ def read_boxes(tree: Any, files: Iterable[Path]) -> Any:
 
 
 def _joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype) -> Any:
-    """The value of these parts, each with its place; `dtype`: that of tensors whose files have bytes."""
+    """The tensor that has these parts, each with its place. `dtype`: its type, if its file has only bytes."""
     boxes: dict[tuple[int, ...], Tensor] = {}  # by offsets, because replicas may repeat them
     for tensor, place in parts:
         if place is None:
@@ -100,7 +100,7 @@ def _joined(path: Keys, parts: Sequence[tuple[Any, Any]], dtype: torch.dtype) ->
 
 
 def rng_states(local_rank: int) -> dict[str, Any]:
-    """The states as tensors, numbers and tuples. Each GPU has one if this process uses GPUs."""
+    """The states of Python, torch, numpy, and of each GPU if this process uses GPUs."""
     states: dict[str, Any] = {
         "local_rank": local_rank,
         "python": random.getstate(),
@@ -117,9 +117,9 @@ def rng_states(local_rank: int) -> dict[str, Any]:
 
 
 def restore_rng_states(states: dict[str, Any], local_rank: int) -> None:
-    """Restore the states of `rng_states`, as many of them as there are.
+    """Restore the states of `rng_states`.
 
-    The GPU of the local rank gets the state of the rank's earlier one, which may have another number.
+    The GPU of this rank gets the state that the rank's GPU had, although it may have another number now.
     """
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])

@@ -1,10 +1,10 @@
-"""How an entry of a checkpoint fits the object that loads it: known before anything changes."""
+"""Compare an entry of a checkpoint with the object that loads it, before any object changes; then load it."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +27,13 @@ _MAX_NAMES = 4  # in a sentence
 
 @dataclass
 class Fit:
-    """An object, and the entry that it loads, which fits it.
+    """An object, and the entry that it loads.
 
     Attributes:
-        likes: the object's tensors, by the path of what is like them in the entry.
-        module: that of an optimizer whose state is by names.
-        unloaded: the tensors of other stages.
+        entry: the part of the entry that the object loads, by the object's own names.
+        likes: by the path of a tensor in the entry, the object's tensor that has the same place.
+        module: the module of an optimizer whose state is by parameter names.
+        unloaded: the tensors of other stages, which this object does not load.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Fit:
     def load(self, types: Mapping[int, torch.dtype]) -> None:
         """Load the entry. Not a collective, unless the object's own `load_state_dict` is one.
 
-        `types`: with which the parameters were saved, by their ids.
+        `types`: by the id of a parameter, the type with which it was saved.
         """
         if isinstance(self.target, Module):
             state = placed(self.entry, self.likes)
@@ -89,18 +90,18 @@ class Fit:
         else:
             self.target.load_state_dict(state)
         if is_optimizer:
-            self._restore_types(types)
+            self._restore_types(state, types)
 
-    def _restore_types(self, types: Mapping[int, torch.dtype]) -> None:
-        """Give each state the type with which it was saved.
+    def _restore_types(self, placed_state: Any, types: Mapping[int, torch.dtype]) -> None:
+        """Give each state of an optimizer the type with which it was saved.
 
         `Optimizer.load_state_dict` casts it to the type of its parameter, which loses bits of fp32 moments
-        and of quantized codes. Where the script itself has changed the type of the parameter, that is right.
+        and of quantized codes. That is right only if the script has changed the type of the parameter.
         """
-        saved = self.entry.get("state", {})
-        if _is_flat(self.entry):
+        saved = placed_state.get("state", {})
+        if _is_flat(placed_state):
             saved = {}
-            for key, value in self.entry.items():
+            for key, value in placed_state.items():
                 saved.setdefault(_name_in(key), {})[key.rpartition(".")[2]] = value
         for path, parameter in self.likes.items():
             is_of_parameter = len(path) == 2 and path[0] == "state"
@@ -132,9 +133,13 @@ class Fit:
         self.entry = as_kind_of(self.entry, entry)
         self.likes = {(name,): value for name, value in tensors.items()}
         for name, value in tensors.items():
-            saved = entry.get(name)
-            if isinstance(value, Tensor) and not name.startswith(loads_itself):
-                _check_shape(name, saved, value)
+            if not isinstance(value, Tensor) or name.startswith(loads_itself):
+                continue
+            _require_memory(name, value)
+            is_lazy = torch.nn.parameter.is_lazy(value)  # it has no shape yet
+            if not is_lazy and getattr(entry.get(name), "shape", value.shape) != value.shape:
+                before, now = list(entry[name].shape), list(value.shape)
+                raise UserError(f"{name} was saved with shape {before}; it now has {now}")
 
     def _leave_out(self, tensors: Mapping[str, Any], entry: dict[Any, Any]) -> dict[Any, Any]:
         """The part of the entry that the module has in the same shape. Logs the rest."""
@@ -175,7 +180,7 @@ class Fit:
             self.likes |= _tensors_in(self.target.state_dict())
 
     def _match_names(self, saved: set[str], trained: set[int], modules: Sequence[Module]) -> None:
-        """Match an optimizer's state by parameter names. `trained`: the ids of the optimizer's parameters."""
+        """Find the module whose parameters have these names. `trained`: the ids of the optimizer's."""
         for module in modules:
             parameters = {_bare(name): parameter for name, parameter in module.named_parameters()}
             if trained <= {id(parameter) for parameter in parameters.values()}:
@@ -194,7 +199,7 @@ class Fit:
             self.entry = {key: value for key, value in self.entry.items() if _name_in(key) in names}
 
     def _check_place(self, path: Keys) -> None:
-        """Refuse a sharded tensor that the object does not tell how to place."""
+        """Refuse a sharded tensor if the object has no tensor that tells how to place it."""
         like = like_of(path, self.likes)
         name = str(path[0]) if len(path) == 1 else shown_path(path, "")
         if not isinstance(like, Tensor):
@@ -205,33 +210,13 @@ class Fit:
         _require_memory(name, like)
 
 
-def saved_types(fits: Iterable[Fit]) -> dict[int, torch.dtype]:
-    """The types with which the parameters of modules were saved, by their ids."""
-    types: dict[int, torch.dtype] = {}
-    for fit in fits:
-        if isinstance(fit.target, Module):
-            for name, parameter in fit.target.named_parameters():
-                if name in fit.entry:
-                    types[id(parameter)] = fit.entry[name].dtype
-    return types
-
-
-def _check_shape(name: str, saved: Any, tensor: Tensor) -> None:
-    _require_memory(name, tensor)
-    is_lazy = torch.nn.parameter.is_lazy(tensor)
-    if not is_lazy and getattr(saved, "shape", tensor.shape) != tensor.shape:
-        raise UserError(
-            f"{name} was saved with shape {list(saved.shape)}; it now has {list(tensor.shape)}"
-        )
-
-
 def _require_memory(name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise UserError(f"{name} is on meta, and has no memory: call its to_empty(device=…) before")
 
 
 def _prefixes_of_own_loads(module: Module) -> Iterator[str]:
-    """The beginnings of the names that a module loads by code of its own: it may accept another shape."""
+    """The beginnings of the names that a module loads by code of its own, which may accept another shape."""
     for prefix, part in module.named_modules():
         start = f"{prefix}." if prefix else ""
         code = type(part)._load_from_state_dict.__module__
@@ -256,8 +241,7 @@ def _restore(loaded: Any, saved: Any) -> Any:
     elif type(saved) in LISTS and type(loaded) is type(saved) and len(loaded) == len(saved):
         return type(saved)(map(_restore, loaded, saved))
     elif isinstance(loaded, Tensor) and getattr(saved, "dtype", loaded.dtype) != loaded.dtype:
-        is_same = saved.shape == loaded.shape
-        return placed(saved, {(): loaded}, owns=True, is_optimizer=True) if is_same else loaded
+        return saved.to(loaded.device)
     return loaded
 
 
@@ -270,10 +254,10 @@ def like_of(path: Keys, likes: Mapping[Keys, Any]) -> Any:
 def placed(
     entry: Any, likes: Mapping[Keys, Any], *, owns: bool = False, is_optimizer: bool = False
 ) -> Any:
-    """The entry with tensors that are sharded, or whole, as those of the object. Not a collective.
+    """The entry with tensors that are sharded, or whole, as those of the object are. Not a collective.
 
-    With `owns`, the object keeps the tensors: those on the CPU are copied out of their files. The state of an
-    optimizer lies in memory as its parameter does: fused kernels read both in this order.
+    With `owns`, the object keeps the tensors, so those on the CPU are copied out of their files. The state of
+    an optimizer gets the layout of its parameter, because fused kernels read both in the order of memory.
     """
     was_sharded = any(type(value) is ShardedValue for _, value in leaves(entry))
 

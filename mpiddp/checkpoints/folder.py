@@ -8,10 +8,10 @@
     manifest.json              the sizes and SHA-256 of all these, as far as this host has them
     COMPLETE                   the SHA-256 of the manifest
 
-All are written into a hidden folder beside it, and flushed to the disk. Then one rename makes the folder a
-checkpoint. torch.load does not detect a flipped bit; the manifest does. `mpiddp checkpoints` shows it.
+All are written into a hidden folder, and flushed to the disk. Then one rename makes this folder the
+checkpoint. The manifest is there because torch.load does not detect a flipped bit.
 
-    complete    COMPLETE is there and fits the manifest, so the save has ended
+    complete    COMPLETE has the SHA-256 of the manifest, so the save has ended
     intact      and every file has its size
     verified    and every file has its SHA-256
 """
@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -69,13 +69,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class About:
-    """Facts about the state of a checkpoint: the contents of about.json.
+    """The contents of about.json.
 
     Attributes:
-        step, config: those of the save.
-        previous: the step saved before it, or from which the run resumed; -1 for the first.
-        has_stages: some ranks had tensors that others did not.
-        not_finite: why training cannot go on from it, "" if it can.
+        step, config: of the run when it saved the checkpoint.
+        previous: the step of the checkpoint before it; -1 for the first one of a run.
+        has_stages: some ranks had tensors that others did not, as of a pipeline's stage.
+        not_finite: why training cannot go on from it; "" if it can.
     """
 
     step: int
@@ -85,18 +85,16 @@ class About:
     not_finite: str = ""
 
     def write(self, new: Path) -> None:
-        text = json.dumps({"written_by": "mpiddp.Checkpoints", **vars(self)}, indent=1)
-        (new / ABOUT).write_text(text, encoding="utf-8")
+        (new / ABOUT).write_text(json.dumps(vars(self), indent=1), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> About:
-        """The contents of an about.json. Raises OSError; ValueError, TypeError, RecursionError."""
-        table = json.loads(read_limited(path, _MAX_BYTES))
-        return cls(**{row.name: table[row.name] for row in fields(cls) if row.name in table})
+        """Raises OSError; ValueError, TypeError or RecursionError for contents of another program."""
+        return cls(**json.loads(read_limited(path, _MAX_BYTES)))
 
     @classmethod
     def of(cls, folder: Path) -> About:
-        """The facts of a checkpoint. A broken checkpoint has none, and counts as finite."""
+        """That of a checkpoint. A broken checkpoint has none, and counts as finite."""
         try:
             return cls.read(folder / ABOUT)
         except (OSError, ValueError, TypeError, RecursionError):
@@ -107,25 +105,24 @@ class About:
 class Listing:
     """The files of a checkpoint by name, as its folder lists them."""
 
-    here: dict[str, Entry]  # the files of the manifest
-    shards: dict[str, Entry]  # the files of shards.json, on all hosts; {} if nothing is sharded
-    save_id: str  # a hash that the folders of one save share
+    here: dict[str, Entry]  # the files that this folder has to have
+    shards: dict[str, Entry]  # the files of shards of all hosts; {} if nothing is sharded
+    save_id: str  # a hash that the copies of one checkpoint on all hosts share
     inode: str  # the same for all hosts that see this folder on one file system
 
     @property
     def lacking(self) -> list[str]:
-        """The files of shards that the folder lacks. Other hosts may keep them."""
+        """The files of shards that only other hosts have."""
         return [name for name in self.shards if name not in self.here]
 
 
 @functools.cache
 def stem_of(key: str) -> str:
-    """The name of the file of an entry, without its suffix: letters, digits, and % before anything else."""
+    """The name of the file of an entry, without its suffix. Special characters become %2F, for example."""
     return quote(key, safe="")
 
 
 def shard_of(rank: int) -> str:
-    """The file of a rank's shards."""
     return f"{SHARDS}{rank:05d}{SUFFIX}"
 
 
@@ -181,29 +178,25 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def hidden(root: Path, name: str) -> Path:
-    """The path of a hidden folder in `root`, which is not a checkpoint."""
     return root / f"{_HIDDEN}{name}"
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed runs have left. Only the process that holds the run's lock may call this."""
+    """Remove what killed runs have left. Only the owner of the run's folder may call this."""
     for leftover in root.glob(f"{_HIDDEN}*"):
         remove_hidden(leftover)
 
 
 class NewFolder:
-    """A hidden folder, which one rename makes a checkpoint: it appears whole, or not at all."""
+    """A hidden folder, which one rename makes the checkpoint `final`: it appears whole, or not at all."""
 
     def __init__(self, final: Path, name: str = "") -> None:
-        """`name`: of the hidden folder, if other ranks must know it."""
+        """`name`: of the hidden folder, if other ranks write into it, too."""
         self.final = final
         self.path = hidden(final.parent, name or f"{final.name}-{os.urandom(4).hex()}")
 
     def seal(self, hashes: Mapping[str, str]) -> None:
-        """Add the manifest and COMPLETE.
-
-        `hashes` has the SHA-256 of files, by name. The others are read and hashed here.
-        """
+        """Add the manifest and COMPLETE. A file whose SHA-256 is not in `hashes`, by its name, is read."""
         manifest = {
             file.name: {
                 "bytes": file.stat().st_size,
@@ -229,7 +222,7 @@ class NewFolder:
 
 
 def hide(folder: Path) -> Path:
-    """Rename a checkpoint, before its removal: a half-removed one never looks like a checkpoint."""
+    """Rename a checkpoint before its removal, so that a half-removed one never looks like a checkpoint."""
     return folder.rename(NewFolder(folder).path)
 
 
@@ -238,7 +231,7 @@ def remove(folder: Path) -> None:
 
 
 def probe_rename(root: Path) -> None:
-    """Rename a folder with a file, as each save does. Raises OSError where a mount cannot do that."""
+    """Rename a folder with a file, as each save does. Raises OSError if the file system cannot do that."""
     probe = NewFolder(root / "probe").path
     probe.mkdir()
     (probe / COMPLETE).touch()
@@ -251,10 +244,10 @@ def probe_rename(root: Path) -> None:
 
 
 def remove_hidden(folder: Path) -> None:
-    """Remove what can be removed. Files of another user, or open over NFS, remain until the next start."""
+    """Remove a folder. What cannot be removed, such as a file that is open over NFS, remains for now."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
-        folder.unlink()  # a file, or a link to a checkpoint kept elsewhere
+        folder.unlink()  # a link to a folder, or a file, which rmtree does not remove
 
 
 def _sha256(path: Path) -> str:
@@ -269,10 +262,9 @@ def _sha256(path: Path) -> str:
 
 
 def verify(folder: Path, *, with_hashes: bool = True, share: tuple[int, int] = (0, 1)) -> Listing:
-    """Verify every byte against the manifest; without hashes, only that each file has its full size.
+    """Compare the size and the SHA-256 of each file with the manifest, and return what the folder lists.
 
-    `share` (index, count): hash only these of the files, because other ranks hash the others. Returns what
-    the folder lists. Raises BrokenCheckpoint if a file is missing, truncated or changed.
+    `share`: an index and a count, if so many ranks divide the hashing among them. Raises BrokenCheckpoint.
     """
     listed = list_files(folder)
     index, count = share
@@ -290,7 +282,6 @@ def verify(folder: Path, *, with_hashes: bool = True, share: tuple[int, int] = (
 
 
 def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
-    """Whether `verify` finds no damage. The folder may lack files of shards."""
     try:
         verify(folder, with_hashes=with_hashes)
     except BrokenCheckpoint:
@@ -299,7 +290,7 @@ def is_verified(folder: Path, *, with_hashes: bool = True) -> bool:
 
 
 def list_files(folder: Path) -> Listing:
-    """The files that the folder lists. Reads no file of tensors. Raises BrokenCheckpoint."""
+    """The files that the folder lists. This reads no tensors. Raises BrokenCheckpoint."""
     expected, manifest = _read(folder, COMPLETE), _read(folder, MANIFEST)
     save_id = hashlib.sha256(manifest).hexdigest()
     if save_id.encode() != expected:
@@ -311,9 +302,9 @@ def list_files(folder: Path) -> Listing:
         return Listing(here, {}, save_id, inode)
     shards = _entries(folder, INDEX, _read(folder, INDEX), "files")
     for name, entry in shards.items():
-        if here.get(name, entry) != entry:
-            raise BrokenCheckpoint(folder, f"{name} is of another save")
-        if (folder / name).exists():  # a pull brings the shards of other hosts
+        if (
+            folder / name
+        ).exists():  # `mpiddp hosts pull` brings shards of other hosts, for example
             here[name] = entry
     return Listing(here, shards, here[INDEX].sha256, inode)
 
@@ -325,7 +316,7 @@ def _read(folder: Path, name: str) -> bytes:
 
 @contextlib.contextmanager
 def reading(folder: Path, name: str) -> Iterator[None]:
-    """Raise an error of the file as damage: it may lie on a bad sector, or on a file server that is gone."""
+    """Raise an error of the file as damage, because a bad sector or a lost file server may cause it."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):

@@ -10,27 +10,18 @@ from typing import Any
 
 import torch
 
+from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.boxes import write_whole
 from mpiddp.checkpoints.bucket import local_path, pull
 from mpiddp.checkpoints.contents import read
 from mpiddp.checkpoints.fit import placed
-from mpiddp.checkpoints.folder import (
-    SUFFIX,
-    TREE,
-    About,
-    BrokenCheckpoint,
-    NewFolder,
-    checkpoints_at,
-    is_checkpoint,
-    stem_of,
-    verify,
-)
+from mpiddp.checkpoints.folder import SUFFIX, About, BrokenCheckpoint
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import hold
 from mpiddp.checkpoints.tensor_files import DAMAGE, read_tensors
 from mpiddp.errors import JobFailed, UserError, cause_of, named_by
 
-_MAX_RELISTS = 1000  # a run may remove checkpoints faster than they can be opened
+_MAX_RELISTS = 1000  # a run may remove checkpoints faster than this process can open one
 
 
 def load(path: str | os.PathLike[str]) -> Resumed:
@@ -60,12 +51,12 @@ def load(path: str | os.PathLike[str]) -> Resumed:
         return Resumed(0, state)
     for _ in range(_MAX_RELISTS):
         problems = []
-        # Reversed, this begins with the newest finite checkpoint.
-        folders = sorted(checkpoints_at(root), key=lambda folder: not About.of(folder).not_finite)
-        for folder in reversed(folders):
+        checkpoints = folders.checkpoints_at(root)
+        checkpoints.sort(key=lambda folder: not About.of(folder).not_finite)
+        for folder in reversed(checkpoints):  # the newest finite one first
             try:
                 held = hold(folder)
-                listing = verify(folder)
+                listing = folders.verify(folder)
                 if listing.lacking:
                     raise BrokenCheckpoint(folder, f"{listing.lacking[0]} is on another host")
                 saved = read({name: folder / name for name in listing.here})
@@ -87,7 +78,7 @@ def _read_safetensors(path: Path) -> dict[str, Any] | None:
     """The state of these files; None if there are none. Raises UserError or JobFailed."""
     try:
         files = [path] if path.suffix == SUFFIX else sorted(path.glob(f"*{SUFFIX}"))
-        if not files or is_checkpoint(path):
+        if not files or folders.is_checkpoint(path):
             return None
         return {file.stem: read_tensors(file)[0] for file in files}
     except OSError as error:
@@ -97,17 +88,17 @@ def _read_safetensors(path: Path) -> dict[str, Any] | None:
 
 
 def export(path: str, out: Path, to: str) -> Resumed:
-    """Write what `load` reads, with every tensor in one piece, to the new folder `out`. Returns it.
+    """Write a checkpoint to the new folder `out`, with every tensor in one piece. Returns the checkpoint.
 
     "torch" writes a file of torch.save for each entry: `torch.load("out/model.pt")` is a plain state_dict.
-    "dcp" is for torch.distributed.checkpoint. "safetensors" is a checkpoint from which a run resumes, with a
-    file for each entry. Raises UserError or JobFailed.
+    "dcp" writes one for torch.distributed.checkpoint, and "safetensors" one from which a run resumes. Raises
+    UserError or JobFailed.
     """
     if out.exists():
         raise UserError(f"{out} exists already. Name a new folder.")
     saved = load(path)
     state = placed(saved.state, {})
-    new = NewFolder(out.absolute())
+    new = folders.NewFolder(out.absolute())
     try:
         new.path.mkdir(parents=True)
         if to == "dcp":
@@ -118,10 +109,10 @@ def export(path: str, out: Path, to: str) -> Resumed:
                 dcp.save(state, checkpoint_id=new.path, no_dist=True)
         elif to == "torch":
             for key, entry in state.items():
-                torch.save(entry, new.path / f"{stem_of(key)}.pt")
+                torch.save(entry, new.path / f"{folders.stem_of(key)}.pt")
         else:
             tree = write_whole(state, new.path)
-            torch.save({"state": tree, "ranks": saved._ranks}, new.path / TREE)
+            torch.save({"state": tree, "ranks": saved._ranks}, new.path / folders.TREE)
             saved._about.write(new.path)
             new.seal({})
         new.publish()

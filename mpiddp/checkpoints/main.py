@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def _held(checkpoints: list[Path]) -> Iterator[Path]:
-    """Each checkpoint, held against removal by a live run. Those being removed are left out."""
+    """Each checkpoint, held so that a live run does not remove it. One that is being removed is left out."""
     for folder in checkpoints:
         with contextlib.ExitStack() as opened:
             try:

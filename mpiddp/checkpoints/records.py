@@ -36,8 +36,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
-        # It has a line for each start of the run, and a line for the end of rank 0 and of failed ranks.
-        self.attempts = path / "attempts.jsonl"
+        self.attempts = path / "attempts.jsonl"  # how each start of the run began and ended
         self.owner = path / "owner.json"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
@@ -62,12 +61,13 @@ class RunRecords:
         losses: Collection[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`losses`: the names of the values that training cannot recover from, if one is not finite."""
+        """`losses`: the names of the metrics that have to be finite."""
         self.dir, self._metric, self._losses = run, metric, losses
         self.config = config or {}
         self.scores: dict[int, float] = {}
-        # By name, the losses whose latest value is not finite.
-        self._not_finite: dict[str, str] = {}
+        self._not_finite: dict[
+            str, str
+        ] = {}  # a sentence for each loss whose latest value is not finite
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = False
         self.is_closed = False
@@ -119,7 +119,7 @@ class RunRecords:
             self.scores[step] = score
 
     def note(self, **facts: Any) -> None:
-        """Append a line about this start of the run to attempts.jsonl."""
+        """Append a line to attempts.jsonl."""
         with contextlib.suppress(OSError):
             _append(self.dir.attempts, {"at": time.time(), **facts})
 
@@ -133,7 +133,7 @@ class RunRecords:
         return names[-1] if names else ""
 
     def _notes(self) -> Iterator[dict[str, Any]]:
-        """The lines of attempts.jsonl. One that a full disk has cut is left out."""
+        """The lines of attempts.jsonl. A line that a full disk has cut is left out."""
         with contextlib.suppress(OSError):
             for line in self.dir.attempts.read_bytes().splitlines():
                 with contextlib.suppress(ValueError):
@@ -147,7 +147,7 @@ class RunRecords:
 
 def _append(path: Path, values: Mapping[str, Any]) -> None:
     line = json.dumps(values).encode() + b"\n"
-    with path.open("ab", buffering=0) as file:  # a line is appended in one piece
+    with path.open("ab", buffering=0) as file:  # without a buffer, a line is appended in one piece
         end = file.tell()
         if file.write(line) < len(line):  # the disk is full; the next line may find space again
             file.truncate(end)
@@ -155,7 +155,7 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a record; infinity for an invalid line, such as an incomplete one."""
+    """The step of a record; infinity for a line that is cut, for example."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
@@ -238,7 +238,7 @@ def _run_of_sinks(runs: Sequence[RunRecords], step: int) -> SinkRun:
 
 
 def _when(seconds: float) -> str:
-    """The time as a text that is the same on all hosts, because they may have different time zones."""
+    """The time as a text that does not depend on the time zone of a host."""
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
 
 

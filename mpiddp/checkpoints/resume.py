@@ -3,8 +3,8 @@
     candidates of every host → one choice → verified where it lies → sent to the hosts that lack files → read
 
 Each host lists its own disk, because it may be the only one that has the newest checkpoint. All ranks then
-choose the same one. The search writes nothing. Files travel, objects do not: every rank reads the checkpoint
-from its own host.
+choose the same one. The search writes nothing. Every rank reads the checkpoint from the disk of its own host,
+so the hosts send each other files, and no tensors.
 """
 
 from __future__ import annotations
@@ -17,23 +17,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.bucket import local_path, pull
 from mpiddp.checkpoints.contents import read
-from mpiddp.checkpoints.folder import (
-    COMPLETE,
-    INDEX,
-    About,
-    BrokenCheckpoint,
-    Entry,
-    NewFolder,
-    checkpoints_at,
-    is_set_aside,
-    list_files,
-    list_steps,
-    name_of_step,
-    step_of,
-    verify,
-)
+from mpiddp.checkpoints.folder import BrokenCheckpoint, Entry, name_of_step
 from mpiddp.checkpoints.resumed import Resumed
 from mpiddp.checkpoints.retention import hold, set_aside
 from mpiddp.checkpoints.run_folder import Run
@@ -46,28 +33,30 @@ from mpiddp.text import counted, from_here
 
 
 class Candidate(NamedTuple):
-    """A checkpoint on one host, or why it cannot be used."""
+    """A checkpoint on one host, as the hosts tell each other of it. See `Listing` and `About`, too."""
 
-    rank: int  # the first one of the host
+    rank: int  # the first rank of the host
     path: str
     step: int
     of_this_run: bool
-    is_named: bool = False  # the user has named the checkpoint itself
-    save_id: str = ""  # the same on all hosts of a save
-    inode: str = ""  # the same on all hosts that see the same folder
-    not_finite: str = ""  # why training cannot go on from it
-    previous: int = -1  # the step that was saved before it
-    lacking: Sequence[str] = ()  # the files of shards that this host lacks
-    damage: str = ""  # a sentence without its period
-    is_failure: bool = False  # a machine failed
+    is_named: bool = (
+        False  # the user has named the checkpoint itself, and not a folder of checkpoints
+    )
+    save_id: str = ""
+    inode: str = ""
+    not_finite: str = ""
+    previous: int = -1
+    lacking: Sequence[str] = ()
+    damage: str = ""  # why it cannot be used, without a period
+    is_failure: bool = False  # a failed machine is the reason, so it may be intact
 
     @property
     def order(self) -> tuple[bool, bool, int]:
-        """The highest is chosen: those of this run come first, unless the user goes back to a named one."""
+        """The run resumes from the candidate with the highest one."""
         return self.of_this_run, not self.not_finite, self.step
 
     def damaged(self, error: Exception) -> Candidate:
-        """The same, with the path in the sentence if the user has named it."""
+        """The same checkpoint, which cannot be used because of this error."""
         damage = f"{self.path}: {error}" if self.is_named else str(error)
         return self._replace(damage=damage, is_failure=getattr(error, "is_failure", False))
 
@@ -81,10 +70,10 @@ def resume(run: Run, path: str | os.PathLike[str] | None, step: int | None) -> R
     if not copies:
         return None
     files, chosen = bring(run, copies), copies[0]
-    folders = {file.parent for file in files.values()}
+    places = {file.parent for file in files.values()}
     is_seed = not chosen.of_this_run and step is not None
     with run.together():
-        run.held += [hold(folder) for folder in folders if (folder / COMPLETE).exists()]
+        run.held += [hold(place) for place in places if (place / folders.COMPLETE).exists()]
         resumed = read(files, run.rank, local_rank=run.local_rank)
         if is_seed:
             resumed = replace(resumed, step=step or 0)
@@ -94,7 +83,7 @@ def resume(run: Run, path: str | os.PathLike[str] | None, step: int | None) -> R
     log.info(f"resuming from {from_here(chosen.path)}{where}: step {resumed.step}")
     with run.together(), named_by("cannot rename"):
         if run.is_writer:
-            _set_later_ones_aside(run, chosen, folders, resumed.step)
+            _set_later_ones_aside(run, chosen, places, resumed.step)
     run.step, run.unloaded = -1 if is_seed else resumed.step, resumed._unloaded
     run.first = resumed.step
     current().stop.steps_before = resumed.step
@@ -102,7 +91,7 @@ def resume(run: Run, path: str | os.PathLike[str] | None, step: int | None) -> R
 
 
 def _refuse_another(chosen: Candidate, resumed: Resumed, config: Mapping[str, Any]) -> None:
-    """Raise UserError for a checkpoint of another config, or one whose folder was renamed."""
+    """Raise UserError for a checkpoint of another config, or one under the name of another step."""
     path, saved = from_here(chosen.path), resumed.config
     if chosen.of_this_run and chosen.step != resumed.step:
         name = name_of_step(resumed.step)
@@ -119,9 +108,9 @@ def _refuse_another(chosen: Candidate, resumed: Resumed, config: Mapping[str, An
         )
 
 
-def _set_later_ones_aside(run: Run, chosen: Candidate, folders: set[Path], step: int) -> None:
-    """Rename the checkpoints of later steps, because a restart would resume from the newest of them."""
-    again = [folder for folder in folders if chosen.of_this_run and is_set_aside(folder)]
+def _set_later_ones_aside(run: Run, chosen: Candidate, places: set[Path], step: int) -> None:
+    """Rename the checkpoints of later steps. Otherwise a restart would resume from the newest of them."""
+    again = [place for place in places if chosen.of_this_run and folders.is_set_aside(place)]
     for renamed in set_aside(run.dir.checkpoints, step, *again):
         log.info(f"renamed to {renamed.name}: its step is not before that of the resume")
         if bucket := run.bucket:
@@ -134,17 +123,14 @@ def _set_later_ones_aside(run: Run, chosen: Candidate, folders: set[Path], step:
 
 
 def find(run: Run, path: Path | None = None) -> list[Candidate]:
-    """The newest verified checkpoint on the hosts that together have all of it; [] if there is none.
+    """The copies of the newest verified checkpoint, on the hosts that together have all of its files.
 
-    All ranks must call this, and all get the same. Raises what `Checkpoints.resume` raises.
-
-    Args:
-        path: a checkpoint, or a folder of a run. Of another run: it counts until this run has a checkpoint
-            of its own. Of this run: the user goes back to it, once.
+    [] if there is none. A collective: every rank must call it, and all get the same. For `path` and for the
+    errors, see `Checkpoints.resume`.
     """
     root = run.dir.checkpoints
     if path is not None and path.resolve().parent == root.resolve():
-        path = root / path.resolve().name  # a link may have any name
+        path = root / path.resolve().name  # the user may have named a link
         goes_back = not any(run.gather(run.records.went_back_to() == path.name))
         if not goes_back:
             log.info(f"{path} is not used: the run has gone back to it before, and continues")
@@ -172,7 +158,7 @@ def find(run: Run, path: Path | None = None) -> list[Candidate]:
 
 
 def _refuse_long_way(run: Run, candidates: Sequence[Candidate], chosen: Candidate) -> None:
-    """Raise UserError, on all ranks, if the run would lose more than its last interval to a state."""
+    """Raise UserError, on all ranks, if the newest finite checkpoint is more than one save back."""
     lost = [c for c in candidates if c.of_this_run and c.not_finite and not c.damage]
     newest = max(lost, key=lambda candidate: candidate.step, default=chosen)
     if chosen.not_finite or newest.previous <= chosen.step:
@@ -186,22 +172,22 @@ def _refuse_long_way(run: Run, candidates: Sequence[Candidate], chosen: Candidat
 
 
 def _gathered(run: Run, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates of all ranks. All ranks must call this."""
+    """The candidates of all ranks. A collective: every rank must call it."""
     return [Candidate(*row) for rows in run.gather(candidates) for row in rows]
 
 
 def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates of one save, with every byte verified. All ranks must call this."""
+    """The copies of one checkpoint, after every byte is verified. A collective: every rank must call it."""
     if missing := set.intersection(*(set(copy.lacking) for copy in copies)):
         where = f"{min(missing)} is on none of these hosts"
         return [copy.damaged(BrokenCheckpoint(Path(copy.path), where)) for copy in copies]
-    # One folder on a shared file system is verified once: the ranks of all its hosts divide its files.
+    # The ranks of all hosts that see the same folder divide its files among them.
     by_rank = _by_rank(run, copies)
     local, broken = by_rank[run.rank], list[Candidate]()
     if local is not None:
         sharing = [at for at, copy in enumerate(by_rank) if copy and copy.inode == local.inode]
         try:
-            verify(Path(local.path), share=(sharing.index(run.rank), len(sharing)))
+            folders.verify(Path(local.path), share=(sharing.index(run.rank), len(sharing)))
         except BrokenCheckpoint as error:
             broken.append(local.damaged(error))
     by_inode = {copy.inode: copy for copy in _gathered(run, broken)}
@@ -209,25 +195,25 @@ def _checked(run: Run, copies: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _by_rank(run: Run, copies: Sequence[Candidate]) -> list[Candidate | None]:
-    """The copy that each rank's host has: [world_size]."""
+    """The copy on the host of each rank, if there is one: [world_size]."""
     by_node = {run.nodes[copy.rank]: copy for copy in copies}
     return [by_node.get(node) for node in run.nodes]
 
 
 def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
-    """The checkpoints of this host that may be chosen, and those that are broken. Raises OSError."""
+    """The checkpoints on the disk of this host, broken or not. Raises OSError."""
     root = run.dir.checkpoints
-    candidates = [_candidate(run, folder, of_this_run=True) for folder in list_steps(root)]
+    candidates = [_candidate(run, folder, of_this_run=True) for folder in folders.list_steps(root)]
     goes_back = path is not None and path.parent == root
     has_own = any(not candidate.damage for candidate in candidates)
     if path is None or (has_own and not goes_back):
         return candidates
     try:
-        folders = checkpoints_at(path)
-        is_named = folders == [path.resolve()]
+        checkpoints = folders.checkpoints_at(path)
+        is_named = checkpoints == [path.resolve()]
         named = [
             _candidate(run, folder, of_this_run=goes_back, is_named=is_named)
-            for folder in ([path] if is_named else folders)
+            for folder in ([path] if is_named else checkpoints)
         ]
     except UserError as error:
         named = [Candidate(run.rank, str(path), -1, goes_back, damage=str(error))]
@@ -237,11 +223,11 @@ def _on_this_host(run: Run, path: Path | None) -> list[Candidate]:
 def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = False) -> Candidate:
     candidate = Candidate(run.rank, str(path), 0, of_this_run, is_named)
     try:
-        step = step_of(path) if of_this_run or not is_named else 0
-        listing = list_files(path)
+        step = folders.step_of(path) if of_this_run or not is_named else 0
+        listing = folders.list_files(path)
     except (BrokenCheckpoint, ValueError) as error:
         return candidate.damaged(error)
-    about = About.of(path)
+    about = folders.About.of(path)
     return candidate._replace(
         step=step,
         save_id=listing.save_id,
@@ -253,7 +239,7 @@ def _candidate(run: Run, path: Path, *, of_this_run: bool, is_named: bool = Fals
 
 
 def _log_passed(candidates: Sequence[Candidate], copies: Sequence[Candidate]) -> None:
-    """One sentence for each checkpoint that is passed over, at least as new as the one to resume from."""
+    """Say why the run does not resume from checkpoints that are as new as the chosen one, or newer."""
     sentences: dict[str, None] = {}
     for candidate in candidates:
         lost = candidate.step - (copies[0].step if copies else 0)
@@ -271,38 +257,36 @@ def _log_passed(candidates: Sequence[Candidate], copies: Sequence[Candidate]) ->
 
 
 def _refuse(run: Run, path: Path | None, broken: Sequence[Candidate]) -> None:
-    """Raise why no checkpoint can be used, on all ranks."""
+    """Raise, on all ranks, why no checkpoint can be used."""
     with run.together():
         for candidate in broken:
             if candidate.is_failure:
                 raise JobFailed(f"{candidate.damage}.")
-        if path is None:
-            root = run.dir.checkpoints
-            raise UserError(f"{root} contains no verified checkpoint. Name another folder.")
-        named = {c.damage for c in broken if not c.of_this_run or c.step < 0}
+        named = {c.damage for c in broken if path is not None and (not c.of_this_run or c.step < 0)}
         if len(named) == 1:
             raise UserError(f"{named.pop().rstrip('.')}.")
-        raise UserError(f"{path}: contains no verified checkpoint.")
+        root = path or run.dir.checkpoints
+        raise UserError(f"{root} contains no verified checkpoint. Name another folder.")
 
 
 # Brought to the hosts that lack it
 
 
 def bring(run: Run, copies: Sequence[Candidate]) -> dict[str, Path]:
-    """Bring the files of a checkpoint to the hosts that lack them. A collective: every rank must call it.
+    """Send the files of a checkpoint to the hosts that lack them. A collective: every rank must call it.
 
-    Each file travels once to each file system that lacks it. A whole checkpoint of this run becomes one of
-    each host's. Others, and shards, go into a hidden folder, which the next start of the run removes.
-    Returns where this host has each file, by its name.
+    Each file travels once to each file system that lacks it. If the checkpoint is one of this run, and has no
+    shards, the host then has a checkpoint, too. Other files go into a hidden folder, which the next start of
+    the run removes. Returns by the name of each file its path on this host.
     """
     root, first = run.dir.checkpoints, copies[0]
     files: dict[str, Entry] = {}
     if run.rank == first.rank:
-        listing = list_files(Path(first.path))
+        listing = folders.list_files(Path(first.path))
         files = {**listing.here, **listing.shards}
     by_name = run.gather({name: vars(entry) for name, entry in files.items()})[first.rank]
-    is_whole = first.of_this_run and INDEX not in by_name
-    new = NewFolder(root / name_of_step(first.step), f"received-{first.save_id[:16]}")
+    is_whole = first.of_this_run and folders.INDEX not in by_name
+    new = folders.NewFolder(root / name_of_step(first.step), f"received-{first.save_id[:16]}")
     final = root / name_of_step(first.step) if is_whole else new.path
     by_rank = _by_rank(run, copies)
     transfers, places = [], {}

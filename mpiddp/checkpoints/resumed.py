@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from mpiddp.checkpoints.fit import Fit, saved_types
+from mpiddp.checkpoints.fit import Fit
 from mpiddp.checkpoints.folder import About
 from mpiddp.errors import JobFailed, UserError
 
@@ -78,7 +78,13 @@ class Resumed:
                 fits += Fit.of(
                     name, self.state[name], target, modules, strict=strict, has_stages=has_stages
                 )
-            types = saved_types(fits)
+            types = {
+                id(parameter): fit.entry[name].dtype
+                for fit in fits
+                if isinstance(fit.target, Module)
+                for name, parameter in fit.target.named_parameters()
+                if name in fit.entry
+            }
             for fit in fits:
                 name = fit.name
                 fit.load(types)

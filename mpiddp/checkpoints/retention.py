@@ -16,18 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from mpiddp.checkpoints.folder import (
-    COMPLETE,
-    About,
-    BrokenCheckpoint,
-    hide,
-    list_steps,
-    name_of_step,
-    reading,
-    remove,
-    remove_hidden,
-    step_of,
-)
+from mpiddp.checkpoints import folder as folders
+from mpiddp.checkpoints.folder import COMPLETE, About, BrokenCheckpoint, step_of
 
 PINNED = "PINNED"  # a file of the user, who keeps the checkpoint by it
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a mount without locks raises these
@@ -41,14 +31,17 @@ class Retention:
     every: int | None = None  # steps: the first checkpoint at or after each multiple stays
     best: tuple[str, str] | None = None  # a metric, and "min" or "max" for the best finite one
 
-    def spared(self, folders: list[Path], scores: Mapping[int, float]) -> set[Path]:
-        """The old checkpoints to keep. `folders`: the oldest first; `scores`: of the metric, by step."""
-        spared = {folder for folder in folders if (folder / PINNED).exists()}
+    def spared(self, checkpoints: list[Path], scores: Mapping[int, float]) -> set[Path]:
+        """The checkpoints that stay although newer ones are verified.
+
+        `checkpoints`: the oldest first. `scores`: by step, the values of the metric of `best`.
+        """
+        spared = {folder for folder in checkpoints if (folder / PINNED).exists()}
         if self.every is not None:
-            first = {step_of(folder) // self.every: folder for folder in reversed(folders)}
+            first = {step_of(folder) // self.every: folder for folder in reversed(checkpoints)}
             spared |= {folder for multiple, folder in first.items() if multiple > 0}
         if self.best is not None:
-            scored = [folder for folder in folders if step_of(folder) in scores]
+            scored = [folder for folder in checkpoints if step_of(folder) in scores]
             finite = [folder for folder in scored if not About.of(folder).not_finite]
             sign = 1 if self.best[1] == "min" else -1
             spared |= {*sorted(finite, key=lambda folder: sign * scores[step_of(folder)])[:1]}
@@ -67,22 +60,21 @@ def prune(
     The newest good one that is finite stays, however old it is, and so does one that a reader holds.
     """
     num_kept, has_finite = 0, False
-    removed = []
-    folders = list_steps(root)
-    spared = keep.spared(folders, scores or {})
-    for folder in reversed(folders):
+    surplus = []
+    checkpoints = folders.list_steps(root)
+    spared = keep.spared(checkpoints, scores or {})
+    for folder in reversed(checkpoints):
         stays, is_finite = folder in spared, not About.of(folder).not_finite
         if num_kept < keep.newest or (is_finite and not has_finite):
             good = is_good(folder)
             stays |= good or num_kept < keep.newest
             num_kept += good
             has_finite |= good and is_finite
-        if not stays and _remove_unless_held(folder):
-            removed.append(folder)
-    for folder in list_steps(root, set_aside=True)[: -keep.newest]:
-        if not (folder / PINNED).exists() and _remove_unless_held(folder):
-            removed.append(folder)
-    return removed
+        if not stays:
+            surplus.append(folder)
+    aside = folders.list_steps(root, set_aside=True)[: -keep.newest]
+    surplus += [folder for folder in aside if not (folder / PINNED).exists()]
+    return [folder for folder in surplus if _remove_unless_held(folder)]
 
 
 def hold(folder: Path) -> BinaryIO:
@@ -91,7 +83,7 @@ def hold(folder: Path) -> BinaryIO:
     Raises BrokenCheckpoint; FileNotFoundError or BlockingIOError if its run removes it just now.
     """
     try:
-        with reading(folder, COMPLETE):
+        with folders.reading(folder, COMPLETE):
             file = (folder / COMPLETE).open("rb")
     except BrokenCheckpoint:
         folder.stat()
@@ -114,8 +106,8 @@ def _remove_unless_held(folder: Path) -> bool:
                 _lock(file, fcntl.LOCK_EX)
             except BlockingIOError:
                 return False
-        hidden = hide(folder)
-    remove_hidden(hidden)  # after the close: over NFS or sshfs, an open file would keep its folder
+        hidden = folders.hide(folder)
+    folders.remove_hidden(hidden)  # after the close: over NFS, an open file would keep its folder
     return True
 
 
@@ -128,18 +120,19 @@ def _lock(file: BinaryIO, kind: int) -> None:
 
 
 def set_aside(root: Path, step: int, chosen: Path | None = None) -> list[Path]:
-    """Rename the checkpoints of steps after `step`, so that they no longer count. Returns the new paths.
+    """Rename the checkpoints of later steps, so that they no longer count. Returns their new paths.
 
-    There is one for each step: an older one is removed. `chosen`: one that was set aside, and counts again.
+    A step has one checkpoint that is set aside: an older one is removed. `chosen` was set aside, and becomes
+    the checkpoint of `step` again.
     """
     swapped = chosen and chosen.rename(chosen.with_suffix(".again"))
     moved = []
-    for folder in list_steps(root):
+    for folder in folders.list_steps(root):
         if step_of(folder) > step or (swapped and step_of(folder) == step):
             old = folder.with_name(f"{folder.name}.old")
             if old.exists():
-                remove(old)
+                folders.remove(old)
             moved.append(folder.rename(old))
     if swapped:
-        swapped.rename(root / name_of_step(step))
+        swapped.rename(root / folders.name_of_step(step))
     return moved

@@ -43,8 +43,8 @@ _NEVER = (errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV)
 class RunLock:
     """The lock of a run's folder. The kernel frees it when this process ends, over NFS as well.
 
-    Its owner is the open file: the process may open and close the same file elsewhere, as a script does that
-    copies its run's folder. (A lock of lockf would be lost then.)
+    It belongs to the open file. A lock of lockf would belong to the process, which would lose it as soon as
+    the script opens and closes the same file, for example to copy the folder.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -100,12 +100,11 @@ class RunOptions:
     """The options of `Checkpoints`.
 
     Attributes:
-        keep: which checkpoints stay.
-        must_succeed: a failed save ends the run; else it causes a warning.
+        must_succeed: a failed save ends the run. Otherwise it causes a warning.
         is_guarded: a checkpoint that is not finite counts only if there is no other.
-        timeout_s: how long to wait for a rank that does not answer.
+        timeout_s: seconds to wait for a silent rank.
         bucket: the object storage that has a copy of the folder.
-        arguments: by name, the arguments that have to be the same on all ranks.
+        arguments: by name, all that has to be the same on all ranks.
     """
 
     keep: Retention
@@ -120,26 +119,25 @@ class Run:
     """The open folder of a run, and the ranks that share it, on one rank.
 
     Attributes:
-        records: of the metrics, with the paths of the run and its config.
-        group: all ranks, for tensors on the CPU; None for the script's own group, if that is of gloo. A
-            reference to it would keep it alive after the script has destroyed it: a rank that still waits
-            in a collective would not notice that this one has left.
-        writer_of: the writer of each rank's file system, the lowest rank there: [world_size].
+        group: all ranks, for tensors on the CPU. None stands for the script's own group, if that is of gloo:
+            a reference would keep it alive after the script has destroyed it, and ranks that wait in one of
+            its collectives would not notice that this rank has left.
+        writer_of: by rank, the lowest rank that sees the same folder, which writes there: [world_size].
         nodes: the node of each rank: [world_size].
         first: the step from which the run starts.
-        step: the latest one that is on the disk, or from which the run resumes; -1 if there is none.
-        unloaded: the tensors of the checkpoint resumed from that this rank has not loaded, by entry.
-        num_saves: that this process has begun.
-        pending: the step of the save in flight, and why it fails, or "".
+        step: the newest step on the disk, or the one from which the run resumes; -1 if there is none.
+        unloaded: by entry, the tensors of the resumed checkpoint that this rank has not loaded.
+        num_saves: the number of saves that this process has begun.
+        pending: the step of the save in flight, and the reason for which it fails, or "".
         is_warned: the user knows that the newest checkpoint is not finite.
         ring: all ranks, for copies of shards.
-        held: the checkpoint resumed from, until the first save.
+        held: locks on the resumed checkpoint, until the first save.
     """
 
     def __init__(
         self, records: RunRecords, coordinator: Coordinator, options: RunOptions, call: str
     ) -> None:
-        """Create the run's folder on every host, and become its owner. All ranks must make this `call`."""
+        """Create the folder on every host, and become its owner. All ranks must make this `call`."""
         self.dir = run_dir = records.dir
         self.records, self.coordinator, self.options = records, coordinator, options
         self.rank, self.world_size = coordinator.world.rank, coordinator.world.world_size
@@ -152,7 +150,7 @@ class Run:
         self.ring: dist.ProcessGroup | None = None
         self.held: list[BinaryIO] = []
         self.prefix = coordinator.unique_prefix("saves")  # begins the keys of its exchanges
-        self._verified: dict[Path, bool] = {}  # the checkpoints that it has hashed or written
+        self._verified: dict[Path, bool] = {}  # by checkpoint, whether its hashes are right
         self._lock: RunLock | None = None  # on the ranks that write
         self._require_equal_arguments(call)
         self._require_folder_of_restart()
@@ -203,7 +201,7 @@ class Run:
             [announced == str(self.dir.path), root.exists(), bool(folder.list_steps(root))]
         )
         is_same, is_there, has_steps = map(any, zip(*answers, strict=True))
-        if is_same:  # on the rank that announced it: links may give it other names elsewhere
+        if is_same:  # on one rank at least: links may give it other names on the other hosts
             if not is_there:  # its file server may be away
                 raise JobFailed(f"{announced} is not there any more: no host can read it.")
         elif not has_steps:
@@ -227,7 +225,7 @@ class Run:
 
     @property
     def bucket(self) -> Bucket | None:
-        """The object storage, on the one rank that completes what is there."""
+        """The object storage, on the one rank that completes and removes checkpoints there."""
         return self.options.bucket if self.rank == 0 else None
 
     @property
@@ -235,11 +233,11 @@ class Run:
         return self.writer_of[self.rank] == self.rank
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all ranks: [world_size]. All ranks must call this."""
+        """The values of all ranks: [world_size]. A collective: every rank must call it."""
         return self.coordinator.all_gather_json(value, timeout_s=self.options.timeout_s)
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Run the body on every rank; it succeeds on all ranks or raises the same error on all."""
+        """Run the body on every rank. It succeeds on all, or raises the same error on all."""
         return self.coordinator.all_or_none(timeout_s=self.options.timeout_s, exits=False)
 
     @contextlib.contextmanager
@@ -254,7 +252,7 @@ class Run:
                 raise kind(f"{self.dir} cannot be written: {error.strerror}.{hint}") from None
 
     def is_verified(self, checkpoint: Path, *, is_new: bool = False) -> bool:
-        """Hash a checkpoint the first time; afterwards, and if it is new, compare sizes only."""
+        """Hash a checkpoint the first time. Afterwards, and if it is new, compare sizes only."""
         if is_new or checkpoint not in self._verified:
             self._verified[checkpoint] = is_new or folder.is_verified(checkpoint)
         return self._verified[checkpoint] and folder.is_verified(checkpoint, with_hashes=False)
@@ -265,14 +263,14 @@ class Run:
             wait(pending[1:])
 
     def free(self) -> None:
-        """No longer hold the checkpoint resumed from: the first save may remove it."""
+        """Let the next save remove the resumed checkpoint."""
         while self.held:
             with self.held.pop() as file, contextlib.suppress(OSError):
                 # The lock would outlive a close, because a DataLoader's worker has inherited the open file.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
     def close(self, *, removes_new: bool = False) -> None:
-        """Give the folder up; with `removes_new`, also what it has created, if that is empty."""
+        """Give the folder up. With `removes_new`, also remove the folders that this run has created."""
         self.free()
         if self._lock is not None:
             self._lock.release()
@@ -297,10 +295,10 @@ class Run:
         return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def _find_writers(self) -> list[int]:
-        """The writer of each rank's file system on which the folder lies: [world_size].
+        """The rank that writes for each rank, see `writer_of`.
 
         One rank of each host creates a file in the folder, and every rank looks for these files. The lowest
-        rank whose file it sees is its writer. The next run removes what a killed one leaves.
+        rank whose file it sees is its writer.
         """
         root, seen = self.dir.checkpoints, list[int]()
         mark = folder.hidden(root, f"seen-by-rank-{self.rank}-{secrets.token_hex(8)}")

@@ -2,9 +2,9 @@
 
     flatten → compare → copy → (in a thread) write → settle → publish → prune
 
-At most one save is in flight. The next save waits for it, and there all ranks receive its result, so a save
-error needs no synchronization in any other step. Whole or sharded, the folder is hidden until every rank that
-takes part has its files on the disk. A full disk never damages older checkpoints.
+At most one save is in flight. The next save waits for it, and there the ranks tell each other whether it has
+failed, so no step in between has to synchronize them. The folder of a checkpoint is hidden until every rank
+that writes into it has its files on the disk: a full disk never damages an older checkpoint.
 """
 
 from __future__ import annotations
@@ -25,20 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpiddp.checkpoints import agreement
+from mpiddp.checkpoints import folder as folders
 from mpiddp.checkpoints.agreement import Union, is_of_each_rank
 from mpiddp.checkpoints.boxes import Copies, boxes_of
 from mpiddp.checkpoints.contents import rng_states
-from mpiddp.checkpoints.folder import (
-    INDEX,
-    TREE,
-    About,
-    Entry,
-    NewFolder,
-    list_steps,
-    name_of_step,
-    shard_of,
-    step_of,
-)
 from mpiddp.checkpoints.retention import prune
 from mpiddp.checkpoints.run_folder import Run
 from mpiddp.checkpoints.send import Transfer, receivers_of, send_files
@@ -52,8 +42,8 @@ from mpiddp.runtime.rank_log import log
 from mpiddp.runtime.reports import saving
 from mpiddp.text import from_here
 
-COMPARED_SAVES = 10  # of so many saves, and of the first two, the ranks compare all tensors
-_NICENESS = 10  # the thread that writes gives way to the training
+COMPARED_SAVES = 10  # in the first two saves, and in every tenth, the ranks compare all tensors
+_NICENESS = 10  # added to that of the training for the thread that writes
 
 
 def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
@@ -71,10 +61,10 @@ def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
         agreement.compare_values(run, flat)
     run.free()
     run.num_saves += 1
-    if agreed.has_own_buffers and len(run.writers) > 1:
+    if len(run.writers) > 1:
         _share_buffers(run, flat, union)
     copies = Copies.of(boxes_of(flat, union, run.rank, is_writer=run.is_writer))
-    about = About(step, run.records.config, run.step, union.has_stages, agreed.not_finite)
+    about = folders.About(step, run.records.config, run.step, union.has_stages, agreed.not_finite)
     has_shards = bool(union.savers) or any(map(is_sharded, flat.tensors.values()))
     if has_shards and run.ring is None and len(run.writers) > 1:
         timeout = timedelta(seconds=run.options.timeout_s)
@@ -88,30 +78,28 @@ def save(run: Run, step: int, flat: FlatState, per_rank: FlatState) -> None:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The facts that the ranks know of each other before a save.
+    """What the ranks have told each other before they copy their states.
 
     Attributes:
-        digests: of the state of each rank: [world_size].
-        values_differ: the tensors of some ranks have other values.
-        has_own_buffers: each rank has its own statistics of BatchNorm. Those of rank 0 are saved.
-        not_finite: why the latest loss is not finite, or "".
+        digests: a hash of each rank's keys, types, shapes and numbers: [world_size].
+        values_differ: the ranks have compared their tensors, and some differ.
+        not_finite: why the latest loss on rank 0 is not finite; "" if it is.
     """
 
     digests: Sequence[str]
     values_differ: bool
-    has_own_buffers: bool
     not_finite: str
 
 
 def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreement:
-    """Finish the save before, and agree on the next one. A collective: every rank must call it.
+    """Wait for the previous save, and agree on the next one. A collective: every rank must call it.
 
-    `step` is None after the last save. That one must succeed, or its checkpoint would be lost.
+    `step` is None at the end of the run: the last save must succeed, because no other one follows.
 
     Raises:
-        UserError: the ranks save different steps; no rank has taken a tensor of the checkpoint that the run
-            resumes from.
-        JobFailed: the save before has failed, and it had to succeed; or a rank did not answer.
+        UserError: the ranks save different steps; no rank has loaded a tensor of the checkpoint from which
+            the run resumes.
+        JobFailed: the previous save has failed, and had to succeed; or a rank is silent.
     """
     run.wait()
     before, run.pending = run.pending, None
@@ -122,14 +110,13 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
         number = run.num_saves + 1
         if number <= 2 or number % COMPARED_SAVES == 0:
             values = agreement.digest_of_values(run, flat)
-    own_buffers = flat is not None and any(map(is_of_each_rank, flat.tensors))
     unloaded = {entry: sorted(names) for entry, names in run.unloaded.items()}
     is_first = step is not None and run.num_saves == 0
-    record = [run.records.not_finite, _scores(run), own_buffers] if run.rank == 0 else []
+    metrics = [run.records.not_finite, _scores(run)] if run.rank == 0 else []
     answers: list[Any] = run.gather(
-        [step, problem, digest, values, unloaded if is_first else {}, record]
+        [step, problem, digest, values, unloaded if is_first else {}, metrics]
     )
-    steps, problems, digests, hashes, missing, records = zip(*answers, strict=True)
+    steps, problems, digests, hashes, missing, by_rank = zip(*answers, strict=True)
     calls = ["close()" if number is None else f"save({number}, …)" for number in steps]
     if different := run.different(calls):
         raise UserError(f"the ranks save different steps: {different}. Save one step on all ranks.")
@@ -141,15 +128,15 @@ def agree(run: Run, step: int | None, flat: FlatState | None = None) -> Agreemen
     if before and not any(problems):
         run.step = before[0]
     agreement.require_every_tensor_loaded(missing)
-    not_finite, scores, has_own_buffers = records[0]
+    not_finite, scores = by_rank[0]
     run.records.scores |= {int(step): score for step, score in scores.items()}
-    return Agreement(digests, len(set(hashes)) > 1, has_own_buffers, not_finite)
+    return Agreement(digests, len(set(hashes)) > 1, not_finite)
 
 
 def _scores(run: Run) -> dict[int, float]:
-    """The scores of the checkpoints in the folder. Only rank 0 has all, if the script logs on it alone."""
+    """The scores of the checkpoints in the folder: a script may call `log_metrics` on rank 0 alone."""
     scores = run.records.scores
-    steps = map(step_of, list_steps(run.dir.checkpoints) if scores else ())
+    steps = map(folders.step_of, folders.list_steps(run.dir.checkpoints) if scores else ())
     return {step: scores[step] for step in steps if step in scores}
 
 
@@ -157,9 +144,10 @@ def _scores(run: Run) -> dict[int, float]:
 
 
 def _share_buffers(run: Run, flat: FlatState, union: Union) -> None:
-    """Take the statistics of BatchNorm from rank 0: all hosts then have the same files. A collective.
+    """Take the statistics of BatchNorm from rank 0. A collective: every rank must call it.
 
-    Without a shared disk, a resume would otherwise send whole checkpoints.
+    Hosts without a shared disk then write the same files. Otherwise a resume would find two checkpoints of
+    one step, and send one of them to all hosts.
     """
     sent: list[Any] = [None]
     if run.rank == 0:
@@ -171,9 +159,10 @@ def _share_buffers(run: Run, flat: FlatState, union: Union) -> None:
 
 
 def _gather(run: Run, per_rank: FlatState) -> list[Tensor]:
-    """The state that each rank saves for itself, complete on the writer ranks: [world_size]. A collective.
+    """The `per_rank` state and the random numbers of all ranks: [world_size]. A collective.
 
-    It travels as bytes, because it can be a hundred small tensors, and no rank needs those of another.
+    Only the ranks that write get them; the others get []. Each is packed into one tensor of bytes, because it
+    may have a hundred small tensors, and a resume gives each rank its own only.
     """
     tensors = (value.detach().to("cpu", copy=True) for value in per_rank.tensors.values())
     state = per_rank.with_tensors(tensors)
@@ -192,17 +181,18 @@ def _gather(run: Run, per_rank: FlatState) -> list[Tensor]:
 
 @dataclass
 class Save:
-    """This rank's part of the checkpoint of a step, in host memory; a thread writes it.
+    """This rank's part of a checkpoint, copied to the memory of the host. A thread writes it.
 
     Attributes:
-        ranks: the state that each rank saves for itself: [world_size].
-        has_shards: the ranks write together; else every writer has the whole state, and settles it alone.
-        hashes: the SHA-256 of the files that this rank has written, by name.
-        shards: the files of all ranks' shards.
+        tree: the state with a type in the place of each tensor.
+        ranks: what each rank saves for itself, see `_gather`.
+        has_shards: each rank writes a part. Otherwise each writer has the whole state, and waits for nobody.
+        hashes: by name, the SHA-256 of this host's files, as far as they are known.
+        shards: the files of the shards of all ranks, and which rank gets a copy of each.
     """
 
     run: Run
-    about: About
+    about: folders.About
     tree: Any
     copies: Copies
     ranks: Sequence[Tensor]
@@ -211,21 +201,20 @@ class Save:
     shards: list[Transfer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        final = self.run.dir.checkpoints / name_of_step(self.about.step)
-        # All ranks know this name. Leftovers of other processes were removed when the run opened.
+        final = self.run.dir.checkpoints / folders.name_of_step(self.about.step)
+        # The ranks of a host write into one folder, so they have to give it the same name.
         self.number = self.run.num_saves
-        self.new = NewFolder(final, f"{final.name}-{self.number}")
+        self.new = folders.NewFolder(final, f"{final.name}-{self.number}")
 
     def start(self) -> Future[str]:
-        """Write it in a thread. The result says why the save has failed, or ""."""
-        # Each save has a thread of its own, because its priority is lowered for good.
+        """Write it in a thread. The result says why the save has failed; "" if it has not."""
+        # Each save has a thread of its own, because the priority of a thread is lowered for good.
         thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         result = thread.submit(self._run_in_thread)
         thread.shutdown(wait=False)
         return result
 
     def _run_in_thread(self) -> str:
-        """Write this rank's part of the checkpoint and remove old ones. Returns the error, or ""."""
         if not (self.has_shards or self.run.is_writer):
             return ""
         with saving():
@@ -247,7 +236,12 @@ class Save:
         reports = self._on_all_ranks("written", self._write)
         receivers = receivers_of(run.writer_of)
         self.shards = [
-            Transfer(rank, self.new.path / shard_of(rank), Entry(*shard), (receivers[rank],))
+            Transfer(
+                rank,
+                self.new.path / folders.shard_of(rank),
+                folders.Entry(*shard),
+                (receivers[rank],),
+            )
             for rank, (shard, _) in enumerate(reports)
             if shard
         ]
@@ -258,14 +252,15 @@ class Save:
         reason = next(filter(None, reasons), "") if run.options.is_guarded else ""
         self.about = replace(self.about, not_finite=reason)
         self._on_all_ranks("published", self._publish)
-        if run.options.bucket:
-            self._on_all_ranks("copied to the bucket", partial(self._push, is_last=False))
-            self._on_all_ranks("complete in the bucket", partial(self._push, is_last=True))
+        if run.options.bucket and self.has_shards:
+            self._on_all_ranks("copied to the bucket", self._push_shards)
+        if run.bucket:
+            run.bucket.push(self.new.final, is_last=True)
 
     def _on_all_ranks(self, part: str, work: Callable[[], Any]) -> list[Any]:
-        """Run the work on each rank, and return the results of all. If it fails on one, all raise.
+        """Run the work on each rank, and return the results of all ranks. If one fails, all raise.
 
-        A save of nothing sharded needs no other rank: each writer settles it alone.
+        Without shards, a writer runs it alone, because it needs no file of another rank.
         """
         if not self.has_shards:
             return [work()]
@@ -292,23 +287,23 @@ class Save:
         return [result for result, _ in reports]
 
     def _write(self) -> list[Any]:
-        """Write this rank's files, down to the disk.
+        """Write this rank's files.
 
-        Returns the size and the hash of its shards, or None; and why its tensors are not finite, or "".
+        Returns the size and the hash of the file of its shards, or None; and which tensor is not finite.
         """
         run, folder = self.run, self.new.path
         folder.mkdir(parents=True, exist_ok=True)
         self.hashes = self.copies.write(folder)
         if run.is_writer:
-            torch.save({"state": self.tree, "ranks": self.ranks}, folder / TREE)
-        shard, file = None, shard_of(run.rank)
+            torch.save({"state": self.tree, "ranks": self.ranks}, folder / folders.TREE)
+        shard, file = None, folders.shard_of(run.rank)
         if file in self.hashes:
             flush(folder / file)
             shard = [(folder / file).stat().st_size, self.hashes[file]]
         return [shard, self.copies.not_finite() if run.options.is_guarded else ""]
 
     def _publish(self) -> None:
-        """Complete the checkpoint on this file system, if this rank writes there."""
+        """Complete the checkpoint, and give it its name, on the one rank of each file system that does so."""
         run, folder = self.run, self.new.path
         if not run.is_writer:
             return
@@ -316,21 +311,20 @@ class Save:
         for shard in self.shards:
             if run.rank in (run.writer_of[rank] for rank in (shard.source, *shard.receivers)):
                 self.hashes[shard.path.name] = shard.entry.sha256
-                # A file server may show the whole file later.
+                # Another host has written it, and a file server may show only a part of it yet.
                 if shard.path.stat().st_size != shard.entry.bytes:
                     raise RuntimeError(f"{shard.path.name} is incomplete")
         if self.shards:
             index = {"files": {shard.path.name: vars(shard.entry) for shard in self.shards}}
-            (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+            (folder / folders.INDEX).write_text(json.dumps(index), encoding="utf-8")
         self.new.seal(self.hashes)
         self.new.publish()
 
-    def _push(self, *, is_last: bool) -> None:
-        """Copy the checkpoint to the object storage: shards of other hosts first, rank 0's files last."""
-        run, bucket = self.run, self.run.options.bucket
-        pushes = run.rank == 0 if is_last else run.is_writer and run.rank != 0 and self.has_shards
-        if bucket and pushes:
-            bucket.push(self.new.final, is_last=is_last)
+    def _push_shards(self) -> None:
+        """Copy the shards that rank 0 lacks to the bucket. Rank 0 follows, and completes the checkpoint."""
+        bucket = self.run.options.bucket
+        if bucket and self.run.is_writer and self.run.rank != 0:
+            bucket.push(self.new.final, is_last=False)
 
     def _prune(self) -> None:
         """Remove old checkpoints, and say if the new one is not finite."""
@@ -345,33 +339,35 @@ class Save:
             prune(root, run.options.keep, is_good=run.is_verified, scores=scores)
             if bucket := run.bucket:
                 bucket.prune(root)
-        except OSError as error:  # this is a warning, because the new checkpoint is complete
+        except OSError as error:  # only a warning, because the new checkpoint is complete
             why = f"cannot remove old checkpoints: {error.strerror}"
             log.warning(f"warning: {root}: {why}.")
         reason = self.about.not_finite
         if reason and run.rank == 0 and not run.is_warned:
             rest = "There is no finite checkpoint."
-            if finite := [f for f in list_steps(root) if not About.of(f).not_finite]:
+            if finite := [
+                f for f in folders.list_steps(root) if not folders.About.of(f).not_finite
+            ]:
                 rest = f"{from_here(finite[-1])} is kept, and a resume starts from it."
             log.warning(f"warning: {final.name} is not finite: {reason}. {rest}")
         run.is_warned = bool(reason)
 
     def _sentence(self, error: Exception) -> str:
-        """The error, and the newest checkpoint that remains, if the folder can still be read."""
+        """Why the save has failed, and which older checkpoint is kept."""
         if isinstance(error, JobFailed):
             return str(error)
         root = self.run.dir.checkpoints
         reason = reason_of(error) or type(error).__name__
         sentence = f"{root}: step {self.about.step} cannot be saved: {reason}."
         with contextlib.suppress(OSError):  # the file server may be gone
-            kept = list_steps(root)
+            kept = folders.list_steps(root)
             rest = f"{kept[-1].name} is kept." if kept else "There is no older checkpoint."
             sentence = f"{sentence} {rest}"
         return sentence
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority (nice +10). On Linux, threads have priorities of their own."""
+    """Let this thread give way to the training. On Linux, each thread has a priority of its own."""
     thread = threading.get_native_id()
     with contextlib.suppress(OSError):  # a sandbox may refuse it
         nicer = os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS

@@ -12,9 +12,9 @@ _CLOCK_CHECKS_PER_INTERVAL = 4
 class SaveSchedule:
     """Decides after each step whether a save is due, equally on all ranks, which must all call `is_due`.
 
-    An int counts steps. For a float, seconds, rank 0 reads its clock at a few steps that all ranks know, and
-    broadcasts whether a save is due, and when it reads it next. `step` is the latest one. A new run saves by
-    the clock after its first step too: what cannot be saved is refused there, and not after minutes of work.
+    An int counts steps. For a float, which is seconds, rank 0 reads its clock at a few steps that all ranks
+    know, and tells them whether a save is due, and at which step it reads the clock next. It also saves after
+    the first step of a new run, so that a state that cannot be saved is refused at once.
     """
 
     def __init__(

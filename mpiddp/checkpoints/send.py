@@ -1,4 +1,4 @@
-"""Send files from rank to rank, in chunks, hashed on arrival; which rank keeps a copy of whose shards.
+"""Send files from rank to rank, in chunks that are hashed on arrival.
 
 A resume sends files to the hosts that lack them. A save of shards sends each rank's file to the next host.
 """
@@ -35,9 +35,9 @@ class Transfer:
 def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path) -> None:
     """Send and receive these files, all at once. Every rank passes the same list.
 
-    A rank whose disk fails takes part until the end, because the others wait for it. A script may call
-    destroy_process_group while its last save is under way: the group itself still works then, and
-    `dist.isend` would refuse it. The group is one of all ranks, for tensors on the CPU.
+    A rank whose disk fails takes part until the end, because the others wait for it. The group is one of all
+    ranks, for tensors on the CPU. A script may call destroy_process_group while its last save is under way:
+    the group still works then, and only `dist.isend` would refuse it.
     """
     problems: list[OSError] = []
 
@@ -95,11 +95,10 @@ def send_files(transfers: Sequence[Transfer], rank: int, group: Any, into: Path)
 
 
 def receivers_of(writer_of: Sequence[int]) -> list[int]:
-    """The rank that keeps a copy of each rank's shards: [world_size].
+    """The rank that keeps a copy of each rank's shards: [world_size]. `writer_of`: see `Run`.
 
     Hosts without a shared file system form a ring, in which each also keeps the shards of the host before
-    it. So the loss of one host loses nothing. A single host is a ring of itself. `writer_of`: the writer of
-    each rank's file system, [world_size].
+    it. So the loss of one host loses nothing. A single host is a ring of itself.
     """
     hosts = [
         [rank for rank, other in enumerate(writer_of) if other == writer]

@@ -17,8 +17,9 @@ from mpiddp.errors import UserError
 class ShardedValue:
     """A tensor that is still in its files, in `Resumed.state` in place of the tensor.
 
-    The boxes are those of all ranks, with their offsets, in mapped files: each is read when it is used.
-    `placements`: by dimension of the mesh that saved it, the dimension that was sharded, or None.
+    The boxes are those of all ranks, with their offsets, in mapped files, so each is read when it is used.
+    `placements`: for each dimension of the mesh that saved it, the dimension of the tensor that the ranks
+    divided among them, or None.
     """
 
     shape: torch.Size
@@ -27,7 +28,7 @@ class ShardedValue:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of its elements."""
+        """The type of its elements."""
         return self.boxes[0][0].dtype
 
     def full_tensor(self) -> Tensor:
@@ -35,10 +36,10 @@ class ShardedValue:
         return self._filled(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
 
     def read_like(self, like: Any) -> Tensor:
-        """The tensor, placed like this one. Reads only this rank's bytes. Not a collective.
+        """The tensor, placed as `like` is. This reads the bytes of this rank only, and is no collective.
 
-        If its shape is another one, as that of a factored state of an optimizer, it has the placements with
-        which it was saved, on the mesh of the other.
+        If the shapes differ, as for a factored state of an optimizer, the tensor gets the placements with
+        which it was saved, on the mesh of `like`.
         """
         if like.shape == self.shape:
             return self._filled(torch.empty_like(like, dtype=self.dtype, requires_grad=False))
@@ -57,7 +58,7 @@ class ShardedValue:
         )
 
     def _filled(self, target: Tensor) -> Tensor:
-        """The target, after this rank's part of it is read."""
+        """The target, into which this rank's part is read."""
         part, offsets = own_part(target)
         for box, at in self.boxes if part.numel() else ():
             _copy_overlap(box, at, part, offsets)

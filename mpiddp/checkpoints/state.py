@@ -25,6 +25,7 @@ Keys = tuple[Any, ...]  # the path to a value
 _SCALARS = (int, float, bool, str, type(None))
 DICTS = (dict, OrderedDict, Counter)  # a state_dict is an OrderedDict; MultiStepLR has a Counter
 LISTS = (list, tuple)
+_FORMS: dict[type, Callable[[Any], Any]] = {deque: list, torch.Size: tuple, defaultdict: dict}
 _LONGEST_NAME = 200  # bytes of a file's name, without its ending
 # A key that cannot be read as a number, as JSON, or as several keys.
 _PLAIN = re.compile(r"(?!-?[0-9]+$|__metadata__$)[^/\[][^/]*")
@@ -54,9 +55,9 @@ def as_kind_of(pattern: Any, items: dict[Any, Any]) -> Any:
     """A dict of the same kind. A module's state_dict keeps the versions of its modules in an attribute."""
     if type(pattern) is dict:
         return items
-    made = type(pattern)(items)
-    made.__dict__.update(pattern.__dict__)
-    return made
+    table = type(pattern)(items)
+    table.__dict__.update(pattern.__dict__)
+    return table
 
 
 def is_sharded(value: object) -> bool:
@@ -89,7 +90,7 @@ class FlatState:
     """
 
     def __init__(self, name: str, entries: Mapping[str, Any]) -> None:
-        """Check the argument `name` of a save. Raises TypeError or ValueError, see `Checkpoints.save`."""
+        """`name`: of the argument of `Checkpoints.save`, see there for the errors."""
         if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
             raise TypeError(f'{name}: expected a dict with names as keys: {{"model": …}}')
         self._name = name
@@ -108,11 +109,11 @@ class FlatState:
                 )
 
     def is_guarded(self, path: Keys) -> bool:
-        """Whether a tensor belongs to a module or an optimizer: a training needs it finite."""
+        """Whether a tensor belongs to a module or an optimizer, so that training needs it finite."""
         return any(path[:end] in self._guarded for end in range(len(path)))
 
     def with_tensors(self, values: Iterable[Any]) -> dict[str, Any]:
-        """The state with these in the places of its tensors."""
+        """The state with these values in the places of its tensors, in their order."""
         rest = iter(values)
         filled: dict[str, Any] = mapped(
             self.tree, lambda _, value: next(rest) if type(value) is torch.dtype else value
@@ -141,10 +142,10 @@ class FlatState:
             if _is_module_state(value) or _is_optimizer_state(value):
                 self._guarded.add(path)
             items = {key: self._flatten((*path, key), entry) for key, entry in value.items()}
-            made = as_kind_of(value, items)
-            if hasattr(made, _VERSIONS):
-                made._metadata = self._flatten((*path, _VERSIONS), made._metadata)
-            return made
+            table = as_kind_of(value, items)
+            if hasattr(table, _VERSIONS):
+                table._metadata = self._flatten((*path, _VERSIONS), table._metadata)
+            return table
         if kind not in _SCALARS:
             self._refuse(
                 path,
@@ -190,12 +191,8 @@ def _plain(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.generic):
         return value.item()
-    if kind is deque:
-        return list(value)
-    if kind is torch.Size:
-        return tuple(value)
-    if kind is defaultdict:
-        return dict(value)
+    if kind in _FORMS:
+        return _FORMS[kind](value)
     if kind in (set, frozenset):
         return sorted(value, key=repr)  # the same order on all ranks
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

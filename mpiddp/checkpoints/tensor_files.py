@@ -1,4 +1,4 @@
-"""The files of tensors: those of safetensors, written beside the training and mapped when read; torch.load.
+"""The two kinds of files with tensors: those of safetensors, and those of torch.save.
 
 A file of safetensors is the length of a header, the header as JSON, and the bytes of the tensors. It needs no
 package, any program reads it, and reading it runs no code.
@@ -64,13 +64,13 @@ def bytes_of(value: Tensor) -> memoryview:
 
 
 def row_of(name: str, code: str, shape: Iterable[int], start: int, end: int) -> str:
-    """The row of a tensor in the header. `start`, `end`: in the bytes of all tensors."""
+    """The row of a tensor in the header. Its bytes begin at `start` among those of all tensors."""
     about = f'{{"dtype":"{code}","shape":{list(shape)},"data_offsets":[{start},{end}]}}'
     return f"{encode_basestring_ascii(name)}:{about}"
 
 
 def header_of(rows: Iterable[str], notes: Mapping[str, Any]) -> bytes:
-    """The beginning of a file with these rows, and with what is told beside them as JSON."""
+    """The beginning of a file: its length, these rows, and the notes as JSON."""
     metadata = {"format": "pt", "mpiddp": json.dumps(notes)}
     text = ",".join((f'{{"__metadata__":{json.dumps(metadata)}', *rows)).encode() + b"}"
     text += b" " * (-len(text) % 8)
@@ -87,9 +87,9 @@ def write_tensors(path: Path, header: bytes, blocks: Iterable[Tensor]) -> str:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a file, mapped: each is read when it is used; and what was written beside them.
+    """The tensors of a file, mapped, so that each is read when it is used; and the notes of its header.
 
-    Raises OSError; one of DAMAGE for a file that is no such file; JobFailed if memory is short.
+    Raises OSError; one of DAMAGE for a damaged file, or one of another kind; JobFailed if memory is short.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -27,7 +27,7 @@ from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import read_gpus
 from mpiddp.train.data import DeviceImages, ImageFolder
 from tests.support.patience import PATIENCE_S
-from tests.support.place import Here
+from tests.support.place import Here, program
 from tests.support.ranks import LAUNCH, ROOT, clean_env, mpirun_command, script
 from tests.support.tiny_data import image_folder
 from tests.support.training import contents, losses, records, unequal
@@ -35,6 +35,7 @@ from tests.support.training import contents, losses, records, unequal
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs_gpu]
 RANKS = str(ROOT / "tests/gpu/ranks.py")
+DEVICE = "cuda"
 NEVER = "--save-every=100000"
 TINY = ("--arch=resnet20", "--use-syn", "--batch-size=8", "--epochs=1", "--log-every=1")
 
@@ -300,6 +301,15 @@ def test_a_resumed_run_and_each_save_within_a_run_are_exact(tmp_path):
     assert_equal(straight, stopped, 4)
     train(1, stopped, *options)
     assert_equal(straight, stopped, 8)
+
+
+def test_a_resume_is_exact_for_the_kernels_of_a_gpu(tmp_path):
+    """Among them are those of CUDA graphs (capturable), which torch refuses on a CPU."""
+    place, job = Here(tmp_path), program("sweep.py")
+    trained = place.fork(job, "save", "run", "all", DEVICE, ranks=1).assert_ok().lines[-1]
+    assert re.search(r"^\d{3} trainings, 0 differ: .*'capturable': \d\d", trained), trained
+    done = place.fork(job, "resume", "run", "all", DEVICE, ranks=1).assert_ok()
+    assert trained in done.lines, done.stdout
 
 
 @pytest.mark.parametrize("amp", ["auto", "fp16"])

@@ -3,8 +3,9 @@
     mpiddp launch -n 2 tests/programs/sweep.py save FOLDER      # trains, saves, and trains on
     mpiddp launch -n 1 tests/programs/sweep.py resume FOLDER    # resumes, trains on, and compares the bits
 
-With "all" after FOLDER, with all kinds of parameters. A training that torch refuses is left out. Rank 0
-prints how many trainings each optimizer has made, and which differ from those that did not stop.
+With "all" after FOLDER, with all kinds of parameters; with "cuda", on a GPU, without which torch refuses the
+kernels of CUDA graphs (capturable). A training that torch refuses is left out. Rank 0 prints how many
+trainings there are of each optimizer and kernel, and which differ from those that did not stop.
 """
 
 import itertools
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpiddp
 
 STEPS = 2  # before the save, and after it
+DEVICE, BACKEND = ("cuda", "nccl") if "cuda" in sys.argv else ("cpu", "gloo")
 
 
 class OneByOne(torch.optim.Optimizer):
@@ -108,12 +110,12 @@ PARALLEL = ("ddp", "fsdp2")
 class Model(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.weight = kind, nn.Parameter(parameter(kind))
+        self.kind, self.weight = kind, nn.Parameter(parameter(kind).to(DEVICE))
 
     def forward(self) -> torch.Tensor:
         if self.kind == "expanded gradient":
             return self.weight.sum() * 0.3
-        pattern = torch.linspace(0.5, 1.5, parameter(self.kind).numel())
+        pattern = torch.linspace(0.5, 1.5, parameter(self.kind).numel(), device=DEVICE)
         whole = self.weight.full_tensor() if hasattr(self.weight, "full_tensor") else self.weight
         return (whole.float().reshape(-1) * pattern).square().sum()
 
@@ -125,7 +127,7 @@ class Training:
         optimizer, kernel, kind, parallel = name.split(" / ")
         self.model: nn.Module = Model(kind)
         if parallel == "fsdp2":
-            fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            fully_shard(self.model, mesh=init_device_mesh(DEVICE, (dist.get_world_size(),)))
         else:
             self.model = DistributedDataParallel(self.model)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), **KERNELS[kernel])
@@ -150,7 +152,9 @@ class Training:
         for tensor in tensors:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             layout = whole.stride() if whole is tensor else ()
-            rows.append((whole.dtype, layout, whole.detach().contiguous().reshape(-1).clone()))
+            rows.append(
+                (whole.dtype, layout, whole.detach().cpu().contiguous().reshape(-1).clone())
+            )
         return rows
 
 
@@ -220,7 +224,7 @@ def resume(folder: Path) -> None:
 
 def report(trainings: dict[str, Training], differ: list[str]) -> None:
     if dist.get_rank() == 0:
-        counts = Counter(name.split(" / ")[0] for name in trainings)
+        counts = Counter(part for name in trainings for part in name.split(" / ")[:2])
         print(f"{len(trainings)} trainings, {len(differ)} differ: {dict(counts)}")
         for name in differ:
             print(name, flush=True)
@@ -228,5 +232,5 @@ def report(trainings: dict[str, Training], differ: list[str]) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with mpiddp.process_group(backend="gloo"):
+    with mpiddp.process_group(backend=BACKEND):
         {"save": save, "resume": resume}[sys.argv[1]](Path(sys.argv[2]))
