@@ -105,7 +105,7 @@ class HasEnded(UserError):
 
 
 # All verbs have the same rule: JOB is the pid or the name of a job. Without JOB, they take the only job that
-# runs. `logs` and `wait` see only jobs of --detach. If none of these runs, they take the latest.
+# runs in this container. `logs` and `wait` see only jobs of --detach. If none runs, they take the latest.
 
 
 def find_job(name: str | None) -> RunningJob:
@@ -114,7 +114,7 @@ def find_job(name: str | None) -> RunningJob:
     Raises HasEnded for a job of --detach that has ended, and UserError if there is no such job, or several.
     """
     jobs = running_jobs()
-    if job := _meant(name, jobs):
+    if job := _meant(name, [job for job in jobs if name or job.pid]):
         return job
     for detached in detached_jobs() if name else ():
         if detached.name == name:
@@ -129,7 +129,8 @@ def find_job(name: str | None) -> RunningJob:
             "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
         )
     titles = listed([job.title for job in jobs])
-    raise UserError(f"no job of yours is called {shown(str(name))}. There are: {titles}.")
+    called = "is called " + shown(name) if name else "runs in this container"
+    raise UserError(f"no job of yours {called}. There are: {titles}.")
 
 
 def find_detached(name: str | None) -> DetachedJob:
