@@ -265,7 +265,7 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
                 why = f"the key {key} has a passphrase, and no agent holds it"
                 return f"ssh {host.name}: {why}. Run: {agent}ssh-add {key}"
             return f"{error.cause} {error.fix}".rstrip().format(*match.groups(), **words)
-    if not lines:  # a LogLevel of the user may hide them
+    if not lines:
         return f"ssh {host.name} failed: no output. Try: {ssh.replace('ssh', 'ssh -v', 1)} true"
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh} true"
 

@@ -13,11 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, Holder, Xid, read_gpus, tool_output
-from mpiddp.hosts.processes import marked
+from mpiddp.hosts.processes import command_of, marked
 
 MORE_S = 3.0  # the query for processes, and each log of the kernel, may take so long
 SINCE_S = 3600  # older entries of the logs do not count
-_LONGEST_COMMAND = 40  # characters
 _AGENT = b"mpiddp-agent"  # AGENT_NAME, the name of an agent's process
 _MARK = b"MPIDDP_JOB="
 _USERS = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
@@ -49,16 +48,13 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] 
 
 def who(pid: str) -> tuple[str, str]:
     """The user and the command of a process; "" where this host does not show it."""
-    folder = Path("/proc", pid)
     try:
-        number, line = folder.stat().st_uid, (folder / "cmdline").read_bytes()
+        number = Path("/proc", pid).stat().st_uid
     except OSError:
         return "", ""
-    program, *words = line.rstrip(b"\0").decode(errors="replace").split("\0")
-    command = " ".join([program.rpartition("/")[2], *words])[:_LONGEST_COMMAND]
     with suppress(KeyError):
-        return pwd.getpwuid(number).pw_name, command
-    return str(number), command
+        return pwd.getpwuid(number).pw_name, command_of(int(pid))
+    return str(number), command_of(int(pid))
 
 
 def _is_left(pid: str) -> bool:

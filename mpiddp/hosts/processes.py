@@ -73,8 +73,8 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
 def command_of(pid: int) -> str:
     """The beginning of a process's command line; "" if it has none, or has ended."""
     with suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        return b" ".join(words).decode(errors="replace")[:_LONGEST_COMMAND]
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+        return line.decode(errors="replace")[:_LONGEST_COMMAND]
     return ""
 
 

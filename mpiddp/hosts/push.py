@@ -85,12 +85,8 @@ def add_arguments(parser: OneSentenceParser) -> None:
         metavar="NAME",
         help=f"leave out this entry of a folder, such as {', '.join(LEFT_OUT[:3])} (repeatable)",
     )
-    parser.add_argument(
-        "--min-hosts",
-        type=whole(1),
-        metavar="H",
-        help="go on without hosts that fail, as long as H hosts remain",
-    )
+    goes_on = "go on without hosts that fail, as long as H hosts remain"
+    parser.add_argument("--min-hosts", type=whole(1), metavar="H", help=goes_on)
 
 
 def parse_folder(text: str) -> str:

@@ -117,8 +117,7 @@ def ask_hosts(
     program: str,
     *,
     python: str = "python3",  # a path or a name
-    work_s: float
-    | None = None,  # for each host, once its login is done; None: as long as a login may take
+    work_s: float | None = None,  # for each host, after its login; None: as long as a login
     transport: Transport = SSH,
     logins: Logins | None = None,  # are used again; those of hosts that answer remain open
     # Called about once a second with the whole lines that have come meanwhile, as answers without an exit
@@ -159,7 +158,7 @@ def ask_hosts(
                     host = waiting.pop()
                     login = kept.pop(host.key, None) if kept else None
                     ask(host, login or Login(host, python, transport, config))
-                wait_s = min(show_at, *(login.deadline for login in running)) - time.monotonic()
+                wait_s = min(login.deadline for login in running) - time.monotonic()
                 if show is not None:  # stderr is a file, so no event tells of new lines in it
                     wait_s = min(wait_s, _TOGETHER_S)
                 events = selector.select(max(0.0, wait_s))
