@@ -43,6 +43,7 @@ from mpiddp.world import leave_enclosing_job
 
 _FACTS_S = 110.0  # a host with a slow name server and slow disks takes so long
 _PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel chooses ports of jobs from this range
+_START_S = 10.0  # at least, for the program that tries all pairs to start on all hosts
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
 _ORDER = (FAIL, WARN, UNKNOWN, OK)
 _WIDTH = len("preflight")  # the longest name of a check
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
                 network = find_network(hosts, checked.infos, launch.interface, dry_run=True)
                 # If a host has no address on the job's network, the address to which ssh connects is tried.
                 by_ssh = {host.name: info.address for host, info in checked.infos.items()}
-                add(_pairs(ask, answered, {**by_ssh, **network.addresses}))
+                add(_pairs(ask, answered, {**by_ssh, **network.addresses}, checked.start_s))
             add([_run_job(lines, job)])
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
@@ -179,16 +180,19 @@ def _of_facts(facts: compare.Facts, folders: Sequence[str], every: str) -> list[
     ]
 
 
-def _pairs(ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str]) -> list[Line]:
+def _pairs(
+    ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str], start_s: float
+) -> list[Line]:
     """The lines about pairs of hosts that do not reach each other. All directions are tried at once."""
     if len(hosts) < 2:
         return []
     to_meet = {host.name: addresses[host.name] for host in hosts if addresses.get(host.name)}
     hosts = [host for host in hosts if host.name in to_meet]
-    work_s = 2 * reachability.longest_s(len(hosts))
+    start_s = max(start_s, _START_S)
     for port in random.sample(_PORTS, _MOST_PORTS):
-        program = program_that_prints((interfaces, reachability), f"meet({to_meet!a}, {port})")
-        answers = ask(hosts, program, work_s=work_s)
+        call = f"meet({to_meet!a}, {port}, {start_s}, {len(to_meet)})"
+        program = program_that_prints((interfaces, reachability), call)
+        answers = ask(hosts, program, work_s=2 * start_s)
         met = {host.name: answer.value for host, answer in answers.items() if not answer.why}
         if None not in met.values():
             break

@@ -18,36 +18,31 @@ from typing import Any
 from mpiddp.hosts.interfaces import interfaces
 
 CONNECT_S = 3.0
-START_S, START_S_PER_HOST = 10.0, 0.2
 LARGE = 256 << 10  # bytes; they need packets of full size, which a path with a wrong MTU loses
 _AT_ONCE = 64  # connections
 _PAUSE_S = 0.02
 _OF_TCP = 128  # bytes of tcp_info, up to the fields of Linux 4.1
 
 
-def longest_s(hosts: int) -> float:
-    """The time until this program has started on all of so many hosts."""
-    return START_S + START_S_PER_HOST * hosts
-
-
 def meet(
-    addresses: dict[str, str], port: int, start_s: float = 0.0, most: int = 0
+    addresses: dict[str, str], port: int, start_s: float, most: int
 ) -> dict[str, dict[str, str]] | None:
     """Connect to the other hosts, and answer them. Returns the errors for each name, as `_reach` does.
 
-    None if another program has the port on this host. Every host calls this with the same arguments. If there
-    are more than `most` hosts, each connects only to the first host and to its two neighbours.
+    None if another program has the port on this host. Every host calls this with the same arguments, all of
+    them within `start_s`. Of more than `most` hosts, each connects only to the first one and to its two
+    neighbours.
     """
     from concurrent.futures import ThreadPoolExecutor  # 10 ms
 
-    until = time.monotonic() + (start_s or longest_s(len(addresses)))
+    until = time.monotonic() + start_s
     of_this_host = {interface.address for interface in interfaces()}
     names = [*addresses]
     at = next(at for at, name in enumerate(names) if addresses[name] in of_this_host)
     me, address = names[at], addresses[names[at]]
     near = {names[0], names[at - 1], names[(at + 1) % len(names)]}
     # The first host connects to all, because all connect to it: so each direction is tried.
-    has_all = at == 0 or len(names) <= (most or len(names))
+    has_all = at == 0 or len(names) <= most
     others = {name: addresses[name] for name in names if name != me and (has_all or name in near)}
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
