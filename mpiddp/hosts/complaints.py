@@ -203,7 +203,7 @@ class Answer:
                 fix += ", or copy them there: mpiddp hosts push"
             return f"{host.name}: {python} is missing. {fix}"
         if self.has_begun and self.exit_code is None:
-            hint = f"The host is gone, or a file server does not answer. Try: {ssh_line(host)} df"
+            hint = f"The host is silent, or a file server does not answer. Try: {ssh_line(host)} df"
             return f"{host.name}: {python} has started there, and does not end in time. {hint}"
         errors = self.stderr.strip().splitlines()
         if self.has_failed_there:

@@ -43,14 +43,14 @@ class RunningJob:
         return f"{self.pid or '-'} ({self.name})"
 
     @property
-    def gone(self) -> UserError:
+    def ended_meanwhile(self) -> UserError:
         return UserError(f"job {self.title} has ended.")
 
     def connected(self) -> socket.socket:
         """A connection to its launcher. Raises UserError if it has ended, also if another one listens."""
         connection, pid = _connected(self.path)
         if connection is None or pid != self.pid:
-            raise self.gone
+            raise self.ended_meanwhile
         return connection
 
     def ask(self, view: str) -> dict[str, Any]:
