@@ -85,10 +85,9 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
             "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L"
         )
     # The command travels as a literal of Python, so no shell reads it.
-    values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED}
-    is_of_shell = len(options.command) == 1 and re.search(r"[\s|&;<>$]", options.command[0])
-    hint = f". For what a shell reads: sh -c {shlex.quote(options.command[0])}"
-    values["HINT"] = hint if is_of_shell else ""
+    values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED, "HINT": ""}
+    if len(options.command) == 1 and re.search(r"[\s|&;<>$]", options.command[0]):
+        values["HINT"] = f". For what a shell reads: sh -c {shlex.quote(options.command[0])}"
     program = "".join(f"{name} = {value!a}\n" for name, value in values.items()) + _AGENT
     failures, done = dict[str, str](), set[Host]()
 

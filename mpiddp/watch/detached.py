@@ -83,9 +83,9 @@ class DetachedJob:
         report = self.report()
         code = report.get("exit_code")
         if code is None:
-            host = report.get("launched_on", socket.gethostname())
-            elsewhere = f"If it runs on {host}, its lock is not seen here. Log in there"
-            why = _NO_REPORT if host == socket.gethostname() else f"{_NO_REPORT}. {elsewhere}"
+            why, host = _NO_REPORT, report.get("launched_on")
+            if host not in (None, socket.gethostname()):
+                why += f". If it runs on {host}, its lock is not seen here. Log in there"
             return f"job {self.name} has ended without a report: {why}."
         why = f": {report['error']}" if report.get("error") else "."
         return f"job {self.name} has ended with code {code}{why}"

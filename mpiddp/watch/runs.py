@@ -89,15 +89,11 @@ class RunSummary:
     def name(self) -> str:
         return self.path.resolve().name
 
-    def latest(self, *names: str) -> float | None:
-        """The value of the first name that has one."""
-        return next((self.values[name] for name in names if name in self.values), None)
-
     def row(self) -> tuple[str, ...]:
         """Its line in the table, with the columns of _HEAD."""
 
-        def text(form: str, *names: str) -> str:
-            value = self.latest(*names)
+        def text(form: str, name: str) -> str:
+            value = self.values.get(name)
             if value is None:
                 return UNKNOWN
             return "nan" if math.isnan(value) else form.format(value)
@@ -107,7 +103,7 @@ class RunSummary:
             self.state,
             UNKNOWN if self.step is None else f"{self.step:,}",
             text("{:.2%}", "test_accuracy"),
-            text("{:.4g}", "train_loss", "loss"),
+            text("{:.4g}", "train_loss"),
             text("{:,.0f} images/s", "images_per_s"),
             UNKNOWN if self.seconds is None else duration(self.seconds),
         )
@@ -115,8 +111,8 @@ class RunSummary:
     def facts(self) -> dict[str, Any]:
         """Its entry in the output of --json. JSON has no NaN, so null stands for it."""
 
-        def finite(*names: str) -> float | None:
-            value = self.latest(*names)
+        def finite(name: str) -> float | None:
+            value = self.values.get(name)
             return None if value is None or math.isnan(value) else value
 
         return {
@@ -125,7 +121,7 @@ class RunSummary:
             "state": self.state,
             "step": self.step,
             "test_accuracy": finite("test_accuracy"),
-            "train_loss": finite("train_loss", "loss"),
+            "train_loss": finite("train_loss"),
             "images_per_s": finite("images_per_s"),
             "wall_s": self.seconds,
         }
@@ -178,6 +174,8 @@ def read_run(folder: Path) -> RunSummary:
     saved = (path.name[5:] for path in (folder / "checkpoints").glob("step_*"))
     steps = [step, starts[-1].step if starts else None, *map(int, filter(str.isdecimal, saved))]
     values |= {name: value for name in results if (value := number(results, name)) is not None}
+    if "loss" in values:
+        values.setdefault("train_loss", values["loss"])
     return RunSummary(
         folder,
         state,
