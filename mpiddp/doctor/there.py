@@ -112,9 +112,7 @@ def _torch() -> dict[str, str]:
 
 
 def _package() -> dict[str, str]:
-    spec = PathFinder.find_spec(
-        "mpiddp"
-    )  # sys.modules has an empty mpiddp, which came with this source
+    spec = PathFinder.find_spec("mpiddp")  # in sys.modules stands the one that has travelled
     if spec is None or not spec.submodule_search_locations:
         return {"mpiddp": "missing"}
     digest, (folder,) = hashlib.sha256(), spec.submodule_search_locations

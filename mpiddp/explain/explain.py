@@ -157,9 +157,7 @@ class Log:
         ] = {}  # by id, the first line of each row outside of tracebacks
         # By rank, the first function of the traceback that is being read; "" if it has not come yet.
         self._open: dict[str, str] = {}
-        self._chained: set[str] = (
-            set()
-        )  # ranks whose next exception was raised because of the last one
+        self._chained: set[str] = set()  # ranks whose next exception follows from the last one
         self._last = deque[_Traceback](maxlen=_MOST_TRACEBACKS)
         # The job has caught these exceptions, because it has made steps before its next traceback.
         self._caught = deque[_Traceback](maxlen=_MOST_TRACEBACKS)

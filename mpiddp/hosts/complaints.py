@@ -155,9 +155,7 @@ class Answer:
     host: Host
     python: str  # a path or a name
     transport: Transport
-    exit_code: (
-        int | None
-    )  # None: no end in time; NO_PROGRAM: there is no such Python; 255: ssh failed
+    exit_code: int | None  # None: no end in time; NO_PROGRAM: no such Python; 255: ssh failed
     stdout: str
     stderr: str
     has_begun: bool  # whether the login has succeeded

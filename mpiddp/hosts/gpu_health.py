@@ -52,9 +52,10 @@ def who(pid: str) -> tuple[str, str]:
         number = Path("/proc", pid).stat().st_uid
     except OSError:
         return "", ""
+    user = str(number)
     with suppress(KeyError):
-        return pwd.getpwuid(number).pw_name, command_of(int(pid))
-    return str(number), command_of(int(pid))
+        user = pwd.getpwuid(number).pw_name
+    return user, command_of(int(pid))
 
 
 def _is_left(pid: str) -> bool:

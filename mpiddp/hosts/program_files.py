@@ -84,9 +84,7 @@ def _sources(
     base = Path(folder)
     start: list[Path] = []
     if kind == "script":
-        script = Path(
-            os.path.realpath(base / name)
-        )  # Python finds its modules beside the target of a link
+        script = Path(os.path.realpath(base / name))  # modules lie beside a link's target
         start = [script / "__main__.py" if script.is_dir() else script]
         base = start[0].parent
     folders = [base, *map(Path, others)]

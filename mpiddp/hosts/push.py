@@ -156,8 +156,7 @@ def push(
     folders: Sequence[str],
     *,
     left_out: Sequence[str] = LEFT_OUT,
-    min_hosts: int
-    | None = None,  # this many hosts, with this one, must have the folders; None: all
+    min_hosts: int | None = None,  # so many hosts, with this one, must have them; None: all
     transport: Transport = SSH,
 ) -> tuple[dict[Host, int], dict[Host, str]]:
     """Make the folders of all other hosts as they are here, except for files that no push has sent there.
@@ -244,9 +243,7 @@ def _send(
     deleted = before - paths
     environment = _environment()
     branches = (accumulate(path.split("/"), "{}/{}".format) for path in deleted)
-    removable = dict.fromkeys(
-        chain.from_iterable(branches)
-    )  # the files, each after the folders above it
+    removable = dict.fromkeys(chain.from_iterable(branches))  # the files, and the folders above
     rules = "\0".join(f"R /{_pattern(path)}" for path in removable)
     filters = [f"--filter=R /{os.path.relpath(path, folder)}/***" for path in environment]
     filters += ["--from0", "--filter=. -", "--filter=R __pycache__/***", "--filter=P *"]

@@ -36,9 +36,7 @@ _MOST_LOGINS = 32  # that wait for their hosts at the same time
 _NO_SSH = "ssh is not installed here. Run: sudo apt-get install openssh-client."
 _FILES_PER_HOST = 3  # a login has a socket, a pipe and a file
 _END_S = 4.0  # a program on this machine gets this time to end by itself
-OUTPUT_LIMIT = (
-    16 << 20
-)  # bytes; a program that prints more is killed, because it may print for ever
+OUTPUT_LIMIT = 16 << 20  # bytes; a program that prints more is killed: it may print for ever
 _TOGETHER_S = 1.0  # lines that come within this time are shown together
 _MOST_UNSHOWN = 1 << 20  # bytes; if a host has printed more, they are shown without waiting
 

@@ -190,10 +190,7 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
 
 def read_log(job: DetachedJob, *, follows: bool) -> Iterator[bytes | None]:
     """The log in pieces. With `follows`, None comes whenever nothing is new, until the job has ended."""
-    latest, done = (
-        0,
-        0,
-    )  # the number of the part that was read last, and how many of its bytes were read
+    latest, done = 0, 0  # the number of the part that was read last, and its bytes that were read
     while True:
         is_over = not (follows and job.is_running)
         for number, path in [part for part in job.parts() if part[0] >= latest]:
