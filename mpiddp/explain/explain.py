@@ -84,10 +84,8 @@ _ROWS = (*FAILURES, _OWN_ERROR, _RANK_ENDED)
 _RERUN, _HANG = _BY_ID["python-start-method"], _BY_ID["python-hang"]
 # Texts with the same first character share a branch, because that is faster than one alternative for each
 # text.
-_SAYS = [text for row in _ROWS for text in row.says]
-_BRANCHES = groupby(
-    sorted([*_SAYS, *_CHAINED, *_RERUNS, _TRACEBACK, OURS]), key=lambda text: text[0]
-)
+_SAYS = [*_CHAINED, *_RERUNS, _TRACEBACK, OURS, *(text for row in _ROWS for text in row.says)]
+_BRANCHES = groupby(sorted(_SAYS), key=lambda text: text[0])
 _TEXTS = re.compile(
     "|".join(
         f"{re.escape(first)}(?:{'|'.join(re.escape(text[1:]) for text in texts)})"
@@ -148,9 +146,7 @@ class Log:
         self._steps_after = 0  # steps of training since the last line that shows a failure
 
     def _begin_attempt(self) -> None:
-        self.stop: tuple[int, str] | None = (
-            None  # the line that says that the job was stopped on request
-        )
+        self.stop: tuple[int, str] | None = None  # the line about a stop on request
         self.resume = ""  # the command that resumes a stopped job
         self._rows: dict[
             str, Explanation

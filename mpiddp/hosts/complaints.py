@@ -43,7 +43,7 @@ class SshError(NamedTuple):
     Both may name {name}, {target}, {here}, {at} (a port), {ssh} (the command), and {0}, the pattern's group.
     """
 
-    pattern: str  # matches a whole beginning of a line of ssh, because the host's banner may say anything
+    pattern: str  # should not match the banner of a host, which may say anything
     cause: str
     fix: str
     id: str = ""  # in the table of `mpiddp explain`, which finds the error in a log

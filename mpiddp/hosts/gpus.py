@@ -80,13 +80,9 @@ class Gpu(NamedTuple):
     memory_total: int | None = None
     temperature: int | None = None  # °C
     slowed: str = ""  # the reasons that slow it down
-    errors: int | None = (
-        None  # memory errors since the driver has started that ECC has not corrected
-    )
+    errors: int | None = None  # memory errors since the driver's start that ECC did not correct
     driver: str = ""
-    recovery: str = (
-        ""  # the action that the driver asks for, for example "Reset"; "None" or "No" for none
-    )
+    recovery: str = ""  # the driver asks for it, for example "Reset"; "None" or "No" for nothing
     is_lost: bool = False  # whether the driver does not reach it
     # Only `read_health` sets these.
     holders: Sequence[Holder] = ()

@@ -26,9 +26,7 @@ from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.hosts.scratch import private_folder
 
 PAUSE_S = 0.5  # before a login that was dropped is tried again
-NOT_SHARED = (
-    "Stdio forwarding request failed"  # a shared connection gives no reason of the jump host
-)
+NOT_SHARED = "Stdio forwarding request failed"  # a shared connection tells no reason
 _AT_ONCE = 8  # processes of ssh -G
 _CHECK_S, _END_S = 0.05, 2.0
 _DROPPED = re.compile(

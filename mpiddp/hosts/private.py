@@ -118,9 +118,8 @@ def _check(folder: Path) -> None:
 def is_private(folder: Path) -> bool:
     """Whether this is a real folder, and only the user of this process can enter it."""
     status = folder.lstat()
-    return (
-        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
-    )
+    mode = status.st_mode
+    return stat.S_ISDIR(mode) and status.st_uid == os.getuid() and not mode & 0o077
 
 
 def remove(name: str) -> None:

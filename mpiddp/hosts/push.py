@@ -285,9 +285,8 @@ def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"")
     env = {**os.environ, "LC_ALL": "C"}  # its messages are in English
     with config_file([host], transport) as config:
         shell = (f"--rsync-path={_RSYNC_THERE}", "-e", f"{_SHELL} {config} {LOGIN}")
-        done = subprocess.run(
-            [*_RSYNC, *shell, *arguments], env=env, input=stdin, capture_output=True
-        )
+        command = [*_RSYNC, *shell, *arguments]
+        done = subprocess.run(command, env=env, input=stdin, capture_output=True)
     if done.returncode not in (DONE, _VANISHED):
         raise JobFailed(_why_failed(host, done, transport))
     return done.stdout.splitlines()

@@ -102,9 +102,8 @@ def out_of_the_way(listener: socket.socket) -> socket.socket:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _HIGH if soft == resource.RLIM_INFINITY else min(soft, _HIGH)
     with listener, suppress(OSError):  # no more files may be opened
-        return socket.socket(
-            fileno=fcntl.fcntl(listener, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 64))
-        )
+        number = fcntl.fcntl(listener, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 64))
+        return socket.socket(fileno=number)
     raise JobFailed(f"{limit} open files are too few (ulimit -n).")
 
 

@@ -349,9 +349,8 @@ class Login:
         return os.pread(self._stderr.fileno(), 2 * OUTPUT_LIMIT, self._shown_errors)
 
     def _answer(self, exit_code: int | None, *printed: bytes) -> Answer:
-        output, errors, before = (
-            text.decode(errors="replace") for text in (*printed, bytes(self._before))
-        )
+        texts = (*printed, bytes(self._before))
+        output, errors, before = (text.decode(errors="replace") for text in texts)
         asked = (self.host, self._python, self._transport)
         return Answer(*asked, exit_code, output, errors, self.has_begun, before)
 

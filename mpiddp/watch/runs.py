@@ -148,9 +148,8 @@ def is_run(folder: Path) -> bool:
 
 def read_run(folder: Path) -> RunSummary:
     """Read the folder of a run. Raises OSError if its records cannot be read."""
-    config, summary, metrics = (
-        folder / name for name in ("config.json", "summary.json", "metrics.jsonl")
-    )
+    names = ("config.json", "summary.json", "metrics.jsonl")
+    config, summary, metrics = (folder / name for name in names)
     # `mpiddp train` writes config.json at each start, and summary.json after its last step.
     is_complete = _mtime(summary) >= _mtime(config) > 0
     results = _object(summary) if is_complete else {}
