@@ -23,6 +23,7 @@ _SHOWN = 160  # characters of a line that are printed
 _LONGEST_MESSAGE = 12  # lines of an exception's message in which a known text is looked for
 _MOST_TRACEBACKS = 200
 _SURVIVED_STEPS = 2  # a job that makes so many steps after a failure has survived it
+_END_LINES = 50  # in the last lines of a log, a job may say that it has ended well
 
 # Launchers put these before a line of a rank: "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
 _PREFIX = re.compile(r"(\[[^][]{1,60}\](<std\w+>)?:? ?|\d+: |<std\w+>: ?)+")
@@ -50,6 +51,11 @@ VERDICT = re.compile(
 )
 # A line that a job prints while it trains.
 _STEP = re.compile(rb"(?i)\b(?:step|epoch|iter|iteration|loss)\b\W{0,3}\d|\dit/s")
+# A line that a job prints if it has ended well.
+_WELL = re.compile(
+    rb"(?im)\b(?:training|run|job|fit|everything|all)\b.{0,30}"
+    rb"\b(?:complete|completed|finished|done|succeeded|successful|successfully)\b|^\W*done\b"
+)
 
 _BY_ID = {row.id: row for row in FAILURES}
 # These two rows explain nothing themselves: an error of the script, and a launcher's line about a rank that
@@ -144,13 +150,12 @@ class Log:
         self.last_sentence = ""  # the last line of mpiddp
         self._begin_attempt()
         self._steps_after = 0  # steps of training since the last line that shows a failure
+        self._end = deque[bytes](maxlen=_END_LINES)  # the last lines since that line
 
     def _begin_attempt(self) -> None:
         self.stop: tuple[int, str] | None = None  # the line about a stop on request
         self.resume = ""  # the command that resumes a stopped job
-        self._rows: dict[
-            str, Explanation
-        ] = {}  # by id, the first line of each row outside of tracebacks
+        self._rows: dict[str, Explanation] = {}  # by id, the first line outside of tracebacks
         # By rank, the first function of the traceback that is being read; "" if it has not come yet.
         self._open: dict[str, str] = {}
         self._chained: set[str] = set()  # ranks whose next exception follows from the last one
@@ -166,7 +171,10 @@ class Log:
         if (self._open or _TEXTS.search(line)) and self._look_at(number, line):
             self._has_stepped |= self._steps_after > 0
             self._steps_after = 0
-        elif self._steps_after < _SURVIVED_STEPS and not self._open:
+            self._end.clear()
+            return
+        self._end.append(line)
+        if self._steps_after < _SURVIVED_STEPS and not self._open:
             self._steps_after += bool(_STEP.search(line))
 
     def _look_at(self, number: int, line: bytes) -> bool:
@@ -247,6 +255,8 @@ class Log:
         """Why the job must have survived every failure in the log, "" if it has not."""
         if self._steps_after >= _SURVIVED_STEPS:
             return "the job goes on to train after it"
+        if any(map(_WELL.search, self._end)):
+            return "the log ends well"
         weights = {line.failure.weight for line in self._rows.values()}
         if self._verdict or weights - {Weight.EXCEPTION}:
             return ""

@@ -116,6 +116,7 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         # A job survives a warning after which it goes on.
         ([*STEPS, REFUSED], [("ssh-refused", 50_001)]),
         ([*STEPS, REFUSED, *STEPS], []),
+        ([*STEPS, REFUSED, "Training complete."], []),
         # A root cause comes before its consequences.
         (
             [RESET, ELASTIC, OOM],
