@@ -1,7 +1,7 @@
-"""The checks of the doctor: each compares the answers of the hosts, and yields its findings.
+"""The checks of the doctor. Each compares the answers of the hosts, and yields its findings.
 
-A check gets a value for each host's name, and asks nothing itself. A host that differs is named against the
-majority. A value that cannot be read is "unknown", never "ok".
+A check gets the answers by the names of the hosts. If hosts differ, the minority is named. A value that
+cannot be read is "unknown", never "ok".
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ OK, WARN, FAIL, UNKNOWN = "ok", "warn", "fail", "unknown"
 Finding = tuple[str, str, str]  # one of the four words, the fact, and its fix ("" for none)
 Facts = Mapping[str, Mapping[str, Any]]
 
-LEAST_FILES = 1024  # open files of a rank: it has sockets to all others, and its loader's pipes
+LEAST_FILES = 1024  # a rank has sockets to all others, and pipes to its data loaders
 LEAST_SHM = 512e6  # Docker's 64 MB do not hold the batches of a few workers
 _PUSH = "copy it again: mpiddp hosts push"
+_OF_PREFLIGHT = ("torch", "mpi4py")  # the preflight of the launch has compared their versions
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Line:
 
 
 def results(check: str, findings: Iterable[Finding], ok_text: str) -> list[Line]:
-    """The lines of a check; `ok_text` is the fact of a check without a finding."""
+    """The lines of a check, or one line with `ok_text` if it has found nothing."""
     return [Line(check, *finding) for finding in findings] or [Line(check, OK, ok_text)]
 
 
 def names(facts: Facts) -> Iterator[Finding]:
-    """Whether every host resolves every other name to an address of that host, and its own to a real one."""
+    """Whether each host's name resolves to its own address, on every host."""
     for name, host in facts.items():
         answers = {here: other["names"].get(name, []) for here, other in facts.items()}
         if unresolved := [here for here, addresses in answers.items() if not addresses]:
@@ -56,13 +57,8 @@ def names(facts: Facts) -> Iterator[Finding]:
             yield WARN, fact, f"give it its real address in /etc/hosts of {name}"
 
 
-def stacks(
-    stacks: Mapping[str, Mapping[str, str]], compared: Sequence[str] = ()
-) -> Iterator[Finding]:
-    """Whether the Python of the ranks loads the same on all hosts.
-
-    The preflight has compared the versions of `compared`.
-    """
+def stacks(stacks: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    """Whether the Python of the ranks loads the same on all hosts."""
     for part in dict.fromkeys(part for stack in stacks.values() for part in stack):
         # A host whose package is missing or broken tells nothing of the package's library.
         values = {name: stack[part] for name, stack in stacks.items() if part in stack}
@@ -72,7 +68,7 @@ def stacks(
             how = "again" if len(hosts) == len(stacks) else "there as on the other hosts"
             yield FAIL, fact, f"install {part} {how}"
         values = {name: value for name, value in values.items() if name not in broken}
-        if part not in compared and (fact := differences(part, values)):
+        if part not in _OF_PREFLIGHT and (fact := differences(part, values)):
             fix = "install the same version on every host, or copy it: mpiddp hosts push"
             yield WARN if part.startswith("lib") else FAIL, fact, fix
         elif {*values.values()} == {"missing"}:
@@ -80,7 +76,7 @@ def stacks(
 
 
 def gpus(gpus: Mapping[str, Sequence[Gpu]]) -> Iterator[Finding]:
-    """Whether the hosts have as many GPUs, of one model, with one driver. The preflight tells of faults."""
+    """Whether the hosts have equally many GPUs, of one model, with one driver."""
     if fact := differences("the number of GPUs", {name: len(rows) for name, rows in gpus.items()}):
         yield FAIL, fact, "see nvidia-smi and dmesg there: a GPU may have fallen off the bus"
     for field, status, fix in (("name", WARN, ""), ("driver", FAIL, "install the same driver")):
@@ -97,7 +93,7 @@ def gpus(gpus: Mapping[str, Sequence[Gpu]]) -> Iterator[Finding]:
 
 
 def processes(facts: Facts) -> Iterator[Finding]:
-    """Whether processes that ssh starts, as mpirun does, have enough files and memory on each host."""
+    """Whether a process that ssh starts may have enough open files and memory on each host."""
     for name, host in facts.items():
         if 0 <= (count := host["open files"]) < LEAST_FILES:
             fix = f"raise nofile to {LEAST_FILES} or more there, for sshd too"
@@ -124,9 +120,9 @@ def folders(facts: Facts, folders: Sequence[str]) -> Iterator[Finding]:
 
 
 def files(facts: Facts) -> Iterator[Finding]:
-    """Whether the files of the job are the same, by their SHA-256: the first that differs on each host.
+    """Whether the files of the job are the same, by their SHA-256.
 
-    Another version of a file may import other files, so a host with one is compared no further.
+    Of each host, only the first file that differs is named, because another version may import other files.
     """
     hosts = dict(facts)
     for path in dict.fromkeys(path for host in facts.values() for path in host["files"]):
@@ -140,7 +136,7 @@ def files(facts: Facts) -> Iterator[Finding]:
 
 
 def reach(answers: Facts, addresses: Mapping[str, str], port: int) -> Iterator[Finding]:
-    """Whether each host reaches each other on the job's network, in each direction, with large packets."""
+    """Whether each host reaches each other host on the job's network, also with large packets."""
     if not any(answers.values()):
         yield UNKNOWN, "no direction between the hosts was tried", ""
     for _, fact, fix in blocked(answers, addresses, port):

@@ -4,9 +4,9 @@
     mpiddp doctor -H node1,node2 --script train.py --data /data/imagenet
     mpiddp doctor hostfiles/two_nodes --quick --json
 
-Its parts are the preflight of a launch, the facts of each host, all pairs of hosts over TCP, and a small
-real job. All share one login to each host, and each shows its lines when it ends. `--quick` is the preflight
-alone.
+Its parts are the preflight of a launch, the facts of each host, all pairs of hosts over TCP, and a small real
+job. All but the job share one login to each host, and each shows its lines when it ends. `--quick` is the
+preflight alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from mpiddp.arguments import OneSentenceParser, as_arguments
-from mpiddp.doctor import compare, there
-from mpiddp.doctor import trial_job as small_job
+from mpiddp.doctor import compare, there, trial_job
 from mpiddp.doctor.compare import FAIL, OK, UNKNOWN, WARN, Line, results
 from mpiddp.errors import DONE, FAILED, UserError
 from mpiddp.hosts import interfaces, program_files, reachability
@@ -42,13 +41,13 @@ from mpiddp.launch.plan.starters import find_starter
 from mpiddp.text import all_of, as_json, counted, escaped
 from mpiddp.world import leave_enclosing_job
 
-_FACTS_S = 110.0  # of a host whose name server and disks are slow
-_PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel's own choice is among them
+_FACTS_S = 110.0  # a host with a slow name server and slow disks takes so long
+_PORTS, _MOST_PORTS = range(33_000, 60_000), 3  # the kernel chooses ports of jobs from this range
+_START_S = 10.0  # at least, for the program that tries all pairs to start on all hosts
 _JOB_S, _HANG_S = 90.0, 20  # the launcher names a hang before the doctor ends the job
 _ORDER = (FAIL, WARN, UNKNOWN, OK)
 _WIDTH = len("preflight")  # the longest name of a check
-_NEEDED = ("preflight", "ssh", "versions", "network")  # by the job
-_COMPARED = ("torch", "mpi4py")  # by the preflight
+_NEEDED = ("preflight", "ssh", "versions", "network")  # if one has failed, the job does not run
 
 Ask = Callable[..., dict[Host, Answer]]  # `ask_hosts` with the Python of the ranks
 
@@ -58,7 +57,7 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     leave_enclosing_job(os.environ)
     options, where = _parse(argv)
-    job = [*where, "--npernode", "1", "--hang-timeout", str(_HANG_S), "-m", small_job.__name__]
+    job = [*where, "--npernode", "1", "--hang-timeout", str(_HANG_S), "-m", trial_job.__name__]
     launch = parse_options(job)
     folders = _folders(options)
     hosts = job_plan.read_hosts(launch, os.environ)
@@ -90,11 +89,11 @@ def main(argv: list[str]) -> int:
             if answered := [host for host, answer in answers.items() if not answer.why]:
                 facts = {host.name: answers[host].value for host in answered}
                 every = "every host" + ("" if len(facts) == len(hosts.usable) else " that answers")
-                add(_of_facts(facts, folders, _COMPARED if checked.infos else (), every))
+                add(_of_facts(facts, folders, every))
                 network = find_network(hosts, checked.infos, launch.interface, dry_run=True)
-                # A host that has no address on the job's network has the one to which ssh connects.
+                # If a host has no address on the job's network, the address to which ssh connects is tried.
                 by_ssh = {host.name: info.address for host, info in checked.infos.items()}
-                add(_pairs(ask, answered, {**by_ssh, **network.addresses}))
+                add(_pairs(ask, answered, {**by_ssh, **network.addresses}, checked.start_s))
             add([_run_job(lines, job)])
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]
@@ -144,7 +143,7 @@ def _of_preflight(checked: preflight.Checked, mpi: str) -> list[Line]:
 
 
 def _folders(options: argparse.Namespace) -> list[str]:
-    """The folders that every host needs: the working folder, which has the script, and the folder of data."""
+    """The folders that every host needs: the working folder, and the folder of --data."""
     folder, script = job_plan.working_folder(os.environ), options.script or ""
     if script and not os.path.isfile(Path(folder, script)):  # noqa: PTH113 - it raises nothing
         raise UserError(f"--script {script} not found (looked in {folder}).")
@@ -154,7 +153,7 @@ def _folders(options: argparse.Namespace) -> list[str]:
 def _facts_program(
     options: argparse.Namespace, hosts: Hosts, folders: Sequence[str], library: str
 ) -> str:
-    """The program that prints a host's facts. `library` is MPI's, "" for the one that mpi4py finds."""
+    """The program that prints a host's facts. `library` is the path of MPI's, "" if mpi4py finds it."""
     script, folder = options.script or "", folders[0]
     wanted = {
         "names": [host.name for host in hosts.usable],
@@ -166,10 +165,8 @@ def _facts_program(
     return program_that_prints((interfaces, program_files, there), f"facts({wanted!a})")
 
 
-def _of_facts(
-    facts: compare.Facts, folders: Sequence[str], compared: Sequence[str], every: str
-) -> list[Line]:
-    """The lines of the checks of single hosts. The preflight has compared the versions of `compared`."""
+def _of_facts(facts: compare.Facts, folders: Sequence[str], every: str) -> list[Line]:
+    """The lines of the checks that compare the facts of hosts. `every` stands for all these hosts."""
     stacks = {name: host["stack"] for name, host in facts.items()}
     packages = ("mpi4py", "python", "torch")
     versions = {f"{name} {stack[name]}" for stack in stacks.values() for name in packages}
@@ -179,30 +176,33 @@ def _of_facts(
         *results("files", compare.files(facts), "no file of a script differs"),
         *results("folders", compare.folders(facts, folders), f"{every} can read them"),
         *results("limits", compare.processes(facts), "ulimit and /dev/shm suffice"),
-        *results("versions", compare.stacks(stacks, compared), alike),
+        *results("versions", compare.stacks(stacks), alike),
     ]
 
 
-def _pairs(ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str]) -> list[Line]:
-    """Whether each host reaches each other, in each direction at once."""
+def _pairs(
+    ask: Ask, hosts: Sequence[Host], addresses: Mapping[str, str], start_s: float
+) -> list[Line]:
+    """The lines about pairs of hosts that do not reach each other. All directions are tried at once."""
     if len(hosts) < 2:
         return []
     to_meet = {host.name: addresses[host.name] for host in hosts if addresses.get(host.name)}
     hosts = [host for host in hosts if host.name in to_meet]
-    work_s = 2 * reachability.longest_s(len(hosts))
+    start_s = max(start_s, _START_S)
     for port in random.sample(_PORTS, _MOST_PORTS):
-        program = program_that_prints((interfaces, reachability), f"meet({to_meet!a}, {port})")
-        answers = ask(hosts, program, work_s=work_s)
+        call = f"meet({to_meet!a}, {port}, {start_s}, {len(to_meet)})"
+        program = program_that_prints((interfaces, reachability), call)
+        answers = ask(hosts, program, work_s=2 * start_s)
         met = {host.name: answer.value for host, answer in answers.items() if not answer.why}
         if None not in met.values():
             break
-        met = {}  # another program has the port on a host
+        met = {}  # another program has this port on a host
     count = sum(map(len, met.values()))
     return results("network", compare.reach(met, to_meet, port), f"all {count} directions open")
 
 
 def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
-    """Run the job, if nothing that it needs has failed."""
+    """The line of the job, which runs if nothing that it needs has failed."""
     if failed := [line.check for line in lines if line.check in _NEEDED and line.status == FAIL]:
         why = f"not run: it needs what has failed ({all_of(list(dict.fromkeys(failed)))})"
         return Line("job", UNKNOWN, why)
@@ -218,7 +218,7 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
         )
     except subprocess.TimeoutExpired:
         return Line("job", FAIL, f"no end in {_JOB_S:g} s", fix)
-    _, proof, printed = done.stdout.rpartition(small_job.PROOF)
+    _, proof, printed = done.stdout.rpartition(trial_job.PROOF)
     if done.returncode != DONE or not proof:
         errors = done.stderr.splitlines()
         sentences = [line for line in errors if line.startswith("mpiddp: ")]
@@ -250,6 +250,6 @@ def summary(lines: Sequence[Line], hosts: int, seconds: float) -> str:
 
 
 def _split(sentence: str) -> tuple[str, str]:
-    """The fact and the fix of a sentence of the preflight."""
+    """The fact and the fix in a sentence of the preflight."""
     fact, _, fix = sentence.partition(". ")
     return fact.rstrip("."), fix.rstrip(".")

@@ -1,7 +1,6 @@
 """The facts of a host for `mpiddp doctor`, among them the packages that the Python of the ranks loads there.
 
-The source of this module travels to the hosts, with those of the modules that it imports. It needs Python
-3.8. A host may lack every package that `_stack` imports.
+This module travels to the hosts as source. It needs Python 3.8, and works without the packages of `_stack`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _RESOLVERS = 64
 
 
 def facts(wanted: dict[str, Any]) -> dict[str, Any]:
-    """The facts by which the doctor compares this host. `wanted` is the dictionary that its main.py makes."""
+    """The facts by which the doctor compares this host. `wanted` comes from the doctor's main.py."""
     from concurrent.futures import ThreadPoolExecutor  # 10 ms
 
     names = {*wanted["names"], socket.gethostname()}
@@ -113,7 +112,7 @@ def _torch() -> dict[str, str]:
 
 
 def _package() -> dict[str, str]:
-    spec = PathFinder.find_spec("mpiddp")  # the sender of this source has a module of that name
+    spec = PathFinder.find_spec("mpiddp")  # in sys.modules stands the one that has travelled
     if spec is None or not spec.submodule_search_locations:
         return {"mpiddp": "missing"}
     digest, (folder,) = hashlib.sha256(), spec.submodule_search_locations

@@ -32,9 +32,8 @@ def main() -> None:
     wrong = int((values != size * (size + 1) / 2).sum())
     seconds = time.perf_counter() - began
     ranks: list[Any] = [None] * size
-    dist.all_gather_object(
-        ranks, {"hostname": socket.gethostname(), "wrong": wrong, "seconds": seconds}
-    )
+    facts = {"hostname": socket.gethostname(), "wrong": wrong, "seconds": seconds}
+    dist.all_gather_object(ranks, facts)
     if rank == 0:
         print(PROOF + json.dumps(ranks), flush=True)
     dist.destroy_process_group()

@@ -46,10 +46,9 @@ def main(argv: list[str]) -> int:
     explanations = log.explanations
     if log.stop is not None:
         number, sentence = log.stop
-        resume = f"\nTo resume: {escaped(log.resume)}" if log.resume else ""
-        print(
-            f"{name}:{number}: {sentence}\nThe job did not fail: it was stopped on request.{resume}"
-        )
+        print(f"{name}:{number}: {sentence}\nThe job did not fail: it was stopped on request.")
+        if log.resume:
+            print(f"To resume: {escaped(log.resume)}")
         return FAILED
     if explanations and not log.survived:
         return _print_cause(name, *explanations)
@@ -73,9 +72,8 @@ def _print_cause(name: str, first: Explanation, *others: Explanation) -> int:
     """Print the root cause, its row if the table has one, and the other failures in the log."""
     row = first.failure
     print(f"{name}:{first.number}: {first.line}")
-    print(
-        f"{row.id}: {row.cause}\nFix:  {row.fix}" if row.cause else f"No known failure. {_TO_ASK}"
-    )
+    explained = f"{row.id}: {row.cause}\nFix:  {row.fix}"
+    print(explained if row.cause else f"No known failure. {_TO_ASK}")
     print("\nAlso seen:\n" if others else "", end="")
     for other in others:
         line = other.line[:60]

@@ -1,4 +1,4 @@
-"""The answer of a host, or a sentence with the cause and the command that fixes it, by ssh's own errors."""
+"""The answer of a host. If a host gives none, a sentence says why, with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.transport import Transport
 from mpiddp.text import shown
 
-NO_PROGRAM = 96  # not an exit code of ssh (255), a shell (126, 127, 128 + N) or Python (1, 2)
-_CONFIG_S = 5.0  # for a program that tells of keys, or of the configuration of ssh
+NO_PROGRAM = 96  # no exit code of ssh (255), of a shell (126, 127, 128 + N) or of Python (1, 2)
+_CONFIG_S = 5.0  # ssh -G, ssh-keygen and ssh-add get this time
 
-# The errors of ssh if a jump host (ProxyJump) fails: the reason, then that the host said nothing. If only the
-# host behind it is not reached, "stdio forwarding failed" stands before them.
+# If a jump host (ProxyJump) fails, ssh says why, and then that the host behind it sent nothing. If the jump
+# host only cannot reach the host behind it, ssh says "stdio forwarding failed" first.
 _JUMP_FAILED = (
     r"(?m)^(?!Warning: |stdio forwarding failed)(.+?)\.?\n"
     r"kex_exchange_identification: .*\n.* UNKNOWN port 65535"
 )
-# The answer of a jump host whose sshd cannot, or may not, reach the host behind it.
+# A jump host whose sshd cannot reach the host behind it, or may not, answers so.
 _NOT_BEHIND = (
     r"(?m)^channel \d+: open failed: (?!connect failed: Connection refused)(?:connect failed: )?"
     r"(.+?)\.?$"
@@ -43,15 +43,15 @@ class SshError(NamedTuple):
     Both may name {name}, {target}, {here}, {at} (a port), {ssh} (the command), and {0}, the pattern's group.
     """
 
-    pattern: str  # of ssh's own lines; the host's banner may say anything
+    pattern: str  # should not match the banner of a host, which may say anything
     cause: str
     fix: str
-    id: str = ""  # of `mpiddp explain`, which finds the error in a log
-    says: tuple[str, ...] = ()  # texts, of which the line in a log has one
-    example: str = ""  # of {0}, for the page and the answer that explain the error
+    id: str = ""  # in the table of `mpiddp explain`, which finds the error in a log
+    says: tuple[str, ...] = ()  # the line in a log has one of these texts
+    example: str = ""  # stands for {0} where no log is at hand: in docs/troubleshooting.md
 
 
-# The first row that matches counts.
+# The first row counts whose pattern matches.
 SSH_ERRORS = (
     SshError(_JUMP_FAILED, "ssh {name}: the jump host on the way failed ({0}).", "Try: {ssh} true"),
     SshError(
@@ -141,7 +141,7 @@ SSH_ERRORS = (
         ("kex_exchange_identification", "ssh_exchange_identification"),
     ),
 )
-# ssh has found no way to the host. Any other login that fails proves that the host is up.
+# ssh has found no way to the host. If a login fails otherwise, the host is up.
 _LOST = (
     r"(?m)^(ssh: connect to host \S+ port \d+|channel \d+: open failed): |"
     r"^Connection to \S+ port \d+ timed out|^Timeout, server "
@@ -155,28 +155,28 @@ class Answer:
     host: Host
     python: str  # a path or a name
     transport: Transport
-    exit_code: int | None  # None: not in time; NO_PROGRAM: there is no such Python; 255: ssh failed
+    exit_code: int | None  # None: no end in time; NO_PROGRAM: no such Python; 255: ssh failed
     stdout: str
     stderr: str
-    has_begun: bool = True  # the login succeeded
-    printed_before: str = ""  # by the start-up files of the shell there
+    has_begun: bool  # whether the login has succeeded
+    printed_before: str = ""  # the output of the start-up files of the shell there
 
     @property
     def has_failed_there(self) -> bool:
-        """Whether the login succeeded and the program did not: it is missing, too old, or does not start."""
+        """Whether the login succeeded, and Python is missing there, too old, or does not start."""
         return self.has_begun and self.exit_code not in (None, 255)
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing of the host answers: no route leads to it, no sshd listens, or no login ends."""
+        """Whether the host is silent: no route leads to it, no sshd listens, or no login ends."""
         says_nothing = self.exit_code is None or not self.transport.is_ssh
         return not self.has_begun and (says_nothing or bool(re.search(_LOST, self.stderr)))
 
     @property
     def is_of_machine(self) -> bool:
-        """Whether the host is off, hangs, is full, or cannot be reached: nobody has given bad input.
+        """Whether a machine or a network has failed, so that nobody has given bad input.
 
-        A program of a scheduler that ends at once has refused this job, for example because of old variables.
+        If a scheduler's program ends at once, it has refused this job, for example because of old variables.
         """
         is_absent = self.is_lost and (self.transport.is_ssh or self.exit_code is None)
         hangs = self.has_begun and self.exit_code in (None, 255)
@@ -190,73 +190,70 @@ class Answer:
     @cached_property
     def why(self) -> str:
         """A sentence that says why the program has printed no JSON, "" if it has."""
-        return "" if self._printed else _no_answer(self)
+        if self._printed:
+            return ""
+        host, python, transport = self.host, self.python, self.transport
+        is_ours = os.sep in python  # else any Python will do
+        if self.exit_code == NO_PROGRAM:
+            fix = "Install it there."
+            if is_ours:
+                fix = f"Install it, and Python in {sys.base_prefix}, at the same path on every host"
+                fix += ", or copy them there: mpiddp hosts push"
+            return f"{host.name}: {python} is missing. {fix}"
+        if self.has_begun and self.exit_code is None:
+            hint = f"The host is silent, or a file server does not answer. Try: {ssh_line(host)} df"
+            return f"{host.name}: {python} has started there, and does not end in time. {hint}"
+        errors = self.stderr.strip().splitlines()
+        if self.has_failed_there:
+            last = [f"exit code {self.exit_code}", *errors][-1]
+            if "[Errno " in last:  # the disk may be full
+                return f"{host.name}: {last.rstrip('.')}. Try: {ssh_line(host)} df"
+            fix = " Install the same Python there as here." if is_ours else ""
+            return f"{host.name}: {python} does not run there: {last.rstrip('.')}.{fix}"
+        no_end = f"no answer in {transport.login_s:g} s"
+        if not transport.is_ssh:
+            reason = ["no output" if self.exit_code else no_end, *errors][-1].rstrip(".")
+            return (
+                f"{transport.name} {host.name} failed: {reason}. "
+                f"Where ssh is allowed, it can be used instead: {transport.instead}"
+            )
+        if self.exit_code is None:
+            why = "A start-up file there may wait for input"
+            slow = _SLOW.format(longer=f"{2 * transport.login_s:.0f}")
+            return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {why}. {slow}"
+        printed = self.printed_before.strip().splitlines()
+        if self.exit_code != 255:
+            # An sshd may print a banner, and a start-up file a greeting, before the reason.
+            reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
+            why = f"the host runs another command, which prints: {reason or 'nothing'}"
+            see = "its login shell, its start-up files, and command= in its authorized_keys"
+            return f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, {see}."
+        return ssh_complaint(host, self.stderr, transport)
 
     @cached_property
     def _printed(self) -> list[Any]:
         for line in self.stdout.splitlines()[::-1] if self.exit_code == 0 else ():
-            with suppress(ValueError):  # a shell of the host may print lines around it
+            with suppress(ValueError):  # a shell of the host may print other lines
                 return [json.loads(line)]
         return []
-
-
-def _no_answer(answer: Answer) -> str:
-    host, python, transport = answer.host, answer.python, answer.transport
-    is_ours = os.sep in python  # else it is any Python
-    if answer.exit_code == NO_PROGRAM:
-        fix = "Install it there."
-        if is_ours:
-            fix = f"Install it, and Python in {sys.base_prefix}, at the same path on every host, "
-            fix += "or copy them there: mpiddp hosts push"
-        return f"{host.name}: {python} is missing. {fix}"
-    if answer.has_begun and answer.exit_code is None:
-        hint = f"The host is gone, or a file server does not answer. Try: {ssh_line(host)} df"
-        return f"{host.name}: {python} has started there, and does not end in time. {hint}"
-    errors, limit_s = answer.stderr.strip().splitlines(), transport.login_s
-    if answer.has_failed_there:
-        last = [f"exit code {answer.exit_code}", *errors][-1]
-        if "[Errno " in last:  # as of a full disk
-            return f"{host.name}: {last.rstrip('.')}. Try: {ssh_line(host)} df"
-        fix = " Install the same Python there as here." if is_ours else ""
-        return f"{host.name}: {python} does not run there: {last.rstrip('.')}.{fix}"
-    no_end = f"no answer in {limit_s:g} s"
-    if not transport.is_ssh:
-        reason = ["no output" if answer.exit_code else no_end, *errors][-1].rstrip(".")
-        return (
-            f"{transport.name} {host.name} failed: {reason}. "
-            f"Where ssh is allowed, it can be used instead: {transport.instead}"
-        )
-    if answer.exit_code is None:
-        slow = _SLOW.format(longer=f"{2 * limit_s:.0f}")
-        why = "A start-up file there may wait for input"
-        return f"ssh {host.name}: {no_end}. Try: {ssh_line(host)} true. {why}. {slow}"
-    printed = answer.printed_before.strip().splitlines()
-    if answer.exit_code != 255:
-        # An sshd may print a banner, and a start-up file a greeting, before the reason.
-        reason = " / ".join(shown(line.rstrip(".")) for line in (*printed[-1:], *errors[-1:]))
-        why = f"the host runs another command, which prints: {reason or 'nothing'}"
-        see = "its login shell, its start-up files, and command= in its authorized_keys"
-        return f"ssh {host.name}: {why}. See ForceCommand in its sshd_config, {see}."
-    return ssh_complaint(host, answer.stderr, transport)
 
 
 def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
     """The sentence for ssh's own error, with the command that fixes it."""
     lines = errors.strip().splitlines()  # ssh ends them with \r\n
-    text = "\n".join(lines)
-    port, ssh = (f"-p {host.port} " if host.port else ""), ssh_line(host)
-    key_name = f"'[{host.name}]:{host.port}'" if host.port else host.name  # in known_hosts
+    text, port, ssh = "\n".join(lines), host.port, ssh_line(host)
     port_line = re.search(r"(?m)^ssh: connect to host \S+ port (\d+)", text)
-    at = host.port or (port_line[1] if port_line else [*settings(host, "port"), "22"][0])
     words = {
         "name": host.name,
         "target": host.ssh_target,
-        "port": port,
+        "port": f"-p {port} " if port else "",
         "ssh": ssh,
-        "key_name": key_name,
+        "key_name": f"'[{host.name}]:{port}'" if port else host.name,  # in known_hosts
+        "here": socket.gethostname(),
+        "connect": transport.connect_s,
+        "at": port or (port_line[1] if port_line else [*settings(host, "port"), "22"][0]),
+        "longer": f"{2 * transport.login_s:.0f}",
     }
-    words |= {"here": socket.gethostname(), "connect": str(transport.connect_s), "at": str(at)}
-    words["longer"] = f"{2 * transport.login_s:.0f}"
     for error in SSH_ERRORS:
         if match := re.search(error.pattern, text, re.MULTILINE):
             files = settings(host, "identityfile") if error.pattern == _DENIED else ()
@@ -266,13 +263,13 @@ def ssh_complaint(host: Host, errors: str, transport: Transport) -> str:
                 why = f"the key {key} has a passphrase, and no agent holds it"
                 return f"ssh {host.name}: {why}. Run: {agent}ssh-add {key}"
             return f"{error.cause} {error.fix}".rstrip().format(*match.groups(), **words)
-    if not lines:  # a LogLevel of the user may hide them
+    if not lines:
         return f"ssh {host.name} failed: no output. Try: {ssh.replace('ssh', 'ssh -v', 1)} true"
     return f"ssh {host.name} failed: {lines[-1]}. Try: {ssh} true"
 
 
 def in_general(error: SshError) -> tuple[str, str]:
-    """The cause and the fix of an error of any host."""
+    """The cause and the fix of an error, for a page that speaks of no host in particular."""
     words = {"name": "NODE", "target": "NODE", "port": "", "ssh": "ssh NODE", "key_name": "NODE"}
     words |= {"here": "this host", "connect": "10", "at": "22", "longer": "30"}
     return error.cause.format(error.example, **words), error.fix.format(error.example, **words)

@@ -1,7 +1,6 @@
-"""The facts of a host for the preflight of a job.
+"""The facts of a host for the preflight of a job. A fact that the host cannot tell is None.
 
-Its source travels to the hosts, with those of the modules that it imports. It needs Python 3.8 and
-the standard library. What a host cannot tell is None.
+This module travels to the hosts as source. It needs Python 3.8 and the standard library.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from mpiddp.hosts.gpu_health import MORE_S, read_health
 from mpiddp.hosts.gpus import TIMEOUT_S, tool_output
 from mpiddp.hosts.interfaces import interfaces, machine
 
-VERSION_S = 10.0  # of an mpirun --version
-LONGEST_S = TIMEOUT_S + 3 * MORE_S + VERSION_S + 5.0  # that a host with slow tools takes
+VERSION_S = 10.0  # mpirun --version may take so long
+LONGEST_S = TIMEOUT_S + 3 * MORE_S + VERSION_S + 5.0  # a host with slow tools takes so long
 
 
 def host_info(needs: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
         "has_script": os.path.exists(os.path.join(needs["folder"], needs["script"])),
         "has_daemon": os.access(needs["daemon"], os.X_OK),
         "mpirun": None if version is None else version.partition("\n")[0][:500],
-        "machine": machine("net", "pid"),  # a container has pids of its own
+        "machine": machine("net", "pid"),  # containers of one machine differ in their pids
         "hostname": socket.gethostname(),
         "python": sys.version.split()[0],
         "torch": package_version("torch", packages),
@@ -49,9 +48,9 @@ def host_info(needs: dict[str, Any]) -> dict[str, Any]:
 
 
 def package_version(package: str, folders: Sequence[str] = ()) -> str | None:
-    """The version in the package's metadata, None without it. To import torch would take seconds.
+    """The version in the package's metadata, None if it is not installed. To import torch would take seconds.
 
-    Python looks into these folders before its own.
+    Python looks into `folders` before its own.
     """
     from importlib.metadata import distributions  # 20 ms
 

@@ -1,8 +1,8 @@
 """The faults of a host's GPUs, a sentence for each, by the answer of `read_health`.
 
-A fault breaks a job that uses the GPU: one that is lost, an error of its memory, a Xid of the hardware. A
-note may not: memory that others hold, a GPU that is slowed down. `mpiddp launch` asks in its preflight,
-`mpiddp doctor` by the same, and an agent before its script begins again (`wrong_here`).
+A fault breaks a job that uses the GPU: the GPU is lost, or has errors of its memory or hardware. A note may
+not break it: others hold memory of the GPU, or it is slowed down. The preflight of `mpiddp launch` looks for
+them, and an agent before its script begins again (`wrong_here`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import Gpu, Holder, chosen_gpus, hides_all_gpus
 from mpiddp.text import counted, duration, escaped, listed, size_text
 
-_LEAST = 128 << 20  # bytes; a server of MPS holds less
-_LEAST_SHARE = 0.1  # of a GPU's memory, that no process is seen to hold
-# The driver asks for no recovery, by the newer and the older field of nvidia-smi.
+_LEAST = 128 << 20  # bytes; a process that holds less, such as a server of MPS, is not named
+_LEAST_SHARE = 0.1  # if unknown processes hold a larger share of a GPU's memory, a note says so
+# The driver asks for no recovery: the values of the newer and of the older field of nvidia-smi.
 _USABLE = ("None", "No")
-# Errors of the hardware, by https://docs.nvidia.com/deploy/xid-errors. Programs cause most of the others.
+# Errors of the hardware, by https://docs.nvidia.com/deploy/xid-errors. Most other Xids are errors of
+# programs.
 _XIDS = {
     48: "an uncorrectable memory error",
     64: "a row of its memory could not be replaced",
@@ -32,9 +33,9 @@ _XIDS = {
 
 
 def wrong_here(env: Mapping[str, str], *, timeout_s: float = 10.0) -> list[str]:
-    """The faults of the GPUs of this host that ranks with these variables see; [] without any.
+    """The faults of the GPUs of this host that ranks with these variables see.
 
-    For an agent, before it begins again. It takes at most `timeout_s` and some seconds more.
+    It takes at most `timeout_s` and some seconds more.
     """
     host = socket.gethostname()
     if hides_all_gpus(env):
@@ -61,7 +62,7 @@ def faults(host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None]) -> Iter
 def notes(
     host: str, gpus: Sequence[Gpu], chosen: Sequence[int | None], ssh: str = ""
 ) -> Iterator[str]:
-    """A sentence for each chosen GPU that others use, is slowed, or was reset. `ssh`: the login there."""
+    """A sentence for each chosen GPU that others use, is slowed, or was reset. `ssh` logs in there."""
     for number, gpu in _those(gpus, chosen):
         for fact in _reported(gpu, is_over=True):
             yield f"{host}: GPU {number} {fact}. Its driver has started since, or calls it usable."
@@ -72,9 +73,10 @@ def notes(
 
 
 def _reported(gpu: Gpu, *, is_over: bool) -> Iterator[str]:
-    """The errors of its hardware that a GPU has reported, the latest of each kind.
+    """The latest error of each kind that the hardware of a GPU has reported.
 
-    That is over if the driver has been loaded since, or asks for no recovery: the GPU may have been reset.
+    An error is over if the driver has been loaded since, or asks for no recovery: the GPU may have been
+    reset.
     """
     latest = {xid.number: xid for xid in sorted(gpu.xids, key=lambda xid: -xid.ago_s)}
     for number in (xid for xid in _XIDS if xid in latest):

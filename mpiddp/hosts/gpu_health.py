@@ -13,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpiddp.hosts.gpus import TIMEOUT_S, Gpu, Holder, Xid, read_gpus, tool_output
-from mpiddp.hosts.processes import marked
+from mpiddp.hosts.processes import command_of, marked
 
-MORE_S = 3.0  # for who uses the GPUs, and for each log of the kernel
-SINCE_S = 3600  # of these logs
-_LONGEST_COMMAND = 40  # characters
-_AGENT = b"mpiddp-agent"  # the name of an agent's process, see AGENT_NAME
+MORE_S = 3.0  # the query for processes, and each log of the kernel, may take so long
+SINCE_S = 3600  # older entries of the logs do not count
+_AGENT = b"mpiddp-agent"  # AGENT_NAME, the name of an agent's process
 _MARK = b"MPIDDP_JOB="
 _USERS = ("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
 _LOGS = (
@@ -26,14 +25,14 @@ _LOGS = (
     ("dmesg", ()),
 )
 _LOADED = re.compile(r"(?m)^\[ *(\d+\.\d+)\].*NVRM: loading NVIDIA UNIX ")
-# "[ 5000.1] NVRM: Xid (PCI:0000:44:00): 79, pid=…": seconds since the start, address, number
+# "[ 5000.1] NVRM: Xid (PCI:0000:44:00): 79, pid=…" has the seconds since the start, an address and a number.
 _XID = re.compile(r"(?m)^\[ *(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9A-Fa-f:]{10,13})[^)]*\): (\d+)")
 
 
 def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] | None:
-    """The GPUs of this host with all that it tells of them; None if a tool does not answer."""
+    """The GPUs of this host, with their holders and errors; None if a tool does not answer."""
     gpus = read_gpus(path, timeout_s=timeout_s)
-    if not gpus or not any(gpu.uuid for gpu in gpus):  # nvidia-smi alone tells more
+    if not gpus or not any(gpu.uuid for gpu in gpus):  # only nvidia-smi tells of holders and errors
         return gpus
     users = tool_output("nvidia-smi", _USERS, path, MORE_S) or ""
     holders: dict[str, list[Holder]] = defaultdict(list)
@@ -42,23 +41,21 @@ def read_health(path: str | None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] 
         holders[uuid].append(Holder(int(pid), size, *who(pid), _is_left(pid)))
     xids = _xids(path)
     return [
-        gpu._replace(holders=holders[gpu.uuid], xids=xids[gpu.address[:-2]])  # without the function
+        gpu._replace(holders=holders[gpu.uuid], xids=xids[gpu.address[:-2]])  # a Xid has no ".0"
         for gpu in gpus
     ]
 
 
 def who(pid: str) -> tuple[str, str]:
     """The user and the command of a process; "" where this host does not show it."""
-    folder = Path("/proc", pid)
     try:
-        number, line = folder.stat().st_uid, (folder / "cmdline").read_bytes()
+        number = Path("/proc", pid).stat().st_uid
     except OSError:
         return "", ""
-    program, *words = line.rstrip(b"\0").decode(errors="replace").split("\0")
-    command = " ".join([program.rpartition("/")[2], *words])[:_LONGEST_COMMAND]
+    user = str(number)
     with suppress(KeyError):
-        return pwd.getpwuid(number).pw_name, command
-    return str(number), command
+        user = pwd.getpwuid(number).pw_name
+    return user, command_of(int(pid))
 
 
 def _is_left(pid: str) -> bool:
@@ -66,7 +63,7 @@ def _is_left(pid: str) -> bool:
     with suppress(OSError):  # it belongs to another user
         for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if variable.startswith(_MARK):
-                # A process in a container of the job is no descendant of the agent.
+                # All processes of the job count: one in a container is no descendant of the agent.
                 return not any(map(_is_agent, marked(variable)))
     return False
 
@@ -78,7 +75,7 @@ def _is_agent(pid: int) -> bool:
 
 
 def _xids(path: str | None) -> dict[str, list[Xid]]:
-    """By address, the errors of the last hour, where a log of the kernel can be read."""
+    """By address, the errors of the last hour, if a log of the kernel can be read."""
     xids: dict[str, list[Xid]] = defaultdict(list)
     for program, arguments in _LOGS:
         log = tool_output(program, arguments, path, MORE_S) or ""

@@ -1,11 +1,8 @@
-"""The GPUs of a host: as their vendor's tool describes them, and the variables that choose among them.
+"""The GPUs of a host: as nvidia-smi or rocm-smi describes them, and the variables that choose among them.
 
-The tools are nvidia-smi and rocm-smi. torch would know the GPUs too, but importing it takes seconds, and a
-host is asked before anything starts.
-
-A number in a variable is a GPU of one host. So the value of the launcher's host is not passed to the others;
-only a value that hides all GPUs is, because it asks for a job without them.
-Standard library only: the launcher sends this file to other hosts.
+torch would know the GPUs too, but a host is asked before anything starts, and to import torch takes seconds.
+A number in a variable is a GPU of one host. So the launcher passes its own value to other hosts only if it
+hides all GPUs. This module travels to the hosts as source. It needs Python 3.8 and the standard library.
 """
 
 from __future__ import annotations
@@ -15,36 +12,36 @@ import os
 import re
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any, NamedTuple
 
-# For a host whose GPUs do not answer. NCCL would not work there either.
+# A host that gets this sentence is refused, because NCCL would not work there either.
 NO_ANSWER = (
     "{name}: nvidia-smi (or rocm-smi) does not answer. Repair the driver, or set CUDA_VISIBLE_DEVICES= to "
     "run without GPUs."
 )
 _MOST_BYTES = 16 << 20  # of a tool's output; a kernel's log may have so many
-# The GPUs that NVIDIA's driver lists, also in a container without nvidia-smi, and those that it may use.
+# NVIDIA's driver lists its GPUs, also in a container without nvidia-smi, and the container may use these
+# devices.
 _LISTED, _DEVICES = Path("/proc/driver/nvidia/gpus"), Path("/dev")
-_END_S = 0.5  # at least, for a tool to end once it has closed its output
+_END_S = 0.5  # a tool that has closed its output gets this time to end
 TIMEOUT_S = 20.0  # without persistence mode nvidia-smi takes about 10 s to wake eight GPUs
 
-# For GPU numbers of a hostfile: CUDA's (HIP reads it, too), HIP's and Level Zero's. ROCr's would renumber the
-# GPUs before HIP chooses among them.
+# The GPU numbers of a hostfile become these variables: of CUDA (HIP reads it, too), HIP and Level Zero.
+# ROCr's would renumber the GPUs before HIP chooses among them.
 _BY_NUMBER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 VISIBLE = (*_BY_NUMBER, "ROCR_VISIBLE_DEVICES")
 _ORDER = "CUDA_DEVICE_ORDER"
 _HIDES_ALL = ("", "-1")
 
 _ADDRESS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7]"
-_NAMED_GPU = (
-    rf"GPU ?(?:\d+: )?({_ADDRESS})"  # "GPU 0000:44:00.0", and by newer drivers "GPU2: 0000:44:00.0"
-)
-# The reasons that slow a GPU down although it has work. A limit of power is usual, so it is left out.
+# A driver says "GPU 0000:44:00.0", a newer driver says "GPU2: 0000:44:00.0".
+_NAMED_GPU = rf"GPU ?(?:\d+: )?({_ADDRESS})"
+# The reasons that slow down a GPU that has work. A limit of power is usual, so it is left out.
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
 _SLOWED = {
     0x08: "HW slowdown",
@@ -61,7 +58,7 @@ class Holder(NamedTuple):
     memory: int | None  # bytes
     user: str  # "" if this host does not show the process, for example in another container
     command: str
-    is_left: bool  # by a job of mpiddp that has no agent on this host any more
+    is_left: bool  # whether a job of mpiddp has left it, which has no agent on this host any more
 
 
 class Xid(NamedTuple):
@@ -73,21 +70,21 @@ class Xid(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A GPU as its tool describes it, in the order of its number. "" and None: the tool does not tell."""
+    """A GPU as its tool describes it. "" and None stand for a fact that the tool does not tell."""
 
     name: str = ""
-    address: str = ""  # of PCI, in sysfs's form: "0000:18:00.0"
+    address: str = ""  # its PCI address in sysfs's form: "0000:18:00.0"
     uuid: str = ""
     use: int | None = None  # percent of the time in which it has computed
     memory: int | None = None  # bytes in use
     memory_total: int | None = None
     temperature: int | None = None  # °C
-    slowed: str = ""  # why
-    errors: int | None = None  # of its memory, not corrected by ECC, since the driver has started
+    slowed: str = ""  # the reasons that slow it down
+    errors: int | None = None  # memory errors since the driver's start that ECC did not correct
     driver: str = ""
-    recovery: str = ""  # the action that the driver asks for, as "Reset"; "None" or "No" for none
-    is_lost: bool = False  # the driver does not reach it
-    # These of `read_health` alone.
+    recovery: str = ""  # the driver asks for it, for example "Reset"; "None" or "No" for nothing
+    is_lost: bool = False  # whether the driver does not reach it
+    # Only `read_health` sets these.
     holders: Sequence[Holder] = ()
     xids: Sequence[Xid] = ()
 
@@ -103,32 +100,32 @@ class Gpu(NamedTuple):
 CHANGING = ("use", "memory", "memory_total", "temperature", "slowed")
 
 
-# The fields of nvidia-smi. `nvidia-smi --help-query-gpu` explains them.
+# `nvidia-smi --help-query-gpu` explains these fields.
 _FIELDS = (
     *("name", "pci.bus_id", "uuid", "utilization.gpu", "memory.used", "memory.total"),
     *("temperature.gpu", "clocks_event_reasons.active", "ecc.errors.uncorrected.volatile.total"),
     *("driver_version", "gpu_recovery_action"),
 )
-# Their names in older drivers: before 535, and before 565.
+# The names of fields in older drivers: before 535, and before 565.
 _OLDER = {
     "clocks_event_reasons.active": "clocks_throttle_reasons.active",
     "gpu_recovery_action": "reset_status.reset_required",
 }
 _UNKNOWN = re.compile(r'Field "([\w.]+)" is not a valid field to query')
-# By PATH: each field that its nvidia-smi knows, with its name there.
+# By PATH, the fields that the nvidia-smi there knows, with their names.
 _names: dict[str | None, dict[str, str]] = {}
 
 
 def _of_nvidia(path: str | None, timeout_s: float) -> list[Gpu] | None:
-    """From a line of nvidia-smi for each GPU, and its error about each that the driver has lost.
+    """The GPUs that nvidia-smi prints, a line for each, and the lost ones, which its errors name.
 
-    An unknown field fails all of its query, so it is asked again by the field's older name, or without it.
+    A query fails as a whole if one field is unknown. So it is tried again with the field's older name, and
+    then without the field.
     """
     names = _names.setdefault(path, {field: field for field in _FIELDS})
     while True:
         query = (f"--query-gpu={','.join(names.values())}", "--format=csv,noheader,nounits")
-        # It names a lost GPU on stderr.
-        text = tool_output("nvidia-smi", query, path, timeout_s, stderr=subprocess.STDOUT)
+        text = tool_output("nvidia-smi", query, path, timeout_s, stderr=STDOUT)
         if text is None:
             return None
         unknown = _UNKNOWN.search(text)
@@ -159,14 +156,13 @@ def _of_row(row: Mapping[str, str]) -> Gpu:
 
 
 def _of_rocm(path: str | None, timeout_s: float) -> list[Gpu] | None:
-    """From rocm-smi's JSON: {"card0": {"GPU use (%)": "0", …}, "system": {…}}."""
-    # Source: rocm-smi's command line in ROCm's documentation.
+    """The GPUs in rocm-smi's JSON: {"card0": {"GPU use (%)": "0", …}, "system": {…}}."""
+    # ROCm's documentation has the options of rocm-smi.
     asked = ("--showproductname", "--showbus", "--showuse", "--showmeminfo", "vram", "--showtemp")
-    text = tool_output("rocm-smi", (*asked, "--json"), path, timeout_s, stderr=subprocess.STDOUT)
+    text = tool_output("rocm-smi", (*asked, "--json"), path, timeout_s, stderr=STDOUT)
     if text is None:
         return None
-    try:
-        # Warnings may stand around it.
+    try:  # warnings may stand around the JSON
         cards, _ = json.JSONDecoder().raw_decode(text, max(0, text.find("{")))
     except ValueError:
         return []
@@ -175,9 +171,7 @@ def _of_rocm(path: str | None, timeout_s: float) -> list[Gpu] | None:
         if card.startswith("card"):
             facts = {name.lower(): value for name, value in facts.items()}
             heat = (facts.get(f"temperature (sensor {at}) (c)", "") for at in ("edge", "junction"))
-            temperature = next(
-                (degrees for degrees in map(_whole, heat) if degrees is not None), None
-            )
+            temperature = next((value for value in map(_whole, heat) if value is not None), None)
             total, used = (facts.get(f"vram total {kind}memory (b)") for kind in ("", "used "))
             address = _of_sysfs(facts.get("pci bus", ""))
             numbers = (_whole(facts.get("gpu use (%)")), _whole(used), _whole(total), temperature)
@@ -186,7 +180,7 @@ def _of_rocm(path: str | None, timeout_s: float) -> list[Gpu] | None:
 
 
 def read_gpus(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[Gpu] | None:
-    """The GPUs of this host in the order of their numbers; [] without any, None if a tool does not answer."""
+    """The GPUs of this host in the order of their numbers; None if a tool does not answer."""
     for read in (_of_nvidia, _of_rocm):
         gpus = read(path, timeout_s)
         if gpus is None or gpus:
@@ -198,10 +192,10 @@ def read_gpus(path: str | None = None, *, timeout_s: float = TIMEOUT_S) -> list[
 def chosen_gpus(
     gpus: Sequence[Gpu], env: Mapping[str, str], numbers: Sequence[int] | None = None
 ) -> list[int | None]:
-    """The numbers of the GPUs that a host's ranks see, in their order; None for one that nobody knows.
+    """The numbers of the GPUs that a host's ranks see, in their order.
 
-    They see those of `numbers`, else those that a variable names: by their numbers, or the beginning of their
-    UUID. A part of a GPU (MIG-…) is not known.
+    The ranks see the GPUs of `numbers`, or else those that a variable names by a number or the beginning of a
+    UUID. Any other name, for example of a part of a GPU (MIG-…), becomes None.
     """
     if numbers is not None:
         return [*numbers]
@@ -236,24 +230,23 @@ def tool_output(
     path: str | None,
     timeout_s: float,
     env: Mapping[str, str] | None = None,
-    stderr: int = subprocess.DEVNULL,
+    stderr: int = DEVNULL,
 ) -> str | None:
-    """The program's output, or its beginning; "" without a program that starts, None without an answer.
+    """The output of a program, or its beginning; "" if it cannot be started, None if it does not end in time.
 
-    Whatever the program is, this returns: it may hang in a driver, also at its end, or print for ever.
+    This returns even if the program hangs in a driver, also at its end, or prints for ever.
     """
     from shutil import which  # takes 2 ms of each rank, and most look at no GPU
 
     file = which(program, path=path)
     if file is None:
         return ""
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
     try:
-        tool = subprocess.Popen(
+        tool = Popen(
             [file, *arguments],
             env=env,
-            stdin=null,
-            stdout=pipe,
+            stdin=DEVNULL,
+            stdout=PIPE,
             stderr=stderr,
             start_new_session=True,
         )
@@ -272,11 +265,11 @@ def tool_output(
                 text += chunk
         if not chunk:
             tool.wait(max(_END_S, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
+    except TimeoutExpired:
         return None
     finally:
         if tool.returncode is None:
-            # It may be a script with children. A driver may hold even a killed process, so do not wait.
+            # The tool may be a script with children. Do not wait: a driver may hold even a killed process.
             with suppress(OSError):
                 os.killpg(tool.pid, signal.SIGKILL)
     return text.decode(errors="replace")

@@ -1,8 +1,8 @@
-"""One connection to each jump host (ProxyJump), which all logins of this process share, mpirun's as well.
+"""One connection to each jump host (ProxyJump), which all logins of this process and of mpirun share.
 
-An sshd drops some of more than ten logins that have not ended (MaxStartups 10:30:100), and a jump host gets
-one for each host behind it, all at the same time. With one connection (ssh's ControlMaster) it gets one
-login. The connection ends with this process. If the user has one open (ControlPath), that one is used.
+If more than ten logins have not ended, an sshd drops some of them (MaxStartups 10:30:100), and a jump host
+would get one login for each host behind it. With one connection (ssh's ControlMaster) it gets one login. If
+the user has such a connection open (ControlPath), that one is used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.hosts.scratch import private_folder
 
 PAUSE_S = 0.5  # before a login that was dropped is tried again
-NOT_SHARED = "Stdio forwarding request failed"  # ssh says so, but not why the jump host refuses
-_AT_ONCE = 8  # programs that tell of ssh's configuration
+NOT_SHARED = "Stdio forwarding request failed"  # a shared connection tells no reason
+_AT_ONCE = 8  # processes of ssh -G
 _CHECK_S, _END_S = 0.05, 2.0
 _DROPPED = re.compile(
     rf"(kex|ssh)_exchange_identification: .*|Connection (closed|reset) by .* port \d+|{NOT_SHARED}.*"
@@ -36,7 +36,7 @@ _DROPPED = re.compile(
 
 class _Connection(NamedTuple):
     process: subprocess.Popen[str]
-    lines: str  # of ssh's configuration, by which logins share it
+    lines: str  # the lines of ssh's configuration by which logins share it
 
     @property
     def is_open(self) -> bool:
@@ -48,16 +48,16 @@ _lock = threading.Lock()
 
 
 def was_dropped(errors: str) -> bool:
-    """Whether a login was closed before it began, for no other reason than that its sshd has too many."""
+    """Whether an sshd has closed a login before it began, and ssh gives no other reason."""
     lines = [line for line in errors.splitlines() if not line.startswith("Warning: ")]
     return bool(lines) and all(map(_DROPPED.fullmatch, lines))
 
 
 def share(hosts: Sequence[Host], config: str, login_s: float) -> None:
-    """Connect to the last jump host on the way to each of these hosts, if it accepts that.
+    """Connect to the last jump host on the way to each of these hosts, if that one accepts a connection.
 
-    If there is none on the way to the first and the last host, none is looked for. `config` is the path of
-    ssh's configuration.
+    If the first and the last host need no jump host, none is looked for. `config` is the path of ssh's
+    configuration.
     """
     if not any(_jump_of(host) for host in (*hosts[:1], *hosts[-1:])):
         return
@@ -77,12 +77,12 @@ def shared() -> str:
 
 @cache
 def _jump_of(host: Host) -> str:
-    """The jump hosts on the way to this host, by ssh's own configuration; "" for none."""
+    """The jump hosts on the way to this host, by ssh's own configuration; "" if there are none."""
     return [*settings(host, "proxyjump(?! none)"), ""][0]
 
 
 def _connect(jump: str, config: str, login_s: float) -> _Connection | None:
-    """Log in to the last host of `jump`. None if it refuses, or if the user has a connection there."""
+    """Connect to the last host of `jump`. None if it refuses, or if the user has a connection there."""
     *before, last = jump.split(",")
     ssh = ["ssh", "-F", config, *(("-J", ",".join(before)) if before else ())]
     target = ("--", f"ssh://{last}")
@@ -98,7 +98,7 @@ def _connect(jump: str, config: str, login_s: float) -> _Connection | None:
         while process.poll() is None and time.monotonic() < until:
             if _is_open([*ssh, "-O", "check", *target]):
                 assert process.stderr is not None
-                process.stderr.close()  # nobody reads it any more, and a full pipe would stop ssh
+                process.stderr.close()  # a pipe that nobody reads would stop ssh once it is full
                 atexit.register(opened.close)
                 name = re.sub(r"^.*@|:\d+$", "", last).strip("[]")
                 return _Connection(process, f"Host {name}\n  ControlPath {path}\n")
@@ -111,17 +111,17 @@ def _connect(jump: str, config: str, login_s: float) -> _Connection | None:
 
 
 def _is_open(check: Sequence[str]) -> bool:
-    """Whether there is a connection that others can share, by ssh's own command."""
+    """Whether ssh has a connection that logins can share."""
     return subprocess.run(check, stdin=DEVNULL, capture_output=True).returncode == 0
 
 
 @contextmanager
 def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """ssh, as long as the body lasts. It ends with this process."""
+    """A process of ssh, as long as the body lasts. It ends with this process."""
 
     def prepare() -> None:
         signal_at_parents_end(signal.SIGHUP)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, it would be ignored
         # A batch system may send SIGTERM to every process of a job, whose ranks still save.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -138,7 +138,7 @@ def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGHUP)  # it removes its socket
+        process.send_signal(signal.SIGHUP)  # then ssh removes its socket
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
         process.kill()

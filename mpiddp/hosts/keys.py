@@ -30,10 +30,10 @@ def add_arguments(parser: OneSentenceParser) -> None:
 
 
 def main(_: argparse.Namespace, hosts: Hosts) -> int:
-    """Make a key if there is none, and copy it. Raises UserError for a host that accepts no login then."""
+    """Make a key if there is none, and copy it. Raises UserError if a host accepts no login then."""
     others = other_hosts(hosts.hosts)
     closed = _closed(others, hosts.transport)
-    asked = [  # a yes or a password opens these logins
+    asked = [  # a yes or a password makes these logins possible
         host
         for host, answer in closed.items()
         if re.search("(?m)^Host key verification failed|^.*Permission denied", answer.stderr)
@@ -52,7 +52,7 @@ def main(_: argparse.Namespace, hosts: Hosts) -> int:
 
 
 def _closed(hosts: Sequence[Host], transport: Transport) -> dict[Host, Answer]:
-    """The hosts to which ssh cannot log in without a question."""
+    """The answers of hosts to which ssh cannot log in without a question."""
     answers = ask_hosts(hosts, "print(0)", transport=transport)
     return {host: answer for host, answer in answers.items() if not answer.has_begun}
 
@@ -62,7 +62,7 @@ def _key() -> Path:
     folder = Path.home() / ".ssh"
     for key in (folder / name for name in _KEYS):
         public = key.with_suffix(".pub")
-        if key.exists() and not public.exists():  # ssh-keygen may ask for the passphrase
+        if key.exists() and not public.exists():  # ssh-keygen may ask for a passphrase
             done = subprocess.run(["ssh-keygen", "-y", "-f", str(key)], stdout=subprocess.PIPE)
             if done.returncode:
                 raise UserError(f"{key}: ssh-keygen cannot read this key.")

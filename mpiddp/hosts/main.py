@@ -59,7 +59,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name, (module, purpose) in OVER_SSH.items():
         module.add_arguments(verb(name, purpose))
     before, command = argv, []
-    if argv[:1] == ["run"] and "--" in argv:  # all that follows is the command's
+    if argv[:1] == ["run"] and "--" in argv:  # the command stands behind it
         before, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     if before[:1] and before[0] in OVER_SSH:  # options may stand between FILE and the folders
         values = argparse.Namespace(verb=before[0], command=command, file=None)
@@ -86,7 +86,7 @@ def _take_file(options: argparse.Namespace) -> None:
 
 def table(hosts: Hosts) -> str:
     """The hosts, one per line in the order of their ranks, and the totals below."""
-    rows = [("host", " slots", "user", "port")]  # as wide as the longest count
+    rows = [("host", " slots", "user", "port")]  # " slots" is as wide as the largest count
     for host in hosts.hosts:
         slots = "GPUs" if host.slots is None else str(host.slots)
         port = str(host.port or "-")

@@ -1,7 +1,8 @@
 """The environment variables of the ranks, the job's key among them, which no network carries in clear text.
 
-The launcher hands it to each host over ssh, where this file keeps it in a folder of its user alone. An agent
-takes it from there, and removes the folder once all ranks have met. The source of this file travels.
+The launcher sends them to each host over ssh, where this module keeps them in a folder of the user alone. An
+agent takes them from there, and removes the folder as soon as all ranks have met. This module travels as
+source.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mpiddp.protocol.channel import HOST, NO_MESSAGE, introduce, member_key
 
 # /dev/shm would not do, because logind empties it at a user's last logout. Hosts may share this folder.
 _PARENT, _BEGINNING = Path("/tmp"), "mpiddp-private-"
-_STALE_S = 86400.0  # a killed launcher leaves its folder
+_STALE_S = 86400.0  # an older folder is removed, because its launcher was killed
 
 
 def new_name() -> str:
@@ -32,14 +33,14 @@ def new_name() -> str:
 
 
 def packed(variables: Mapping[str, str]) -> bytes:
-    """The variables as the kernel has them: b"NAME=VALUE", each with a zero behind."""
+    """The variables as /proc/PID/environ has them: b"NAME=VALUE", each with a zero behind."""
     return b"".join(os.fsencode(f"{name}={value}\0") for name, value in variables.items())
 
 
 def ready(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """On each host before the ranks start: reach the launcher and the other hosts, and keep the variables.
+    """Reach the launcher and the other hosts, and keep the variables, before the ranks of this host start.
 
-    Returns the errors: of the "launcher", and of the other "hosts" as `meet` does.
+    Returns the error of the "launcher", and those of the other "hosts" as `meet` does.
     """
     launcher = reach_launcher(wanted["launcher"], wanted["key"])
     hosts = meet(*wanted["meet"]) if wanted["meet"] else {}
@@ -68,7 +69,7 @@ def keep(name: str, variables: bytes) -> None:
             if is_private(folder) and folder.lstat().st_mtime < time.time() - _STALE_S:
                 shutil.rmtree(folder, ignore_errors=True)
     folder = _folder(name)
-    with suppress(FileExistsError):  # by another host that shares it
+    with suppress(FileExistsError):  # another host shares /tmp
         folder.mkdir(mode=0o700)
     _check(folder)
     part = folder / os.urandom(8).hex()
@@ -82,7 +83,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _check_room(folder: Path) -> None:
-    """Raise OSError if nobody can write there, because Open MPI's daemon would end without a reason."""
+    """Raise OSError if the folder is full or read-only: Open MPI's daemon would end without a reason."""
     part = folder / f"mpiddp-{os.urandom(8).hex()}"
     try:
         _write(part, b"\n")
@@ -117,9 +118,8 @@ def _check(folder: Path) -> None:
 def is_private(folder: Path) -> bool:
     """Whether this is a real folder, and only the user of this process can enter it."""
     status = folder.lstat()
-    return (
-        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
-    )
+    mode = status.st_mode
+    return stat.S_ISDIR(mode) and status.st_uid == os.getuid() and not mode & 0o077
 
 
 def remove(name: str) -> None:

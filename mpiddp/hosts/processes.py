@@ -1,8 +1,7 @@
-"""The processes that a process has started on this host, directly or indirectly, and how they end.
+"""The processes of a job on this host: find them, end them, and tell whether the kernel has killed some.
 
-They end by signals, or the kernel kills them for lack of memory. When a rank starts, it tells its control
-group and the group's count of such kills. The launcher sends this source to other hosts: to that of a rank
-that was killed, and to end what a job has left.
+The kernel kills processes for lack of memory, and counts that in their control group. The source of this
+module travels to the host of a rank that was killed, and to hosts where a job has left processes.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ KILL_S = 5.0  # for killed processes to end, unless a disk or a driver blocks th
 _PAUSE_S = 0.02
 _LONGEST_COMMAND = 60  # characters
 _CGROUPS = Path("/sys/fs/cgroup")
-_FILES_OF_A_GROUP = (  # of cgroup v2 and v1
-    ("memory.events", "memory.max"),
-    ("memory.oom_control", "memory.limit_in_bytes"),
-)
-# Found before any fork: a child of a process with threads may not look it up.
+# The files of a control group with its kills and its limit, of cgroup v2 and v1.
+_V2, _V1 = ("memory.events", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes")
+# It is looked up here, because a child that was forked beside threads may not look it up.
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -48,19 +45,19 @@ def adopt_orphans() -> None:
 
 
 def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
-    """The pids and names of the running descendants of `ancestor`. If it adopts orphans, these are included.
+    """The pids and names of the running descendants of `ancestor`, without those of `but`.
 
-    The processes of `but` and their descendants are left out.
+    They include orphans that it has adopted.
     """
     children: dict[int, list[tuple[int, str]]] = defaultdict(list)
     if ancestor == os.getpid():
-        try:  # a look at all of /proc takes 10 ms, before a script starts and after it has ended
+        try:  # to read all of /proc takes 10 ms, twice for each script
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:  # it has no child, not even a zombie
             return {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in but:
-            with suppress(OSError):  # it has ended, or another user's cannot be read
+            with suppress(OSError):  # it has ended
                 # "pid (name) state ppid …". The name may contain any bytes, including parentheses.
                 head, _, tail = (entry / "stat").read_bytes().rpartition(b")")
                 state, parent = tail.split()[:2]
@@ -76,8 +73,8 @@ def descendants(ancestor: int, but: Collection[int] = ()) -> dict[int, str]:
 def command_of(pid: int) -> str:
     """The beginning of a process's command line; "" if it has none, or has ended."""
     with suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        return b" ".join(words).decode(errors="replace")[:_LONGEST_COMMAND]
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
+        return line.decode(errors="replace")[:_LONGEST_COMMAND]
     return ""
 
 
@@ -100,15 +97,15 @@ def catches(pid: int, number: int) -> bool:
 def opened(pid: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that sends a signal to the process that has this pid now.
 
-    The caller then checks that it is the right process. Without pidfds (Linux before 5.3, a container that
-    forbids them) the pid is signalled, right after that check. If the process has ended, this and the
-    function raise ProcessLookupError.
+    With it, the caller first checks that this is the right process. Without pidfds (Linux before 5.3, a
+    container that forbids them), a signal right after this check may reach another process. If the process
+    has ended, both this and the function raise ProcessLookupError.
     """
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         raise
-    except (AttributeError, OSError):  # also too many open files
+    except (AttributeError, OSError):  # no pidfds, or too many open files
         yield lambda number: os.kill(pid, number)
         return
     try:
@@ -118,15 +115,15 @@ def opened(pid: int) -> Iterator[Callable[[int], None]]:
 
 
 def kill_marked(mark: bytes, outputs: Collection[str] = ()) -> list[int]:
-    """Kill all processes that `marked` returns. Returns their pids."""
+    """Kill all processes that `marked` finds. Returns their pids."""
     return signal_all(lambda: marked(mark, outputs), signal.SIGKILL)
 
 
 def marked(mark: bytes, outputs: Collection[str] = ()) -> list[int]:
     """The pids of all processes that were started with the environment variable `mark`, b"NAME=VALUE".
 
-    A process that changes its title overwrites its variables. One that writes to one of `outputs`, see
-    `key_of_output`, is found all the same.
+    A process that changes its title overwrites its variables, but is found if it writes to one of `outputs`,
+    which are keys of `key_of_output`.
     """
     pids = []
     for entry in Path("/proc").iterdir():
@@ -140,9 +137,9 @@ def marked(mark: bytes, outputs: Collection[str] = ()) -> list[int]:
 
 
 def key_of_output(file: Path) -> str:
-    """An identity of a pipe or a terminal, by its link in /proc/PID/fd; "" if it is closed.
+    """A key of a pipe or a terminal, by its link in /proc/PID/fd; "" if it is closed.
 
-    A later terminal may get the same name, so its time of creation counts as well.
+    Another terminal may get the same name later, so the time of its creation is a part of the key.
     """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
@@ -183,16 +180,16 @@ def end_all(find: Callable[[], Collection[int]], *, grace_s: float) -> Collectio
 
 
 class OomKills(NamedTuple):
-    """The processes that the kernel has killed for lack of memory, in one control group since it exists."""
+    """How many processes of a control group the kernel has killed for lack of memory."""
 
     kills: int
-    limit_bytes: int | None  # the group's limit of memory, None for no limit
+    limit_bytes: int | None  # the group's limit of memory, None if it has none
 
 
 def group_of(
     pid: int | str = "self", proc: Path = Path("/proc"), mount: Path = _CGROUPS, of: str = "memory"
 ) -> Path | None:
-    """The folder of the process's control group of memory, or cpu, which outlives the process."""
+    """The folder of the control group in which the kernel limits a process's memory, or its "cpu"."""
     with suppress(OSError, ValueError):
         lines = os.fsdecode((proc / str(pid) / "cgroup").read_bytes()).splitlines()
         groups = {
@@ -225,10 +222,10 @@ def cores_of_group(folder: Path | None, mount: Path = _CGROUPS) -> float:
 
 
 def kills_in(folder: Path | None) -> OomKills | None:
-    """The kills of a group, or None where the kernel does not tell."""
+    """The kills of a control group; None if the kernel does not tell."""
     if folder is None:
         return None
-    for events, limit in _FILES_OF_A_GROUP:
+    for events, limit in (_V2, _V1):
         with suppress(OSError, ValueError, KeyError):
             lines = (folder / events).read_text("utf-8").splitlines()
             counts = dict(line.split() for line in lines)

@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 _NAMES = rb"(\([^)]*\)|(?:[^\n#;\\]|\\\n)*)"
-# A line end in place of ^ halves its time: a package may have 50 MB.
+# A line end is searched instead of ^, which takes half the time: a package may have 50 MB.
 _IMPORT = re.compile(
     rb"[\n;:][ \t]*(?:import[ \t]+%b|from[ \t]+([\w.]+)[ \t]+import\b[ \t]*%b)" % (_NAMES, _NAMES)
 )
 _RENAMED = re.compile(rb"\bas\s+\w+")
 _NAME = re.compile(rb"\w[\w.]*")
-_OURS = "mpiddp"  # whose versions the doctor compares
+_OURS = "mpiddp"  # the doctor compares its versions instead
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
@@ -31,9 +31,9 @@ def python_path(env: Mapping[str, str]) -> list[str]:
 
 
 def import_folders() -> list[str]:
-    """Where this Python finds modules that nobody has installed: PYTHONPATH, and editable installs.
+    """The folders of PYTHONPATH and of editable installs, where this Python finds modules of the user.
 
-    The working folder is none of them, unless PYTHONPATH names it: a script has its own folder instead.
+    The working folder counts only if PYTHONPATH names it, because Python finds a script's modules beside it.
     """
     here = os.getcwd()
     folders = [os.path.abspath(folder) for folder in python_path(os.environ)]
@@ -42,7 +42,7 @@ def import_folders() -> list[str]:
 
 
 def is_local(folder: str) -> bool:
-    """Whether modules of this folder are the user's own: neither Python's nor of installed packages."""
+    """Whether this folder has modules of the user: neither Python's own nor installed packages."""
     is_installed = "-packages" in folder or f"{folder}/".startswith(_PYTHON)
     return Path(folder).is_dir() and not is_installed
 
@@ -50,18 +50,18 @@ def is_local(folder: str) -> bool:
 def files_of(
     kind: str, name: str, folder: str, others: Sequence[str] = ()
 ) -> list[tuple[str, str]]:
-    """The files of a script, or of a module: each with its SHA-256, "" where it cannot be read.
+    """The files of a script or a module, each with its SHA-256 ("" if it cannot be read).
 
-    They are in the order in which they are found, so the first one that differs explains later ones. A file's
-    name is relative to the folder of the script, or of python -m, if it lies below it.
+    A file comes before those that it imports, so the first file that differs explains later ones. The name of
+    a file in the folder of the script, or of python -m, is relative to this folder.
 
     Args:
-        kind: "script", "module", or another one, which has no files.
+        kind: "script" or "module"; anything else has no files.
         name: the script's path, or the module's name.
         folder: the working folder.
-        others: where else modules are imported from, see `import_folders`.
+        others: further folders from which modules are imported, see `import_folders`.
     """
-    from hashlib import sha256  # takes 5 ms of each rank, which needs it on several hosts only
+    from hashlib import sha256  # takes 5 ms of each rank, and a job on one host does not need it
 
     base, sources = _sources(kind, name, folder, others)
     files = []
@@ -84,8 +84,8 @@ def _sources(
     base = Path(folder)
     start: list[Path] = []
     if kind == "script":
-        start = [Path(os.path.realpath(base / name))]  # its folder is where a link leads
-        start = [start[0] / "__main__.py"] if Path(start[0]).is_dir() else start
+        script = Path(os.path.realpath(base / name))  # modules lie beside a link's target
+        start = [script / "__main__.py" if script.is_dir() else script]
         base = start[0].parent
     folders = [base, *map(Path, others)]
     if kind == "module":
@@ -99,7 +99,7 @@ def sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, byt
     seen: set[tuple[str, str]] = set()
     todo = list(start)
     paths = set(todo)
-    for path in todo:  # which grows
+    for path in todo:  # the loop adds further files to it
         texts[path] = None
         try:
             texts[path] = text = path.read_bytes()
@@ -120,8 +120,8 @@ def sources_of(start: Iterable[Path], folders: Sequence[Path]) -> dict[Path, byt
 def modules_at(name: str, folders: Iterable[Path], taken: Collection[Path] = ()) -> list[Path]:
     """The files of a module or package, and of the packages above it, in the first folder that has it.
 
-    A package counts as a whole, unless its __init__.py is among `taken`. A folder without an __init__.py may
-    hold data, so only the modules in it count.
+    All modules of a package count, unless its __init__.py is among `taken`. Of a folder without an
+    __init__.py, only the modules in it count, because it may hold data.
     """
     parts = name.split(".")
     if parts[0] == _OURS:
@@ -141,9 +141,9 @@ def modules_at(name: str, folders: Iterable[Path], taken: Collection[Path] = ())
 
 
 def imported_by(text: bytes) -> set[str]:
-    """The modules that a file imports. A name that may be a module counts: "a.b" for "from a import b".
+    """The names of modules that a file may import: for "from a import b", both "a" and "a.b".
 
-    The names of a package's own modules begin with a dot for each level, as in its lines.
+    A relative import keeps its dots: for "from . import b", the name is ".b".
     """
     modules = set()
     for plain, package, names in _IMPORT.findall(b"\n" + text):

@@ -1,9 +1,9 @@
-"""`mpiddp hosts pull`: a run's folder comes home from all hosts.
+"""`mpiddp hosts pull`: bring a run's folder home from all hosts.
 
     mpiddp hosts pull hostfiles/two_nodes runs/x
 
-rsync brings what is missing here: logs of other hosts' ranks, checkpoints, shards. It overwrites nothing.
-What a host has appears at the end. The hosts come one by one: the manifests of two do not fit together.
+rsync brings files that are missing here, for example logs of other hosts' ranks, and overwrites nothing. It
+asks one host after the other, because two hosts may have manifests that do not fit together.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     mpiddp hosts push hostfiles/two_nodes
     mpiddp hosts push hostfiles/two_nodes ~/project ~/miniconda3/envs/project
 
-rsync sends what has changed, and all changes of a folder appear at the end, by renames. A file that an
-earlier push has sent and that was deleted here is removed. The files that a push replaces or removes are kept
-in .mpiddp-replaced of the folder. Files that only a host has stay there, but not in the environment.
+rsync sends the files that have changed, and renames them all at the end. If a file was sent by an earlier
+push and deleted here, it is removed there. The files that a push replaces or removes are kept in
+.mpiddp-replaced of the folder. Other files that only a host has stay there, except in the environment, which
+becomes the same.
 """
 
 from __future__ import annotations
@@ -40,19 +41,30 @@ from mpiddp.text import counted, escaped, names_by_value, shown, size_text
 LEFT_OUT = (".git", "runs", "data", ".venv.lock")
 _REPLACED = ".mpiddp-replaced"
 _AT_ONCE = 8  # rsync processes
-# -s keeps names from the shell there. Its long name differs between versions of rsync. cat, in _SHELL, needs
-# a pipe that blocks.
+# -s keeps names of files from the shell there (its long name differs between versions of rsync). The cats of
+# _SHELL need pipes that block.
 _RSYNC = (
     *("rsync", "-a", "-s", "--modify-window=-1", "--blocking-io", "--delay-updates"),
     *("--partial-dir=.mpiddp-part", "--out-format=%i %l %n"),
 )
-_VANISHED = 24  # rsync's exit code where a file was deleted meanwhile
+_VANISHED = 24  # rsync's exit code if a file was deleted meanwhile
 
-# ssh for rsync, without the output of the start-up files there, which ends with the login's line. Its exit
-# code is ssh's, and so that of the rsync there, which may have written only a part.
-_SHELL = (
-    'sh -c \'exec 4>&1; exit $({{ {{ ssh -F {} "$@" 3>&- 4>&-; echo $? >&3; }} | '
-    f'while IFS= read -r line; do [ "$line" = {LOGIN} ] && exec cat >&4 3>&-; done; }}}} 3>&1)\' ssh'
+# ssh for rsync, which gets the path of its configuration and LOGIN. Until a line LOGIN has come, only
+# start-up files of the login shell there read and print. They read empty lines, a shell that they have
+# started reads the command, and their output is dropped. The exit code is ssh's, and so that of the rsync
+# there, which may have written only a part. The first cat ends with the rsync here, so nothing waits for it.
+_SHELL = """sh -c '
+exec 4>&1 5<&0
+login=$1 host=$2; shift 2
+exit $({
+  { printf "\\n\\n\\n\\n\\n\\n\\n\\n%s\\n%s\\n" "$*" "$login"; exec cat; } <&5 3>&- 4>&- |
+    { ssh -F "$0" -- "$host" "$@" 3>&- 4>&-; echo $? >&3; } |
+    while IFS= read -r line; do [ "$line" = "$login" ] && exec cat >&4 3>&-; done &
+} 3>&1)
+'"""
+_RSYNC_THERE = (
+    f'exec sh -c \'echo {LOGIN}; until [ "$line" = {LOGIN} ]; do IFS= read -r line || exit; done; '
+    'exec rsync "$@"\' sh'
 )
 
 
@@ -85,7 +97,7 @@ def parse_folder(text: str) -> str:
 
 
 def _entry(text: str) -> str:
-    """The name of an entry of a folder. A shell completes it with a slash."""
+    """The name of an entry of a folder, without the slash with which a shell completes it."""
     name = text.rstrip("/")
     if not name or "/" in name:
         raise argparse.ArgumentTypeError(f"expected a name without a folder, not {shown(text)!r}")
@@ -96,7 +108,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
     """Push, and print the result. Raises the errors of `push`."""
     folders = [*map(parse_folder, options.folders)]
     for data in (f"{path}/data" for path in folders if "data" not in options.leave_out):
-        if os.path.lexists(data):  # the folder may be a data set
+        if os.path.lexists(data):  # it may be a data set
             to_push = f"To push it: mpiddp hosts push FILE {shlex.quote(data)}"
             print_error(f"{data} is left out. {to_push}")
     began = time.monotonic()
@@ -115,14 +127,14 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 
 def default_folders(here: str) -> list[str]:
-    """`here`, the environment of this Python, and mpiddp's checkout after pip install -e."""
+    """`here`, the environment of this Python, and the checkout of mpiddp if pip install -e uses one."""
     package, taken = Path(__file__).parents[2], [Path(here), *map(Path, _environment())]
     taken += [package] if "site-packages" not in package.parts else []
     return [str(path) for path in dict.fromkeys(taken) if not {*path.parents} & {*taken}]
 
 
 def _environment() -> list[str]:
-    """The folder of the environment of this Python, and of its interpreter if it is the user's."""
+    """The folder of the environment of this Python, and of its interpreter if that is in the user's home."""
     prefix, base = Path(sys.prefix), Path(sys.base_prefix)
     is_own = prefix != base or (prefix / "conda-meta").is_dir()
     folders = [*([prefix] if is_own else []), *([base] if base.is_relative_to(Path.home()) else [])]
@@ -130,7 +142,7 @@ def _environment() -> list[str]:
 
 
 def summary(sent: Mapping[Host, int], seconds: float) -> str:
-    """The bytes that each host lacked, hosts with the same amount together."""
+    """A line for all hosts that have got the same amount."""
     texts = {
         host.name: f"{size_text(count)} sent in {seconds:.1f} s" if count else "nothing has changed"
         for host, count in sent.items()
@@ -144,14 +156,15 @@ def push(
     folders: Sequence[str],
     *,
     left_out: Sequence[str] = LEFT_OUT,
-    min_hosts: int | None = None,  # how many hosts must have it, with this host; None: all
+    min_hosts: int | None = None,  # so many hosts, with this one, must have them; None: all
     transport: Transport = SSH,
 ) -> tuple[dict[Host, int], dict[Host, str]]:
-    """Make the folders of all other hosts as they are here, except the files that no push has sent there.
+    """Make the folders of all other hosts as they are here, except for files that no push has sent there.
 
-    The environment becomes the same, also where it is within another folder. Returns the bytes that each host
-    lacked (0: nothing has changed), and a sentence for each that has not got everything. Raises UserError if
-    too few can take it (nothing was sent), and JobFailed if too few have got it.
+    The environment becomes the same, even if it lies in another folder. Returns the bytes that each host
+    lacked (0: nothing has changed), and a sentence for each host that has not got everything. Raises
+    UserError if too few hosts can take a push (then nothing is sent), and JobFailed if it has failed on too
+    many.
     """
     if (least := min_hosts or len(hosts)) > len(hosts):
         raise UserError(f"--min-hosts {least}: only {counted(len(hosts), 'host')} given.")
@@ -185,14 +198,14 @@ def push(
 
 
 def refuse_home(folder: Path, expected: str) -> None:
-    """Raise UserError if the folder is or holds the home folder, which nobody means to copy."""
+    """Raise UserError if the folder is the home folder or holds it, because nobody means to copy that."""
     home = Path.home()
     if home.is_relative_to(folder) or home.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"{folder} is or holds your home folder. Name the folder of {expected}.")
 
 
 def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
-    """Why hosts take no part: they do not answer, or print a sentence."""
+    """The sentences of hosts that cannot take part in a push or a pull, and of hosts that do not answer."""
     return {
         host: answer.why or f"{host.name}: {answer.value}"
         for host, answer in answers.items()
@@ -201,7 +214,7 @@ def refusals(answers: Mapping[Host, Answer]) -> dict[Host, str]:
 
 
 def _paths(folder: str, left_out: Sequence[str]) -> Iterator[str]:
-    """The files and links of a folder that a push sends, without the environment, which becomes the same."""
+    """The files and links of a folder that a push sends, without those of the environment."""
     skipped = {*_environment(), *(f"{folder}/{name}" for name in left_out)}
     for place, folders, files in os.walk(folder):
         if place in skipped:
@@ -219,10 +232,10 @@ def _send(
     left_out: Sequence[str],
     transport: Transport,
 ) -> int:
-    """Send a folder with these paths. Remove the paths that were sent before (packed) and deleted here.
+    """Send a folder with these paths. Remove the paths of `sent_before` (packed) that were deleted here.
 
-    Returns the bytes of the files that the host lacked, 1 for none, or 0 if nothing has changed. Raises
-    JobFailed.
+    Returns 0 if nothing has changed, else the bytes of the files that the host lacked, or 1 if only other
+    facts have changed, such as permissions. Raises JobFailed.
     """
     before = set[str]()
     with suppress(ValueError, zlib.error):  # another program has written the file
@@ -230,7 +243,7 @@ def _send(
     deleted = before - paths
     environment = _environment()
     branches = (accumulate(path.split("/"), "{}/{}".format) for path in deleted)
-    removable = dict.fromkeys(chain.from_iterable(branches))  # each file, and the folders above it
+    removable = dict.fromkeys(chain.from_iterable(branches))  # the files, and the folders above
     rules = "\0".join(f"R /{_pattern(path)}" for path in removable)
     filters = [f"--filter=R /{os.path.relpath(path, folder)}/***" for path in environment]
     filters += ["--from0", "--filter=. -", "--filter=R __pycache__/***", "--filter=P *"]
@@ -239,7 +252,7 @@ def _send(
         transport,
         *("--delete", "--delete-delay", "--omit-dir-times"),
         *(f"--exclude=/{name}" for name in (*left_out, _REPLACED, pushed.SENT)),
-        # Each host has its own __pycache__. A folder that is removed takes its __pycache__ along (p).
+        # Each host has its own __pycache__, but it goes with a folder that is removed (p).
         "--filter=-p __pycache__",
         *([] if folder in environment else filters),
         *("--backup", f"--backup-dir={folder}/{_REPLACED}"),
@@ -249,35 +262,29 @@ def _send(
     sent = paths | {path for path in deleted if path.partition("/")[0] in left_out}
     if sent != before:
         with TemporaryDirectory() as new:
-            # Packed, because a folder may have a million files.
+            # The paths are packed, because a folder may have a million files.
             packed = b64encode(zlib.compress(os.fsencode("\0".join(sorted(sent)))))
-            Path(new, pushed.SENT).write_bytes(packed)
-            # Hosts that share a disk receive the same file at the same time.
-            at_once = (
-                "--no-delay-updates",
-                "--",
-                f"{new}/{pushed.SENT}",
-                f"{host.alias}:{folder}/",
-            )
-            rsync(host, transport, *at_once)
+            (file := Path(new, pushed.SENT)).write_bytes(packed)
+            # Without a delay, because hosts that share a disk receive the same file at the same time.
+            rsync(host, transport, "--no-delay-updates", "--", str(file), f"{host.alias}:{folder}/")
     return max(1, sum(sizes(lines))) if lines else 0
 
 
 def _pattern(path: str) -> str:
-    """The pattern of rsync for this path alone. A backslash means itself in one without a wildcard."""
+    """The pattern of rsync that matches this path alone. Without a wildcard, a backslash means itself."""
     return re.sub(r"([\\*?[])", r"\\\1", path) if re.search(r"[*?[]", path) else path
 
 
 def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"") -> list[bytes]:
-    """Run rsync over ssh. A line for each change: its kind, its size and the name of the file.
+    """Run rsync over ssh. Returns a line for each change: its kind, its size and the name of the file.
 
-    Raises UserError if it is not installed here, or JobFailed.
+    Raises UserError if rsync is not installed here, or JobFailed.
     """
     if shutil.which("rsync") is None:
         raise UserError(pushed.NO_RSYNC.format("here", ""))
     env = {**os.environ, "LC_ALL": "C"}  # its messages are in English
     with config_file([host], transport) as config:
-        shell = (f"--rsync-path=echo {LOGIN}; rsync", "-e", _SHELL.format(config))
+        shell = (f"--rsync-path={_RSYNC_THERE}", "-e", f"{_SHELL} {config} {LOGIN}")
         command = [*_RSYNC, *shell, *arguments]
         done = subprocess.run(command, env=env, input=stdin, capture_output=True)
     if done.returncode not in (DONE, _VANISHED):
@@ -286,14 +293,13 @@ def rsync(host: Host, transport: Transport, *arguments: str, stdin: bytes = b"")
 
 
 def sizes(lines: Sequence[bytes]) -> list[int]:
-    """The sizes of the files that an rsync has sent or received."""
+    """The sizes of the files that rsync has sent or received, from its lines."""
     return [int(line.split()[1]) for line in lines if re.match(rb"[<>]f", line)]
 
 
 def _why_failed(host: Host, done: subprocess.CompletedProcess[bytes], transport: Transport) -> str:
     errors = done.stderr.decode(errors="replace")
-    if reason := re.search(
-        "(?m)^rsync: (?!.*(?:unexpectedly closed|safe_write failed))(.*)", errors
-    ):
+    by_ssh = "unexpectedly closed|safe_write failed"  # rsync says so if ssh has ended
+    if reason := re.search(f"(?m)^rsync: (?!.*(?:{by_ssh}))(.*)", errors):
         return f"{host.name}: {escaped(reason[1])} (rsync's exit code {done.returncode})"
     return ssh_complaint(host, re.sub("(?m)^rsync(:| error:) .*\n?", "", errors), transport)

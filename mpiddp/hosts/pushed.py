@@ -1,4 +1,4 @@
-"""The part of a push or a pull that each host does itself, beside rsync.
+"""The part of a push or a pull that each host does itself, before rsync.
 
 This module travels to the hosts as source. It needs Python 3.8 and the standard library.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-SENT = ".mpiddp-sent"  # of a folder: the packed paths that pushes have sent to this host
+SENT = ".mpiddp-sent"  # a file in a folder: the packed paths that pushes have sent to this host
 NO_RSYNC = "rsync is not installed {}. Run{}: sudo apt-get install rsync"
 
 
@@ -20,7 +20,7 @@ def has(folder: str) -> str | bool:
 
 
 def prepare(folders: Sequence[str]) -> str | list[str]:
-    """Make these folders. Returns the packed paths that pushes have sent to each, or why it takes no push."""
+    """Make these folders. Returns the packed paths that pushes have sent to each, or why no push is taken."""
     sent = [""] * len(folders)
     if why_not := _why_not():
         return why_not

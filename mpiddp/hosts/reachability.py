@@ -1,7 +1,7 @@
 """Whether hosts reach each other: all run this program at the same time, and each connects to each.
 
-A host listens on its address on the job's network alone, and says no more than that bytes have arrived. The
-source of this file travels. It needs Python 3.8 and the standard library.
+A host listens on its address on the job's network alone, and answers only that bytes have arrived. This
+module travels to the hosts as source. It needs Python 3.8 and the standard library.
 """
 
 from __future__ import annotations
@@ -18,36 +18,31 @@ from typing import Any
 from mpiddp.hosts.interfaces import interfaces
 
 CONNECT_S = 3.0
-START_S, START_S_PER_HOST = 10.0, 0.2
-LARGE = 256 << 10  # bytes: more than a link's MTU, so a path that loses large packets stops here
-_CONNECTIONS = 64  # at once
+LARGE = 256 << 10  # bytes; they need packets of full size, which a path with a wrong MTU loses
+_AT_ONCE = 64  # connections
 _PAUSE_S = 0.02
 _OF_TCP = 128  # bytes of tcp_info, up to the fields of Linux 4.1
 
 
-def longest_s(hosts: int) -> float:
-    """The time until all hosts have started: logins take longer where they are many."""
-    return START_S + START_S_PER_HOST * hosts
-
-
 def meet(
-    addresses: dict[str, str], port: int, start_s: float = 0.0, most: int = 0
+    addresses: dict[str, str], port: int, start_s: float, most: int
 ) -> dict[str, dict[str, str]] | None:
-    """Connect to other hosts at once, and answer them. The errors for each name, "" for none.
+    """Connect to the other hosts, and answer them. Returns the errors for each name, as `_reach` does.
 
-    None if another program has the port on this host. Every host calls it with the same arguments. Of more
-    than `most` hosts, each connects to the first one and to those beside it.
+    None if another program has the port on this host. Every host calls this with the same arguments, all of
+    them within `start_s`. Of more than `most` hosts, each connects only to the first one and to its two
+    neighbours.
     """
     from concurrent.futures import ThreadPoolExecutor  # 10 ms
 
-    until = time.monotonic() + (start_s or longest_s(len(addresses)))
+    until = time.monotonic() + start_s
     of_this_host = {interface.address for interface in interfaces()}
-    me = next(name for name, address in addresses.items() if address in of_this_host)
-    names, address = [*addresses], addresses[me]
-    at = names.index(me)
+    names = [*addresses]
+    at = next(at for at, name in enumerate(names) if addresses[name] in of_this_host)
+    me, address = names[at], addresses[names[at]]
     near = {names[0], names[at - 1], names[(at + 1) % len(names)]}
-    # The first one connects to all, so each host connects to those that connect to it.
-    has_all = at == 0 or len(names) <= (most or len(names))
+    # The first host connects to all, because all connect to it: so each direction is tried.
+    has_all = at == 0 or len(names) <= most
     others = {name: addresses[name] for name in names if name != me and (has_all or name in near)}
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -64,16 +59,19 @@ def meet(
             threading.Thread(target=_serve, args=(connection, served), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
-    with ThreadPoolExecutor(_CONNECTIONS) as threads:
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
         answers = threads.map(lambda address: _reach(address, port, until), others.values())
         errors = dict(zip(others, answers))
-    for _ in others:  # they may have started later
+    for _ in others:  # this host answers others that have started later
         served.acquire(timeout=max(0.0, until - time.monotonic()))
     return errors
 
 
 def _reach(address: str, port: int, until: float) -> dict[str, str]:
-    """The errors of a connection, and of a large message over it. The host may not listen before `until`."""
+    """The "error" of a connection, and of a "large" message over it; "" if there is none.
+
+    A connection that is refused is tried again until `until`, because the host may start later.
+    """
     part = "error"
     while True:
         try:
@@ -89,10 +87,10 @@ def _reach(address: str, port: int, until: float) -> dict[str, str]:
 
 
 def _send(connection: socket.socket, size: int) -> None:
-    """Send `size` bytes. Returns when the other end has them.
+    """Send `size` bytes, and wait until the other end has them.
 
-    On a busy host, the program there may be late. The network is fine if the kernel there has confirmed the
-    bytes, or a packet of full size.
+    On a busy host, the program may not answer in time. The network is fine nevertheless, if the kernel there
+    has confirmed the bytes, or at least a packet of full size.
     """
     packet, before = _confirmed(connection)
     try:
@@ -105,13 +103,13 @@ def _send(connection: socket.socket, size: int) -> None:
 
 
 def _confirmed(connection: socket.socket) -> tuple[int, int]:
-    """The bytes of a packet of full size, and those that the other end's kernel has confirmed."""
+    """The bytes of a packet of full size, and the bytes that the kernel of the other end has confirmed."""
     facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OF_TCP)  # linux/tcp.h
     return struct.unpack_from("I", facts, 16)[0], struct.unpack_from("Q", facts, 120)[0]
 
 
 def _serve(connection: socket.socket, served: Any) -> None:
-    """The other end: it says when all bytes have arrived."""
+    """Answer a connection of `_reach`: say that all bytes have arrived."""
     with connection, connection.makefile("rb") as stream:
         connection.settimeout(5 * CONNECT_S)
         with suppress(OSError):
@@ -123,7 +121,7 @@ def _serve(connection: socket.socket, served: Any) -> None:
 
 
 def reason(error: OSError) -> str:
-    """Why a connection failed."""
+    """The reason why a connection failed."""
     if isinstance(error, socket.timeout):
         return f"no answer in {CONNECT_S:g} s"
     # A route of the kind "blackhole" is an invalid argument to connect(2).
@@ -134,7 +132,7 @@ def reason(error: OSError) -> str:
 def blocked(
     answers: Mapping[str, Mapping[str, Any]], addresses: Mapping[str, str], port: int
 ) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """The faults that the answers of `meet` show: of each, the host or both hosts, the fact, and its fix."""
+    """The faults that the answers of `meet` show. A fault is one host or two hosts, a fact, and its fix."""
     at = {name: f"{address} tcp/{port}" for name, address in addresses.items()}
     errors = {(a, b): answer["error"] for a in answers for b, answer in answers[a].items()}
     unreached = {

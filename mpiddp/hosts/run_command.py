@@ -25,9 +25,9 @@ from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.hosts.where import add_file
 from mpiddp.text import escaped, names_by_value
 
-_ENDED = "mpiddp-hosts-run ended: "  # the agent's last line, on stderr
-# Runs COMMAND in FOLDER, else in the home folder, else in /: a container's user may have no home. Nothing but
-# the end of the connection tells it to end: then nobody reads its stdout, and it ends the command's group.
+_ENDED = "mpiddp-hosts-run ended: "  # begins the agent's last line, on stderr
+# It runs COMMAND in FOLDER, or else in the home folder, or else in /. If the connection ends, nobody reads
+# its stdout any more, and it ends all processes of COMMAND.
 _AGENT = r"""
 import os, select, signal, subprocess, sys, time
 GRACE_S, PAUSE_S = 2.0, 0.02
@@ -37,7 +37,7 @@ for folder in (FOLDER, os.path.expanduser("~"), "/"):
         break
     except OSError:
         pass
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process on the host of the terminal
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # on the host of the terminal, a Ctrl-C reaches this process
 try:
     running = subprocess.Popen(
         COMMAND,
@@ -59,8 +59,8 @@ while running.poll() is None:
         while True:
             os.killpg(running.pid, number)
             time.sleep(PAUSE_S)
-            running.poll()  # one that has ended belongs to the group until then
-            number = 0 if time.monotonic() < deadline else signal.SIGKILL  # 0 only asks
+            running.poll()  # until this, a process that has ended belongs to the group
+            number = 0 if time.monotonic() < deadline else signal.SIGKILL  # 0 asks whether one is left
     except OSError:  # all have ended
         sys.exit(1)
 code = running.returncode if running.returncode >= 0 else 128 - running.returncode
@@ -84,11 +84,10 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
         raise UserError(
             "mpiddp hosts run: no command. Example: mpiddp hosts run FILE -- nvidia-smi -L"
         )
-    # The literals of Python are the only form in which the command travels: no shell reads it.
-    values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED}
-    is_of_shell = len(options.command) == 1 and re.search(r"[\s|&;<>$]", options.command[0])
-    hint = f". For what a shell reads: sh -c {shlex.quote(options.command[0])}"
-    values["HINT"] = hint if is_of_shell else ""
+    # The command travels as a literal of Python, so no shell reads it.
+    values = {"FOLDER": str(Path.cwd()), "COMMAND": options.command, "ENDED": _ENDED, "HINT": ""}
+    if len(options.command) == 1 and re.search(r"[\s|&;<>$]", options.command[0]):
+        values["HINT"] = f". For what a shell reads: sh -c {shlex.quote(options.command[0])}"
     program = "".join(f"{name} = {value!a}\n" for name, value in values.items()) + _AGENT
     failures, done = dict[str, str](), set[Host]()
 
@@ -109,7 +108,7 @@ def main(options: argparse.Namespace, hosts: Hosts) -> int:
 
 
 def _show(texts: Mapping[str, str], stream: TextIO) -> None:
-    """Print the texts, equal ones once."""
+    """Print the texts of hosts. Equal texts are printed once, for all their hosts."""
     for text, names in names_by_value(texts).items():
         where = compress_names(names)
         for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""A folder of this process alone, for its sockets and for mpirun's files, as long as it needs them."""
+"""A folder of this process alone, for its sockets and for mpirun's files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _LONGEST_PARENT = 60  # characters: a Unix socket's path has at most 107
 def private_folder(env: Mapping[str, str]) -> Iterator[Path]:
     """A folder in TMPDIR or /tmp, as long as the body lasts.
 
-    The folders that killed processes of this machine have left are removed: no lock says that their owner is
-    alive. The locks of other machines may not be seen here (NFS with nolock, Lustre with localflock).
+    Folders without a lock are removed first, because their owners were killed. Only those of this machine
+    are, because locks of other machines may not be seen here (NFS with nolock, Lustre with localflock).
     """
     parent = env.get("TMPDIR", "")
     # An mpirun splits the arguments for ssh at blanks and colons. (Importing tempfile would take 10 ms.)

@@ -1,4 +1,4 @@
-"""The sockets of a rendezvous: read the port, resolve names, bind one address, probe several.
+"""The sockets of a rendezvous: read the port, resolve names, bind one address, probe several addresses.
 
 Rank 0 binds its port before it announces it, so no other process can take the port in between.
 """
@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from mpiddp.errors import JobFailed, UserError, cause_of
 from mpiddp.text import parse_whole, shown
 
-# The answers of a name server that knows the name to be wrong. Any other is a failure of the network.
+# A name server answers so if the name is wrong. Any other answer is a failure of the network.
 _WRONG_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 PROBE_TIMEOUT_S = 2.0
 OPEN_BESIDES = 1024  # open files beyond those that a caller of allow_open counts
@@ -55,9 +55,9 @@ def resolve(name: str) -> str:
 
 
 def resolve_own(name: str) -> str:
-    """This host's address as other hosts resolve its name, not the 127.0.1.1 of Debian's /etc/hosts.
+    """The address by which other hosts reach this one. /etc/hosts of Debian has 127.0.1.1 for its name.
 
-    Raises UserError if it has no such address, and JobFailed as `resolve`.
+    Raises UserError if it has no such address, and JobFailed as `resolve` does.
     """
     import ipaddress
 
@@ -76,9 +76,9 @@ def resolve_own(name: str) -> str:
 
 
 def reserve(listener: socket.socket) -> None:
-    """Keep the port of a listener, so that another process of this host can listen there in its place.
+    """Keep the port of a listener, but listen no more, so that another process of this host can listen there.
 
-    It holds for all copies of the socket, and `listen` makes it a listener again.
+    This holds for all copies of the socket. `listen` makes it a listener again.
     """
     address = listener.getsockname()
     listener.shutdown(socket.SHUT_RD)
@@ -104,19 +104,18 @@ def bind(address: str, port: int, hostname: str) -> socket.socket:
     try:
         return socket.create_server((address, port), family=family, backlog=2048)
     except OSError as error:
-        kind, reason = cause_of(error), error.strerror
-        why = f"rank 0 cannot listen on {address} port {port} of {hostname}: {reason}."
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            kind, why = UserError, f"{address} is not an address of {hostname}, where rank 0 runs. "
-            why += "Unset MASTER_ADDR, or set it to one of that host."
-        elif error.errno == errno.EADDRINUSE and os.environ.get("MASTER_PORT"):
-            kind, why = UserError, f"MASTER_PORT={port} is in use on {hostname} ({address}). "
-            why += "Unset it to let mpiddp choose a free port."
-        elif error.errno == errno.EADDRINUSE:
-            kind, of_slurm = JobFailed, "which follows from the ids of Slurm's job and step"
-            why = f"port {port}, {of_slurm}, is in use on {hostname} ({address}). "
-            why += "Start it again, or set MASTER_PORT to a free port."
-        raise kind(why) from None
+            why = f"{address} is not an address of {hostname}, where rank 0 runs"
+            raise UserError(f"{why}. Unset MASTER_ADDR, or set it to one of that host.") from None
+        if error.errno == errno.EADDRINUSE and os.environ.get("MASTER_PORT"):
+            why = f"MASTER_PORT={port} is in use on {hostname} ({address})"
+            raise UserError(f"{why}. Unset it to let mpiddp choose a free port.") from None
+        if error.errno == errno.EADDRINUSE:
+            of_slurm = "which follows from the ids of Slurm's job and step"
+            why = f"port {port}, {of_slurm}, is in use on {hostname} ({address})"
+            raise JobFailed(f"{why}. Start it again, or set MASTER_PORT to a free port.") from None
+        why = f"rank 0 cannot listen on {address} port {port} of {hostname}: {error.strerror}."
+        raise cause_of(error)(why) from None
 
 
 def reachable(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
@@ -137,6 +136,6 @@ def reachable(addresses: Sequence[str], ports: Sequence[int]) -> list[str]:
                 error = key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # type: ignore[union-attr]
                 reached += [] if error else [key.data]
                 selector.unregister(key.fileobj)
-            if addresses[0] in reached:  # the best one: do not wait for a dead network
+            if addresses[0] in reached:  # it is the best, so do not wait for other networks
                 deadline = min(deadline, time.monotonic() + 0.05)
     return reached

@@ -3,9 +3,9 @@
 program = program_that_prints((interfaces, gpus, facts), "links()")
 answers = ask_hosts(hosts, program, work_s=30)
 
-A host has none of our modules: the program brings their sources along. All connections of a job have one ssh
-configuration, `ssh_config`, over the user's own. ssh never prompts the user. It checks host keys as the user
-has configured. What ssh itself complains about becomes a sentence with the command that fixes it.
+A host needs none of our modules, because the program brings their sources along. All connections of a job
+have one ssh configuration, `ssh_config`, which includes the user's own. So ssh checks host keys as the user
+wants, but it never asks a question. An error of ssh becomes a sentence with the command that fixes it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from mpiddp.hosts.names import is_this_host, resolve_all
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.hosts.transport import SSH, Transport
 
-_MOST_LOGINS = 32  # that have not begun
+_MOST_LOGINS = 32  # that wait for their hosts at the same time
 _NO_SSH = "ssh is not installed here. Run: sudo apt-get install openssh-client."
-_LONGEST_WAIT_S = 3600.0  # epoll accepts no infinite time
-_FILES_PER_HOST = 3  # stdin's socket, stdout's pipe and stderr's file
-_END_S = 4.0  # for a program on this machine to end
-OUTPUT_LIMIT = 16 << 20  # bytes of an answer, for a command that prints without end
+_FILES_PER_HOST = 3  # a login has a socket, a pipe and a file
+_END_S = 4.0  # a program on this machine gets this time to end by itself
+OUTPUT_LIMIT = 16 << 20  # bytes; a program that prints more is killed: it may print for ever
 _TOGETHER_S = 1.0  # lines that come within this time are shown together
-_MOST_UNSHOWN = 1 << 20  # bytes of a host, which are shown at once
+_MOST_UNSHOWN = 1 << 20  # bytes; if a host has printed more, they are shown without waiting
 
 # The command of the shell on each host. It is the same for every host and every user: Python's name comes
 # through stdin, so that no shell interprets a part of a hostfile or of a path. mpirun's daemon starts in the
 # same kind of shell: not a login shell, not interactive, no activated environment. Python starts in the root
-# folder, because it imports modules from its working folder. It gets one program after the other, each behind
-# a line with its size, and with the line that it prints behind the answer.
+# folder, because it imports modules from its working folder. Then it reads programs from stdin. Before each
+# program comes a line with its size and with the word that Python has to print after the program's output.
 LOGIN = "mpiddp-login"  # the line that proves the login; start-up files may print before it
-_ANSWERED = f"mpiddp-answered-{os.urandom(8).hex()}"
+_ANSWERED = b"mpiddp-answered-%s\n" % os.urandom(8).hex().encode()
 _READ_ON = (
     "import sys; stdin = sys.stdin.buffer; [(exec(stdin.read(int(size)), {}), "
     "print(end.decode(), flush=True)) for size, end in map(bytes.split, iter(stdin.readline, bytes()))]"
@@ -57,17 +56,16 @@ _SHELL_LINE = (
     f'python=${{line#python=}}; command -v "$python" >/dev/null 2>&1 || exit {NO_PROGRAM}; '
     f'cd / && exec "$python" -c "{_READ_ON}"'
 )
-# A user's login shell may not be a Bourne shell: fish, or csh, whose quotes end with the line. All of them
-# pass a line without single quotes on to sh.
+# A user's login shell may be fish or csh, but any shell passes one line without single quotes on to sh.
 _ANY_SHELL_LINE = f"exec sh -c '{_SHELL_LINE}'"
-ANY_SHELL_SSH = Path(__file__).with_name("any_shell_ssh.sh")  # the same for mpirun
+ANY_SHELL_SSH = Path(__file__).with_name("any_shell_ssh.sh")  # ssh for mpirun, which does the same
 # Before LOGIN has come, only start-up files of the login shell read stdin. A file that asks a question gets
-# an empty line. If a file has started another shell, as with `exec zsh -l`, that shell gets the line.
+# an empty line. If a file has started another shell, for example by `exec bash -l`, that shell gets the line.
 _FOR_START_UP_FILES = ("\n" * 8 + _ANY_SHELL_LINE + "\n").encode()
 
-# Of all connections of a job, before the settings of the user. ssh takes the first value that it finds. A job
-# whose ssh became the master (ControlMaster) would end the user's own logins with its own; it may use one.
-# Without a sign of the host, ssh gives up after `signs` intervals. A host that looks up a user gives none.
+# ssh takes the first value that it finds for a setting, so these stand before the user's own. If an ssh of a
+# job became a master (ControlMaster), its end would also end logins of the user that share it. ssh gives up a
+# host that has sent nothing for `signs` intervals: while sshd looks up a user, it sends nothing.
 _SETTINGS = """\
 Host *
   BatchMode yes
@@ -83,7 +81,7 @@ Host *
 """
 
 
-# The first lines of each program.
+# Each program begins with these lines.
 CHECK_PYTHON = """
 import sys
 if sys.version_info < (3, 8):
@@ -98,13 +96,13 @@ for name, source in SOURCES.items():
 
 
 def program_that_prints(modules: Sequence[ModuleType], call: str) -> str:
-    """A program that prints the JSON of a call of a function of the last one of `modules`. It is ASCII.
+    """A program, in ASCII, that calls a function of the last one of `modules` and prints the result as JSON.
 
-    Each module stands after those that it imports.
+    Each module stands after the modules that it imports.
     """
     sources: dict[str, str] = {}
     for module in modules:
-        # The names by which they import each other, with empty parent packages.
+        # The modules import each other by their full names, so each parent package exists, but is empty.
         for name in accumulate(module.__name__.split("."), "{}.{}".format):
             sources.setdefault(name, "")
         sources[module.__name__] = Path(str(module.__file__)).read_text(encoding="utf-8")
@@ -117,23 +115,22 @@ def ask_hosts(
     program: str,
     *,
     python: str = "python3",  # a path or a name
-    work_s: float | None = None,  # for each host, once its login is done; None: as a login
+    work_s: float | None = None,  # for each host, after its login; None: as long as a login
     transport: Transport = SSH,
-    logins: Logins | None = None,  # open ones; those that answer remain open
-    # Gets the whole lines that have come within a second, as answers without an exit code, and the rest of
-    # hosts that have ended, which are its second argument; at Ctrl-C all that there is.
+    logins: Logins | None = None,  # are used again; those of hosts that answer remain open
+    # Called about once a second with the whole lines that have come meanwhile, as answers without an exit
+    # code. The second argument has the hosts that have ended: their answers are complete.
     show: Callable[[Mapping[Host, Answer], Collection[Host]], None] | None = None,
 ) -> dict[Host, Answer]:
-    """Run `program`, the text of one, on all hosts at the same time.
+    """Run `program`, which is source text, on all hosts at the same time.
 
-    This machine runs the program directly. A login that is dropped before it has begun is tried again. A
-    process that still runs at its deadline is killed on this side, as is one that prints more than
-    OUTPUT_LIMIT. An answer lacks what `show` has got. Raises UserError if ssh is not installed here; a
-    scheduler's own program is used only where it is.
+    This machine runs the program without a login. A login that is dropped before it has begun is tried again.
+    At its deadline, or if it prints more than OUTPUT_LIMIT, a login is killed on this side. An answer has
+    only the output that `show` has not got. Raises UserError if ssh is not installed here.
     """
     if (others := other_hosts(hosts)) and not transport.is_installed:
         raise UserError(f"{_NO_SSH} {transport.hint}".rstrip())
-    kept = logins if transport.is_ssh else None  # a scheduler's program may need the end of stdin
+    kept = logins if transport.is_ssh else None  # others may need the end of stdin
     allow_open(_FILES_PER_HOST * len(hosts) + OPEN_BESIDES)
     work_s = transport.login_s if work_s is None else work_s
     waiting, running = [*reversed(hosts)], list[Login]()
@@ -159,10 +156,10 @@ def ask_hosts(
                     host = waiting.pop()
                     login = kept.pop(host.key, None) if kept else None
                     ask(host, login or Login(host, python, transport, config))
-                wait_s = min(show_at, *(login.deadline for login in running)) - time.monotonic()
-                # Nothing tells of new lines on stderr.
-                longest_s = _LONGEST_WAIT_S if show is None else _TOGETHER_S
-                events = selector.select(min(max(0.0, wait_s), longest_s))
+                wait_s = min(login.deadline for login in running) - time.monotonic()
+                if show is not None:  # stderr is a file, so no event tells of new lines in it
+                    wait_s = min(wait_s, _TOGETHER_S)
+                events = selector.select(max(0.0, wait_s))
                 ended = [key.data for key, _ in events if not key.data.read()]
                 now = time.monotonic()
                 for login in [
@@ -186,7 +183,7 @@ def ask_hosts(
                     news = {login.host: login.lines() for login in running if login.has_begun} | new
                     show({host: news[host] for host in hosts if host in news}, [*new])
                     new, show_at = {}, math.inf
-    except KeyboardInterrupt:  # the user may have waited for no more than these lines
+    except KeyboardInterrupt:  # the user may have seen enough, and gets all lines until now
         for login in running:
             login.deadline = 0.0  # do not wait for its end
         new |= {login.host: login.answer() for login in running if login.has_begun}
@@ -205,23 +202,14 @@ def other_hosts(hosts: Sequence[Host]) -> list[Host]:
     return [host for host in hosts if not is_this_host(host.name)]
 
 
-def _login_command(host: Host, transport: Transport, config: str) -> list[str]:
-    """The command that runs _SHELL_LINE on a host. `config` is the path of ssh's configuration."""
-    if is_this_host(host.name):
-        return ["sh", "-c", _SHELL_LINE]
-    if not transport.is_ssh:
-        return [*transport.agent, host.name, _ANY_SHELL_LINE]
-    # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
-    return ["ssh", "-F", config, "-T", "--", host.alias, _ANY_SHELL_LINE]
-
-
 def ssh_config(
     hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
 ) -> str:
-    """ssh's configuration for a job: the users and ports of the hostfile, ours, and then the user's own.
+    """ssh's configuration for a job: the users and ports of the hostfile, _SETTINGS, and then the user's own.
 
-    A block of the user for a host applies, because ssh gets the host's own name: only an IPv6 address has
-    another one for mpirun. With `shares_jumps`, logins share this process's connections to jump hosts.
+    A user's block "Host node1" applies, because ssh is called with the name in the hostfile. Only an IPv6
+    address has another name (`Host.alias`). With `shares_jumps`, logins share this process's connections to
+    jump hosts.
     """
     blocks = jump.shared() if shares_jumps else ""
     for host in hosts:
@@ -237,19 +225,19 @@ def ssh_config(
 def config_file(
     hosts: Sequence[Host], transport: Transport = SSH, *, shares_jumps: bool = True
 ) -> Iterator[str]:
-    """The path of a file with `ssh_config`, which exists as long as the body lasts.
+    """The path of a file with `ssh_config` for logins of this process. It exists as long as the body lasts.
 
-    By it, ssh says why a login fails, even if the user's own LogLevel is QUIET. A host that falls silent is
-    named in seconds: the patience of `transport` is for the logins of mpirun, which last as long as the job.
+    ssh says why a login fails, even if the user's own LogLevel is QUIET. It gives up a silent host in
+    seconds: `silence_s` is for mpirun's logins, which last as long as the job.
     """
     transport = transport._replace(silence_s=SSH.silence_s)
     text = "LogLevel INFO\n" + ssh_config(hosts, transport, shares_jumps=shares_jumps)
     with unnamed_file(text.encode()) as file:
-        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes the files that it inherits
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"  # ssh closes inherited files
 
 
 def unnamed_file(content: bytes = b"") -> BinaryIO:
-    """A file in memory, because a disk may be full. A Python without memfd_create, as uv's, uses the disk."""
+    """A file in memory, because a disk may be full. A Python of uv uses the disk: it has no memfd_create."""
     memory = hasattr(os, "memfd_create")
     file = os.fdopen(os.memfd_create("mpiddp"), "w+b") if memory else TemporaryFile()  # noqa: SIM115
     file.write(content)
@@ -258,7 +246,7 @@ def unnamed_file(content: bytes = b"") -> BinaryIO:
 
 
 class Login:
-    """A login on one host, for one program after the other. It begins after `pause_s`."""
+    """A login on one host, which runs one program after the other. It begins after `pause_s`."""
 
     def __init__(
         self, host: Host, python: str, transport: Transport, config: str, pause_s: float = 0.0
@@ -266,14 +254,20 @@ class Login:
         self._python, self._transport = python, transport
         self._to_send, self._is_last = _FOR_START_UP_FILES, False
         self.deadline, self._work_s = math.inf, 0.0
-        self.has_begun = False  # the login has succeeded
+        self.has_begun = False  # whether the login has succeeded
         self._before = bytearray()  # the output of start-up files, before the login
-        self.output = bytearray()  # of the present program
-        # stdin is a socket: a user with many pipes gets pipes that are smaller than a program. stderr is a
-        # file: a connection that ssh keeps (ControlPersist) may hold it open for long.
+        self.output = bytearray()  # of the present program, as far as `lines` has not returned it
+        # stdin is a socket, because a user with many pipes gets pipes that are smaller than a program. stderr
+        # is a file, because a connection that ssh keeps (ControlPersist) may hold it open for long.
         self._stdin, theirs = socket.socketpair()
         self._stderr, self._shown_errors = unnamed_file(), 0
-        command = _login_command(host, transport, config)
+        if is_this_host(host.name):
+            command = ["sh", "-c", _SHELL_LINE]
+        elif transport.is_ssh:
+            # "--" ends ssh's options. The hostfile's grammar already refuses names that begin with a dash.
+            command = ["ssh", "-F", config, "-T", "--", host.alias, _ANY_SHELL_LINE]
+        else:
+            command = [*transport.agent, host.name, _ANY_SHELL_LINE]
         if pause_s:
             command = ["sh", "-c", f'sleep {pause_s}; exec "$@"', "sh", *command]
         with theirs:
@@ -288,15 +282,15 @@ class Login:
 
     @property
     def has_answered(self) -> bool:
-        return self.output.endswith(f"{_ANSWERED}\n".encode())
+        return self.output.endswith(_ANSWERED)
 
     def ask(self, host: Host, program: str, work_s: float, *, is_last: bool) -> None:
         """Send the next program. It has `work_s`, after the login is done."""
-        self.host, self._work_s = host, work_s  # another one of the same name
+        self.host, self._work_s = host, work_s  # a restart may have another Host of the same name
         wait_s = work_s if self.has_begun else self._transport.login_s
         self.deadline = time.monotonic() + wait_s
         text = program.encode()
-        self._to_send += f"{len(text)} {_ANSWERED}\n".encode() + text
+        self._to_send += b"%d %b%b" % (len(text), _ANSWERED, text)
         self._is_last = is_last
         self.output.clear()
         if self.has_begun:
@@ -304,13 +298,13 @@ class Login:
 
     def _send(self) -> None:
         data, self._to_send = self._to_send, b""
-        with suppress(OSError):  # then no answer comes
+        with suppress(OSError):  # the login has ended, which `read` will see
             self._stdin.sendall(data)
             if self._is_last:
                 self._stdin.shutdown(socket.SHUT_WR)
 
     def read(self) -> bool:
-        """Read the bytes that have arrived. Returns whether more may come."""
+        """Read the output that has arrived. Returns whether more may come."""
         chunk = os.read(self.stdout.fileno(), 65536)
         (self.output if self.has_begun else self._before).extend(chunk)
         line = f"{LOGIN}\n".encode()
@@ -338,33 +332,33 @@ class Login:
         ]
         del self.output[: len(parts[0])]
         self._shown_errors += len(parts[1])
-        if self._shown_errors > OUTPUT_LIMIT:  # they stay in memory
+        if self._shown_errors > OUTPUT_LIMIT:  # shown errors remain in the file, which is in memory
             self.deadline = 0.0
         return self._answer(None, *parts)
 
     def answer(self) -> Answer:
-        """The rest, with the exit code of the program."""
+        """The output that `lines` has not returned, and the exit code of the program."""
         exit_code = 0 if self.has_answered else None
         if exit_code is None:
             with suppress(subprocess.TimeoutExpired):
                 exit_code = self.process.wait(max(0.0, self.deadline - time.monotonic()))
-        printed = bytes(self.output).removesuffix(f"{_ANSWERED}\n".encode())
+        printed = bytes(self.output).removesuffix(_ANSWERED)
         return self._answer(exit_code, printed, self._new_errors())
 
     def _new_errors(self) -> bytes:
         return os.pread(self._stderr.fileno(), 2 * OUTPUT_LIMIT, self._shown_errors)
 
     def _answer(self, exit_code: int | None, *printed: bytes) -> Answer:
-        output, errors, before = (
-            text.decode(errors="replace") for text in (*printed, bytes(self._before))
-        )
+        texts = (*printed, bytes(self._before))
+        output, errors, before = (text.decode(errors="replace") for text in texts)
         asked = (self.host, self._python, self._transport)
         return Answer(*asked, exit_code, output, errors, self.has_begun, before)
 
     def again(self, errors: str, config: str, direct: str) -> Login | None:
-        """Another login, if this one was dropped before it began, and there is time for another.
+        """A second login, if this one was dropped before it began, and its deadline leaves time for one.
 
-        `direct` is a configuration in which it shares no connection: then ssh says why a jump host refuses.
+        With the configuration `direct`, ssh shares no connection to a jump host, and says why that one
+        refuses.
         """
         has_time = time.monotonic() + 2 * jump.PAUSE_S < self.deadline
         if self.has_begun or not has_time or not jump.was_dropped(errors):
@@ -377,10 +371,10 @@ class Login:
         self._stdin.close()
         self.stdout.close()
         ends_s = 0.0
-        if is_this_host(self.host.name):  # as over ssh, the program sees that nobody reads any more
+        if is_this_host(self.host.name):  # a program ends if nobody reads its output any more
             ends_s = _END_S
         elif self.has_answered and not self._transport.is_ssh:
-            # Grid Engine kills a job one of whose qrsh is killed.
+            # If a qrsh of a job is killed, Grid Engine kills the whole job.
             ends_s = max(_END_S, self.deadline - time.monotonic())
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(ends_s)

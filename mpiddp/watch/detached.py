@@ -3,7 +3,7 @@
     ~/.local/state/mpiddp/jobs/train-1/    report.json: how it ended    log-1, log-2 …: its output    lock
 
 The launcher holds the lock until it ends, even by a signal. So a viewer needs neither its pid nor its
-terminal, and if machines share the folder, not even the same machine.
+terminal, and may run on another machine that shares the folder.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mpiddp.files import locked_folder
 from mpiddp.protocol.channel import state_folder
 
 LOG_LIMIT = 32 << 20  # bytes of a part of the log; the newest two parts are kept
-KEPT = 20  # jobs that have ended
-_CHECK_S = 1.0  # from one look at the size of the log to the next
+KEPT = 20  # jobs that have ended and whose folders are kept
+_CHECK_S = 1.0  # the size of the log is looked at so often
 _NO_REPORT = "its launcher was killed, its machine stopped, or its disk is full"
 
 
@@ -58,7 +58,7 @@ class DetachedJob:
         return self.folder / "report.json"
 
     def report(self) -> dict[str, Any]:
-        """The report of `mpiddp.launch.run.outcome_file`, {} if it cannot be read."""
+        """The report that `mpiddp.launch.run.outcome_file` writes, {} if it cannot be read."""
         with suppress(OSError, ValueError):
             report = json.loads(self.report_path.read_bytes())
             return report if isinstance(report, dict) else {}
@@ -83,9 +83,9 @@ class DetachedJob:
         report = self.report()
         code = report.get("exit_code")
         if code is None:
-            host = report.get("launched_on", socket.gethostname())
-            elsewhere = f"If it runs on {host}, its lock is not seen here. Log in there"
-            why = _NO_REPORT if host == socket.gethostname() else f"{_NO_REPORT}. {elsewhere}"
+            why, host = _NO_REPORT, report.get("launched_on")
+            if host not in (None, socket.gethostname()):
+                why += f". If it runs on {host}, its lock is not seen here. Log in there"
             return f"job {self.name} has ended without a report: {why}."
         why = f": {report['error']}" if report.get("error") else "."
         return f"job {self.name} has ended with code {code}{why}"
@@ -114,8 +114,8 @@ def detached_jobs() -> list[DetachedJob]:
 def detach(beginning: str) -> tuple[DetachedJob, int | None]:
     """Fork a process for the job, which no terminal ends. Both processes return the job.
 
-    The job's process also gets a file, to which it writes once its start is planned. The parent waits for
-    that. If the job is refused instead, the parent prints the job's log and ends with its exit code.
+    The job's process also gets a pipe, to which it writes as soon as its start is planned. The parent waits
+    for this. If the job is refused instead, the parent prints its log, and ends with its exit code.
     """
     job, lock = new_job(beginning)
     output = job.open_part(1)
@@ -123,8 +123,18 @@ def detach(beginning: str) -> tuple[DetachedJob, int | None]:
     if pid := os.fork():
         for file in (output, lock, plans):
             os.close(file)
-        _wait_until(planned, pid, job)
-        return job, None
+        try:
+            is_planned = os.read(planned, 1)
+        except KeyboardInterrupt:
+            os.kill(pid, signal.SIGINT)
+            is_planned = b""
+        if is_planned:
+            return job, None
+        _, status = os.waitpid(pid, 0)
+        text = b"".join(filter(None, read_log(job, follows=False)))
+        sys.stderr.write(text.decode(errors="replace"))
+        shutil.rmtree(job.folder)
+        sys.exit(os.waitstatus_to_exitcode(status))
     # The lock stays open until this process ends.
     os.setsid()  # neither a terminal nor the end of a shell ends this process
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -134,21 +144,6 @@ def detach(beginning: str) -> tuple[DetachedJob, int | None]:
         os.close(file)
     threading.Thread(target=_limit, args=(job,), daemon=True).start()
     return job, plans
-
-
-def _wait_until(planned: int, pid: int, job: DetachedJob) -> None:
-    """Wait until the job's process has planned its start, or end as it ends. Pass a Ctrl-C on to it."""
-    try:
-        is_planned = os.read(planned, 1)
-    except KeyboardInterrupt:
-        os.kill(pid, signal.SIGINT)
-        is_planned = b""
-    if not is_planned:
-        _, status = os.waitpid(pid, 0)
-        text = b"".join(filter(None, read_log(job, follows=False)))
-        sys.stderr.write(text.decode(errors="replace"))
-        shutil.rmtree(job.folder)
-        sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def _limit(job: DetachedJob) -> None:
@@ -169,8 +164,7 @@ def _limit(job: DetachedJob) -> None:
 def new_job(beginning: str) -> tuple[DetachedJob, int]:
     """A new job, called `beginning` and a number, and the file descriptor that holds its lock.
 
-    Only the latest jobs that have ended are kept. The number is higher than all others, because a user may
-    still use the name of a job that was removed.
+    The number is higher than all others, because a user may still use the name of a job that was removed.
     """
     for old in [job for job in detached_jobs() if not job.is_running][KEPT:]:
         shutil.rmtree(old.folder, ignore_errors=True)
@@ -195,8 +189,8 @@ def new_job(beginning: str) -> tuple[DetachedJob, int]:
 
 
 def read_log(job: DetachedJob, *, follows: bool) -> Iterator[bytes | None]:
-    """The log, in pieces. With `follows`, None whenever there is nothing new, until the job has ended."""
-    latest, done = 0, 0  # the number of the part that was read last, and the bytes that were read
+    """The log in pieces. With `follows`, None comes whenever nothing is new, until the job has ended."""
+    latest, done = 0, 0  # the number of the part that was read last, and its bytes that were read
     while True:
         is_over = not (follows and job.is_running)
         for number, path in [part for part in job.parts() if part[0] >= latest]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 import shutil
 import socket
 import struct
@@ -26,9 +24,9 @@ from mpiddp.watch.detached import DetachedJob, detached_jobs
 Facts = Mapping[str, Any]
 NO_ANSWER = "no answer"
 
-_ANSWER_S = 3.0  # for an answer, which takes a launcher a few milliseconds
-_LATE_ANSWER_S = 0.01  # for an answer, if this process has waited for other launchers before
-_STACKS_S = 15.0  # for stacks: the launcher waits up to 5 s for its ranks
+_ANSWER_S = 3.0  # a launcher answers in a few milliseconds
+_LATE_ANSWER_S = 0.01  # after other launchers were waited for, an answer has arrived, or none comes
+_STACKS_S = 15.0  # the launcher waits up to 5 s for the stacks of its ranks
 
 
 @dataclass(frozen=True)
@@ -45,15 +43,14 @@ class RunningJob:
         return f"{self.pid or '-'} ({self.name})"
 
     @property
-    def gone(self) -> UserError:
-        """The error about a job that has ended meanwhile."""
+    def ended_meanwhile(self) -> UserError:
         return UserError(f"job {self.title} has ended.")
 
     def connected(self) -> socket.socket:
-        """A connection to the same process as before. Raises UserError if it has ended."""
+        """A connection to its launcher. Raises UserError if it has ended, also if another one listens."""
         connection, pid = _connected(self.path)
         if connection is None or pid != self.pid:
-            raise self.gone
+            raise self.ended_meanwhile
         return connection
 
     def ask(self, view: str) -> dict[str, Any]:
@@ -84,7 +81,7 @@ def job_parser(
 
 
 def running_jobs() -> list[RunningJob]:
-    """All jobs of this user on this machine, the oldest first, in the time of one silent launcher."""
+    """All jobs of this user on this machine, the oldest first. Silent launchers are waited for only once."""
     jobs, asked = [], []
     for path in sockets():
         connection, pid = _connected(path)
@@ -105,7 +102,8 @@ class HasEnded(UserError):
 
 
 # All verbs have the same rule: JOB is the pid or the name of a job. Without JOB, they take the only job that
-# runs. `logs` and `wait` see only jobs of --detach. If none of these runs, they take the latest.
+# runs, if this container shows its launcher. `logs` and `wait` take jobs of --detach alone, or else the
+# latest.
 
 
 def find_job(name: str | None) -> RunningJob:
@@ -114,7 +112,7 @@ def find_job(name: str | None) -> RunningJob:
     Raises HasEnded for a job of --detach that has ended, and UserError if there is no such job, or several.
     """
     jobs = running_jobs()
-    if job := _meant(name, jobs):
+    if job := _meant(name, [job for job in jobs if name or job.pid]):
         return job
     for detached in detached_jobs() if name else ():
         if detached.name == name:
@@ -129,7 +127,8 @@ def find_job(name: str | None) -> RunningJob:
             "no job of yours runs on this machine: mpiddp launch runs elsewhere, or has ended."
         )
     titles = listed([job.title for job in jobs])
-    raise UserError(f"no job of yours is called {shown(str(name))}. There are: {titles}.")
+    called = "is called " + shown(name) if name else "runs in this container"
+    raise UserError(f"no job of yours {called}. There are: {titles}.")
 
 
 def find_detached(name: str | None) -> DetachedJob:
@@ -164,7 +163,7 @@ def hosts_of(facts: Facts) -> list[str]:
 
 
 def sockets() -> list[Path]:
-    """The sockets of all launchers of this user, also of dead ones."""
+    """The sockets of all launchers of this user. Dead launchers may have left theirs."""
     paths = []
     for path in viewed_folders():
         for folder in path.parent.glob(f"{path.name}*"):
@@ -175,20 +174,20 @@ def sockets() -> list[Path]:
 
 
 def _connected(path: Path) -> tuple[socket.socket | None, int]:
-    """A connection to the launcher of this user that listens there, and its pid; None if there is none.
+    """A connection to the launcher that listens there, and its pid; None if there is none.
 
-    The folder of a dead launcher is removed.
+    The folder belongs to this user alone, so no stranger listens there. That of a dead launcher is removed.
     """
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(_ANSWER_S)
-    with contextlib.suppress(OSError):  # the launcher has just ended, or too many viewers wait
-        if (error := connection.connect_ex(str(path))) == 0:
-            ucred = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid, uid, _ = struct.unpack("3i", ucred)  # linux/socket.h
-            if uid == os.getuid():
-                return connection, pid
-        elif error == errno.ECONNREFUSED:
-            shutil.rmtree(path.parent, ignore_errors=True)
+    try:
+        connection.connect(str(path))
+        ucred = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return connection, struct.unpack("3i", ucred)[0]  # linux/socket.h
+    except ConnectionRefusedError:
+        shutil.rmtree(path.parent, ignore_errors=True)
+    except OSError:  # the launcher has just ended, or too many viewers wait
+        pass
     connection.close()
     return None, 0
 

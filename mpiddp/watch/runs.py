@@ -5,11 +5,11 @@
 It reads JSON from the folder of a run, and nothing else:
 
 config.json, summary.json    the settings and the results of `mpiddp train`
-metrics.jsonl                a record of each step that was logged; the end of the file is enough
+metrics.jsonl                a record of each step that was logged; only the end of the file is read
 attempts.jsonl               how each start of the run began and ended
 
-A run may be going on, or have died while it wrote a line, or be of another version. So every file may be
-missing, torn or strange. Whatever can be read is shown, and "-" stands for the rest.
+A run may be going on, may have died while it wrote a line, or may be of another version. So every file may be
+missing, torn or strange. All that can be read is shown, and "-" stands for the rest.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,10 @@ def main(argv: list[str]) -> int:
 
 @dataclass
 class Start:
-    """One start of the run: an entry of attempts.jsonl. Times are in seconds since 1970."""
+    """One start of the run, from attempts.jsonl. Times are in seconds since 1970."""
 
     begins: float
-    ends: float | None = None  # None as long as no rank has said how it ended
+    ends: float | None = None  # None as long as no rank has written how the start ended
     outcome: str = ""  # "done", "stopped" or "failed"
     step: int | None = None  # the last step that rank 0 has made
 
@@ -80,23 +81,19 @@ class RunSummary:
     path: Path
     state: str  # or in parentheses the reason why the folder cannot be read
     step: int | None = None  # the last step, None if no file has it
-    seconds: float | None = None  # of its ranks, over all starts whose end is known
-    # By name: the result in the summary, or else the latest record; NaN if it is not finite.
+    seconds: float | None = None  # the time of all starts whose end is known
+    # By name, the value in the summary, or else in the latest record. If that is not finite, it is NaN.
     values: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return self.path.resolve().name
 
-    def latest(self, *names: str) -> float | None:
-        """The value of the first name that has one."""
-        return next((self.values[name] for name in names if name in self.values), None)
-
     def row(self) -> tuple[str, ...]:
         """Its line in the table, with the columns of _HEAD."""
 
-        def text(form: str, *names: str) -> str:
-            value = self.latest(*names)
+        def text(form: str, name: str) -> str:
+            value = self.values.get(name)
             if value is None:
                 return UNKNOWN
             return "nan" if math.isnan(value) else form.format(value)
@@ -106,7 +103,7 @@ class RunSummary:
             self.state,
             UNKNOWN if self.step is None else f"{self.step:,}",
             text("{:.2%}", "test_accuracy"),
-            text("{:.4g}", "train_loss", "loss"),
+            text("{:.4g}", "train_loss"),
             text("{:,.0f} images/s", "images_per_s"),
             UNKNOWN if self.seconds is None else duration(self.seconds),
         )
@@ -114,8 +111,8 @@ class RunSummary:
     def facts(self) -> dict[str, Any]:
         """Its entry in the output of --json. JSON has no NaN, so null stands for it."""
 
-        def finite(*names: str) -> float | None:
-            value = self.latest(*names)
+        def finite(name: str) -> float | None:
+            value = self.values.get(name)
             return None if value is None or math.isnan(value) else value
 
         return {
@@ -124,14 +121,14 @@ class RunSummary:
             "state": self.state,
             "step": self.step,
             "test_accuracy": finite("test_accuracy"),
-            "train_loss": finite("train_loss", "loss"),
+            "train_loss": finite("train_loss"),
             "images_per_s": finite("images_per_s"),
             "wall_s": self.seconds,
         }
 
 
 def _runs(folders: Sequence[Path]) -> list[RunSummary]:
-    """The folders that are runs, or cannot be read, such as another user's or lost+found."""
+    """The folders that are runs, and those that cannot be read, for example of another user."""
     runs = []
     for folder in folders:
         try:
@@ -145,22 +142,21 @@ def _runs(folders: Sequence[Path]) -> list[RunSummary]:
 def is_run(folder: Path) -> bool:
     """Whether this is the folder of a run. Raises OSError if it may not be read."""
     if folder.is_dir():
-        next(folder.iterdir(), None)  # is_file() hides its error, from Python 3.14 on
+        next(folder.iterdir(), None)  # raises OSError, which is_file() hides from Python 3.14 on
     return (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir()
 
 
 def read_run(folder: Path) -> RunSummary:
     """Read the folder of a run. Raises OSError if its records cannot be read."""
-    config, summary, metrics = (
-        folder / name for name in ("config.json", "summary.json", "metrics.jsonl")
-    )
+    names = ("config.json", "summary.json", "metrics.jsonl")
+    config, summary, metrics = (folder / name for name in names)
     # `mpiddp train` writes config.json at each start, and summary.json after its last step.
     is_complete = _mtime(summary) >= _mtime(config) > 0
     results = _object(summary) if is_complete else {}
     step, values = _records(metrics)
     starts = _starts(folder / "attempts.jsonl")
     is_running = is_locked(folder / "owner.json")
-    if starts and starts[-1].ends is None:  # nothing else shows when the start ended
+    if starts and starts[-1].ends is None:  # its last record shows how long it has lived
         last = time.time() if is_running else _mtime(metrics)
         starts[-1].ends = max(last, starts[-1].begins)
     lengths = [start.ends - start.begins for start in starts if start.ends is not None]
@@ -170,12 +166,15 @@ def read_run(folder: Path) -> RunSummary:
         state = "done"
     elif starts:
         outcome = starts[-1].outcome or "failed"
-        # A training that has a configuration and no summary has not made its last step.
+        # `mpiddp train` has a configuration, and without a summary it has not made its last step.
         state = "stopped" if outcome == "done" and _object(config) else outcome
     else:
         state = "failed" if (folder / "owner.json").exists() else UNKNOWN
-    steps = [*_saves(folder / "checkpoints"), step, starts[-1].step if starts else None]
+    saved = (path.name[5:] for path in (folder / "checkpoints").glob("step_*"))
+    steps = [step, starts[-1].step if starts else None, *map(int, filter(str.isdecimal, saved))]
     values |= {name: value for name in results if (value := number(results, name)) is not None}
+    if "loss" in values:
+        values.setdefault("train_loss", values["loss"])
     return RunSummary(
         folder,
         state,
@@ -202,7 +201,7 @@ def _records(path: Path) -> tuple[int | None, dict[str, float]]:
 
 
 def _starts(path: Path) -> list[Start]:
-    """The starts. Rank 0 writes how it ended, and any other rank how it failed."""
+    """The starts. Rank 0 writes how a start has ended, and any other rank writes how it has failed."""
     starts: list[Start] = []
     for line in _lines(path):
         at, event = number(line, "at"), line.get("event")
@@ -212,7 +211,9 @@ def _starts(path: Path) -> list[Start]:
             starts.append(Start(at))
         elif event == "ended" and starts:
             start, rank, step = starts[-1], number(line, "rank") or 0, number(line, "step")
-            if not rank or start.ends is None:  # rank 0 has written the beginning by the same clock
+            if (
+                not rank or start.ends is None
+            ):  # rank 0's clock counts, because it has timed the beginning
                 start.ends = max(at, start.begins)
             if not rank and step is not None:
                 start.step = int(step)
@@ -221,26 +222,19 @@ def _starts(path: Path) -> list[Start]:
     return starts
 
 
-def _saves(checkpoints: Path) -> list[int]:
-    """The steps of the checkpoints that are kept."""
-    names = (path.name for path in checkpoints.glob("step_*"))
-    return [int(name[5:]) for name in names if name[5:].isdecimal()]
-
-
 def number(values: dict[str, Any], name: str) -> float | None:
-    """The finite number of that name; None for any other value, which another program may have written."""
+    """The finite number of that name; None for any other value, because another program may write here."""
     value: Any = values.get(name)
-    is_number = type(value) in (int, float) and abs(value) < _LARGEST  # not NaN either
+    is_number = type(value) in (int, float) and abs(value) < _LARGEST  # false for NaN
     return float(value) if is_number else None
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    """The object in a JSON file, {} if there is none."""
+    with suppress(OSError, ValueError, RecursionError):
+        if isinstance(value := json.loads(path.read_bytes()), dict):
+            return value
+    return {}
 
 
 def _lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
@@ -250,10 +244,10 @@ def _lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         if most is not None and path.stat().st_size > most:
             file.seek(-most, 2)
-            file.readline()  # the rest of a line
+            file.readline()  # a part of a line
         for line in file:
             try:
-                value = json.loads(line.decode())  # else it would guess the encoding
+                value = json.loads(line.decode())  # json would guess the encoding of bytes
             except (ValueError, RecursionError):
                 continue
             if isinstance(value, dict):
@@ -261,7 +255,6 @@ def _lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
 
 
 def _mtime(path: Path) -> float:
-    try:
+    with suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0

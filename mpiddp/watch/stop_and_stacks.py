@@ -63,4 +63,4 @@ def stop(argv: list[str]) -> int:
         send(signal.SIGTERM)
         print(f"job {job.title} is requested to stop.")
         return DONE
-    raise job.gone
+    raise job.ended_meanwhile

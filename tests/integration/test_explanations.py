@@ -92,6 +92,15 @@ WAITED = (
 REFUSED = "ssh: connect to host node2 port 22: Connection refused"
 KILLED = "mpiddp: rank 1 on node2 was killed by SIGKILL. The other ranks were stopped."
 VERDICT = "mpiddp: rank 1 on n2 failed first: ValueError: bad. The other ranks were stopped."
+CHAINED = [
+    "[rank1]: Traceback (most recent call last):",
+    '[rank1]:   File "a.py", line 3, in <module>',
+    "[rank1]: OSError: [Errno 28] No space left on device",
+    "[rank1]: During handling of the above exception, another exception occurred:",
+    "[rank1]: Traceback (most recent call last):",
+    '[rank1]:   File "a.py", line 5, in <module>',
+    "[rank1]: ValueError: bad",
+]
 RESTARTED = "mpiddp: restarting on n1 and n2 (restart 1 of 3)."
 ENDED = "mpiddp: rank 0 on n1 ended first, with exit code 3. The other ranks were stopped."
 DF = ["Filesystem      Size  Used Avail Use% Mounted on", *["/dev/sda1  9G  4G  5G  45% /"] * 20]
@@ -107,6 +116,7 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         # A job survives a warning after which it goes on.
         ([*STEPS, REFUSED], [("ssh-refused", 50_001)]),
         ([*STEPS, REFUSED, *STEPS], []),
+        ([*STEPS, REFUSED, "Training complete."], []),
         # A root cause comes before its consequences.
         (
             [RESET, ELASTIC, OOM],
@@ -122,6 +132,8 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
             ["FileNotFoundError: [Errno 2] No such file or directory", VERDICT],
             [("own-error", 1)],
         ),
+        # The cause of the exception that the launcher names.
+        ([*CHAINED, VERDICT], [("system-disk-full", 3)]),
         # What a restart has survived is no cause of the end.
         (["ValueError: bad", VERDICT, RESTARTED, KILLED], [("system-killed", 4)]),
         (["ValueError: bad", VERDICT, RESTARTED, ENDED], [("rank-ended", 4)]),

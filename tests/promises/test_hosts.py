@@ -265,12 +265,13 @@ def test_push_and_pull_need_rsync(hosts, file, project):
     assert not node1.path(project).exists()
 
 
-def test_a_shell_that_prints(hosts, file, project):
-    """A login shell that prints disturbs neither a push nor a pull."""
+@pytest.mark.parametrize("does", ["read -p 'Which module? ' module", "OTHER=1 exec bash -l"])
+def test_a_start_up_file(hosts, file, project, does):
+    """A start-up file that prints, asks a question or starts another shell disturbs no push and no pull."""
     run = hosts["node1"].path(hosts.folder / "run")
     write(run, {"log": "1"})
-    prints = "echo Welcome; printf 'to node1'; echo; echo warning >&2\n"
-    with faults.begins_with(hosts["node1"], "/root/.bashrc", prints):
+    text = f"echo Welcome; printf 'to node1'; echo; echo warning >&2\n[ \"$OTHER\" ] || {does}\n"
+    with faults.begins_with(hosts["node1"], "/root/.bashrc", text):
         hosts.run("hosts", "push", file, project).assert_ok()
         assert contents(hosts["node1"].path(project)) == contents(project)
         hosts.run("hosts", "pull", file, hosts.folder / "run").assert_ok()

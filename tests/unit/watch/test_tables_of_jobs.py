@@ -68,6 +68,12 @@ def test_a_job_is_named_by_its_pid_or_its_name(monkeypatch):
     }.items():
         with pytest.raises(UserError, match=rf"^{sentence}$"):
             running_jobs.find_job(name)
+    found[1:] = [RunningJob(Path(), 0, "a container's", {})]
+    assert running_jobs.find_job(None) is found[0]
+    assert running_jobs.find_job("a container's") is found[1]
+    del found[0]
+    with pytest.raises(UserError, match=error("runs in this container", ": - (a container's).")):
+        running_jobs.find_job(None)
     found.clear()
     with pytest.raises(UserError, match=error("yours runs")):
         running_jobs.find_job(None)
