@@ -79,10 +79,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    """That of the installed package, which setup.py has set."""
+    """The version of the installed package."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("mpiddp")
-    except PackageNotFoundError:  # a copy of the sources alone
+    except PackageNotFoundError:  # the sources were copied, and not installed
         return "unknown"

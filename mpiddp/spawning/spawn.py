@@ -293,8 +293,7 @@ def _copy(pipe: IO[bytes], stream: Any) -> None:
         for line in lines:
             # Its reader went away: the output is lost.
             with suppress(OSError, ValueError, AttributeError):
-                encoding = getattr(stream, "encoding", None) or "utf-8"
-                stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
+                stream.write(errors.encodable(line, stream))
                 stream.flush()
 
 
