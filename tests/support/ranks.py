@@ -28,8 +28,8 @@ atexit.register(shutil.rmtree, _SESSIONS, ignore_errors=True)
 
 
 def find_mpirun() -> str:
-    beside = Path(sys.executable).with_name("mpirun")
-    path = str(beside) if beside.exists() else shutil.which("mpirun")
+    neighbour = Path(sys.executable).with_name("mpirun")
+    path = str(neighbour) if neighbour.exists() else shutil.which("mpirun")
     assert path, "no mpirun beside this python and none on PATH: run ./run.sh test"
     return path
 
