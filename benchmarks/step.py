@@ -48,7 +48,7 @@ def measure(options: Options, jobs: Jobs) -> Any:
 def table(results: Results) -> str:
     settings, bare = results["settings"], results["step_s"][BARE]
     loops = [
-        [name, spread(seconds, ".1f", 1000), spread(ratios(seconds, bare), ".3f")]
+        [name, spread([1000 * s for s in seconds], ".1f"), spread(ratios(seconds, bare), ".3f")]
         for name, seconds in results["step_s"].items()
     ]
     return (

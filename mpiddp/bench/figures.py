@@ -62,11 +62,9 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-def spread(values: Sequence[float], form: str, factor: float = 1.0) -> str:
+def spread(values: Sequence[float], form: str) -> str:
     """The median, the lowest and the highest of several measurements: "1.05 (0.98 to 1.11)"."""
-    figures = (median(values), min(values), max(values))
-    middle, low, high = (format(figure * factor, form) for figure in figures)
-    return f"{middle} ({low} to {high})"
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -161,8 +161,8 @@ def script_of(exchange: Exchange) -> Iterator[Coordinator]:
         where = Server(*(server.settings[name] for name in (ADDRESS, SECRET)))
         try:
             rank = connect(where, WORLD)
-            server = Server(where.address, member_key(where.key, SCRIPT, WORLD.rank), is_own=True)
-            yield connect(server, WORLD, SCRIPT)
+            address = Server(where.address, member_key(where.key, SCRIPT, WORLD.rank), is_own=True)
+            yield connect(address, WORLD, SCRIPT)
             cut(rank)
         finally:
             is_over.set()
