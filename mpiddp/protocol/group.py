@@ -107,7 +107,7 @@ class Peer:
 @dataclass
 class _Gather:
     expire: Callable[[], None]  # the event of its time limit
-    or_gone: bool  # whether a member that is lost gives null
+    or_lost: bool  # whether a member that is lost gives null
     values: dict[int, bytes]  # by rank
 
 
@@ -146,7 +146,7 @@ class Group:
 
     def lose(self, rank: int) -> None:
         self._lost.add(rank)
-        for key in [key for key, gather in self._gathers.items() if gather.or_gone]:
+        for key in [key for key, gather in self._gathers.items() if gather.or_lost]:
             self._gathers[key].values.setdefault(rank, b"null")
             self._complete(key)
 
@@ -157,9 +157,9 @@ class Group:
             self._tell([rank], self._expired[key])
             return
         if key not in self._gathers:
-            or_gone = facts.get("or_gone") is True
-            values = dict.fromkeys(self._lost, b"null") if or_gone else {}
-            self._gathers[key] = _Gather(partial(self._expire, key), or_gone, values)
+            or_lost = facts.get("or_lost") is True
+            values = dict.fromkeys(self._lost, b"null") if or_lost else {}
+            self._gathers[key] = _Gather(partial(self._expire, key), or_lost, values)
         gather = self._gathers[key]
         if rank in gather.values:
             raise ValueError("a second value")

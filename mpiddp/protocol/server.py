@@ -106,7 +106,7 @@ class ChannelServer:
 
     def end_without(self, rank: int) -> None:
         """End the other ranks, because this rank is lost, unless they end already."""
-        self._groups[0].receive(rank, "fail", {"code": FAILED, "gone": rank}, b"")
+        self._groups[0].receive(rank, "fail", {"code": FAILED, "lost": rank}, b"")
 
     def receive(self, data: object) -> list[Event]:
         """Handle a ready socket, by its data: a listener or a Peer. Returns the events for the owner."""
