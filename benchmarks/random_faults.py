@@ -57,7 +57,7 @@ GROUP, AGENT, CHILD = "process group", "agent", "rank's child"
 SIGNALS = ("TERM", "INT", "HUP", "KILL", BRIEFLY, "QUIT", "USR1", "USR2", "ABRT")
 TARGETS = ("launcher", "mpirun", "daemon", "rank", CHILD, AGENT, GROUP)
 _RANK = r"\S*python\S*( -P)? -m mpiddp (run|train)\b"  # or the agent that starts it
-_SCRIPT = r"\S*python\S* -c .*from mpiddp\.runtime\.script "  # what an agent starts
+_SCRIPT = r"\S*python\S* -c .*from mpiddp\.runtime\.script "  # the child of an agent
 _PREFIX = re.compile(r"^\[[^]]*\]:? ", re.MULTILINE)  # of a rank
 _COMMANDS = {
     "launcher": r"\S*python\S* -m mpiddp launch\b",
@@ -68,7 +68,10 @@ _COMMANDS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal to the process `which` (0 to 1) of those of `target`, at a step or, if 0, after some time."""
+    """A signal to one process of the kind `target`, at a step or, if 0, after some time.
+
+    which: the place of the process among all of its kind, in [0, 1).
+    """
 
     signal: str
     target: str
@@ -226,7 +229,7 @@ def _kind(process: Process, table: dict[int, Process]) -> str:
         return "rank"
     while parent is not None:
         if re.match(_RANK, parent.command):
-            return CHILD  # a DataLoader's worker, a command and what it starts
+            return CHILD  # a DataLoader's worker, a command and its children
         parent = table.get(parent.parent)
     if re.match(_RANK, process.command):
         return "rank"
@@ -285,7 +288,7 @@ class Result:
         return not any(getattr(self, name) for name in COUNTS[2:])
 
 
-# The restarts and the resumes, and what must not happen.
+# The restarts and the resumes, and the faults that must not happen.
 COUNTS = (
     *("restarts", "resumed"),
     *("not_done", "lost_saves", "different", "hung", "orphans_later", "tracebacks"),
@@ -333,7 +336,7 @@ def run(number: int, plan: Plan, hosts: Cluster, right: Any) -> Result:
 
 
 def own_tracebacks(output: str) -> int:
-    """The tracebacks with a line of mpiddp, except those of a SIGINT and of a rank that has lost another one.
+    """The number of tracebacks with a line of mpiddp, except for a SIGINT and for the loss of another rank.
 
     If a rank of a raw mpirun is killed, the first of the others to notice prints where `mpiddp train` was.
     """

@@ -1,4 +1,4 @@
-"""What the network costs a training, and what gives it back: a table of docs/evidence/performance.md.
+"""The cost of the network for a training, and a remedy: a table of docs/evidence/performance.md.
 
     python -m benchmarks.reference --rounds 3    # 10 minutes on 2 idle cores; as root
 

@@ -102,7 +102,7 @@ def in_turn(
 
 
 def time_start(command: Sequence[str], timeout_s: float) -> tuple[float, float]:
-    """The seconds from the command, or from the kill, to the first all-reduce after it; and those of CPUs.
+    """The seconds from the command, or from the kill, to the first all-reduce after it; and the CPU seconds.
 
     Raises:
         BenchJobFailed: the job did not succeed within `timeout_s`.

@@ -55,7 +55,7 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
 
 
 def judge_undisturbed(undisturbed: Rehearsal) -> Result:
-    """Whether the script can be drilled at all, and what shows without a fault."""
+    """Whether the script can be drilled at all, by its run without a fault."""
     [end] = undisturbed.ended
     cause = _shared_file(undisturbed)
     if end.code is None:

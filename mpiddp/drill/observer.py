@@ -67,7 +67,7 @@ class _Observer:
         self._step = 0  # the latest step of the run; at first the step of the resume
         self._optimizer: Optimizer | None = None  # the first optimizer that makes a step
         self._model: nn.Module | None = None  # the first module that is called
-        self._first_buffers: dict[str, str] = {}  # a forward pass changes those of BatchNorm
+        self._first_buffers: dict[str, str] = {}  # before a forward pass changes BatchNorm's
         file = folder / f"rank_{rank}_{time.time_ns()}.jsonl"
         self._file = file.open("w", buffering=1, encoding="utf-8")
 
@@ -137,7 +137,7 @@ class _Observer:
 
 
 def _plain(name: str) -> str:
-    """The name of a tensor without those of its wrappers, DDP and torch.compile."""
+    """The name of a tensor without the prefixes of DDP and torch.compile."""
     return re.sub(r"^((module|_orig_mod)\.)+", "", name)
 
 

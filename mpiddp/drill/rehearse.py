@@ -125,7 +125,7 @@ class Drill:
     def _run(
         self, folder: Path, limit_s: float, label: str, *, sends: bool = False, fewer: int = 0
     ) -> Ended:
-        """Run the command for `limit_s` at most, with so many ranks less; keep what it prints in `folder`.
+        """Run the command for `limit_s` at most, with so many ranks less; keep its output in `folder`.
 
         `sends`: when the fault has hit, send SIGTERM to all processes of the job on this host.
         """

@@ -223,7 +223,7 @@ class Screen:
             self._draw(b"")
 
     def close(self) -> None:
-        """End the open lines. That of a single rank ends on a terminal alone, for the shell's prompt."""
+        """End the open lines. A single rank's line ends on a terminal alone, for the shell's prompt."""
         patience_s = 0.0 if self.is_blocked else PATIENCE_S
         self._status = []
         for source in list(self._open):

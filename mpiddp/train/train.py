@@ -203,7 +203,7 @@ class Config:
         return max(1, self.image_size * quarters // 4)
 
 
-# A resume may not change these: they decide what the steps of the checkpoint have done.
+# A resume may not change these options, because the steps of the checkpoint depend on them.
 FIXED = (
     *("arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "steps_per_epoch"),
     *("optimizer", "seed"),
@@ -546,7 +546,7 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=DTYPES.get(config.amp), enabled=enabled)
 
 
-# --- what depends on the step alone, so that no checkpoint contains it ---
+# --- values that depend on the step alone, so that no checkpoint contains them ---
 
 
 def learning_rate(step: int, steps_per_epoch: int, config: Config) -> float:
@@ -637,7 +637,7 @@ def evaluate(state: State, dataset: Dataset) -> Score:
             totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
             totals[2] += (labels != IGNORED).sum()
     for module in model.modules():
-        if is_sharded(module):  # free what a forward pass without a backward pass has gathered
+        if is_sharded(module):  # free the parameters that only a backward pass would free
             module.reshard()  # type: ignore[operator]
     dist.all_reduce(totals)
     return Score(*(totals[:2] / totals[2]).tolist())
@@ -801,7 +801,7 @@ def resume_args(config: Config, out: Path) -> list[str]:
     return [*args, "--resume", "auto"] if goes_back else args
 
 
-# --- what a training starts from ---
+# --- the beginning of a training ---
 
 
 def data_dir(config: Config) -> Path:
@@ -921,8 +921,8 @@ def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
 def stride_as_gradients(model: nn.Module) -> None:
     """Give the weights of 1×1 convolutions the strides of their gradients under channels_last.
 
-    Both strides describe the same memory. cuDNN writes those of channels_last, and torch leaves such weights
-    as they are, so DDP would copy each of these gradients in every step, and warn.
+    Both strides describe the same memory. cuDNN writes gradients with channels_last's strides, and torch
+    leaves such weights as they are, so DDP would copy each of these gradients in every step, and warn.
     """
     for parameter in model.parameters():
         if parameter.ndim == 4 and parameter.shape[2:] == (1, 1):

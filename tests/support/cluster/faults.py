@@ -35,7 +35,7 @@ def sshd_with(host: Host, settings: str) -> Iterator[None]:
 
 @contextmanager
 def unknown_key(cluster: Cluster, host: Host) -> Iterator[None]:
-    """No host knows this one's key: "Host key verification failed."."""
+    """No host knows the key of this host: "Host key verification failed."."""
     with ExitStack() as stack:
         for peer in cluster.hosts:
             for user in ("root", USER):
@@ -71,7 +71,7 @@ def another_port(cluster: Cluster, host: Host, port: int) -> Iterator[None]:
 
 @contextmanager
 def another_user(host: Host) -> Iterator[None]:
-    """root of any host logs in to this one as `USER`, and not as root."""
+    """root of any host logs in to this host as `USER`, and not as root."""
     keys = {user: f"{host.home(user)}/.ssh/authorized_keys" for user in ("root", USER)}
     texts = {user: host.path(path).read_text() for user, path in keys.items()}
     with (
