@@ -34,15 +34,13 @@ class Event:
     `kind` is a message of `channel.MESSAGES`, one of HANDED_OVER or VIEWS, an act of the launcher
     (`mpiddp.launch.judge.events`), or "lost", if the connection has ended. The facts of these kinds:
 
-        answer      body: the pickle
-        claim       the rank fails, and reports it later
-        lost        silent: the seconds for which the host has not answered, or 0 if it answers
-        output      connection, which belongs to the receiver; stream, 1 or 2; host
-        input       connection
-        VIEWS       viewer: the peer that waits for the view
+        answer           body: the pickle
+        lost             silent: the seconds for which the host has not answered, or 0 if it answers
+        output, input    connection, which belongs to the receiver; "output" also has stream, 1 or 2, and host
+        VIEWS            viewer: the peer that waits for the view
 
-    `at` is in time.monotonic()'s seconds. `from_script` is true if the script of the rank has sent the
-    message, and not its agent, which has its own connection.
+    A rank that sends "claim" reports its failure later. `at` is in time.monotonic()'s seconds. `from_script`
+    says that the script of the rank has sent the message, and not its agent.
     """
 
     kind: str

@@ -56,9 +56,8 @@ def find_hang(record: Record) -> Hang | None:
     since = _quiet_since(record)
     what = "made a step" if record.paces else "made a step or printed anything"
     sentence = f"no rank has {what} for {asked.at - since:.0f} s: {places_sentence(record)}"
-    return Hang(
-        f"{since}", sentence + (_stacks_of(record, record.left) if is_over else ""), is_over
-    )
+    stacks = _stacks_of(record, record.left) if is_over else ""
+    return Hang(f"{since}", f"{sentence}{stacks}", is_over)
 
 
 def sentence_at_failure(record: Record) -> str:

@@ -190,9 +190,8 @@ def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     facts, failures = first.facts, [failure for _, failure in sorted(record.failures.items())]
     # Exit code 2 is a refusal, as argparse's. But if the rank gives no error, and steps were made or other
     # ranks waited, it is a failure. A waiting rank may be killed after its claim and before its report.
-    claims = record.latest["claim"].keys() - {
-        failure.rank for failure in failures if failure.kind == "failed"
-    }
+    reported = {failure.rank for failure in failures if failure.kind == "failed"}
+    claims = record.latest["claim"].keys() - reported
     is_amid = bool(record.paces or claims) or any(map(_may_follow, failures))
     is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
     if facts.get("code") == STOPPED or is_refusal:
@@ -248,9 +247,7 @@ def _of_own_end(record: Record, first: Event) -> Outcome:
     code, error = first.facts["code"], str(first.facts.get("error", ""))
     has_said_why = error or first.rank in record.latest["tail"]
     if code == STOPPED:  # the other ranks may have ended in the same way
-        stopped = {
-            rank for rank, end in record.failures.items() if end.facts.get("code") == STOPPED
-        }
+        stopped = {rank for rank, end in record.failures.items() if end.facts.get("code") == code}
         has_said_why = error or len(stopped | record.done.keys()) == record.world_size
     sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record)}"
     return _naming(record, first, Outcome(code, error if has_said_why else sentence))
