@@ -50,8 +50,8 @@ def training(folder: Path, is_tiny: bool, *, options: tuple[str, ...]) -> Result
         options = (*options, *tiny, "--steps-per-epoch=2", "--parallel=ddp")
     job = ("-m", "mpiddp", "train", f"--out={folder}", "--save-every=100000", *options)
     run(*launch_command("-H", "localhost:1"), *job)
-    found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return {name: found[name] for name in ("images_per_s", "test_accuracy", "wall_s")}
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return {name: summary[name] for name in ("images_per_s", "test_accuracy", "wall_s")}
 
 
 def step(folder: Path, is_tiny: bool) -> Result:
@@ -72,7 +72,7 @@ def start(folder: Path, is_tiny: bool, *, launcher: str) -> Result:
 
 
 def figures(rounds: int) -> Iterator[tuple[str, str, Figure]]:
-    """Each figure: its name, its variant, and what measures it, in less than four minutes."""
+    """Each figure: its name, its variant, and the function that measures it, in less than four minutes."""
     short = (*RESNET50, "--epochs=1", "--steps-per-epoch=60")
     for number, name in turns(list(SETTINGS), rounds):
         yield "resnet50", f"{name}, {number}", partial(training, options=(*short, *SETTINGS[name]))
@@ -98,8 +98,8 @@ def main() -> None:
     ends, longest_s, left = time.monotonic() + options.limit, 0.0, 0
     with options.out.open("a+", encoding="utf-8") as file, tempfile.TemporaryDirectory() as folder:
         file.seek(0)
-        known = [json.loads(line) for line in file]
-        done = {(each["name"], each["variant"]) for each in known}
+        records = [json.loads(line) for line in file]
+        done = {(record["name"], record["variant"]) for record in records}
         every = figures(2 if here["gpus"] else 1)
         for index, (name, variant, measure) in enumerate(every):
             is_wanted = options.only is None or name in options.only.split(",")
@@ -111,8 +111,8 @@ def main() -> None:
                 continue
             figure = measure(Path(folder) / str(index), not here["gpus"])
             longest_s = max(longest_s, time.monotonic() - began)
-            found = {"gpus": here["gpus"], "torch": here["torch"], "figure": figure}
-            line = json.dumps({"name": name, "variant": variant, **found})
+            record = {"name": name, "variant": variant, "gpus": here["gpus"]}
+            line = json.dumps({**record, "torch": here["torch"], "figure": figure})
             print(line, flush=True)
             file.write(f"{line}\n")
             file.flush()

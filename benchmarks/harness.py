@@ -1,4 +1,4 @@
-"""Shared by the scripts of this folder: what their jobs see, and a table for a page."""
+"""Shared by the scripts of this folder: the variables of their jobs, and a table for a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.support.ranks import ROOT
 
-# Of jobs: they import this checkout, and a rank has one thread, as under torchrun.
+# The variables of jobs, which import this checkout. A rank has one thread, as under torchrun.
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 

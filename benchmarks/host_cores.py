@@ -31,11 +31,11 @@ def limited(host: Host, cores: float) -> Iterator[None]:
     """Limit the processes of the host, and those that they start. See `within` for others."""
     group = _group(host)
     group.mkdir(exist_ok=True)  # left by a killed process, and without processes
-    own = Path(f"/proc/{host.pid}/ns/pid").readlink()
+    namespace = Path(f"/proc/{host.pid}/ns/pid").readlink()
     try:
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended
-                if (entry / "ns/pid").readlink() == own:
+                if (entry / "ns/pid").readlink() == namespace:
                     (group / "cgroup.procs").write_text(entry.name)
         (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(round(cores * _PERIOD_US)))

@@ -57,7 +57,7 @@ GROUP, AGENT, CHILD = "process group", "agent", "rank's child"
 SIGNALS = ("TERM", "INT", "HUP", "KILL", BRIEFLY, "QUIT", "USR1", "USR2", "ABRT")
 TARGETS = ("launcher", "mpirun", "daemon", "rank", CHILD, AGENT, GROUP)
 _RANK = r"\S*python\S*( -P)? -m mpiddp (run|train)\b"  # or the agent that starts it
-_SCRIPT = r"\S*python\S* -c .*from mpiddp\.runtime\.script "  # what an agent starts
+_SCRIPT = r"\S*python\S* -c .*from mpiddp\.runtime\.script "  # the child of an agent
 _PREFIX = re.compile(r"^\[[^]]*\]:? ", re.MULTILINE)  # of a rank
 _COMMANDS = {
     "launcher": r"\S*python\S* -m mpiddp launch\b",
@@ -68,7 +68,10 @@ _COMMANDS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal to the process `which` (0 to 1) of those of `target`, at a step or, if 0, after some time."""
+    """A signal to one process of the kind `target`, at a step or, if 0, after some time.
+
+    which: the place of the process among all of its kind, in [0, 1).
+    """
 
     signal: str
     target: str
@@ -158,7 +161,8 @@ class Job:
 
     def last_step(self) -> int:
         has_records = (self.folder / "metrics.jsonl").exists()
-        return max((each["step"] for each in records(self.folder)), default=0) if has_records else 0
+        steps = (record["step"] for record in records(self.folder)) if has_records else ()
+        return max(steps, default=0)
 
     def saved(self) -> int:
         """The newest checkpoint, -1 if one is broken."""
@@ -169,8 +173,8 @@ class Job:
 
     def processes(self) -> list[Process]:
         """The processes that still run on the hosts, except ssh logins."""
-        found = [each for host in self.hosts.hosts for each in host.processes()]
-        return [each for each in found if not each.command.startswith("sshd")]
+        processes = [process for host in self.hosts.hosts for process in host.processes()]
+        return [process for process in processes if not process.command.startswith("sshd")]
 
     def kill_orphans(self) -> list[Process]:
         """Give the job's processes time to end. Kill and return those that remain."""
@@ -184,20 +188,20 @@ class Job:
     def resume(self, printed: str) -> subprocess.CompletedProcess[str]:
         """Run the command that the job has printed, else its own."""
         command = self.plan.command()
-        if found := re.search("mpiddp: to resume: mpiddp (.*)", printed):
-            command = [sys.executable, "-m", "mpiddp", *shlex.split(found[1])]
+        if line := re.search("mpiddp: to resume: mpiddp (.*)", printed):
+            command = [sys.executable, "-m", "mpiddp", *shlex.split(line[1])]
         run, env = self.hosts["node0"].run, self.plan.env()
         return run(command, env=env, cwd=self.folder, timeout_s=2 * END_S)
 
     def printed(self) -> str:
-        files = [self.folder / "said", *self.folder.glob("printed/*")]
+        files = [self.folder / "output", *self.folder.glob("printed/*")]
         return "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def start(hosts: Cluster, folder: Path, plan: Plan) -> Job:
     folder.mkdir(exist_ok=True)
-    with (folder / "said").open("a", encoding="utf-8") as said:
-        out = said.fileno()
+    with (folder / "output").open("a", encoding="utf-8") as file:
+        out = file.fileno()
         program = hosts["node0"].popen(
             plan.command(), cwd=folder, env=plan.env(), stdout=out, stderr=out
         )
@@ -209,12 +213,12 @@ def victims(job: Job, target: str) -> list[tuple[Host, Process]]:
     if target == GROUP:  # the job's command leads its process group
         node = job.hosts["node0"]
         return [(node, process) for process in node.processes()[:1]]
-    return [(host, each) for host in job.hosts.hosts for each in of_kind(host, target)]
+    return [(host, process) for host in job.hosts.hosts for process in of_kind(host, target)]
 
 
 def of_kind(host: Host, kind: str) -> list[Process]:
     table = {process.pid: process for process in host.processes()}
-    return [each for each in table.values() if _kind(each, table) == kind]
+    return [process for process in table.values() if _kind(process, table) == kind]
 
 
 def _kind(process: Process, table: dict[int, Process]) -> str:
@@ -225,7 +229,7 @@ def _kind(process: Process, table: dict[int, Process]) -> str:
         return "rank"
     while parent is not None:
         if re.match(_RANK, parent.command):
-            return CHILD  # a DataLoader's worker, a command and what it starts
+            return CHILD  # a DataLoader's worker, a command and its children
         parent = table.get(parent.parent)
     if re.match(_RANK, process.command):
         return "rank"
@@ -244,13 +248,13 @@ def inject(job: Job, fault: Fault) -> bool:
                 return False
             break
         time.sleep(0.005)
-    found = victims(job, fault.target)
-    if not found:
+    processes = victims(job, fault.target)
+    if not processes:
         return False
-    host, each = found[int(fault.which * len(found))]
+    host, process = processes[int(fault.which * len(processes))]
     with contextlib.suppress(LookupError):  # it has just ended
         send = os.killpg if fault.target == GROUP else os.kill
-        pid = host.pid_here(each.pid)
+        pid = host.pid_here(process.pid)
         first, *rest = fault.signal.split("+")
         send(pid, getattr(signal, f"SIG{first}"))
         for name in rest:
@@ -277,14 +281,14 @@ class Result:
     hung: int = 0
     orphans_later: int = 0
     tracebacks: int = 0  # with a line of mpiddp
-    said: str = ""  # if something is wrong
+    output: str = ""  # if something is wrong
 
     @property
     def is_right(self) -> bool:
         return not any(getattr(self, name) for name in COUNTS[2:])
 
 
-# The restarts and the resumes, and what must not happen.
+# The restarts and the resumes, and the faults that must not happen.
 COUNTS = (
     *("restarts", "resumed"),
     *("not_done", "lost_saves", "different", "hung", "orphans_later", "tracebacks"),
@@ -327,12 +331,12 @@ def run(number: int, plan: Plan, hosts: Cluster, right: Any) -> Result:
     result.restarts = output.count("mpiddp: restarting on ")
     result.tracebacks = own_tracebacks(output)
     if not result.is_right:
-        result.said = output[-6000:] + "".join(f"\nleft: {process.command}" for process in left)
+        result.output = output[-6000:] + "".join(f"\nleft: {process.command}" for process in left)
     return result
 
 
 def own_tracebacks(output: str) -> int:
-    """The tracebacks with a line of mpiddp, except those of a SIGINT and of a rank that has lost another one.
+    """The number of tracebacks with a line of mpiddp, except for a SIGINT and for the loss of another rank.
 
     If a rank of a raw mpirun is killed, the first of the others to notice prints where `mpiddp train` was.
     """
@@ -340,8 +344,8 @@ def own_tracebacks(output: str) -> int:
     blocks = _PREFIX.sub("", output).split("Traceback (most recent call last):")[1:]
     errors = [re.search(r"^\S.*", block, re.MULTILINE) for block in blocks if package in block]
     errors = [error for error in errors if not (error and error[0].endswith("KeyboardInterrupt"))]
-    known = [explain([error[0]]) if error else None for error in errors]
-    return sum(not each or each.failure.weight != Weight.CONSEQUENCE for each in known)
+    causes = [explain([error[0]]) if error else None for error in errors]
+    return sum(not cause or cause.failure.weight != Weight.CONSEQUENCE for cause in causes)
 
 
 def _is_done(plan: Plan, folder: Path, result: Result) -> bool:
@@ -375,7 +379,7 @@ def table(results: Iterable[Result]) -> str:
         for _, target, _ in result.faults:
             rows[target].append(result)
     cells = [
-        [target, str(len(group)), *(str(sum(getattr(each, n) for each in group)) for n in COUNTS)]
+        [target, str(len(group)), *(str(sum(getattr(job, n) for job in group)) for n in COUNTS)]
         for target, group in sorted(rows.items())
     ]
     return markdown(["signals to", "jobs", *(name.replace("_", " ") for name in COUNTS)], cells)
@@ -408,7 +412,7 @@ def random_jobs(options: argparse.Namespace) -> int:
 HOSTS = "node0:1,node1:1,node2:1"
 VICTIMS = ("node1", "node2")
 EPOCH, LOG_EVERY = 500, 10  # steps
-CUT_S = 25.0  # the launcher gives the host up after about 12 s; a later restart finds it again
+CUT_S = 25.0  # less than --lost-after, so that the job waits for the link
 
 
 def soak(options: argparse.Namespace) -> int:
@@ -420,7 +424,7 @@ def soak(options: argparse.Namespace) -> int:
     with cluster.up(3) as hosts:
         disturbed, alone = hosts.shared / "disturbed", hosts.shared / "alone"
         since, injected = time.monotonic(), Counter[str]()
-        with (hosts.shared / "said").open("w", encoding="utf-8") as file:
+        with (hosts.shared / "output").open("w", encoding="utf-8") as file:
             job = hosts["node0"].popen(
                 _train(disturbed, options.epochs),
                 cwd=ROOT,
@@ -435,14 +439,14 @@ def soak(options: argparse.Namespace) -> int:
             kind = ("rank", "daemon", "link")[number % 3]
             injected[kind] += _disturb(hosts[draw.choice(VICTIMS)], kind)
         wall_s = time.monotonic() - since
-        said = (hosts.shared / "said").read_text(encoding="utf-8")
-        assert job.returncode == 0, said[-6000:]
+        output = (hosts.shared / "output").read_text(encoding="utf-8")
+        assert job.returncode == 0, output[-6000:]
         useful_s = _seconds_of_steps(disturbed)
         ran = hosts["node0"].run(_train(alone, options.epochs), cwd=ROOT, env=ENV, timeout_s=7200)
         assert ran.returncode == 0, ran.stderr
         steps = options.epochs * EPOCH
         different = unequal(contents(disturbed, steps), contents(alone, steps))
-    restarts = said.count("restarting on")
+    restarts = output.count("restarting on")
     print(f"faults injected: {dict(injected)}, restarts: {restarts}, steps: {steps}")
     print(f"goodput: {useful_s / wall_s:.3f} ({useful_s:.0f} s of steps in {wall_s:.0f} s)")
     print(f"bit-identical to the undisturbed run: {'no' if different else 'yes'} {different[:5]}")
@@ -455,9 +459,9 @@ def _disturb(host: Host, kind: str) -> bool:
         with unreachable(host):
             time.sleep(CUT_S)
         return True
-    for each in of_kind(host, kind)[:1]:
+    for process in of_kind(host, kind)[:1]:
         with contextlib.suppress(LookupError):  # it has just ended
-            os.kill(host.pid_here(each.pid), signal.SIGKILL)
+            os.kill(host.pid_here(process.pid), signal.SIGKILL)
             return True
     return False
 

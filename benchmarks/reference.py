@@ -1,4 +1,4 @@
-"""What the network costs a training, and what gives it back: a table of docs/evidence/performance.md.
+"""The cost of the network for a training, and a remedy: a table of docs/evidence/performance.md.
 
     python -m benchmarks.reference --rounds 3    # 10 minutes on 2 idle cores; as root
 
@@ -21,10 +21,10 @@ from statistics import median
 from benchmarks import host_cores
 from benchmarks.harness import ENV, markdown
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, option, ratios, read_results, shown, turns, wholes
+from mpiddp.bench.figures import Result, option, ratios, read_results, spread, turns, wholes
 from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, launch_command, note
-from mpiddp.errors import UserError
+from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, launch_command
+from mpiddp.errors import UserError, print_error
 from mpiddp.text import counted
 from mpiddp.train.train import STARTUP_STEPS
 from tests.support import cluster
@@ -65,12 +65,12 @@ class Options:
 
 
 def variants(sizes: tuple[int, ...]) -> dict[str, Variant]:
-    found = {ALONE: Variant(1), SHARED: Variant(1, workers_per_host=2)}
+    plain = {ALONE: Variant(1), SHARED: Variant(1, workers_per_host=2)}
     for link, mbit in LINKS.items():
-        found |= {_name(hosts, link): Variant(hosts, mbit=mbit) for hosts in sizes}
+        plain |= {_name(hosts, link): Variant(hosts, mbit=mbit) for hosts in sizes}
     slowest = LINKS[SLOWEST]
-    remedies = {name: Variant(sizes[-1], 1, slowest, each) for name, each in REMEDIES.items()}
-    return {**found, **remedies}
+    remedies = {name: Variant(sizes[-1], 1, slowest, args) for name, args in REMEDIES.items()}
+    return {**plain, **remedies}
 
 
 def _name(hosts: int, link: str) -> str:
@@ -90,7 +90,7 @@ def measure(options: Options, jobs: Jobs) -> Result:
             settings = run.pop("settings")
             runs[name].append(run)
             speed = f"{run['images_per_s']:,.0f} images/s"
-            note(f"reference: {name}, round {number} of {options.rounds}: {speed}")
+            print_error(f"reference: {name}, round {number} of {options.rounds}: {speed}")
     return {
         "settings": settings,
         "load_before": load,
@@ -158,13 +158,13 @@ def _row(name: str, results: Result) -> list[str]:
     runs = results["runs"][name]
     workers = variants(tuple(results["sizes"]))[name]
     num_workers = workers.hosts * workers.workers_per_host
-    own = [run["images_per_s"] / num_workers for run in runs]
-    ideal = ratios(own, [run["images_per_s"] for run in results["runs"][ALONE]])
+    speeds = [run["images_per_s"] / num_workers for run in runs]
+    ideal = ratios(speeds, [run["images_per_s"] for run in results["runs"][ALONE]])
     step = [1000 * run["step_time_p50_s"] for run in runs]
     sent = [max(run["sent_bytes"]) / (run["num_steps"] + DISCARDED) / 1e6 for run in runs]
     return [
         name,
-        shown([run["images_per_s"] for run in runs], ",.0f"),
+        spread([run["images_per_s"] for run in runs], ",.0f"),
         f"{median(ideal):.0%}",
         f"{median(step):.0f}",
         f"{median(sent):.2f}",

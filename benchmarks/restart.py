@@ -30,8 +30,8 @@ class Options:
 def measure(options: Options, jobs: Jobs) -> Results:
     where, ranks, timeout_s = jobs.where, jobs.slots, jobs.timeout_s
     commands = {
-        launcher: start_command(launcher, where, ranks, timeout_s, own, JOB)
-        for launcher, own in OPTIONS.items()
+        launcher: start_command(launcher, where, ranks, timeout_s, restarts, JOB)
+        for launcher, restarts in OPTIONS.items()
     }
     if jobs.per_host < ranks:  # torchrun would start all of them on this host
         del commands["torchrun"]

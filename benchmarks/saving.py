@@ -20,7 +20,8 @@ from benchmarks.training import check_training
 from mpiddp.arguments import whole
 from mpiddp.bench.figures import Result, option, ratios
 from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.measured_jobs import Jobs, note
+from mpiddp.bench.measured_jobs import Jobs
+from mpiddp.errors import print_error
 from mpiddp.text import counted
 
 NO_SAVE, THREAD, AT_ONCE = "no save", "in a thread", "at once"
@@ -35,10 +36,10 @@ class Options:
 
 
 def measure(options: Options, jobs: Jobs) -> Result:
-    note(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
+    print_error(f"saving: {counted(jobs.slots, 'rank')}, {counted(options.rounds, 'round')}")
     job = ("-m", "benchmarks.ranks.saving")
-    found: Result = jobs.run_job(*job, options=options, ranks=jobs.slots)
-    return found
+    results: Result = jobs.run_job(*job, options=options, ranks=jobs.slots)
+    return results
 
 
 def table(results: Result) -> str:

@@ -55,9 +55,9 @@ def table(results: Result) -> str:
     head = ("ranks", "launcher CPU s", "its clients", "server CPU s", "its clients", "wall s")
     rows = []
     for ranks in results["costs"]["launcher"]:
-        found = [results["costs"][name][ranks] for name in MEASURED]
-        costs = [f"{each[name]:.2f}" for each in found for name in ("cpu_s", "clients_cpu_s")]
-        rows.append([ranks, *costs, ", ".join(f"{each['wall_s']:.1f}" for each in found)])
+        costs = [results["costs"][name][ranks] for name in MEASURED]
+        cells = [f"{cost[name]:.2f}" for cost in costs for name in ("cpu_s", "clients_cpu_s")]
+        rows.append([ranks, *cells, ", ".join(f"{cost['wall_s']:.1f}" for cost in costs)])
     return aligned(head, rows)
 
 

@@ -21,7 +21,7 @@ from statistics import median
 from typing import TypedDict
 
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import aligned, option, shown, turns, wholes
+from mpiddp.bench.figures import aligned, option, spread, turns, wholes
 from mpiddp.bench.main import Row, run_benchmark
 from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, launch_command, output_of, progress
 
@@ -54,7 +54,7 @@ def measure(options: Options, jobs: Jobs) -> Results:
     starts = list[Timed]()
     for ranks in options.ranks:
         where = ("-H", f"localhost:{ranks}")
-        commands = {each: start_command(each, where, ranks, jobs.timeout_s) for each in LAUNCHERS}
+        commands = {name: start_command(name, where, ranks, jobs.timeout_s) for name in LAUNCHERS}
         starts += in_turn("start", commands, ranks, options.rounds, jobs.timeout_s)
     return {"starts": starts}
 
@@ -81,11 +81,14 @@ def in_turn(
     """Let the launchers run their commands in turn."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, for both
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a changed package would be compiled each time
-    found = [Timed(launcher=each, ranks=ranks, wall_s=[], cpu_s=[], failed=0) for each in commands]
+    starts = [
+        Timed(launcher=launcher, ranks=ranks, wall_s=[], cpu_s=[], failed=0)
+        for launcher in commands
+    ]
     for command in commands.values():  # the first start only warms the page cache
         with contextlib.suppress(BenchJobFailed):
             time_start(command, timeout_s)
-    for number, timed in turns(found, rounds):
+    for number, timed in turns(starts, rounds):
         try:
             wall_s, cpu_s = time_start(commands[timed["launcher"]], timeout_s)
             timed["wall_s"].append(wall_s)
@@ -95,11 +98,11 @@ def in_turn(
             timed["failed"] += 1
             measured = f"failed: {failure}"
         progress(f"{name}, {timed['launcher']}", ranks, number, rounds, measured)
-    return found
+    return starts
 
 
 def time_start(command: Sequence[str], timeout_s: float) -> tuple[float, float]:
-    """The seconds from the command, or from the kill, to the first all-reduce after it; and those of CPUs.
+    """The seconds from the command, or from the kill, to the first all-reduce after it; and the CPU seconds.
 
     Raises:
         BenchJobFailed: the job did not succeed within `timeout_s`.
@@ -123,25 +126,26 @@ def table(results: Results) -> str:
 
 def compared(starts: Sequence[Timed]) -> str:
     """A row for each launcher with each number of ranks. Ratios are those of the medians."""
-    torchruns = {each["ranks"]: each for each in starts if each["launcher"] == "torchrun"}
+    torchruns = {timed["ranks"]: timed for timed in starts if timed["launcher"] == "torchrun"}
     rows = []
-    for own in starts:
-        theirs, done = torchruns.get(own["ranks"]), len(own["wall_s"])
+    for timed in starts:
+        torchrun, done = torchruns.get(timed["ranks"]), len(timed["wall_s"])
         rows.append(
             [
-                *(str(own["ranks"]), own["launcher"]),
-                *_cells(own["wall_s"], theirs["wall_s"] if theirs else []),
-                *_cells(own["cpu_s"], theirs["cpu_s"] if theirs else []),
-                f"{done} of {done + own['failed']}",
+                *(str(timed["ranks"]), timed["launcher"]),
+                *_cells(timed["wall_s"], torchrun["wall_s"] if torchrun else []),
+                *_cells(timed["cpu_s"], torchrun["cpu_s"] if torchrun else []),
+                f"{done} of {done + timed['failed']}",
             ]
         )
     head = ("ranks", "launcher", "wall s", "of torchrun's", "CPU s", "of torchrun's", "succeeded")
     return aligned(head, rows)
 
 
-def _cells(own: list[float], theirs: list[float]) -> tuple[str, str]:
-    ratio = f"{median(own) / median(theirs):.2f}" if own and theirs else "-"
-    return shown(own, ".2f") if own else "-", ratio
+def _cells(seconds: list[float], of_torchrun: list[float]) -> tuple[str, str]:
+    has_both = seconds and of_torchrun
+    ratio = f"{median(seconds) / median(of_torchrun):.2f}" if has_both else "-"
+    return spread(seconds, ".2f") if seconds else "-", ratio
 
 
 if __name__ == "__main__":

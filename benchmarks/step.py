@@ -17,9 +17,10 @@ from typing import Any, TypedDict
 from benchmarks.harness import ENV
 from benchmarks.training import check_training, title
 from mpiddp.arguments import whole
-from mpiddp.bench.figures import Result, aligned, option, ratios, shown
+from mpiddp.bench.figures import Result, aligned, option, ratios, spread
 from mpiddp.bench.main import Row, run_benchmark
-from mpiddp.bench.measured_jobs import Jobs, note
+from mpiddp.bench.measured_jobs import Jobs
+from mpiddp.errors import print_error
 from mpiddp.text import counted
 
 RUNNER, BARE, BARE_AGAIN = "runner", "bare loop", "bare loop again"
@@ -40,15 +41,15 @@ class Results(TypedDict):
 
 
 def measure(options: Options, jobs: Jobs) -> Any:
-    note(f"step: {counted(jobs.slots, 'rank')}")
+    print_error(f"step: {counted(jobs.slots, 'rank')}")
     return jobs.run_job("-m", "benchmarks.ranks.step", options=options, ranks=jobs.slots)
 
 
 def table(results: Results) -> str:
     settings, bare = results["settings"], results["step_s"][BARE]
     loops = [
-        [name, shown(own, ".1f", 1000), shown(ratios(own, bare), ".3f")]
-        for name, own in results["step_s"].items()
+        [name, spread([1000 * s for s in seconds], ".1f"), spread(ratios(seconds, bare), ".3f")]
+        for name, seconds in results["step_s"].items()
     ]
     return (
         f"A step of {title(settings)}, {settings['batch_size']} images per rank\n\n"

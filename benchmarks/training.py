@@ -119,8 +119,8 @@ class Clock:
 
     def figures(self, job: Job) -> Result:
         """The speed of all steps but the first few, on the slowest rank. A collective."""
-        own = self.seconds()[STARTUP_STEPS:]
-        slowest = torch.tensor([*own, sum(own)], dtype=torch.float64, device=job.device)
+        spans = self.seconds()[STARTUP_STEPS:]
+        slowest = torch.tensor([*spans, sum(spans)], dtype=torch.float64, device=job.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         *times, total = slowest.tolist()
         images = len(times) * job.config.global_batch_size

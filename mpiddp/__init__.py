@@ -64,7 +64,12 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return _version()
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("mpiddp")
+        except PackageNotFoundError:  # the sources were copied, and not installed
+            return "unknown"
     if name not in _MODULES:
         raise AttributeError(f"module 'mpiddp' has no attribute '{name}'")
     from importlib import import_module
@@ -77,13 +82,3 @@ def __getattr__(name: str) -> Any:
         if sentence := missing_package(error, f"mpiddp.{name}"):
             raise ImportError(sentence, name=error.name) from None
         raise
-
-
-def _version() -> str:
-    """That of the installed package, which setup.py has set."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("mpiddp")
-    except PackageNotFoundError:  # a copy of the sources alone
-        return "unknown"

@@ -25,13 +25,13 @@ BAD_INPUT = 2
 STOPPED = 75  # EX_TEMPFAIL: stopped on request, after should_stop(); the same command resumes
 INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
-# The errors of a wrong path or command. A machine, such as a disk or a file server, causes all others.
+# The errors of a wrong path or command. A machine causes all others, for example its disk.
 _WRONG = {
     *(errno.E2BIG, errno.EACCES, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EISDIR),
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOEXEC, errno.ENOTDIR, errno.EPERM),
 }
 
-# The beginning of a sentence of argparse, for example. `message` puts "mpiddp: " in its place.
+# The beginning of sentences, for example of argparse, in whose place `message` puts "mpiddp: ".
 _PREFIX = re.compile("^mpiddp(: | launch: | (?=[a-z][a-z -]*: ))")
 
 # The extra of this distribution that installs a package.
@@ -79,7 +79,7 @@ class RankFailed(JobFailed):
 
 
 class NoAnswer(JobFailed):
-    """Some rank did not answer in time, so an agreement of all ranks is out of reach."""
+    """A rank is silent, so the ranks cannot agree."""
 
 
 def missing_package(error: BaseException, user: str) -> str:
@@ -162,11 +162,13 @@ def without_prefix(sentence: str) -> str:
 
 def print_line(line: str, stream: TextIO) -> None:
     """Print the line in one write. With PYTHONUNBUFFERED, `print` takes two, and others write between."""
-    encoding = (
-        getattr(stream, "encoding", None) or "utf-8"
-    )  # the line may quote a path of any bytes
-    text = line.encode(encoding, "backslashreplace").decode(encoding)
-    print(f"{text}\n", end="", file=stream, flush=True)
+    print(f"{encodable(line, stream)}\n", end="", file=stream, flush=True)
+
+
+def encodable(text: str, stream: object) -> str:
+    """The text as the stream can write it, because it may quote a path of any bytes."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 # --- paths that a user names ---
@@ -189,11 +191,11 @@ def named_by(option: str) -> Iterator[None]:
         raise cause_of(error)(sentence.lstrip()) from None
 
 
-def check_program(name: str, path: str | None) -> None:
-    """Raise UserError if `name` is no program: by its path, or on the search path `path`."""
+def check_program(name: str) -> None:
+    """Raise UserError unless `name` is a program on PATH, or the path of one."""
     import shutil  # takes 5 ms, and a script does not need it
 
-    if shutil.which(name, path=path) is not None:
+    if shutil.which(name) is not None:
         return
     if os.sep not in name:
         raise UserError(f'"{escaped(name)}" is not a program on PATH.')

@@ -1,8 +1,8 @@
 """World: this process's rank and the sizes of the job, read from the environment variables of its source.
 
-Every source of ranks, such as an mpirun, srun or torchrun, is one row of a table: the names of its variables,
-and what else is particular to it. A row is used only if it is complete, so a process never assumes that it is
-rank 0 because a variable is missing.
+Every source of ranks, such as an mpirun, srun or torchrun, is one row of a table, with the names of its
+variables. If only some of them are set, that is an error, so no process takes itself for rank 0 because a
+variable is missing.
 
     mpirun -np 2 python -c 'import mpiddp; print(mpiddp.World.from_env())'
 """
@@ -24,17 +24,17 @@ from mpiddp.text import parse_whole, shown
 class RankSource(NamedTuple):
     """A program that starts ranks, as data: the variables that hold a rank's identity.
 
-    It is present if any variable of `proof` is set. No later source sets these, nor does a stale profile.
+    It is present if any variable of `proof` is set. Neither a later row nor a stale profile sets these.
     """
 
     name: str
     proof: tuple[str, ...]
-    # Of the rank, the world size, the local rank and the local world size. The ranks count what is missing at
-    # the end when they have joined.
+    # The variables of the rank, the world size, the local rank and the local world size. If a source lacks
+    # the last ones, the ranks count when they have joined.
     variables: tuple[str, ...]
     mpis: tuple[str, ...] = ()  # its ranks may load these, as get_vendor() of mpi4py names them
     hides_gpus: bool = False  # each rank may see only its own GPU
-    starts_any_program: bool = False  # its ranks may have MASTER_ADDR and _PORT, and need no MPI
+    starts_any_program: bool = False  # its ranks need no MPI, if MASTER_ADDR and _PORT are set
 
 
 def _mpi(name: str, prefix: str, *mpis: str) -> RankSource:
@@ -93,7 +93,7 @@ RANK_SOURCES = (
     _PMIX,
 )
 
-# What launchers tell their ranks beside a row's variables. The rest of such a beginning is a user's setting.
+# Other variables that launchers set in their ranks. The exceptions, such as OMPI_MCA_, are users' settings.
 _OF_LAUNCHERS = re.compile(
     r"TORCHELASTIC_|(GROUP|ROLE)_(RANK|NAME|WORLD_SIZE)$|PMI_|PMIX_(?!MCA_)|PRTE_(?!MCA_)|OMPI_(?!MCA_|ALLOW_)"
     r"|MPI_LOCAL|MV2_COMM_WORLD_|HYDI_|JSM_|PALS_|FLUX_TASK_|SLURM_(STEP|PROCID|LOCALID|NODEID|TASK_|GTIDS|SRUN_)"
@@ -104,8 +104,8 @@ ALONE = RankSource("none", (), ())
 class World(NamedTuple):
     """This process's identity in the job.
 
-    `mpiddp.init` and `mpiddp.process_group` return one with all of its fields set. In one that
-    `World.from_env` has read, the fields that become known later are None.
+    `mpiddp.init` and `mpiddp.process_group` return a World with all of its fields set. `World.from_env`
+    returns None in the fields that are known once the ranks have joined.
 
     Attributes:
         rank: of this process, in [0, world_size).
@@ -210,7 +210,7 @@ def likely_ranks(env: Mapping[str, str]) -> tuple[int, int]:
 
 def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
     if launcher.name == "slurm" and "SLURM_STEP_ID" in env:
-        # salloc's shell may be a step too, with an id near 2**32. What is no id is refused elsewhere.
+        # The shell of salloc may be a step too, whose id is near 2**32. It has no ranks.
         with suppress(ValueError):
             return parse_whole(env["SLURM_STEP_ID"], high=2**32) <= 2**32 - 16
     if launcher.name == "torchrun" and is_joined(env):
@@ -219,12 +219,12 @@ def _present(launcher: RankSource, env: Mapping[str, str]) -> bool:
 
 
 def is_joined(env: Mapping[str, str]) -> bool:
-    """Whether `env` is of a rank that has joined, or of its child. A torchrun of theirs has another id."""
+    """Whether `env` is of a rank that has joined, or of its child. A torchrun sets another id."""
     return ours.RUN_ID in env and env.get("TORCHELASTIC_RUN_ID") == env[ours.RUN_ID]
 
 
 def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
-    """Remove what new ranks would inherit of another job. Returns whether this process is its rank."""
+    """Remove the variables of another job, before new ranks inherit them. Returns whether it had joined."""
     channel = (ours.CHANNEL, ours.CHANNEL_SECRET)
     for name in (*channel, ours.ANNOUNCED, ours.GPUS, ours.LAUNCHER, ours.RUN_DIR):
         env.pop(name, None)
@@ -236,18 +236,18 @@ def leave_enclosing_job(env: MutableMapping[str, str]) -> bool:
     complete = next((names for names in (TORCH, TORCH[:2]) if {*names} <= env.keys()), ())
     for name in {*TORCH} - {*complete}:
         env.pop(name, None)
-    if not env.keys() & {*TORCH}:  # a stale id of torchrun's
+    if not complete:  # then the id of a torchrun is left over as well
         env.pop("TORCHELASTIC_RUN_ID", None)
     return was_joined
 
 
 def leave_launchers(env: MutableMapping[str, str]) -> None:
-    """Remove what a launcher, or a stale profile, says of this process as its rank: new ranks have another.
+    """Remove the variables that make this process a rank, because new ranks get their own.
 
-    torchrun sets the address of its own store. That of a user stays.
+    The address of a store stays if a user has set it, but not if torchrun has.
     """
     names = {name for source in RANK_SOURCES for name in (*source.proof, *source.variables)}
-    names -= {"SLURM_NTASKS"}  # the variable of a job as well
+    names -= {"SLURM_NTASKS"}  # it belongs to the whole Slurm job, too
     if "TORCHELASTIC_RUN_ID" in env:
         names |= {"MASTER_ADDR", "MASTER_PORT"}
     for name in [name for name in env if name in names or _OF_LAUNCHERS.match(name)]:

@@ -140,13 +140,13 @@ def _agree(connections: Sequence[socket.socket]) -> None:
 
 
 def report(since: float, before: resource.struct_rusage | None = None) -> None:
-    own = resource.getrusage(resource.RUSAGE_SELF)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     cost = {
-        "cpu_s": sum(own[:2]) - (sum(before[:2]) if before else 0.0),  # user's and system's
+        "cpu_s": sum(usage[:2]) - (sum(before[:2]) if before else 0.0),  # user's and system's
         "clients_cpu_s": sum(children[:2]),
         "wall_s": time.monotonic() - since,
-        "peak_mb": own.ru_maxrss / 1024,
+        "peak_mb": usage.ru_maxrss / 1024,
     }
     print(json.dumps(cost))
 

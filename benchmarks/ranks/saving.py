@@ -1,4 +1,4 @@
-"""A rank of `python -m benchmarks.saving`: steps without a save, and with those of each variant."""
+"""A rank of `python -m benchmarks.saving`: steps without a save, and with each kind of save."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def main(folder: Path, steps: int) -> None:
         first = saved.step + 1 if saved else 1
         everything = (steps, world.world_size, BATCH, SIZE + 1)
         samples = torch.randn(everything, generator=torch.Generator().manual_seed(0))
-        own: Any = samples[first - 1 :, world.rank].flatten(0, 1)
-        for step, batch in enumerate(DataLoader(own, BATCH, num_workers=1), first):
+        of_rank: Any = samples[first - 1 :, world.rank].flatten(0, 1)
+        for step, batch in enumerate(DataLoader(of_rank, BATCH, num_workers=1), first):
             inputs, targets = batch[:, :SIZE], batch[:, SIZE]
             gradient = inputs.T @ (inputs @ weights - targets) / BATCH
             dist.all_reduce(gradient)

@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _time_bare_loop(job: Job, tensors: list[Batch]) -> Result:
-    """The figures of a hand-written loop with the same settings, measured as those of the runner.
+    """The figures of a hand-written loop with the same settings, measured in the same way.
 
     The learning rate is the same as well, because the speed of a CPU depends on the numbers that it
     computes with.

@@ -18,11 +18,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from mpiddp.arguments import duration, whole
-from mpiddp.bench.figures import Result, aligned, emit, option, shown
+from mpiddp.bench.figures import Result, aligned, emit, option, spread
 from mpiddp.bench.machine import machine
-from mpiddp.bench.measured_jobs import Jobs, note
-from mpiddp.text import counted
-from mpiddp.text import shown as shown_input
+from mpiddp.bench.measured_jobs import Jobs
+from mpiddp.errors import print_error
+from mpiddp.text import counted, shown
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def size_bytes(text: str) -> int:
     size = int(match[1]) * _UNITS[match[2]] if match else 0
     if not MIN_BYTES <= size < 1 << 50:
         raise argparse.ArgumentTypeError(
-            f"expected a size of at least 1K, such as 64K, 16M or 1G, not {shown_input(text)!r}"
+            f"expected a size of at least 1K, such as 64K, 16M or 1G, not {shown(text)!r}"
         )
     return size
 
@@ -55,7 +55,7 @@ class Options:
 
 
 class Point(TypedDict):
-    """All-reduces of one size. `seconds`: each on its slowest rank."""
+    """All-reduces of one size. `seconds` has the time of each all-reduce on its slowest rank."""
 
     backend: str
     bytes: int
@@ -72,15 +72,15 @@ def table(results: Results) -> str:
     ranks, rows = results["ranks"], []
     for point in results["points"]:
         load = 2 * (ranks - 1) / ranks * point["bytes"] / 1e9
-        speeds = [load / taken for taken in point["seconds"]]
+        speeds = [load / seconds for seconds in point["seconds"]]
         cells = [point["backend"], f"{point['bytes']:,}", str(len(speeds))]
-        rows.append([*cells, f"{1000 * median(point['seconds']):.3f}", shown(speeds, ".3f")])
+        rows.append([*cells, f"{1000 * median(point['seconds']):.3f}", spread(speeds, ".3f")])
     head = ("backend", "bytes", "times", "ms", "bus GB/s")
     return f"All-reduce over {ranks} ranks, fp32, time of the slowest rank\n\n{aligned(head, rows)}"
 
 
 def measure(options: Options, jobs: Jobs) -> Any:
-    note(f"allreduce: {counted(jobs.slots, 'rank')}")
+    print_error(f"allreduce: {counted(jobs.slots, 'rank')}")
     return jobs.run_job("-m", "mpiddp.bench.allreduce", options=options, ranks=jobs.slots)
 
 
@@ -95,7 +95,7 @@ def rank(options: Options) -> None:
     import mpiddp
     from mpiddp.runtime.torch.process_group import choose_backend
 
-    # NCCL first: it refuses ranks that share a GPU.
+    # NCCL comes first, because it refuses ranks that share a GPU, before gloo has taken its time.
     automatic = dict.fromkeys([choose_backend(None), "gloo"])
     points: list[Point] = []
     for backend in [options.backend] if options.backend else automatic:
@@ -119,7 +119,7 @@ def _time(size: int, device: torch.device, budget_s: float, least: int) -> list[
     # `full` writes every page, so that the first all-reduce does not wait for page faults.
     numbers = torch.full((size // 4,), 0.0, device=device)
     seconds = _series(numbers, WARMUP, device)
-    # `seconds` is equal on all ranks, so all ranks compute the same count.
+    # All ranks have the same `seconds`, and so compute the same count.
     count = max(least, min(1000, int(budget_s / max(1e-9, min(seconds)))))
     return _series(numbers, count, device)
 

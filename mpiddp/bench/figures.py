@@ -46,9 +46,9 @@ def read_results(lines: Iterable[str]) -> list[Result]:
 def turns(names: Sequence[T], rounds: int, warmup: int = 0) -> Iterator[tuple[int, T]]:
     """Yield (round, name), each name once per round, so that other load affects all of them equally.
 
-    Rounds count from 1; `warmup` rounds come before them, numbered down from 0. Every second round has
-    the reverse order of the round before, and each such pair starts one name later. So the after-effects
-    of a turn, in caches or pending writes, do not always hit the same name.
+    Rounds count from 1; the numbers of the `warmup` rounds before them end with 0. Every second round has the
+    reverse order of the round before, and each such pair starts one name later. So the after-effects of a
+    turn, in caches or pending writes, do not always hit the same name.
     """
     for index in range(warmup + rounds):
         start = index // 2 % len(names)
@@ -58,15 +58,13 @@ def turns(names: Sequence[T], rounds: int, warmup: int = 0) -> Iterator[tuple[in
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """The ratio in each round, whose two figures were measured shortly after each other."""
+    """The ratio of each round, in which both figures were measured shortly after each other."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-def shown(values: Sequence[float], form: str, factor: float = 1.0) -> str:
+def spread(values: Sequence[float], form: str) -> str:
     """The median, the lowest and the highest of several measurements: "1.05 (0.98 to 1.11)"."""
-    figures = (median(values), min(values), max(values))
-    middle, low, high = (format(figure * factor, form) for figure in figures)
-    return f"{middle} ({low} to {high})"
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from mpiddp.arguments import OneSentenceParser, as_arguments, duration, examples
 from mpiddp.bench.machine import machine
-from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, note
-from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by
+from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs
+from mpiddp.errors import BAD_INPUT, DONE, FAILED, UserError, named_by, print_error
 from mpiddp.hosts.where import add_file, settle
 from mpiddp.launch.plan.environment import without_values
 from mpiddp.launch.plan.job_plan import make_plan
@@ -36,9 +36,9 @@ from mpiddp.text import as_json, counted
 class Row(NamedTuple):
     """A benchmark.
 
-    takes_hosts: the options of `mpiddp launch` that choose hosts; otherwise its jobs run on this machine.
-    takes_script: it measures a script, which ends the command line. check: further arguments are for its
-    ranks, and this raises UserError for wrong ones.
+    takes_hosts: it has the options of `mpiddp launch` that choose hosts. Otherwise it runs on this machine.
+    takes_script: it measures a script, which ends the command line. check: if there is this function, further
+    arguments are for the ranks, and it raises UserError if they are wrong.
     """
 
     purpose: str
@@ -87,7 +87,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
     parser, where = _parser(prog, name, row, module)
     values, more = parser.parse_known_args(argv)
     if row.check:
-        row.check(prog, more)  # wrong arguments are refused before the ranks start
+        row.check(prog, more)  # before the ranks start
     elif more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     if row.takes_script:
@@ -112,7 +112,7 @@ def run_benchmark(prog: str, name: str, row: Row, module: Any, argv: list[str]) 
         results = module.measure(options, jobs)
     except BenchJobFailed as failure:
         print(failure, file=sys.stderr)
-        note(f"bench {name} stopped: a job failed with exit code {failure.code}.")
+        print_error(f"bench {name} stopped: a job failed with exit code {failure.code}.")
         return BAD_INPUT if failure.code == BAD_INPUT else FAILED
     print(module.table(results))
     exports = getattr(values, "exports", [])  # the values of -x may be secrets

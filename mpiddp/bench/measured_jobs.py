@@ -1,4 +1,4 @@
-"""The jobs of a benchmark, which `mpiddp launch` starts: so the figures are those of a user's jobs."""
+"""The jobs of a benchmark. `mpiddp launch` starts them, so they are as fast as a user's own jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
 from mpiddp.bench.figures import read_results
-from mpiddp.errors import DONE
+from mpiddp.errors import DONE, print_error
 from mpiddp.hosts.processes import signal_at_parents_end
 from mpiddp.text import counted
 
@@ -36,10 +36,10 @@ class BenchJobFailed(Exception):
 class Jobs:
     """The jobs of a benchmark.
 
-    where: the options of `mpiddp launch` that choose the hosts. slots: the ranks that these can hold.
+    where: the options of `mpiddp launch` that choose the hosts. slots: the number of ranks on these hosts.
     per_host: the ranks of the fullest host. starter: the MPI. timeout_s: the limit of one job.
-    out: the folder of the results. arguments: the script and its arguments, or what the ranks of a benchmark
-    take besides its options.
+    out: the folder of the results. arguments: the script and its arguments, or the arguments that the ranks
+    of a benchmark take besides its options.
     """
 
     where: tuple[str, ...]
@@ -51,7 +51,7 @@ class Jobs:
     arguments: tuple[str, ...] = ()
 
     def run_job(self, *job: str, options: DataclassInstance, ranks: int) -> Any:
-        """Run a job that takes `options` as JSON, and return what its rank 0 has sent.
+        """Run a job that takes `options` as JSON, and return the result that its rank 0 has sent.
 
         Raises:
             BenchJobFailed: it did not succeed within `timeout_s`.
@@ -62,8 +62,8 @@ class Jobs:
 
     def command(self, ranks: int) -> list[str]:
         """The beginning of the command of a job on so many ranks."""
-        # A rank has as many threads as in a job on all slots: a single rank, which has its host alone, would
-        # otherwise be faster.
+        # A rank has as many threads as in a job on all slots, or else a rank that has its host alone would be
+        # faster.
         share = max(1, (os.cpu_count() or 1) // self.per_host)
         threads = os.environ.get("OMP_NUM_THREADS") or share
         command = launch_command("-x", f"OMP_NUM_THREADS={threads}", *self.where)
@@ -71,13 +71,13 @@ class Jobs:
 
 
 def launch_command(*options: str) -> list[str]:
-    # A job that has exceeded its time has nothing to save. The results come from rank 0's output.
+    # A job whose time is over has nothing to save. The results come from rank 0's output.
     fixed = ("--grace", "1s", "--log-ranks", "default")
     return [sys.executable, "-m", "mpiddp", "launch", *fixed, *options]
 
 
 def output_of(argv: Sequence[str], *, timeout_s: float) -> list[str]:
-    """Run a command to its end, and return the lines of its stdout. It does not outlive this function.
+    """Run a command to its end, and return the lines of its stdout.
 
     Raises:
         BenchJobFailed: its exit code is not 0, or it did not end within `timeout_s`.
@@ -104,7 +104,7 @@ def started(argv: Sequence[str], stdout: int) -> Iterator[tuple[subprocess.Popen
             stderr=stderr,
             encoding="utf-8",
             errors="replace",
-            # A Ctrl-C may come before this process has the child's number.
+            # The child ends with this process, even if a Ctrl-C comes before its number is known.
             preexec_fn=partial(signal_at_parents_end, signal.SIGTERM),
         ) as child,
     ):
@@ -119,9 +119,5 @@ def text_of(file: IO[str]) -> str:
     return file.read().strip()
 
 
-def note(sentence: str) -> None:
-    print(f"mpiddp: {sentence}", file=sys.stderr, flush=True)
-
-
 def progress(name: str, ranks: int, round_number: int, rounds: int, measured: str) -> None:
-    note(f"{name}: {counted(ranks, 'rank')}, round {round_number} of {rounds}: {measured}")
+    print_error(f"{name}: {counted(ranks, 'rank')}, round {round_number} of {rounds}: {measured}")

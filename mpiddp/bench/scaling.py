@@ -3,8 +3,8 @@
     mpiddp bench scaling -H node1:8,node2:8 train.py --out {out}
 
 Each number of ranks is a launch of its own, and the launches alternate in every round. The launcher counts
-the steps of any script, for `mpiddp top`; a launch is stopped after some seconds of steps. If the script has
-the same batch on each rank, twice the ranks ideally make as many steps/s.
+the steps of any script, for `mpiddp top`, and stops after some seconds of steps. If each rank has the same
+batch at any number of ranks, the steps/s ideally stay the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
 from mpiddp.arguments import OUT, duration, whole
-from mpiddp.bench.figures import aligned, option, ratios, shown, turns, wholes
+from mpiddp.bench.figures import aligned, option, ratios, spread, turns, wholes
 from mpiddp.bench.measured_jobs import BenchJobFailed, Jobs, progress, started, text_of
 from mpiddp.errors import DONE, UserError
 from mpiddp.protocol.channel import VIEW_JOB
@@ -25,7 +25,7 @@ from mpiddp.watch.running_jobs import RunningJob, running_jobs
 
 # The first steps allocate memory and select kernels, so they do not count.
 WARMUP_STEPS = 3
-_POLL_S = 0.5  # a rank reports its step as often
+_POLL_S = 0.5  # a rank reports its step twice a second
 _TITLE = "Steps/s by number of ranks. Efficiency: relative to the smallest number in the same round"
 
 
@@ -76,9 +76,7 @@ class Reported(NamedTuple):
 
 
 def count_steps(command: list[str], ranks: int, seconds: float, timeout_s: float) -> ScalingRun:
-    """Start a script on so many ranks, count its steps for so many seconds, and stop it.
-
-    A script that ends earlier is measured until its end.
+    """Start a script on so many ranks, count its steps for so many seconds or until its end, and stop it.
 
     Raises:
         BenchJobFailed: it failed, or made too few steps within `timeout_s`.
@@ -143,8 +141,8 @@ def table(results: Results) -> str:
         [
             str(ranks),
             str(hosts[ranks]),
-            shown(speeds[ranks], ".3g"),
-            shown(ratios(speeds[ranks], speeds[smallest]), ".3f"),
+            spread(speeds[ranks], ".3g"),
+            spread(ratios(speeds[ranks], speeds[smallest]), ".3f"),
         ]
         for ranks in sorted(speeds)
     ]

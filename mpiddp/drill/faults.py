@@ -1,7 +1,4 @@
-"""The table of faults, one row for each, in the order of a drill, and how they hit.
-
-docs/drill.md explains them.
-"""
+"""The table of faults, in the order of a drill. docs/drill.md explains them."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ _TEXT = (".json", ".jsonl", ".log", ".txt", ".csv", ".yaml", ".out", ".err")
 class Fault:
     """One fault, and how the run goes on after it.
 
-    number: the signal. At a step, a rank sends SIGKILL to itself; SIGTERM comes from outside of the ranks, to
-    all processes of the job on this host, as a scheduler and systemd send it.
+    number: the signal. A rank sends SIGKILL to itself. The drill sends SIGTERM to all processes of the job on
+    this host, as a scheduler and systemd do.
     flips: one bit of the newest checkpoint changes before the resume.
     fewer: the resume has so many ranks less.
     """
@@ -45,10 +42,10 @@ UNDISTURBED = Fault("undisturbed", number=0)
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """When a fault hits in the ranks of one rehearsal. The process that runs it has written the plan.
+    """When a fault hits in the ranks of one rehearsal. The drill writes it, and the observers read it.
 
-    number: the signal; 0 for the undisturbed run. last: the step after which the script ends; 0 for where it
-    ends by itself. folder: its working folder; "" for that of the launcher.
+    number: the signal; 0 for the undisturbed run. last: the step after which the script ends; 0 if it ends by
+    itself. folder: its working folder; "" for that of the launcher.
     """
 
     number: int = 0

@@ -1,6 +1,6 @@
-"""From what was recorded to pass or fail, with the cause in one sentence. Pure functions.
+"""From the records of two runs to pass or fail, with the cause in one sentence. Pure functions.
 
-A resumed run passes if it ends with the bits of the undisturbed one. Otherwise the cause is the first step,
+A resumed run passes if it ends with the bits of the undisturbed run. Otherwise the cause is the first step,
 and the first entry of the state, that differ.
 """
 
@@ -20,9 +20,10 @@ _PHRASE_LENGTH = 160
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. `passed` is None if the fault did not occur; other None are not known.
+    """One row of the table. `passed` is None if the fault did not occur.
 
-    weights_equal: the bits of parameters, optimizer and buffers at the end; None if they are not compared.
+    weights_equal: whether the bits of parameters, optimizer and buffers are equal at the end; None if they
+    are not compared. steps_lost: None if it is unknown.
     """
 
     fault: str
@@ -54,7 +55,7 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
 
 
 def judge_undisturbed(undisturbed: Rehearsal) -> Result:
-    """Whether the script can be drilled at all, and what shows without a fault."""
+    """Whether the script can be drilled at all, by its run without a fault."""
     [end] = undisturbed.ended
     cause = _shared_file(undisturbed)
     if end.code is None:
@@ -80,21 +81,21 @@ def _cause(fault: Fault, disturbed: Rehearsal, difference: str) -> str:
     return difference
 
 
-def _difference(before: Rehearsal, after: Rehearsal) -> str:
+def _difference(undisturbed: Rehearsal, resumed: Rehearsal) -> str:
     """Where the resumed run differs from the undisturbed one; "" if it ends with the same bits."""
-    pairs = list(zip(before.ranks, after.ranks, strict=True))
-    if all(rank.steps[-1]["entries"] == other.steps[-1]["entries"] for rank, other in pairs):
+    pairs = [(a.steps, b.steps) for a, b in zip(undisturbed.ranks, resumed.ranks, strict=True)]
+    if all(expected[-1]["entries"] == actual[-1]["entries"] for expected, actual in pairs):
         return ""
-    for number, (rank, other) in enumerate(pairs):
-        on_rank, at = f" on rank {number}" if number else "", other.last_resume or 0
-        for step in range(at, min(len(rank.steps), len(other.steps))):
-            ours, theirs = rank.steps[step]["entries"], other.steps[step]["entries"]
+    for number, (expected, actual) in enumerate(pairs):
+        on_rank, at = f" on rank {number}" if number else "", resumed.ranks[number].last_resume or 0
+        for step in range(at, min(len(expected), len(actual))):
+            before, after = expected[step]["entries"], actual[step]["entries"]
             # The state before the first step of a process has no learning rate.
-            names = [name for name in {**ours, **theirs} if name != RATE or step > at]
-            if name := next((name for name in names if ours.get(name) != theirs.get(name)), ""):
-                lacks = "" if name in theirs else ", which is missing"
+            names = [name for name in {**before, **after} if name != RATE or step > at]
+            if name := next((name for name in names if before.get(name) != after.get(name)), ""):
+                lacks = "" if name in after else ", which is missing"
                 return f"differs from step {step}{on_rank}: first in {name}{lacks}"
-    return f"ends after step {after.length}, the undisturbed run after step {before.length}"
+    return f"ends after step {resumed.length}, the undisturbed run after step {undisturbed.length}"
 
 
 def _shared_file(undisturbed: Rehearsal) -> str:

@@ -1,4 +1,4 @@
-"""The records of the ranks of a rehearsal. All attempts of a rank make one history of its steps."""
+"""The records of the ranks of a rehearsal. The attempts of a rank make one history of its steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read(folder: Path) -> list[History]:
 
 
 def read_attempts(folder: Path, rank: int) -> list[RecordedAttempt]:
-    """In the order of their starts. What a killed process has half written is left out."""
+    """The attempts in the order of their starts, without a line that a killed process has half written."""
     attempts = []
     for file in sorted(folder.glob(f"rank_{rank}_*.jsonl")):  # the times have as many digits
         lines = file.read_text("utf-8").rpartition("\n")[0].splitlines()

@@ -1,8 +1,8 @@
 """The observer of a drill: it records the script of a rank, and lets the fault hit from within.
 
-The start of a rank imports this module by the name in MPIDDP_OBSERVER and calls `observe`. It appends one
-line of JSON per event to a file of its own in the folder MPIDDP_DRILL: the state before the first step,
-each step, each torch.save. See `mpiddp.drill.history` for what reads it.
+A rank imports this module by its name in MPIDDP_OBSERVER, and calls `observe` before the script. The observer
+writes a line of JSON for each event into a file in the folder MPIDDP_DRILL: the state before the first step,
+each step, each torch.save. `mpiddp.drill.history` reads them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from mpiddp.errors import UserError
 from mpiddp.protocol.variables import DRILL
 from mpiddp.runtime.torch.determinism import digest_of
 
-_SETTLE_S = 0.5  # a save beside the training may end in this time, before the fault
-_SLOW_S = 0.05  # a step after the fault takes so long: a short script lives until the signal
+_SETTLE_S = 0.5  # before the fault, so that a save beside the training can end
+_SLOW_S = 0.05  # of each step after the fault, so that a short script lives until the signal
 
 
 def observe() -> None:
-    """Record this rank from now on. The rank has joined, and its script has not begun."""
+    """Record this rank from now on."""
     folder = Path(os.environ[DRILL])
     if not (folder / PLAN).is_file():
         raise UserError(
@@ -67,7 +67,7 @@ class _Observer:
         self._step = 0  # the latest step of the run; at first the step of the resume
         self._optimizer: Optimizer | None = None  # the first optimizer that makes a step
         self._model: nn.Module | None = None  # the first module that is called
-        self._first_buffers: dict[str, str] = {}  # a forward pass changes those of BatchNorm
+        self._first_buffers: dict[str, str] = {}  # before a forward pass changes BatchNorm's
         file = folder / f"rank_{rank}_{time.time_ns()}.jsonl"
         self._file = file.open("w", buffering=1, encoding="utf-8")
 
@@ -117,21 +117,18 @@ class _Observer:
         """The digest of each entry of the training's state, causes before effects, and of all weights."""
         named = self._model.named_parameters() if self._model is not None else ()
         names = {id(parameter): _plain(name) for name, parameter in named}
-        held, weights = {}, {}
+        moments, weights = {}, {}
         groups = (group["params"] for group in optimizer.param_groups)
         for number, parameter in enumerate(parameter for group in groups for parameter in group):
             name = names.get(id(parameter), f"parameter {number}")
             for key, value in optimizer.state.get(parameter, {}).items():
-                held[f"the optimizer's {key} of {name}"] = _digest(value)
+                moments[f"the optimizer's {key} of {name}"] = _digest(value)
             weights[name] = _digest(parameter)
-        entries = {**held, **self._buffers(), **weights}
-        return {
-            "entries": entries,
-            "weights": sha256("".join(weights.values()).encode()).hexdigest(),
-        }
+        digest = sha256("".join(weights.values()).encode()).hexdigest()
+        return {"entries": {**moments, **self._buffers(), **weights}, "weights": digest}
 
     def _buffers(self) -> dict[str, str]:
-        # DDP sends rank 0's buffers to the others before each forward pass.
+        # Rank 0 is enough, because DDP sends its buffers to all before each forward pass.
         named = self._model.named_buffers() if self._model is not None and not self._rank else ()
         return {f"the buffer {_plain(name)}": _digest(buffer) for name, buffer in named}
 
@@ -140,10 +137,10 @@ class _Observer:
 
 
 def _plain(name: str) -> str:
-    """The name of a tensor without those of its wrappers, DDP and torch.compile."""
+    """The name of a tensor without the prefixes of DDP and torch.compile."""
     return re.sub(r"^((module|_orig_mod)\.)+", "", name)
 
 
 def _digest(value: Any) -> str:
-    """A digest of the bits of a tensor; another value as it prints."""
+    """A digest of the bits of a tensor, or the text of another value."""
     return f"{digest_of(value):08x}" if isinstance(value, torch.Tensor) else repr(value)

@@ -34,7 +34,7 @@ class LaunchCommand:
     options: tuple[str, ...]
     job: tuple[str, ...]  # the script, or -m and the module
     ranks: int
-    has_hosts: bool  # besides this one
+    has_hosts: bool  # whether it runs on other hosts than this one
 
     @property
     def names_folder(self) -> bool:
@@ -56,7 +56,7 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A rehearsal that is over. `ended`: the first command and the resume. `injected`: the fault has hit."""
+    """A rehearsal that is over. `ended` has its run and the resume. `injected`: whether the fault has hit."""
 
     injected: bool
     ended: list[Ended]
@@ -82,7 +82,7 @@ class Rehearsal:
 class Drill:
     """Rehearsals of one command, each in a new folder below `work`.
 
-    last: the step that ends every run; 0 for where the script ends.
+    last: the step after which every run ends; 0 if the script ends by itself.
     """
 
     command: LaunchCommand
@@ -94,7 +94,7 @@ class Drill:
         return self._rehearse(UNDISTURBED, FaultPlan(last=self.last), UNDISTURBED_S)
 
     def run(self, fault: Fault, undisturbed: Rehearsal) -> Rehearsal:
-        """The fault hits after the second save, if there is one, and before the end of the script."""
+        """A run with a fault, which hits after the second save, if there is one, and before the end."""
         rng = random.Random(f"{self.seed} {fault.name}")
         saved, length = undisturbed.saved_steps(), undisturbed.length
         # After two saves, a damaged checkpoint can give way to an older one.
@@ -104,7 +104,7 @@ class Drill:
         return self._rehearse(fault, plan, max(_LEAST_S, 4 * undisturbed.seconds))
 
     def _rehearse(self, fault: Fault, plan: FaultPlan, limit_s: float) -> Rehearsal:
-        """The run, and its resume if it has not come to its end. Each has `limit_s`."""
+        """A run, and its resume if the fault has ended it. Each may take `limit_s`."""
         folder = self.work / fault.name
         records, out = folder / "records", folder / "out"
         records.mkdir(parents=True)
@@ -125,7 +125,7 @@ class Drill:
     def _run(
         self, folder: Path, limit_s: float, label: str, *, sends: bool = False, fewer: int = 0
     ) -> Ended:
-        """Run the command for `limit_s` at most, with so many ranks less; keep what it prints in `folder`.
+        """Run the command for `limit_s` at most, with so many ranks less; keep its output in `folder`.
 
         `sends`: when the fault has hit, send SIGTERM to all processes of the job on this host.
         """

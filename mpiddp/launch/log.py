@@ -1,11 +1,9 @@
-"""The launcher's stdout and stderr: lines of its own, which begin with "mpiddp: ", and the ranks' output.
+"""The launcher's stdout and stderr: its own lines, which begin with "mpiddp: ", and the output of the ranks.
 
-The bytes of a job of one rank pass as they come. If there are several ranks or prefixes, only whole lines
-pass, and a terminal shows an open line below all others. If a rank draws a line over and over, with "\\r",
-its last state is shown. If an open line only grows, its end is shown, because the terminal may be narrower.
-Elsewhere, as in `| tee`, an open line is written again once a second as it grows.
-
-A terminal also shows a status below all lines, while no other line is open there.
+The bytes of a single rank pass as they come. If there are several ranks or prefixes, only whole lines pass. A
+line without an end is an open line. A terminal shows one open line below all others: its last state if the
+rank draws it over and over, with "\\r", else its end, because the terminal may be narrower. A pipe or a file,
+as in `| tee`, gets the growth of the open line once a second. A terminal has a status below all lines.
 """
 
 from __future__ import annotations
@@ -21,25 +19,25 @@ from dataclasses import dataclass, field
 
 from mpiddp.errors import message
 
-PATIENCE_S = 3.0  # with a reader that reads nothing
-_stuck: set[int] = set()  # the descriptors of readers for which this patience is over
-is_quiet = False  # with --quiet: `info` prints nothing
+PATIENCE_S = 3.0  # the longest wait for a reader that reads nothing
+_stuck: set[int] = set()  # the descriptors whose readers get nothing after this wait
+is_quiet = False  # with --quiet, `info` prints nothing
 
 LONGEST_LINE = 2 << 20  # bytes of a line, if several ranks share the screen
-GROWTH_S = 1.0  # until an open line is shown where there is no terminal: the rest may be on its way
+GROWTH_S = 1.0  # before a pipe or a file gets an open line, because its end may be on its way
 _ERASED = b"\r\x1b[J"  # erases the line of the cursor and all lines below
 _UP = b"\x1b[%dA"
-# It ends each drawing of a nested bar of tqdm, because it moves the cursor back into the outer bar.
+# A nested bar of tqdm ends each drawing with it, and so moves the cursor back into the outer bar.
 _NESTED = b"\x1b[A"
 _UPWARDS = re.compile(rb"\x1b\[\d*A")  # to the other lines of a bar
 _CODE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # a colour, for example: it takes no column
 _MOST_CODES = 1 << 12  # bytes of codes in the part of a line that a terminal shows
 _MODE = re.compile(rb"\x1b\[\?(\d+)([hl])")
-_ON = (b"7", b"25")  # the margin and the cursor: other modes, such as a full screen, are off
+_ON = (b"7", b"25")  # the margin and the cursor are on; other modes, as the full screen, are off
 # From _CUT to _WRAPPED, the terminal cuts text at its right margin.
 _CUT, _WRAPPED = b"\x1b[?7l", b"\x1b[0m\x1b[?7h"
-# The page of C++ frames below an error of torch, with symbols or without: only the first line of the error
-# says what is wrong. torch begins each line of a traceback with the rank.
+# Below the first line of an error, torch prints a page of C++ frames, with symbols or without, which are left
+# out, because they say nothing of the cause. torch may begin each line of a traceback with the rank.
 _ABOVE_FRAMES = b"(most recent call first):"
 _FRAME = re.compile(
     rb"(\[rank\d+\]: ?)?"
@@ -54,9 +52,9 @@ def info(sentence: str) -> None:
 
 
 def error(sentence: str) -> None:
-    """Print a sentence on stderr. The job continues if the terminal is gone.
+    """Print a sentence on stderr. The job continues if the terminal has hung up.
 
-    It may quote a rank, which must neither control the terminal nor begin a line with "mpiddp: ".
+    If the sentence quotes a rank, the quotation neither controls the terminal nor begins a line of its own.
     """
     # sys.stderr would flush again at exit, fail, and end this process with code 120.
     with contextlib.suppress(OSError):
@@ -103,7 +101,7 @@ class Source:
 
 
 class Screen:
-    """The file descriptor `target`, with this name; `is_shared` if it shows several ranks.
+    """The file descriptor `target`, which errors call `name`. `is_shared` says that it shows several ranks.
 
     No write waits for the reader: text that it does not take is kept until `flush`. If the reader goes away,
     the output is lost, and the job goes on.
@@ -120,14 +118,14 @@ class Screen:
         self.is_terminal = os.isatty(target) and os.environ.get("TERM", "dumb") != "dumb"
         self._has_complained = False
         self.has_failed = False  # whether text could not be written, for example on a full disk
-        self.left_out = 0  # lines of frames of C++
-        self._at: Source | None = None  # the cursor is in the open line of this source
-        self._open: set[Source] = set()  # sources with an open line, which waits for its end
+        self.left_out = 0  # the number of C++ frames that were left out
+        self._at: Source | None = None  # the source in whose open line the cursor is
+        self._open: set[Source] = set()  # the sources with an open line
         self._status: list[bytes] = []
         self._drawn: list[bytes] = []  # the open line and the status on the terminal
         self._grown: tuple[Source, bytes] | None = None  # the open line as `show_growth` wrote it
-        self._above: Source | None = None  # the last lines are from this source
-        self._modes: dict[bytes, bytes] = {}  # of the terminal, as the ranks have set them
+        self._above: Source | None = None  # the source of the last lines
+        self._modes: dict[bytes, bytes] = {}  # the modes of the terminal that ranks have set
 
     def show(self, source: Source, text: bytes) -> None:
         if not (self._is_shared or source.prefix or self._has_stamps):
@@ -189,21 +187,21 @@ class Screen:
         begin = b"\n" if self._at is not None else b""
         if lines and self._grown is not None:
             grower, text = self._grown
-            done = self._before(source) + text if source is grower else b""
-            if done and lines.startswith(done):
-                begin, lines = b"", lines[len(done) :]
+            written = self._before(source) + text if source is grower else b""
+            if written and lines.startswith(written):
+                begin, lines = b"", lines[len(written) :]
             else:
                 begin = b"\r" if grower is source else b"\n"
             self._grown = None
         if lines:
-            if self._above is not source:  # it would draw over the lines of another source
+            if self._above is not source:  # it must not draw over the lines of another source
                 lines = _UPWARDS.sub(b"", lines)
             self._above = source
         self._at = None
         self._draw(begin + lines)
 
     def show_growth(self) -> None:
-        """Write the open line of the lowest rank, if it has changed, unless a terminal shows it."""
+        """Write the open line of the lowest rank to a pipe or a file, if it has changed."""
         source = min(self._open, key=lambda source: source.rank, default=None)
         if self.is_terminal or not source or time.monotonic() < source.opened_at + GROWTH_S:
             return
@@ -219,13 +217,13 @@ class Screen:
                 self._write(b"\r" + whole)
 
     def show_status(self, lines: Sequence[str]) -> None:
-        """Show this status below all lines on a terminal, in place of the status before."""
+        """Show this status below all lines on a terminal, in place of the earlier status."""
         self._status = [line.encode(errors="backslashreplace") for line in lines]
         if self.is_terminal and not self.is_blocked:
             self._draw(b"")
 
     def close(self) -> None:
-        """End the open lines, also that of a single rank on a terminal: a shell's prompt follows there."""
+        """End the open lines. A single rank's line ends on a terminal alone, for the shell's prompt."""
         patience_s = 0.0 if self.is_blocked else PATIENCE_S
         self._status = []
         for source in list(self._open):
@@ -292,7 +290,7 @@ class Screen:
 
 
 def _unshared(target: int) -> int:
-    """Open the same terminal or pipe anew: a shell shares this descriptor, which has to stay blocking."""
+    """Open the same terminal or pipe anew, because the shell's descriptor has to stay blocking."""
     if os.isatty(target) or stat.S_ISFIFO(os.fstat(target).st_mode):
         with contextlib.suppress(OSError):  # it belongs to another user
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -301,14 +299,14 @@ def _unshared(target: int) -> int:
 
 
 def _extends(line: bytes, drawn: bytes) -> bool:
-    """Whether a line only continues the one that is drawn. Colours end with a drawing, so it has none."""
+    """Whether a line continues the line that is drawn, without codes, because colours end with a drawing."""
     return line.startswith(drawn) and b"\x1b" not in line
 
 
 def _as_drawn(line: bytes) -> bytes:
     """The last drawing of a line, after its last return.
 
-    It neither moves the cursor into the line of another rank nor erases its prefix, as bars of rich would.
+    Bars of rich would move the cursor into the line of another rank, and erase the prefix of their own.
     """
     drawn = line.rstrip(b"\r").rpartition(b"\r")[2]
     return drawn.replace(_NESTED, b"").replace(b"\x1b[2K", b"\x1b[K")

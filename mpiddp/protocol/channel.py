@@ -1,16 +1,16 @@
 """The job channel: the messages between a rank and the server of its job.
 
-`mpiddp launch` is the server. Without a launcher (a raw mpirun, srun, torchrun), a process beside rank 0 is,
-see `mpiddp.runtime.rendezvous.channel_process`. Several hosts use TCP. One host uses a Unix socket in a
-folder that only its user can open. A message is a line: a JSON object with its type, and, after a TAB, a
-value that only ranks read. The server passes values on without parsing them.
+`mpiddp launch` is the server. Under a raw mpirun, srun or torchrun, a process beside rank 0 is the server
+(`mpiddp.runtime.rendezvous.channel_process`). Several hosts use TCP. One host uses a Unix socket in a folder
+that only its user can open. A message is a line: a JSON object with its type, and, after a TAB, a value that
+only ranks read. The server passes values on without parsing them.
 
     server -> member   challenge, received, taken, called, gathered, no_answer, claimed, failed
     member -> server   hello, gather, claim, fail, leave
     launcher -> rank   stop, stacks, calls, size, end, hold, again, function, answer
-    rank -> launcher   those of MESSAGES
+    rank -> launcher   see MESSAGES
 
-Each end proves by the challenge of the other one that it has the member's key, which is never sent. This key
+Each end proves by the challenge of the other end that it has the member's key, which is never sent. The key
 is derived from the job's key for one rank and one role, so a script, which has its key in
 MPIDDP_CHANNEL_SECRET, cannot speak for another member. MPIDDP_CONTROL is the launcher's address, and
 MPIDDP_CONTROL_SECRET the job's key, which only agents have.
@@ -61,7 +61,7 @@ VIEWED_AT = "job"  # the socket for viewers, in a folder of its own
 NAMED_AT = "name"  # the file with the job's name, in the same folder
 STREAMS = {1: "stdout", 2: "stderr"}
 # The names of a rank's agent, of a Python that waits for the next attempt, and of the process that serves
-# torch's store: at most 15 characters.
+# torch's store. The kernel keeps 15 characters.
 AGENT_NAME, SPARE_NAME, STORE_NAME = "mpiddp-agent", "mpiddp-spare", "mpiddp-store"
 DEFAULT_RANKS = "default"  # stdout of rank 0, stderr of all ranks
 
@@ -82,18 +82,18 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "claim": {"key": str},
     "fail": {"code": int},
     "leave": {},
-    # Then `outputs`, the pipes or terminals that its script writes to: see `key_of_output` in
+    # It may have `outputs`, the pipes or terminals to which the script writes: see `key_of_output` in
     # `mpiddp.hosts.processes`.
     "started": {"host": str, "pid": int},
     "joining": {"timeout_s": _NUMBER},
     "log": {"path": str},  # of the file that will contain a traceback
     "announce": {"resume_args": list, "global_batch_size": _MAYBE, "max_ranks": _MAYBE},
-    "run_dir": {"path": str},  # a restart fails if it is gone
+    "run_dir": {"path": str},  # a restart needs this folder
     "supports_stop": {},
     # `own_s` counts the seconds in which the thread that makes the steps ran or waited for a core, `cpu_s`
-    # the CPU time of its process. If it is new, `shown` has numbers of the training, by name.
+    # the CPU time of its process. It may have `shown`, new numbers of the training, by name.
     "progress": {"step": int, "own_s": _NUMBER, "cpu_s": _NUMBER, "memory": int},
-    "saving": {"active": bool},  # begins, or has ended
+    "saving": {"active": bool},  # whether a save begins, or has ended
     "saved": {"path": str},  # of a complete checkpoint
     "stacks": {"text": str},
     # Calls of torch's collectives, by the rank's own clock: see `mpiddp.runtime.collectives`.
@@ -178,9 +178,9 @@ def mac(key: str, purpose: str, value: bytes = b"") -> str:
 
     # A keyed BLAKE2 is a MAC. hashlib would load OpenSSL as well: 3.7 MB (CPython 3.10 to 3.14 on Linux) of a
     # launcher's 12 MB. test_still_needed.py checks this.
-    made = blake2b(f"{purpose}\n".encode(), key=key.encode(), digest_size=32)
-    made.update(value)
-    return made.hexdigest()
+    digest = blake2b(f"{purpose}\n".encode(), key=key.encode(), digest_size=32)
+    digest.update(value)
+    return digest.hexdigest()
 
 
 def listed(values: Mapping[int, bytes]) -> bytes:
@@ -257,7 +257,7 @@ def is_consequence(error: str) -> bool:
 
 
 def is_valid(kind: str, facts: dict[str, Any]) -> bool:
-    """Whether a message has its required fields. This finds errors of the job's own processes, no attacks."""
+    """Whether a message has its required fields, because a process of the job may have an error."""
     fields = MESSAGES.get(kind)
     return fields is not None and all(
         isinstance(facts.get(name, facts), types) for name, types in fields.items()

@@ -24,7 +24,7 @@ _LONGEST_WAIT_S = 86400.0  # epoll accepts at most a few weeks
 class TimedSelector(selectors.DefaultSelector):
     """A selector with timers. Times are time.monotonic()'s seconds.
 
-    After Ctrl-Z and `fg`, handle the files before the timers, because the ranks have run on meanwhile.
+    Handle the files before the timers: after Ctrl-Z and `fg`, all timers are due, but the ranks have run on.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Peer:
 @dataclass
 class _Gather:
     expire: Callable[[], None]  # the event of its time limit
-    or_gone: bool  # whether a member whose connection has ended gives null
+    or_lost: bool  # whether a member that is lost gives null
     values: dict[int, bytes]  # by rank
 
 
@@ -117,12 +117,12 @@ class Group:
     def __init__(self, world_size: int, selector: TimedSelector) -> None:
         self.world_size, self._timers = world_size, selector.timers
         self.members: dict[int, Peer] = {}
-        # A member that enters late gets these lines: by the key of a claim, the first member that made it; by
-        # the key of a gather, that it calls all members; by "", the exit code with which they end.
+        # The lines for members that enter later. The key of a claim has the member that made it first, the
+        # key of a gather says that it calls all members, and "" has the exit code with which they end.
         self._news: dict[str, bytes] = {}
         self._gathers: dict[str, _Gather] = {}
-        self._late: dict[str, bytes] = {}  # the answer of a gather that is over
-        self._gone: set[int] = set()  # the members whose connection has ended
+        self._expired: dict[str, bytes] = {}  # the answers of the gathers whose time is over
+        self._lost: set[int] = set()  # the members whose connection has ended
 
     def receive(self, rank: int, kind: str, facts: dict[str, Any], value: bytes) -> None:
         """Take a message of a member. Raises ValueError if it violates the protocol."""
@@ -140,26 +140,26 @@ class Group:
             self._tell(self.members.keys() - {rank}, self._news[""])
 
     def enter(self, rank: int) -> None:
-        self._gone.discard(rank)
+        self._lost.discard(rank)
         for line in self._news.values():
             self._tell([rank], line)
 
     def lose(self, rank: int) -> None:
-        self._gone.add(rank)
-        for key in [key for key, gather in self._gathers.items() if gather.or_gone]:
+        self._lost.add(rank)
+        for key in [key for key, gather in self._gathers.items() if gather.or_lost]:
             self._gathers[key].values.setdefault(rank, b"null")
             self._complete(key)
 
     def _gather(self, rank: int, facts: dict[str, Any], value: bytes) -> None:
         """Take the value of a member, which gets the values of all members in the end."""
         key, timeout_s = facts["key"], facts["timeout_s"]
-        if key in self._late:
-            self._tell([rank], self._late[key])
+        if key in self._expired:
+            self._tell([rank], self._expired[key])
             return
         if key not in self._gathers:
-            or_gone = facts.get("or_gone") is True
-            gone = dict.fromkeys(self._gone, b"null") if or_gone else {}
-            self._gathers[key] = _Gather(partial(self._expire, key), or_gone, gone)
+            or_lost = facts.get("or_lost") is True
+            values = dict.fromkeys(self._lost, b"null") if or_lost else {}
+            self._gathers[key] = _Gather(partial(self._expire, key), or_lost, values)
         gather = self._gathers[key]
         if rank in gather.values:
             raise ValueError("a second value")
@@ -182,8 +182,8 @@ class Group:
         """Tell the members that wait which ranks are missing, because the time is over."""
         values = self._end(key)
         missing = [rank for rank in range(self.world_size) if rank not in values]
-        self._late[key] = encode("no_answer", key=key, missing=missing)
-        self._tell(values, self._late[key])
+        self._expired[key] = encode("no_answer", key=key, missing=missing)
+        self._tell(values, self._expired[key])
 
     def _end(self, key: str) -> dict[int, bytes]:
         """Forget a gather. Returns its values, by rank."""

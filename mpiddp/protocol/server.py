@@ -1,8 +1,8 @@
 """The server of the job channel: its connections, its groups, and the messages for its owner.
 
 The launcher has a server in its event loop, and so has the process beside rank 0 (`mpiddp.protocol.channel`).
-It only drops a connection that does not prove that it belongs to the job, or that violates the protocol. It
-never waits for a connection.
+A connection that does not prove that it belongs to the job, or that violates the protocol, is dropped without
+a word. The server never waits for a connection.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ LAUNCHER = -1  # the rank of an event of the launcher itself
 PER_RANK = 3  # connections of a rank: its messages and its two streams
 STRANGERS = 64  # connections without a proof, in addition to PER_RANK for each rank
 _ACCEPTED_AT_ONCE = 64
-_WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 @dataclass(frozen=True)
 class Event:
     """A message of a rank, a change of its connection, or an act of the launcher.
 
-    `kind` is one of the protocol's messages, "lost", one of HANDED_OVER or VIEWS, or an act of the launcher
-    (`mpiddp.launch.judge.events`). An "answer" brings facts["body"], and a view facts["viewer"], the peer
-    that waits for it. After a "claim", the rank fails, and reports it later. "lost" says that the connection
-    ended; facts["silent"] is the seconds for which the host has not answered, or 0 if it answers. One of
-    HANDED_OVER brings facts["connection"], which belongs to the receiver, and "output" also facts["stream"]
-    (1 or 2) of the rank on facts["host"].
+    `kind` is a message of `channel.MESSAGES`, one of HANDED_OVER or VIEWS, an act of the launcher
+    (`mpiddp.launch.judge.events`), or "lost", if the connection has ended. The facts of these kinds:
 
-    `at` is in time.monotonic()'s seconds. `from_script` says that the message is from the script of the rank,
-    and not from its agent, which has its own connection.
+        answer           body: the pickle
+        lost             silent: the seconds for which the host has not answered, or 0 if it answers
+        output, input    connection, which belongs to the receiver; "output" also has stream, 1 or 2, and host
+        VIEWS            viewer: the peer that waits for the view
+
+    A rank that sends "claim" reports its failure later. `at` is in time.monotonic()'s seconds. `from_script`
+    says that the script of the rank has sent the message, and not its agent.
     """
 
     kind: str
@@ -53,8 +53,8 @@ class Event:
 class ChannelServer:
     """The server for `world_size` ranks. It closes `listener`. Only the job's members have `key`."""
 
-    # The largest size of a line with a value, and the seconds of silence after which the kernel ends a
-    # connection. Both hold for connections from now on.
+    # The bytes of the longest value, and the seconds of silence after which the kernel ends a connection. A
+    # new value holds for new connections.
     value_limit, patience_s = channel.VALUE_LIMIT, LOST_AFTER_S
 
     def __init__(
@@ -103,8 +103,8 @@ class ChannelServer:
             peer.send(line)
 
     def end_without(self, rank: int) -> None:
-        """End the other ranks, because this one has gone, unless they end already."""
-        self._groups[0].receive(rank, "fail", {"code": FAILED, "gone": rank}, b"")
+        """End the other ranks, because this rank is lost, unless they end already."""
+        self._groups[0].receive(rank, "fail", {"code": FAILED, "lost": rank}, b"")
 
     def receive(self, data: object) -> list[Event]:
         """Handle a ready socket, by its data: a listener or a Peer. Returns the events for the owner."""
@@ -115,22 +115,22 @@ class ChannelServer:
         if data.connection.fileno() < 0:  # closed since the selector returned it
             return []
         data.flush()
-        messages: list[Event] = []
+        events: list[Event] = []
         now = time.monotonic()
         try:
             chunk = data.connection.recv(channel.CHUNK)
             for line in data.lines.split(chunk):
-                messages += self._take(data, line, now)
-                if messages and "connection" in messages[-1].facts:  # the rest is no message
-                    return messages
+                events += self._take(data, line, now)
+                if events and "connection" in events[-1].facts:  # the rest is no message
+                    return events
         except BlockingIOError:
             return []
         except OSError as error:
-            is_silent = not isinstance(error, ConnectionError)
-            return self.lose(data, silent_s=self.patience_s if is_silent else 0.0)
-        except _WRONG:
+            has_answered = isinstance(error, ConnectionError)
+            return self.lose(data, silent_s=0.0 if has_answered else self.patience_s)
+        except channel.NO_MESSAGE:
             chunk = b""
-        return messages if chunk else messages + self.lose(data)
+        return events if chunk else events + self.lose(data)
 
     def lose(self, peer: Peer, *, silent_s: float = 0.0) -> list[Event]:
         """Drop a connection that has ended, or whose host has been silent for so many seconds."""
@@ -160,7 +160,7 @@ class ChannelServer:
             peer.send(encode("challenge", challenge=peer.challenge))
 
     def _take(self, peer: Peer, line: bytes, now: float) -> list[Event]:
-        """Take a line. Raises one of _WRONG if it violates the protocol."""
+        """Take a line. Raises one of NO_MESSAGE if it violates the protocol."""
         facts, value = decode(line)
         rank, kind = peer.rank, facts.pop("type")
         if rank is None:
@@ -168,7 +168,7 @@ class ChannelServer:
         if not channel.is_valid(kind, facts) or bool(value) is not (kind in ("gather", "answer")):
             raise ValueError(kind)
         if kind in ("done", "exited") and not peer.group and rank not in self.scripts:
-            # The rank has ended before its script came.
+            # The rank has ended without a script, so no group of scripts waits for it.
             for group in self._groups[1:]:
                 group.lose(rank)
         if kind in ("gather", "claim", "fail"):
@@ -180,7 +180,7 @@ class ChannelServer:
         return [Event(kind, rank, facts, now, from_script=peer.group > 0)]
 
     def _introduce(self, peer: Peer, kind: str, facts: dict[str, Any], now: float) -> list[Event]:
-        """Admit a member, or hand over a connection. Raises one of _WRONG if it is not of the job."""
+        """Admit a member, or hand over a connection. Raises one of NO_MESSAGE for any other peer."""
         peer.lines.limit = self.value_limit + channel.LINE_LIMIT
         # Only the launcher's user can open its Unix socket, because the folder is closed to others.
         if kind in channel.VIEWS and peer.connection.family == socket.AF_UNIX:
@@ -188,19 +188,19 @@ class ChannelServer:
         rank = facts["rank"]
         role = facts.get("role", channel.RANK) if kind == "hello" else channel.RANK
         key = channel.member_key(self.key, role, rank)
-        # The time of this comparison reveals nothing: every connection has another challenge.
+        # The time of this comparison reveals nothing, because every connection has another challenge.
         is_proved = facts["proof"] == channel.mac(key, f"member {peer.challenge}")
         is_role = role in (channel.RANK, channel.SCRIPT, channel.HOST)
         if not (is_proved and is_role and rank in range(self.world_size)):
             raise ValueError(rank)
         proof = channel.mac(key, f"server {facts['challenge']}")
         if kind in channel.HANDED_OVER:
-            handed = {name: facts[name] for name in ("stream", "host") if kind != channel.INPUT}
-            if handed.get("stream", 1) not in channel.STREAMS:
-                raise ValueError(handed)
+            source = {name: facts[name] for name in ("stream", "host") if kind != channel.INPUT}
+            if source.get("stream", 1) not in channel.STREAMS:
+                raise ValueError(source)
             peer.send(encode("received", proof=proof))
             channel.notice_silence(peer.connection, self.patience_s, is_read_slowly=True)
-            return [Event(kind, rank, {**handed, "connection": self._forget(peer)}, now)]
+            return [Event(kind, rank, {**source, "connection": self._forget(peer)}, now)]
         if role == channel.HOST:
             peer.send(encode("received", proof=proof))
             return []

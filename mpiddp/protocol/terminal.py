@@ -1,6 +1,6 @@
-"""The launcher's terminal for its ranks: the streams that lead there, and its size.
+"""The launcher's terminal, as the ranks know it: its size, and the streams that lead to it.
 
-In a rank's script, these streams are terminals of the same size, and the other streams are pipes.
+In a rank's script, these streams are terminals of the same size, and all other streams are pipes.
 """
 
 from __future__ import annotations

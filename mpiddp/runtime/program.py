@@ -36,7 +36,7 @@ class Program(NamedTuple):
         """Raise UserError if the program is missing, or JobFailed for a broken disk."""
         name, path = self.name, Path(self.name)
         if self.kind == COMMAND:
-            check_program(name, os.environ.get("PATH"))
+            check_program(name)
         elif self.kind == MODULE:
             first = name.partition(".")[0]
             folders = [str(Path.cwd()), *sys.path]  # where python -m looks

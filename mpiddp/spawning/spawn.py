@@ -1,11 +1,11 @@
 """`mpiddp.spawn`: run a function in every rank of a job, from Python or a notebook.
 
-The caller starts a launcher (`mpiddp.launch.main`), which starts the ranks (`mpiddp.runtime.function`). It is
-a process of its own, because a launcher handles signals, adopts orphans and writes to the file descriptors 1
-and 2, none of which belongs to a library. In a notebook sys.stdout is a stream of the cell.
+The caller starts a launcher (`mpiddp.launch.main`), which starts the ranks (`mpiddp.runtime.function`). The
+launcher is a process of its own, because it handles signals, adopts orphans, and writes to the file
+descriptors 1 and 2, where a library has no business. In a notebook, sys.stdout is a stream of the cell.
 
-What has a name to import is pickled by that name, and the caller's own modules travel as source
-(`mpiddp.runtime.shipped`). cloudpickle pickles by value what `__main__` and a notebook define.
+Functions of modules are pickled by name, and the caller's own modules travel as source
+(`mpiddp.runtime.shipped`). cloudpickle pickles the functions of `__main__` and of a notebook by value.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def spawn(
     Within the function `mpiddp.init`, `mpiddp.Checkpoints` and the others work as in a script. Ctrl-C, or
     the interruption of a cell, stops the job, and a second one kills it; no process is left behind.
 
-    A function of a module is imported by each rank. One of `__main__` or of a notebook, a lambda and all
-    arguments are pickled by cloudpickle, which `pip install 'mpiddp[spawn]'` brings. Your own modules travel
-    as source, as their files are now; installed packages must be on every host.
+    A function of a module is imported by each rank. cloudpickle, which `pip install 'mpiddp[spawn]'` brings,
+    pickles all arguments, lambdas, and functions of `__main__` or a notebook. Your own modules travel as
+    source, as their files are now; installed packages must be on every host.
 
     Args:
         function: it may return anything that can be pickled; tensors have to be on the CPU. `sys.exit()`
@@ -90,15 +90,14 @@ def spawn(
             `log_ranks="all"`, `env_file=["a", "b"]`.
 
     Returns:
-        The results in the order of the ranks. A job that a stop request or `stop_after` has ended returns
-        what the function has returned then.
+        The results in the order of the ranks, also if a stop request or `stop_after` has ended the job.
 
     Raises:
         RankFailed: a rank has failed; the exception of the first one is its `__cause__`.
         JobFailed: the job has failed for another reason.
         UserError: bad input, such as an unknown option; something cannot be pickled; cloudpickle or another
             package is missing on a host; or this process is itself a rank, or a worker of multiprocessing.
-        TypeError: `function` is none.
+        TypeError: `function` cannot be called.
         KeyboardInterrupt: after Ctrl-C, once the job has ended.
     """
     _refuse_within_a_job(os.environ)
@@ -160,7 +159,7 @@ def _refuse_within_a_job(env: Mapping[str, str]) -> None:
 
 
 def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
-    """The name of the called function; and the pickle of the call, with what a rank has to know of it."""
+    """The name of the called function; and the pickle of the call, with the facts that a rank needs."""
     cloudpickle = errors.import_package("cloudpickle", "mpiddp.spawn")
     function = inspect.unwrap(call.func)
     name = str(getattr(function, "__qualname__", type(function).__qualname__))
@@ -177,7 +176,7 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
     facts = {
         "name": name,
         "cloudpickle": cloudpickle.__version__,
-        # For linecache. Without a time of change, no check of files removes it.
+        # An entry of linecache, which keeps an entry without a time of change.
         "source": {source: (sum(map(len, lines)), None, lines, source)},
         "path": path,
         "modules": packed(_own_modules(source, "".join(lines), path)),
@@ -188,7 +187,7 @@ def pickled_call(call: partial[Any]) -> tuple[str, bytes]:
 def _own_modules(source: str, text: str, path: Sequence[str]) -> dict[str, bytes]:
     """The files of the caller's own modules, as a new process would import them now.
 
-    They are those of the loaded modules, and of what these, or the function's file or cell, import.
+    They are the loaded modules, and the modules that these, or the function's file or cell, import.
     """
     folders = [Path(folder) for folder in path if is_local(folder)]
     beginnings = tuple(f"{folder}{os.sep}" for folder in folders)
@@ -209,10 +208,10 @@ def _own_modules(source: str, text: str, path: Sequence[str]) -> dict[str, bytes
 def _launched(
     call: bytes, cwd: str | os.PathLike[str] | None
 ) -> tuple[dict[str, Any], dict[int, bytes]]:
-    """Run a launcher with this call, see `mpiddp.launch.run.control.Exchange`, and show what it prints.
+    """Run a launcher with this call, see `mpiddp.launch.run.control.Exchange`, and show its output.
 
     Returns the job's outcome, and the answers by rank, as pickles: the results of all ranks, or the error of
-    the one that has failed first. Nothing of the job is left then.
+    the rank that has failed first.
     """
     answers: dict[int, bytes] = {}
     outcome = None
@@ -254,7 +253,7 @@ def _launched(
 
 
 def _flushed(stream: Any, number: int) -> int | None:
-    """None for a text stream of this file descriptor, which the launcher can use itself; else PIPE."""
+    """PIPE, or None if the launcher can write to the file descriptor, because the stream does so too."""
     with suppress(OSError, ValueError, AttributeError):  # a cell's, a closed one, or None
         stream.flush()
         return None if stream.fileno() == number else subprocess.PIPE
@@ -263,9 +262,9 @@ def _flushed(stream: Any, number: int) -> int | None:
 
 @contextmanager
 def _forwarded_interrupts(launcher: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass on a SIGINT, which stops the job; a second one kills it. KeyboardInterrupt follows the body.
+    """Pass on a SIGINT, which stops the job; a second SIGINT kills it.
 
-    Raised at once, it would leave the job alone.
+    KeyboardInterrupt is raised after the body, so that no job stays behind.
     """
     interrupts = []
 
@@ -287,14 +286,13 @@ def _forwarded_interrupts(launcher: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _copy(pipe: IO[bytes], stream: Any) -> None:
-    """Copy what the launcher prints until it ends."""
+    """Copy a stream of the launcher to the caller's, until the launcher ends."""
     # With newline="", a progress bar keeps its carriage returns.
     with io.TextIOWrapper(pipe, "utf-8", "backslashreplace", newline="") as lines:
         for line in lines:
             # Its reader went away: the output is lost.
             with suppress(OSError, ValueError, AttributeError):
-                encoding = getattr(stream, "encoding", None) or "utf-8"
-                stream.write(line.encode(encoding, "backslashreplace").decode(encoding))
+                stream.write(errors.encodable(line, stream))
                 stream.flush()
 
 
@@ -312,8 +310,8 @@ def unpickled(body: bytes, name: str, rank: int) -> Any:
 class _Unpickler(pickle.Unpickler):
     """Reads a pickle of a rank without changing the caller's own classes.
 
-    cloudpickle sends a class of `__main__` by value, finds the caller's class again, and would set its
-    methods to those that came back, with copies of their global variables.
+    cloudpickle sends a class of `__main__` by value, finds the caller's class again, and would replace its
+    methods by the copies that came back, whose global variables are copies as well.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -78,7 +78,7 @@ POOL_BATCHES = 4  # of random images
 
 
 class RandomImages:
-    """Standard normal images and uniform labels, to measure without data: `batches` of a pool of 4 batches.
+    """Standard normal images and uniform labels, in a pool of 4 batches, to measure without data.
 
     The number of the first image selects the batch, so a run that resumes in the middle of an epoch gets the
     same batches as an uninterrupted run.
@@ -189,9 +189,9 @@ class DeviceImages:
 
 
 def reflect_index(size: int, pad: int) -> Tensor:
-    """For each pixel of a row that is padded by `pad` on both sides, the pixel that it shows.
+    """The pixel that each pixel of a row shows, if `pad` is added on both sides: [size + 2 · pad].
 
-    Shifted images are those of He et al. 2015, section 4.2; the border is mirrored, not black.
+    He et al. 2015, section 4.2, shift images so, but with a black border instead of a mirrored one.
     """
     return F.pad(torch.arange(float(size))[None], (pad, pad), mode="reflect")[0].long()
 
@@ -484,7 +484,7 @@ class ImageFolder:
         workers = self._num_workers
         # With a GPU the workers are not forked, because threads of CUDA and NCCL may hold a lock.
         method = "fork" if self.device.type == "cpu" else "forkserver"
-        # Otherwise each worker would import torch.
+        # The fork server imports torch once, for all workers.
         multiprocessing.set_forkserver_preload([__name__])
         is_for_training = self._decoder.seed is not None  # evaluations are rare
         return DataLoader(
@@ -528,7 +528,7 @@ class _Decoder(torch.utils.data.Dataset[Any]):
         return images, labels, problems
 
     def _problem(self, path: str, error: Exception) -> Exception:
-        """The error of the job for that of an image: a disk may have failed, or the image is bad."""
+        """The error of the job if an image cannot be read: a disk may have failed, or the image is bad."""
         is_of_system = isinstance(error, OSError) and error.errno
         reason = error.strerror if is_of_system else str(error)  # type: ignore[attr-defined]
         if is_of_system and not isinstance(error, FileNotFoundError | PermissionError):

@@ -1,8 +1,8 @@
 """Muon: an optimizer whose updates of the convolutions are orthogonal matrices.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. A gradient of a convolution
-is much larger in a few directions than in all others. Orthogonal, it moves the weights as far in each of
-them, so a ResNet learns in fewer epochs: docs/evidence/accuracy.md.
+is much larger in a few directions than in all others. An orthogonal update moves the weights equally far in
+all directions, so a ResNet learns in fewer epochs: docs/evidence/accuracy.md.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _ROUNDS, _FIRST, _THIRD, _FIFTH = 3, 3.4445, -4.7750, 2.0315
 class Muon(torch.optim.Optimizer):
     """Orthogonal updates for convolutions, and SGD with Nesterov momentum for all other parameters.
 
-    The filters of a convolution keep a norm of 1 in the mean, because the BatchNorm that follows makes their
-    size meaningless. That takes the place of weight decay.
+    In place of weight decay, the filters of a convolution keep a norm of 1 in the mean. The BatchNorm that
+    follows makes their size meaningless.
 
     Each rank computes the new weights of some convolutions, and an all-gather gives them to all. So the work
     is shared, and all ranks have the same bits, even if their processors round differently.

@@ -1,6 +1,6 @@
 """ResNets in plain torch, for ImageNet and CIFAR, with torchvision's names and shapes.
 
-torchvision's checkpoints therefore load. The stride of a bottleneck is on the 3×3 convolution, as there.
+So torchvision's checkpoints load. As there, the stride of a bottleneck is on its 3×3 convolution.
 
     model = mpiddp.train.resnet.ARCHS["resnet18"](num_classes=10, stem="cifar")
 """
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 __all__ = ["ARCHS", "ResNet", "WhitenedResNet"]
 
 STEMS = {"imagenet": (7, 2), "cifar": (3, 1)}  # size and stride of the convolution
-
-
 _LEAST_VARIANCE = 5e-4  # of a component, as in airbench: the smallest ones are noise
 
 
@@ -89,7 +87,7 @@ def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A ResNet. One with ImageNet's stem was designed for ImageNet, all others for CIFAR-10."""
+    """A ResNet. If it has ImageNet's stem, it was designed for ImageNet, else for CIFAR-10."""
 
     block: type[BasicBlock] | type[Bottleneck]
     depths: tuple[int, ...]  # blocks in each stage
@@ -129,10 +127,9 @@ class ResNet(nn.Module):
         """
         Args:
             architecture: its blocks, a row of `ARCHITECTURES`. The functions of `ARCHS` have it already.
-            num_classes: number of logits; None for those of the data set that it was made for.
+            num_classes: number of logits; None for the classes of the data set that it was made for.
             stem: "imagenet" for images of about 224×224 pixels: a 7×7 convolution of stride 2 and a pool.
-                "cifar" for about 32×32: a 3×3 convolution that keeps the size. None for that of its own data
-                set.
+                "cifar" for about 32×32: a 3×3 convolution that keeps the size. None for the architecture's.
 
         Raises:
             ValueError: another stem.
@@ -201,7 +198,7 @@ class WhitenedResNet(nn.Module):
     From images, float [N, 3, H, W], to logits [N, num_classes].
     It has the shape of Page's ResNet for DAWNBench ("How to Train Your ResNet", 2018) and of Jordan's
     airbench (2024). The first convolution is never trained: `whiten` computes it from the images. So its
-    outputs are uncorrelated from the first step on, and learning does not begin with that.
+    outputs are uncorrelated from the first step on, which the model need not learn.
     """
 
     def __init__(
@@ -211,10 +208,10 @@ class WhitenedResNet(nn.Module):
         Args:
             widths: channels of each block.
             num_classes: number of logits; None for CIFAR-10's 10.
-            stem: None, because it has its own.
+            stem: None, because the model has its own.
 
         Raises:
-            ValueError: a stem.
+            ValueError: another stem.
         """
         super().__init__()
         if stem not in (None, "whitened"):

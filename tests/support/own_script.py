@@ -1,4 +1,4 @@
-"""examples/ddp_with_checkpoints.py with fewer steps, and with what a test puts into each step."""
+"""examples/ddp_with_checkpoints.py with fewer steps, and with lines of a test in each step."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tests.support.ranks import ROOT, script
 
 PLAIN, EXAMPLE = ROOT / "examples/ddp.py", ROOT / "examples/ddp_with_checkpoints.py"
 STEPS = 40
-# Rank 1 dies in the first attempt, after the save of step 15 and before that of step 20.
+# Rank 1 dies in the first attempt, after the save of step 15 and before the save of step 20.
 DIES = """
         if step == 18 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             os.kill(os.getpid(), 9)

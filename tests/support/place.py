@@ -109,7 +109,7 @@ class Job:
 
     @property
     def pid(self) -> int:
-        """Its pid on this machine. That of a job on a host is the program's, not that of nsenter."""
+        """Its pid on this machine. On a host, it is the pid of the program, and not of nsenter."""
         inner = self.process.inner_pid() if isinstance(self.process, Program) else None
         return inner or self.process.pid
 

@@ -18,7 +18,7 @@ LAUNCHERS = (
     *("I_MPI_HYDRA_HOST_", "SKYPILOT_", "AZ_BATCH_", "PET_", "AWS_BATCH_"),
 )
 CTRL_C_AGAIN_S = 0.35  # after a Ctrl-C; sooner, a second would count as the same
-# Most tests read what every rank prints. tests/promises/test_output.py has what users see by default.
+# Most tests read the output of every rank. tests/promises/test_output.py tests the default.
 ALL_OUTPUT = {"MPIDDP_LOG_RANKS": "all", "MPIDDP_PREFIX": "never"}
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -28,8 +28,8 @@ atexit.register(shutil.rmtree, _SESSIONS, ignore_errors=True)
 
 
 def find_mpirun() -> str:
-    beside = Path(sys.executable).with_name("mpirun")
-    path = str(beside) if beside.exists() else shutil.which("mpirun")
+    neighbour = Path(sys.executable).with_name("mpirun")
+    path = str(neighbour) if neighbour.exists() else shutil.which("mpirun")
     assert path, "no mpirun beside this python and none on PATH: run ./run.sh test"
     return path
 
@@ -83,10 +83,10 @@ def script(folder: Path, text: str) -> str:
 
 
 def own_lines(stderr: str) -> list[str]:
-    """The lines of stderr without those of others.
+    """The lines of stderr without the lines of other programs.
 
     These are mpirun's banner about an exit code, and gloo's complaint in a rank that still connects when
-    another one leaves.
+    another rank leaves.
     """
     lines, in_banner = [], False
     for line in stderr.splitlines():

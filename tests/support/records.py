@@ -1,9 +1,9 @@
-"""Records of attempts (`launch.judge.events`): judge one again, and record those of tests/data/records.
+"""Records of attempts (`launch.judge.events`): judge a record again, or record tests/data/records anew.
 
-    python -m tests.support.records replay attempt_1.jsonl    # what the launcher says of what it has recorded
+    python -m tests.support.records replay attempt_1.jsonl    # print the sentences of the launcher again
     python -m tests.support.records record hang exit_code      # run these real jobs again; all without a name
 
-`launch --log-dir` keeps a record of each attempt. Beside each of tests/data/records is what it must give.
+`launch --log-dir` keeps a record of each attempt. Beside each file of tests/data/records is its verdict.
 """
 
 import json
@@ -39,8 +39,8 @@ def events(path: Path) -> Iterator[tuple[Record, Event]]:
 
 
 def replay(path: Path) -> str:
-    """What a launcher says of the events of a record: a line for each sentence, and its exit code."""
-    sentences: dict[str, str] = {}  # by what it is about, each once
+    """The sentences of a launcher on the events of a record, a line for each, and its exit code."""
+    sentences: dict[str, str] = {}  # by their subjects, once for each
     since = None
     for record, event in events(path):
         if event.kind == "window":
@@ -175,7 +175,7 @@ JOBS: dict[str, tuple[str, str]] = {  # by name: options, and what each rank run
 
 
 def record(name: str) -> None:
-    """Run a job, and keep its record without the names of this machine, and what it gives."""
+    """Run a job, and keep its record without the names of this machine, and its verdict."""
     options, code = JOBS[name]
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
@@ -188,13 +188,13 @@ def record(name: str) -> None:
         subprocess.run(command, env=clean_env(), cwd=ROOT, timeout=PATIENCE_S * 3, check=False)
         (file,) = Path(folder).glob("*/attempt_1.jsonl")
         text = file.read_text(encoding="utf-8")
-        for here, other in (
+        for path, neutral in (
             (folder, "/home/me"),
             (str(ROOT), _OTHER_ROOT),
             (sys.prefix, "/venv"),
             (sys.base_prefix, "/usr"),
         ):
-            text = text.replace(here, other)
+            text = text.replace(path, neutral)
     text = re.sub(rf"\b{socket.gethostname()}\b", "node0", text)
     path = FOLDER / f"{name}.jsonl"
     path.write_text(text)

@@ -59,8 +59,8 @@ def test_a_run_that_begins_anew_fails_although_it_ends_equal():
 
 def test_the_error_of_a_run_is_none_of_the_notes_around_it():
     verdict = "rank 0 on a ended first, with exit code 1: no data. The other ranks were stopped."
-    said = f"mpiddp: no hosts given\n[rank 0] 3\nmpiddp: {verdict}\nmpiddp: not shown\n"
-    assert last_error(Ended(1, said)) == verdict.rstrip(".")
+    stderr = f"mpiddp: no hosts given\n[rank 0] 3\nmpiddp: {verdict}\nmpiddp: not shown\n"
+    assert last_error(Ended(1, stderr)) == verdict.rstrip(".")
     assert last_error(Ended(1, "mpiddp: no hosts given\nmpiddp: no route\n")) == "no route"
 
 

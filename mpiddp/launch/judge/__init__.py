@@ -1,1 +1,1 @@
-"""What happened in an attempt, and what it means: hangs, stragglers, who failed first, the exit code."""
+"""Judgements on the record of an attempt: hangs, stragglers, the rank that failed first, the exit code."""

@@ -74,9 +74,9 @@ def calls_of(facts: Mapping[str, Any], clock: float) -> dict[Group, RankCalls]:
 
 def by_group(calls: Calls) -> dict[Group, dict[int, RankCalls]]:
     groups: dict[Group, dict[int, RankCalls]] = {}
-    for rank, of_rank in calls.items():
-        for group, made in of_rank.items():
-            groups.setdefault(group, {})[rank] = made
+    for rank, groups_of_rank in calls.items():
+        for group, rank_calls in groups_of_rank.items():
+            groups.setdefault(group, {})[rank] = rank_calls
     return groups
 
 
@@ -85,10 +85,9 @@ def find_wait(
 ) -> Wait | None:
     """The oldest collective that some ranks have entered and others have not.
 
-    If each missing rank waits itself, the ranks wait for each other in different groups, and the wait has all
-    of their calls.
-
-    told: the ranks whose calls are up to date. is_over: a rank has failed, so its calls have ended.
+    If every missing rank waits too, the ranks wait for each other in different groups, and the wait has all
+    of their calls. `told` are the ranks whose calls are up to date. `is_over` says that a rank has failed, so
+    its calls have ended.
     """
     waits = [
         wait
@@ -137,8 +136,8 @@ def _wait_in(
     return Wait(_numbered(kind, number), since, waiting, missing, others)
 
 
-def _is_same(kind: str, other: str) -> bool:
+def _is_same(first: str, second: str) -> bool:
     """Whether these calls of two ranks can belong to one collective."""
-    if not kind.startswith(_OF_ONE_SIZE):
-        kind, other = kind.partition(" (")[0], other.partition(" (")[0]
-    return kind == other
+    if not first.startswith(_OF_ONE_SIZE):
+        first, second = first.partition(" (")[0], second.partition(" (")[0]
+    return first == second

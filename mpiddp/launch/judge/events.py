@@ -60,10 +60,10 @@ KINDS = OF_RANKS | OF_LAUNCHER.keys()
 class Phase(IntEnum):
     """The phase of an attempt, which only moves on, never back."""
 
-    STARTING = 0  # some have not joined the job
-    RUNNING = 1  # all have joined; with --grow, they may be asked to stop after their present step
-    STOPPING = 2  # they have limited time to save and stop
-    ENDING = 3  # they are being ended
+    STARTING = 0  # some ranks have not joined the job
+    RUNNING = 1  # all ranks have joined; with --grow, they may be asked to stop after a step
+    STOPPING = 2  # the ranks have limited time to save and stop
+    ENDING = 3  # the launcher ends the ranks
     HELD = 4  # all agents wait for the next attempt, or for their end
     ENDED = 5  # no process of the attempt is left
 
@@ -85,7 +85,7 @@ class Announcement(NamedTuple):
     max_ranks: int | None = None
     run_dir: str = ""
     world_size: int = 0  # of the attempt that announced the global batch
-    checkpoint: str = ""  # the newest complete one
+    checkpoint: str = ""  # the path of the newest complete checkpoint
 
     def after(self, later: Announcement) -> Announcement:
         """This announcement after a later attempt's: the first values count, and the last checkpoint."""
@@ -95,7 +95,7 @@ class Announcement(NamedTuple):
 
 
 class Record:
-    """The events of an attempt so far, which began `at` this time.
+    """The events of an attempt so far. It began at the time `at`, by default now.
 
     `hosts` has the requested host of each rank, and `facts` are the facts of "began".
     """
@@ -150,13 +150,11 @@ class Record:
                 # An agent answers for a busy script, whose own answer may come later, and then counts.
                 self.stacks[rank] = facts
             case "calls":
-                # The fastest message has the smallest error.
+                # The message that has come fastest tells the clock best.
                 self.clocks[rank].append(event.at - facts["now_us"] / 1e6)
-                made = calls_of(facts, min(self.clocks[rank]))
-                self.calls[rank] = made
-                self.called_at[rank] = max(
-                    (of.calls[of.last].at for of in made.values() if of.last), default=0.0
-                )
+                self.calls[rank] = groups = calls_of(facts, min(self.clocks[rank]))
+                last = (group.calls[group.last].at for group in groups.values() if group.last)
+                self.called_at[rank] = max(last, default=0.0)
                 self.__dict__.pop("wait", None)  # computed again when it is read
             case "window":
                 self.windows.append(event)
@@ -211,11 +209,11 @@ class Record:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not joined. As long as no rank has joined, those that have not started."""
+        """The ranks that have not joined. If none has, the ranks that have not started, if there are any."""
         joining, everyone = self.latest["joining"], range(self.world_size)
-        here = joining or self.latest["started"]
-        left = [rank for rank in everyone if rank not in here]
-        return left or [rank for rank in everyone if rank not in joining]
+        present = joining or self.latest["started"]
+        missing = [rank for rank in everyone if rank not in present]
+        return missing or [rank for rank in everyone if rank not in joining]
 
     @cached_property
     def wait(self) -> Wait | None:
@@ -230,7 +228,7 @@ class Record:
 
     @property
     def left(self) -> list[int]:
-        """The ranks that have not ended without an error."""
+        """The ranks that still run, or have failed."""
         return [rank for rank in range(self.world_size) if rank not in self.done]
 
     @property

@@ -23,7 +23,7 @@ _NAMED = 4  # ranks of one place, and stacks below a sentence
 class Hang(NamedTuple):
     """A sentence to print about a job that may hang."""
 
-    about: str  # equal for waits at the same place, for example in each evaluation: one is printed
+    about: str  # equal for waits at the same place, as in each evaluation: print one of them
     sentence: str  # with stacks below
     is_over: bool  # whether --hang-timeout is over, so that the job has to end
 
@@ -56,9 +56,8 @@ def find_hang(record: Record) -> Hang | None:
     since = _quiet_since(record)
     what = "made a step" if record.paces else "made a step or printed anything"
     sentence = f"no rank has {what} for {asked.at - since:.0f} s: {places_sentence(record)}"
-    return Hang(
-        f"{since}", sentence + (_stacks_of(record, record.left) if is_over else ""), is_over
-    )
+    stacks = _stacks_of(record, record.left) if is_over else ""
+    return Hang(f"{since}", f"{sentence}{stacks}", is_over)
 
 
 def sentence_at_failure(record: Record) -> str:
@@ -100,7 +99,8 @@ def _quiet_since(record: Record) -> float:
 def _since(record: Record, wait: Wait) -> float:
     """The beginning of this wait.
 
-    If a rank makes other collectives meanwhile, only one of its threads waits, as in a background save.
+    As long as all waiting ranks make other collectives, only a thread of each waits, as in a background save.
+    So the wait begins when one of them makes no more calls.
     """
     return max(wait.since, min(record.called_at[rank] for rank in wait.waiting))
 
@@ -108,8 +108,8 @@ def _since(record: Record, wait: Wait) -> float:
 def _told(record: Record) -> set[int]:
     """The ranks that have reported their calls since they were asked for their stacks."""
     asked = record.act("asked")
-    told = record.latest["calls"].items()
-    return {rank for rank, event in told if asked is not None and event.at >= asked.at}
+    reports = record.latest["calls"].items()
+    return {rank for rank, report in reports if asked is not None and report.at >= asked.at}
 
 
 # --- in words ---
@@ -136,10 +136,10 @@ def _wait_sentence(record: Record, wait: Wait, now: float) -> str:
 def places_sentence(record: Record, ranks: Sequence[int] | None = None) -> str:
     """Where the ranks are: "15 ranks are in step (train.py:88): all_reduce(x); rank 11 on gpu03 is in …"."""
     clauses, everyone = [], range(record.world_size)
-    for (one, several), members in _groups(record, everyone if ranks is None else ranks):
+    for (singular, plural), members in _groups(record, everyone if ranks is None else ranks):
         are_many = len(members) > _NAMED
         who = f"{len(members)} ranks" if are_many else ", ".join(map(record.name, members))
-        clauses.append(f"{who} {one if len(members) == 1 else several}")
+        clauses.append(f"{who} {singular if len(members) == 1 else plural}")
     return "; ".join(clauses) + "."
 
 
@@ -165,8 +165,8 @@ def _clauses(record: Record, rank: int) -> tuple[str, str]:
         return "has finished", "have finished"
     if place := _place(record, rank):
         return f"is in {place}", f"are in {place}"
-    absent = "not answer: stopped, or stuck in native code"
-    return f"does {absent}", f"do {absent}"
+    silent = "not answer: stopped, or stuck in native code"
+    return f"does {silent}", f"do {silent}"
 
 
 def _place(record: Record, rank: int) -> str:

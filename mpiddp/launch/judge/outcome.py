@@ -16,14 +16,14 @@ class MpirunEnd(NamedTuple):
 
     name: str  # its program
     code: int  # its exit code; -N if signal N killed it
-    # Whether its code 128 + N proves that signal N has killed a rank, and another code that none has.
+    # Whether the code 128 + N proves that signal N has killed a rank, and any other code that no signal has.
     proves_signals: bool = False
-    was_ended: bool = False  # by this launcher
+    was_ended: bool = False  # whether this launcher has ended it
 
     @property
     def rank_signal(self) -> str:
         """The signal that killed a rank, "" if the code does not tell."""
-        number = self.code - 128  # above 31, it is an error code of mpirun's own
+        number = self.code - 128  # a number above 31 belongs to an error of mpirun itself
         return signal_name(number) if self.proves_signals and 0 < number < 32 else ""
 
 

@@ -13,7 +13,7 @@ _LONGEST_CODE = 60  # characters
 _PACKAGE = f"{Path(__file__).parents[2]}/"
 _PROGRAMS = re.compile(rf"{re.escape(_PACKAGE)}(bench|doctor|train)/")
 _OF_LIBRARIES = re.compile(r"^<frozen |/lib/python3|/torch/|/site-packages/|/dist-packages/")
-_JOINS = re.compile(r"/(threading|concurrent/futures/\w+)\.py$")  # waits for another thread
+_JOINS = re.compile(r"/(threading|concurrent/futures/\w+)\.py$")  # they wait for a thread
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (.*)(?:\n    (.*))?', re.MULTILINE)
 # The frames of Python and of this package that start a script, and so stand above the script's own.
 _STARTS = rf"<frozen |<string>|[^\"]*/runpy\.py|(?!{_PROGRAMS.pattern}){re.escape(_PACKAGE)}"

@@ -30,10 +30,10 @@ def straggler_sentence(record: Record) -> tuple[list[int], str]:
 def find_stragglers(
     calls: Calls, world_size: int, since: float, now: float
 ) -> dict[str, Any] | None:
-    """The facts of "window": the ranks for which the others wait, slowest first, and its share.
+    """The facts of "window": the ranks for which the others wait, slowest first, and the share of the first.
 
     The share of a rank is the part of the time in which the others have entered a call and this rank has not.
-    Returns None if the window has too few calls, so that it goes on.
+    Returns None if the window has too few calls yet, so that it becomes longer.
     """
     gaps: dict[int, list[tuple[float, float]]] = {}
     times: list[float] = []
@@ -47,7 +47,7 @@ def find_stragglers(
                 before = max(before, entered[-1][0])
                 continue
             times.append(entered[-1][0])
-            waits = [(one[0], other[0]) for one, other in itertools.pairwise(entered)]
+            waits = itertools.pairwise(at for at, _ in entered)
             longest = max(waits, key=lambda wait: wait[1] - wait[0], default=(0.0, 0.0))
             slow = [rank for at, rank in entered if at >= longest[1]]
             if longest[1] - longest[0] >= _LEAST_GAP_S and len(slow) <= _MOST_SLOW * len(entered):

@@ -23,8 +23,8 @@ from mpiddp.text import escaped, signal_name, size_text
 # An error that follows from the end of another rank may be reported this much before that end.
 _CONSEQUENCE_S = 0.3
 _LONGEST_ERROR = 1000  # characters of an error in the line; the traceback has all
-_ENDS_S = 1.5  # for a script to end that has closed its connections
-_AT_ONCE_S = 0.1  # ranks that end within this time have one cause: no rank ends others this soon
+_ENDS_S = 1.5  # a script that has closed its connections ends within this time
+_AT_ONCE_S = 0.1  # if ranks end within this time, no rank has ended the others
 _LOST_DAEMON = re.compile(
     r"(?:Remote daemon *:.* on node|Remote host:|Downstream from host"
     r"|Connection to(?= \S+ closed by)|Timeout, server(?= \S+ not responding)) +(\S+)"
@@ -58,23 +58,23 @@ def verdict(record: Record) -> Outcome:
 
 def _with_cause(record: Record, outcome: Outcome, first: Event | None) -> Outcome:
     """The outcome with the known cause of a failure. `first` failed first, as far as the record tells."""
-    named = first if outcome.rank is not None else None
-    if named and (sentence := _lack_of_memory(record, named)):
+    culprit = first if outcome.rank is not None else None
+    if culprit and (sentence := _lack_of_memory(record, culprit)):
         # The host is not at fault, because the job needs more memory than it was given.
         return outcome._replace(known_cause=sentence, host_at_fault="")
-    if (named and is_silent(named)) or _LEFT_EARLY in outcome.sentence:
+    if (culprit and is_silent(culprit)) or _LEFT_EARLY in outcome.sentence:
         return outcome  # its sentence names the event that precedes every error
     least = MPIRUN_AT_END
     if outcome.is_complete:  # mpirun's text only says that a rank has ended
-        least = MPIRUN if named is None else 0
+        least = MPIRUN if culprit is None else 0
     tails = record.latest["tail"]
     failed = sorted(record.failures, key=lambda rank: _began(record, record.failures[rank]))
     nearest = dict.fromkeys([MPIRUN, MPIRUN_AT_END, *failed, *tails])
     searched = [rank for rank in nearest if rank in tails and rank >= least][:_MOST_SEARCHED]
     printed = {rank: tails[rank].facts["lines"] for rank in tails if rank in searched}
-    row, sentence = explained(named, printed) if named or printed else ("", "")
-    if named and row in _OF_THE_HOST:
-        outcome = outcome._replace(host_at_fault=record.hosts[named.rank])
+    row, sentence = explained(culprit, printed) if culprit or printed else ("", "")
+    if culprit and row in _OF_THE_HOST:
+        outcome = outcome._replace(host_at_fault=record.hosts[culprit.rank])
     if row in _OF_COLLECTIVES:
         # NCCL's timeout kills a rank that has waited, so its host is not at fault.
         outcome = outcome._replace(host_at_fault="")
@@ -87,9 +87,9 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
     stop, end = record.act("stop"), record.act("end")
     # A request after a failure explains nothing, unless a scheduler has sent SIGTERM to the rank as well.
     was_signalled = first is not None and first.facts.get("signal") == signal.SIGTERM
-    is_late = stop and end and end.at < stop.at and not was_signalled
-    is_requested = record.stop >= Stop.BY_USER and not is_late
-    # Some ranks may have had less to do than the others, and ended before the request.
+    is_after_failure = stop and end and end.at < stop.at and not was_signalled
+    is_requested = record.stop >= Stop.BY_USER and not is_after_failure
+    # Ranks that have less to do may end before the request, so one rank that has stopped is enough.
     all_done = not record.left
     if all_done and record.latest["stopped"]:
         # An MPI that has lost a daemon sends SIGTERM to the other ranks.
@@ -116,13 +116,14 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if all_done:
         return Outcome(DONE)  # whatever mpirun's exit code is
-    if first is not None and (outcome := _not_started(record, mpirun, first)):
-        return outcome
-    # An mpirun that is killed ends its ranks by a signal.
-    has_said_why = first is not None and first.kind == "failed" and not first.facts.get("signal")
-    if first is not None and (mpirun.code >= 0 or mpirun.was_ended or has_said_why):
-        return _of_failure(record, mpirun, first)
-    # Ranks that refuse may not report.
+    if first is not None:
+        if outcome := _not_started(record, mpirun, first):
+            return outcome
+        # An mpirun that is killed ends its ranks by a signal, so no signal of a rank is the cause.
+        has_said_why = first.kind == "failed" and not first.facts.get("signal")
+        if mpirun.code >= 0 or mpirun.was_ended or has_said_why:
+            return _of_failure(record, mpirun, first)
+    # Ranks that refuse may end without a report.
     if not record.latest["started"] and mpirun.code in (BAD_INPUT, STOPPED):
         return Outcome(mpirun.code, is_complete=False)
     cause = f"{mpirun.name} ended with exit code {mpirun.code}"
@@ -139,10 +140,10 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
 
 
 def _not_started(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome | None:
-    """The verdict if a rank has ended, without a signal of its own, before the others had started."""
+    """The verdict if a rank has ended before others had started; None if a signal may have ended it."""
     missing = [rank for rank in range(record.world_size) if rank not in record.latest["started"]]
-    has_begun = first.kind == "lost" and 0 < len(missing) < record.world_size
-    if not has_begun or mpirun.rank_signal or not mpirun.proves_signals or is_silent(first):
+    is_at_start = first.kind == "lost" and 0 < len(missing) < record.world_size
+    if not is_at_start or mpirun.rank_signal or not mpirun.proves_signals or is_silent(first):
         return None
     host, others = "", record.names(missing)
     if mpirun.was_ended or mpirun.code < 0:  # the exit code says nothing
@@ -160,14 +161,14 @@ def _only_host(record: Record, ranks: Sequence[int]) -> str:
     return hosts.pop() if len(hosts) == 1 else ""
 
 
-def _began(record: Record, message: Event) -> float:
-    """The estimated beginning of a rank's failure: its report may arrive after the ends of other ranks."""
-    if message.kind == "lost":
-        return float(message.at - message.facts["silent"])
-    if message.facts.get("passed"):  # an MPI's SIGTERM, after another rank's failure
-        return message.at + _CONSEQUENCE_S
-    began = record.latest["claim"].get(message.rank, message).at
-    return began + _CONSEQUENCE_S if _may_follow(message) else began
+def _began(record: Record, failure: Event) -> float:
+    """The estimated beginning of a rank's failure, because others may end before its report arrives."""
+    if failure.kind == "lost":
+        return float(failure.at - failure.facts["silent"])
+    if failure.facts.get("passed"):  # an MPI's SIGTERM, after another rank's failure
+        return failure.at + _CONSEQUENCE_S
+    began = record.latest["claim"].get(failure.rank, failure).at
+    return began + _CONSEQUENCE_S if _may_follow(failure) else began
 
 
 def _may_follow(failure: Event) -> bool:
@@ -177,7 +178,7 @@ def _may_follow(failure: Event) -> bool:
 
 
 def _needed_another(record: Record, failure: Event) -> bool:
-    """Whether a rank reports, or its command has printed, what happens when another rank has ended."""
+    """Whether the error of a rank, or the last line of its command, may follow from another rank's end."""
     if failure.kind != "failed" or failure.facts["error"]:
         return _may_follow(failure)
     tail = record.latest["tail"].get(failure.rank)
@@ -187,11 +188,10 @@ def _needed_another(record: Record, failure: Event) -> bool:
 def _of_failure(record: Record, mpirun: MpirunEnd, first: Event) -> Outcome:
     """The verdict on a job whose rank has failed first, by its report or by the end of its agent."""
     facts, failures = first.facts, [failure for _, failure in sorted(record.failures.items())]
-    # Exit code 2 is a refusal, as argparse's, unless the rank printed nothing and either steps were made or
-    # other ranks were left waiting. A waiting rank may be killed after its claim and before its report.
-    claims = record.latest["claim"].keys() - {
-        failure.rank for failure in failures if failure.kind == "failed"
-    }
+    # Exit code 2 is a refusal, as argparse's. But if the rank gives no error, and steps were made or other
+    # ranks waited, it is a failure. A waiting rank may be killed after its claim and before its report.
+    reported = {failure.rank for failure in failures if failure.kind == "failed"}
+    claims = record.latest["claim"].keys() - reported
     is_amid = bool(record.paces or claims) or any(map(_may_follow, failures))
     is_refusal = facts.get("code") == BAD_INPUT and (facts["error"] or not is_amid)
     if facts.get("code") == STOPPED or is_refusal:
@@ -247,8 +247,8 @@ def _of_own_end(record: Record, first: Event) -> Outcome:
     code, error = first.facts["code"], str(first.facts.get("error", ""))
     has_said_why = error or first.rank in record.latest["tail"]
     if code == STOPPED:  # the other ranks may have ended in the same way
-        left = {rank for rank, end in record.failures.items() if end.facts.get("code") == STOPPED}
-        has_said_why = error or len(left | record.done.keys()) == record.world_size
+        stopped = {rank for rank, end in record.failures.items() if end.facts.get("code") == code}
+        has_said_why = error or len(stopped | record.done.keys()) == record.world_size
     sentence = f"{record.name(first.rank)} ended first, with exit code {code}.{_others(record)}"
     return _naming(record, first, Outcome(code, error if has_said_why else sentence))
 
@@ -278,7 +278,7 @@ def _report(record: Record, first: Event) -> str:
 
 
 def _in_one_line(error: str) -> str:
-    """The first line of an error, with the inner error if it only wraps one, for example of a worker."""
+    """The first line of an error, with the error of a DataLoader's worker if it wraps one."""
     head, *rest = filter(None, map(str.strip, error.splitlines()))
     head = f"{head[:_LONGEST_ERROR]}…" if len(head) > _LONGEST_ERROR else head
     if any("Traceback (most recent call last)" in line for line in rest):
@@ -299,14 +299,14 @@ def _lost_daemon(record: Record) -> int | None:
 def _left_early(record: Record, before: float = float("inf"), *, is_needed: bool = False) -> str:
     """The beginning of a sentence, which names the ranks that left early without an error, or "".
 
-    With `is_needed`, the rank that failed was waiting for another one, so each rank that was done counts. A
-    rank may notice the end of another one before the launcher does.
+    With `is_needed`, the rank that failed was waiting for another rank, so every rank that was done counts,
+    also if the launcher has seen its end a little later than the rank that failed.
     """
-    exited = [end for end in record.done.values() if end.kind == "exited" and end.at <= before]
-    how = " (os._exit)" if exited else ""
-    if is_needed and not exited:
-        exited = [end for end in record.done.values() if end.at <= before + _ENDS_S]
-    early = record.names(sorted(end.rank for end in exited))
+    ends = [end for end in record.done.values() if end.kind == "exited" and end.at <= before]
+    how = " (os._exit)" if ends else ""
+    if is_needed and not ends:
+        ends = [end for end in record.done.values() if end.at <= before + _ENDS_S]
+    early = record.names(sorted(end.rank for end in ends))
     return f"{early} {_LEFT_EARLY}{how}. Then " if early else ""
 
 
@@ -359,7 +359,7 @@ def explained(first: Event | None, printed: Mapping[int, Sequence[str]]) -> tupl
     if explanation is None or explanation.failure.weight not in (Weight.CAUSE, Weight.SYMPTOM):
         return "", ""
     row = explanation.failure
-    # The error line has quoted the other words of the row already.
+    # The error line above has the whole error, so quote only the words of the row in it.
     line = next((text for text in row.says if text in error), explanation.line)
     sentence = f'"{line}" has a known cause. {row.program}: {row.cause} Fix: {row.fix}'
     return row.id, sentence

@@ -67,7 +67,7 @@ class Coordinator:
         self.exchange: Callable[[str], list[str]] | None = None
         self.group = 0  # 0 is the group of the ranks, and n that of their n-th scripts
         self.code_of_failure = 0  # the exit code of the rank whose failure ends this one
-        self.gone: int | None = None  # the rank that has failed, if it has not said so itself
+        self.lost_rank: int | None = None  # the rank that has failed, if it has not said so itself
         self.is_lost = False  # the server has ended, so nothing more arrives
         self._early: list[dict[str, Any]] = []  # messages that came before `listen`
         # Gets the messages that are no answers.
@@ -151,9 +151,9 @@ class Coordinator:
     ) -> None:
         """Give this rank's value, and do not wait, see `given`.
 
-        With `calls`, the news "called" calls the others to it, and a rank that is gone gives None.
+        With `calls`, the news "called" calls the others to it, and a lost rank gives None.
         """
-        options = {"key": key, "timeout_s": timeout_s, "calls": calls, "or_gone": calls}
+        options = {"key": key, "timeout_s": timeout_s, "calls": calls, "or_lost": calls}
         self.send("gather", json.dumps(value).encode(), **options)
 
     def given(self, key: str, timeout_s: float = 0.0) -> list[Any] | None:
@@ -222,16 +222,16 @@ class Coordinator:
             self.exchange("")
         elif waits and self.world.world_size > 1:
             with contextlib.suppress(ChannelLost):
-                self.ask("gather", b"null", key=key, timeout_s=LEAVE_TIMEOUT_S, or_gone=True)
+                self.ask("gather", b"null", key=key, timeout_s=LEAVE_TIMEOUT_S, or_lost=True)
         else:
-            self.send("gather", b"null", key=key, timeout_s=None, or_gone=True)
+            self.send("gather", b"null", key=key, timeout_s=None, or_lost=True)
         if self.group == 0:  # for a script, the end of the connection is no failure
             self.send("leave")
 
     def code_of_end(self) -> int:
         """The code with which another rank ends this one, or the loss of a connection, which it says."""
-        lost = "the launcher" if self.has_launcher else self.name(self.gone or 0)
-        is_reported = self.code_of_failure and self.gone is None  # by the rank that has failed
+        lost = "the launcher" if self.has_launcher else self.name(self.lost_rank or 0)
+        is_reported = self.code_of_failure and self.lost_rank is None  # by the rank that has failed
         if not is_reported and (self.has_launcher or self.world.local_rank == 0):
             name = self.name(self.world.rank)
             with contextlib.suppress(OSError):
@@ -305,7 +305,7 @@ class Coordinator:
                     case kind if kind in _ANSWERS:
                         self._arrived[facts.get("key", kind)] = facts, value
                     case "failed":
-                        self.gone, self.code_of_failure = facts.get("gone"), facts["code"]
+                        self.lost_rank, self.code_of_failure = facts.get("lost"), facts["code"]
                     case _:
                         news.append(facts)
             self._changed.notify_all()

@@ -119,7 +119,8 @@ class Session:
         """Say why this script fails: record it for the agent, and print what only a rank can print.
 
         Errors of connections follow from that of the first rank to fail, and would hide it: they go to the
-        rank's file alone. `is_printed`: Python has printed the error. Returns whether it is to be shown.
+        rank's file alone. Ctrl-C interrupts all ranks, so rank 0 shows where, and the others have it in their
+        files. `is_printed`: Python has printed the error. Returns whether it is to be shown.
         """
         # A save in flight goes on after sys.exit(), because the agent ends the others. A claim ends it.
         if self.coordinator.connection is None and not isinstance(error, SystemExit):
@@ -137,7 +138,8 @@ class Session:
         prints = ending.is_refusal or (ending.is_verdict and not self.has_agent)
         if is_first and prints and not (is_printed or self.coordinator.has_launcher):
             print_error(ending.error)
-        is_shown = is_first or not follows
+        is_repeated = isinstance(error, KeyboardInterrupt) and os.environ.get("RANK", "0") != "0"
+        is_shown = (is_first or not follows) and not is_repeated
         if not (is_shown or is_printed):
             self.tell_agent("hidden", text=ending.facts["traceback"])
         return is_shown

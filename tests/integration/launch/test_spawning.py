@@ -37,7 +37,9 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the variables of a launcher that runs the tests, and the tests, whose files would travel."""
     for name in os.environ.keys() - clean_env().keys():
         monkeypatch.delenv(name)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if Path(each).resolve() != ROOT])
+    monkeypatch.setattr(
+        sys, "path", [folder for folder in sys.path if Path(folder).resolve() != ROOT]
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,9 +122,9 @@ sys.stdout.buffer.write(cloudpickle.dumps(cloudpickle.load(sys.stdin.buffer)()))
 command = [sys.executable, "-c", rank]
 body = subprocess.run(command, input=cloudpickle.dumps(work), capture_output=True, check=True).stdout
 earlier, method = Config(), Config.lr
-found = unpickled(body, "work", 0)
+result = unpickled(body, "work", 0)
 BASE = 10
-print(type(found) is Config, Config.lr is method, earlier.lr(), found.lr())
+print(type(result) is Config, Config.lr is method, earlier.lr(), result.lr())
 """
 
 
@@ -159,8 +161,8 @@ def script_of(exchange: Exchange) -> Iterator[Coordinator]:
         where = Server(*(server.settings[name] for name in (ADDRESS, SECRET)))
         try:
             rank = connect(where, WORLD)
-            own = Server(where.address, member_key(where.key, SCRIPT, WORLD.rank), is_own=True)
-            yield connect(own, WORLD, SCRIPT)
+            address = Server(where.address, member_key(where.key, SCRIPT, WORLD.rank), is_own=True)
+            yield connect(address, WORLD, SCRIPT)
             cut(rank)
         finally:
             is_over.set()
@@ -172,11 +174,11 @@ def test_what_a_stranger_has_written_is_not_unpickled():
     """Whoever has taken over a connection does not have the secret."""
     exchange = Exchange(FUNCTION)
     with script_of(exchange) as channel:
-        own, channel.server = channel.server, Server("", "another", is_own=True)
+        before, channel.server = channel.server, Server("", "another", is_own=True)
         with pytest.raises(JobFailed, match=error("connection to", "rank 1 ")):
             received_call(channel)
         body = b64encode(b"a pickle")
         channel.send("answer", body, is_result=True, mac=mac("x", "answer", body))
-        channel.server = own
+        channel.server = before
         assert received_call(channel)  # and so the launcher has read what was sent before
         assert exchange.results == {}

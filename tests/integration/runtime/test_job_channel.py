@@ -78,10 +78,10 @@ class Job:
 
     def hears(self, channel: Coordinator, kind: str) -> dict[str, Any]:
         """The first news of a kind, once it is there."""
-        return until(lambda: [each for each in self.news[channel] if each["type"] == kind])[0]
+        return until(lambda: [news for news in self.news[channel] if news["type"] == kind])[0]
 
     def receives(self, kind: str) -> Event:
-        return until(lambda: [each for each in self.messages if each.kind == kind])[0]
+        return until(lambda: [event for event in self.messages if event.kind == kind])[0]
 
     @contextmanager
     def stranger(self) -> Iterator[tuple[socket.socket, str]]:
@@ -127,25 +127,26 @@ def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
     waits.result(PATIENCE_S)
     first.give("again", 1)
     second.give("again", 2)
-    for each in (first, second):
-        assert until(partial(each.given, "again")) == [1, 2, None]
+    for client in (first, second):
+        assert until(partial(client.given, "again")) == [1, 2, None]
 
 
 def test_the_n_th_scripts_are_a_group_of_their_own(job):
     ranks = job.all()
     scripts = [job.connect(rank, SCRIPT) for rank in range(RANKS)]
-    assert [each.group for each in scripts] == [1] * RANKS
+    assert [script.group for script in scripts] == [1] * RANKS
     calls = [
-        job.call(each.all_gather_json, each.world.rank, key="key", timeout_s=60) for each in scripts
+        job.call(script.all_gather_json, script.world.rank, key="key", timeout_s=60)
+        for script in scripts
     ]
     assert [call.result(PATIENCE_S) for call in calls] == [[0, 1, 2]] * RANKS
-    assert all(each.claim_first_failure() is (each is scripts[0]) for each in scripts)
+    assert all(script.claim_first_failure() is (script is scripts[0]) for script in scripts)
     scripts[0].send("fail", code=9)
     assert until(lambda: scripts[1].code_of_failure) == 9
-    assert not any(each.code_of_failure for each in ranks)
+    assert not any(rank.code_of_failure for rank in ranks)
     assert ranks[1].claim_first_failure()
     cut(scripts[1])
-    until(lambda: [each for each in job.messages if each.kind == "lost"])
+    until(lambda: [event for event in job.messages if event.kind == "lost"])
     assert job.connect(1, SCRIPT).group == 2
 
 
@@ -169,13 +170,13 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_in_the_thread_that_receives_ends_every_wait(job):
     """Nobody else would receive the answer."""
-    other = job.connect(1)
+    second = job.connect(1)
     first = connect(Server(f"127.0.0.1:{job.port}", KEY), World(0, RANKS, 0, RANKS))
     first.listen(lambda news: 1 / 0)
     wait = job.call(first.leave, waits=True)
     gather = job.call(first.all_gather_json, 0, key="key", timeout_s=600)
     until(lambda: job.selector.next_at < float("inf"))
-    other.give("called", 1)
+    second.give("called", 1)
     assert wait.exception(PATIENCE_S) is None
     assert isinstance(gather.exception(PATIENCE_S), ChannelLost)
 
@@ -208,13 +209,13 @@ def test_news_that_ends_a_program_loses_no_later_news(job):
 )
 def test_the_key_of_a_script_speaks_for_nobody_else(job, kind, rank, facts):
     """It joins no rank, prints no line as a rank, takes no stdin, and is no script of another rank."""
-    others = [job.connect(each) for each in range(2)]
-    own = Server(f"127.0.0.1:{job.port}", member_key(KEY, SCRIPT, 0), is_own=True)
-    assert connect_to_server(own, others[0].world, "hello", role=SCRIPT)  # what it is for
+    others = [job.connect(number) for number in range(2)]
+    server = Server(f"127.0.0.1:{job.port}", member_key(KEY, SCRIPT, 0), is_own=True)
+    assert connect_to_server(server, others[0].world, "hello", role=SCRIPT)  # what it is for
     world = World(rank, RANKS, 0, 1)
     with pytest.raises(JobFailed):
-        connect_to_server(own, world, kind, answer_s=1.0, **facts)
-    assert not [each for each in job.messages if each.kind in ("output", "input")]
+        connect_to_server(server, world, kind, answer_s=1.0, **facts)
+    assert not [event for event in job.messages if event.kind in ("output", "input")]
 
 
 # --- strangers ---
@@ -255,9 +256,9 @@ def test_a_connection_without_a_valid_hello_is_dropped(job, kind):
 
 
 def test_a_proof_counts_on_its_own_connection_alone(job):
-    with job.stranger() as (_, challenge), job.stranger() as (other, _):
-        other.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
-        assert is_dropped(other)
+    with job.stranger() as (_, challenge), job.stranger() as (peer, _):
+        peer.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
+        assert is_dropped(peer)
 
 
 @pytest.mark.parametrize(
@@ -327,8 +328,8 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch
             connection.sendall(line)
             large = "x" * 3_000_000
             calls = [
-                job.call(each.all_gather_json, large, key=str(number), timeout_s=60)
-                for each in others
+                job.call(member.all_gather_json, large, key=str(number), timeout_s=60)
+                for member in others
             ]
             assert all(call.result(PATIENCE_S)[1:] == [large] * 2 for call in calls)
             if job.messages:

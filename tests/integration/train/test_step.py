@@ -119,7 +119,9 @@ def test_mixup_mixes_images_and_losses_by_one_draw_for_all_ranks():
     batch, labels = next(state.data.train.batches([torch.arange(2)], epoch=0))
     part = random.Random("3/5").betavariate(0.8, 0.8)
     logits = state.model(part * batch + (1 - part) * batch.flip(0))
-    losses = [F.cross_entropy(logits, each, reduction="sum") for each in (labels, labels.flip(0))]
+    losses = [
+        F.cross_entropy(logits, targets, reduction="sum") for targets in (labels, labels.flip(0))
+    ]
     expected = part * losses[0] + (1 - part) * losses[1]
     assert backward(state, iter([(batch, labels)]), 5).item() == pytest.approx(expected.item())
     assert backward(state, iter([(batch, labels)]), 6).item() != pytest.approx(expected.item())
@@ -128,7 +130,7 @@ def test_mixup_mixes_images_and_losses_by_one_draw_for_all_ranks():
 def test_clipping_limits_the_norm_of_the_gradients():
     state = state_of(configured(*SMALL, "--clip-grad-norm=0.01"), images(8))
     next(steps(state, 0))
-    norms = [each.grad.norm() for each in state.model.parameters()]
+    norms = [parameter.grad.norm() for parameter in state.model.parameters()]
     assert torch.stack(norms).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
@@ -169,21 +171,21 @@ def test_the_optimizers_of_torch(name, plain):
     """A step with --optimizer is one with torch's own, at its published settings."""
     options = ("--lr=0.1", f"--optimizer={name}", "--weight-decay=0.3")
     model = nn.Linear(4, 3)
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     groups = [
-        {"params": other.weight, "weight_decay": 0.3},
-        {"params": other.bias, "weight_decay": 0},
+        {"params": copied.weight, "weight_decay": 0.3},
+        {"params": copied.bias, "weight_decay": 0},
     ]
-    found = stepped(build_optimizer(model, configured(*options)), model, 3)
-    torch.testing.assert_close(found, stepped(plain(groups, lr=0.1), other, 3))
+    weights = stepped(build_optimizer(model, configured(*options)), model, 3)
+    torch.testing.assert_close(weights, stepped(plain(groups, lr=0.1), copied, 3))
 
 
 def test_filters_keep_their_norm_and_other_parameters_are_those_of_sgd():
     model = ARCHS["whitened_resnet8"]().to(memory_format=torch.channels_last)
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     by_muon = stepped(build_optimizer(model, configured("--lr=0.1")), model, 3)
-    sgd = build_optimizer(other, configured("--lr=0.1", "--optimizer=sgd"))
-    by_sgd = stepped(sgd, other, 3)
+    sgd = build_optimizer(copied, configured("--lr=0.1", "--optimizer=sgd"))
+    by_sgd = stepped(sgd, copied, 3)
     for muon, plain in zip(by_muon, by_sgd, strict=True):
         if muon.ndim == 4:
             assert muon.norm() == pytest.approx(len(muon) ** 0.5, rel=0.1)
@@ -261,5 +263,5 @@ def test_the_type_in_which_a_processor_computes_fast(flags, limits, dtype, monke
         patch.setattr("pathlib.Path.open", lambda *_args, **_kwargs: io.StringIO(text))
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: limits[0])
         patch.setattr(torch.ops, "mkldnn", supported)
-        found = fast_dtype.__wrapped__(torch.device("cpu"))
-    assert found is dtype
+        chosen = fast_dtype.__wrapped__(torch.device("cpu"))
+    assert chosen is dtype

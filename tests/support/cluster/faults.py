@@ -35,12 +35,12 @@ def sshd_with(host: Host, settings: str) -> Iterator[None]:
 
 @contextmanager
 def unknown_key(cluster: Cluster, host: Host) -> Iterator[None]:
-    """No host knows this one's key: "Host key verification failed."."""
+    """No host knows the key of this host: "Host key verification failed."."""
     with ExitStack() as stack:
-        for other in cluster.hosts:
+        for peer in cluster.hosts:
             for user in ("root", USER):
-                path = f"{other.home(user)}/.ssh/known_hosts"
-                stack.enter_context(without_lines(other, path, f"{host.name},"))
+                path = f"{peer.home(user)}/.ssh/known_hosts"
+                stack.enter_context(without_lines(peer, path, f"{host.name},"))
         yield
 
 
@@ -58,20 +58,20 @@ def key_refused(host: Host) -> Iterator[None]:
 def another_port(cluster: Cluster, host: Host, port: int) -> Iterator[None]:
     """The host's sshd listens on this port alone. The other hosts know its key there."""
     with ExitStack() as stack:
-        for other in cluster.hosts:
+        for peer in cluster.hosts:
             for user in ("root", USER):
-                path = f"{other.home(user)}/.ssh/known_hosts"
-                keys = other.path(path).read_text().splitlines()
+                path = f"{peer.home(user)}/.ssh/known_hosts"
+                keys = peer.path(path).read_text().splitlines()
                 (key,) = (line for line in keys if line.startswith(f"{host.name},"))
                 there = f"[{host.name}]:{port},[{host.address}]:{port} {key.partition(' ')[2]}\n"
-                stack.enter_context(changed(other, path, lambda keys, there=there: keys + there))
+                stack.enter_context(changed(peer, path, lambda keys, there=there: keys + there))
         stack.enter_context(sshd_with(host, f"Port {port}\n"))
         yield
 
 
 @contextmanager
 def another_user(host: Host) -> Iterator[None]:
-    """root of any host logs in to this one as `USER`, and not as root."""
+    """root of any host logs in to this host as `USER`, and not as root."""
     keys = {user: f"{host.home(user)}/.ssh/authorized_keys" for user in ("root", USER)}
     texts = {user: host.path(path).read_text() for user, path in keys.items()}
     with (

@@ -66,7 +66,7 @@ def host_links(layout: Layout, index: int) -> list[Link]:
 def etc_hosts(layout: Layout, index: int, count: int) -> str:
     """The text of /etc/hosts on host number `index` of `count`."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
-    for other in range(count):
-        is_loopback = layout.own_name_is_loopback and other == index
-        lines.append(f"{'127.0.1.1' if is_loopback else host_address(other)} {host_name(other)}")
+    for number in range(count):
+        is_loopback = layout.own_name_is_loopback and number == index
+        lines.append(f"{'127.0.1.1' if is_loopback else host_address(number)} {host_name(number)}")
     return "\n".join(lines) + "\n"

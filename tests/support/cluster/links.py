@@ -13,7 +13,7 @@ LATENCY = "50ms"  # a packet that would wait longer is dropped, as by a switch
 
 
 def burst_bytes(mbit: float) -> int:
-    """What a link may send at once: that of 2 ms, and at least one large packet of the kernel."""
+    """The bytes that a link may send at once: for 2 ms, and at least one large packet of the kernel."""
     return max(64 * 1024, int(mbit * 1e6 / 8 * 0.002))
 
 
@@ -34,5 +34,5 @@ def sent_bytes(host: Host) -> int:
 
 
 def _ends(host: Host) -> tuple[tuple[int, str], ...]:
-    """A process in the network namespace of each end, and the end's name: what it sends, it limits."""
+    """A process in the network namespace of each end, and the name of the end, which limits its sending."""
     return (host.pid, host.interface), (host.hub_pid, host.port)

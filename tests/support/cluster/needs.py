@@ -1,4 +1,4 @@
-"""The requirements of a test cluster, and the ones that this machine lacks.
+"""The requirements of a test cluster, and which of them this machine lacks.
 
 To install its Debian packages: `apt-get install $(python -m tests.support.cluster packages)`.
 """

@@ -21,7 +21,7 @@ from tests.support.patience import PATIENCE_S, eventually
 
 _FOLDERS = ("/run/munge", "/run/slurm")  # on a private tmpfs of each host
 
-# Without cgroups and binding, because the hosts share those of this machine.
+# It has no cgroups and no binding, because the hosts share this machine's cores.
 _SLURM_CONF = (ETC / "slurm.conf").read_text(encoding="utf-8")
 _NODE = "NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=64000\n"
 _CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"  # v2 needs systemd

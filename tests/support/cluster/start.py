@@ -85,7 +85,7 @@ def up(count: int = 3, *, layout: Layout = PLAIN) -> Iterator[Cluster]:
 
 
 def _remove_stale_folders() -> None:
-    """Remove what killed processes have left."""
+    """Remove the files that killed processes have left."""
     for folder in STATE.glob("*-*"):
         if not Path("/proc", folder.name.partition("-")[0]).exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -74,12 +74,12 @@ def test_a_group_that_no_rank_tells_any_more_is_forgotten():
 def test_a_rank_that_has_finished_never_comes():
     job = Job(2)
     job.record.add(Event("done", 1, at=20.0))
-    said = job.looks(80.0, [WAITS], ENTERED, LEFT)
-    assert said.endswith("for which rank 0 has waited 70 s; it has finished.")
+    sentence = job.looks(80.0, [WAITS], ENTERED, LEFT)
+    assert sentence.endswith("for which rank 0 has waited 70 s; it has finished.")
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "is_same"),
+    ("first", "second", "is_same"),
     [
         (REDUCE, "all_reduce (float32, 4)", False),
         (REDUCE, "all_reduce (float16, 1,048,576)", False),
@@ -87,9 +87,9 @@ def test_a_rank_that_has_finished_never_comes():
         ("all_to_all (float32, 3)", "all_to_all (float32, 5)", True),
     ],
 )
-def test_the_sizes_of_some_calls_may_differ(one, other, is_same):
+def test_the_sizes_of_some_calls_may_differ(first, second, is_same):
     job = Job(2)
-    job.tells(20.0, [(1, one, 1.0, False)], [(1, other, 1.0, False)])
+    job.tells(20.0, [(1, first, 1.0, False)], [(1, second, 1.0, False)])
     assert (find_wait(job.record.calls, 2, [0, 1]) is None) is is_same
 
 
@@ -169,21 +169,21 @@ def windows(
     own_s: Sequence[float], *, buckets: int = 1, count: int = 4, step_s: float = 0.0
 ) -> list[str]:
     """What is said of ranks that work so long in each step, and wait for each other in its collectives."""
-    job, said, now = Job(len(own_s)), [], 0.0
+    job, sentences, now = Job(len(own_s)), [], 0.0
     since, made, number = 0.0, [list[tuple[int, str, float, bool]]() for _ in own_s], 0
-    while len(said) < count:
+    while len(sentences) < count:
         for bucket in range(buckets):
             number += 1
-            for rank, own in enumerate(own_s):
-                made[rank].append((number, REDUCE, now + own + bucket * 0.001, True))
+            for rank, work_s in enumerate(own_s):
+                made[rank].append((number, REDUCE, now + work_s + bucket * 0.001, True))
         now += max(*own_s, step_s) + buckets * 0.001
         if now >= since + 10:
-            job.tells(now, *(each[-128:] for each in made))
-            if (found := found_in(job.record, since, now)) is not None:
-                job.record.add(Event("window", facts=found, at=now))
-                said.append(straggler_sentence(job.record)[1])
+            job.tells(now, *(calls[-128:] for calls in made))
+            if (window := found_in(job.record, since, now)) is not None:
+                job.record.add(Event("window", facts=window, at=now))
+                sentences.append(straggler_sentence(job.record)[1])
                 since = now
-    return said
+    return sentences
 
 
 def test_a_slow_rank_is_named_after_three_windows_with_its_share():
@@ -208,8 +208,10 @@ def test_a_clock_that_drifts_makes_no_straggler():
 
 
 def test_two_slow_ranks_are_named():
-    said = windows([0.05, 0.05, 0.1, 0.09])[-1]
-    assert said.startswith("rank 2 on c, rank 3 on d are stragglers: the others wait for them in ")
+    sentence = windows([0.05, 0.05, 0.1, 0.09])[-1]
+    assert sentence.startswith(
+        "rank 2 on c, rank 3 on d are stragglers: the others wait for them in "
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,18 +229,18 @@ def test_equal_ranks_are_not_named(own_s, step_s):
 
 def test_a_long_evaluation_of_one_rank_is_no_straggler():
     """It fills one window, and the next ones have nothing of it."""
-    job, since, said = Job(2), 0.0, list[str]()
+    job, since, sentences = Job(2), 0.0, list[str]()
     came = [*range(60), 240, *range(241, 300)]  # of rank 0; the other has waited from 60 on
     made = [(number, REDUCE, float(at), True) for number, at in enumerate(came)]
     waited = [*made[:60], (60, REDUCE, 60.0, True), *made[61:]]
     for count, at in enumerate(came, 1):
         job.tells(float(at), made[:count], waited[:count])
-        if at >= since + 10 and (found := found_in(job.record, since, at)) is not None:
-            job.record.add(Event("window", facts=found, at=float(at)))
+        if at >= since + 10 and (window := found_in(job.record, since, at)) is not None:
+            job.record.add(Event("window", facts=window, at=float(at)))
             since = float(at)
-            said.append(straggler_sentence(job.record)[1])
-    assert len(said) > 5
-    assert not any(said)
+            sentences.append(straggler_sentence(job.record)[1])
+    assert len(sentences) > 5
+    assert not any(sentences)
 
 
 def test_nobody_is_slow_in_a_job_that_calls_nothing_any_more():

@@ -55,7 +55,7 @@ class Job:
             int, float
         ] = {}  # ranks in a collective that others have not entered
         self.looks = 0
-        self.said: set[str] = set()
+        self.printed: set[str] = set()
 
     def note(self, rank: int, kind: str, **facts: object) -> None:
         self.record.add(Event(kind, rank, facts, self.now, kind == "stacks"))
@@ -81,7 +81,7 @@ class Job:
 
     def after(self, seconds: float) -> str:
         """What is said within the next seconds."""
-        end, said = self.now + seconds, ""
+        end, sentences = self.now + seconds, ""
         while self.now < end:
             self.now += min(1.0, end - self.now)
             if self.printed_at != self.record.began_at:
@@ -97,9 +97,9 @@ class Job:
                     self.note(rank, "stacks", text=stack(frames))
                 if (hang := find_hang(self.record)) is not None:
                     self.record.add(Event("looked", at=self.now))
-                    said += hang.sentence * (hang.about not in self.said)
-                    self.said.add(hang.about)
-        return said
+                    sentences += hang.sentence * (hang.about not in self.printed)
+                    self.printed.add(hang.about)
+        return sentences
 
 
 # --- no false alarm ---
@@ -199,11 +199,11 @@ def test_with_a_time_limit_the_stack_of_each_place_follows_the_rarest_place_firs
     job = Job(3, 100.0)
     job.steps(5, every_s=1)
     job.stacks = {0: ALL_REDUCE, 1: ALL_REDUCE, 2: OPENS}
-    said = job.after(120)
-    assert said.startswith(
+    sentence = job.after(120)
+    assert sentence.startswith(
         "no rank has made a step for 100 s: rank 0 on a, rank 1 on b are in step"
     )
-    _, of_2, of_0 = said.split("\nThe Python stack of rank ")
+    _, of_2, of_0 = sentence.split("\nThe Python stack of rank ")
     assert of_2 == f"2:\n{shown_stack(stack(OPENS))}"
     assert of_0 == f"0:\n{shown_stack(stack(ALL_REDUCE))}"
     assert find_hang(job.record).is_over

@@ -37,8 +37,8 @@ def started(*ranks: int) -> list[Event]:
 
 def noted(*events: Event, hosts: tuple[str, ...] = HOSTS) -> Record:
     record = Record(hosts, at=0.0)
-    for each in events:
-        record.add(each)
+    for event in events:
+        record.add(event)
     return record
 
 
@@ -117,10 +117,10 @@ def test_the_sentence_of_a_known_cause_and_the_host_at_fault():
         ("CUDA error: uncorrectable ECC error encountered", "cuda-hardware", "b"),
         ("nothing that is known", "", ""),
     ):
-        found = judged(failed(1, "", traceback=""), printed={1: [text]})
-        assert found.host_at_fault == host, row
-        assert found.known_cause.startswith(f'"{text}" has a known cause. ') is bool(row)
-        assert (" Fix: " in found.known_cause) is bool(row)
+        outcome = judged(failed(1, "", traceback=""), printed={1: [text]})
+        assert outcome.host_at_fault == host, row
+        assert outcome.known_cause.startswith(f'"{text}" has a known cause. ') is bool(row)
+        assert (" Fix: " in outcome.known_cause) is bool(row)
 
 
 def test_a_known_cause_of_many_ranks_is_searched_where_ranks_have_failed():

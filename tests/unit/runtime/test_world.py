@@ -190,17 +190,17 @@ OF_TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_S
 
 
 @pytest.mark.parametrize(
-    "launcher", [each for each in RANK_SOURCES if each.mpis], ids=lambda each: each.name
+    "launcher", [source for source in RANK_SOURCES if source.mpis], ids=lambda source: source.name
 )
 def test_no_variable_of_an_mpi_reaches_the_command(launcher):
     """A script in it is a rank by torchrun's variables. Its GPU may be the only one that it sees."""
     kept = {**OF_TORCHRUN, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
     of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
-    found = command_environment(of_mpi | kept)
-    assert found == {**kept, RUN_ID: "a"}
-    world = World.from_env(found)
+    env = command_environment(of_mpi | kept)
+    assert env == {**kept, RUN_ID: "a"}
+    world = World.from_env(env)
     assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (1, 1, True)
-    named = World.from_env(found | {LAUNCHER: launcher.name}).launcher
+    named = World.from_env(env | {LAUNCHER: launcher.name}).launcher
     assert named.name == launcher.name
 
 
