@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from unittest import mock
 from mpiddp import errors
 from mpiddp.doctor.compare import Line
 from mpiddp.drill.findings import Result
+from mpiddp.hosts import gpus
 from mpiddp.launch.judge.events import Announcement, Phase, Record
 from mpiddp.launch.judge.outcome import Outcome
+from mpiddp.launch.plan import environment
 from mpiddp.launch.plan.options import option_parser
 from mpiddp.launch.run import outcome_file, status
 from mpiddp.protocol import variables
@@ -87,6 +89,14 @@ mpiddp sets these for a script, which may read them:
 
 The parts of mpiddp use these among themselves, so do not set them: {internal}.
 
+## Variables that stay on their host
+
+In a job on several hosts, all ranks get the variables of your shell, except these:
+
+{kept}
+
+The ids of a job and of an array's task reach all ranks all the same, for example `SLURM_JOB_ID`.
+
 ## Patches
 
 mpiddp makes these changes in the process of a script. Each one can be left out:
@@ -134,6 +144,7 @@ def text() -> str:
         ),
         settable=_table("variable | holds", {**_helps(), **_SETTABLE}),
         readable=_table("variable | holds", _READABLE),
+        kept="\n".join(f"- {why}: {_listed(names)}." for why, names in _kept().items()),
         internal=", ".join(f"`{name}`" for name in sorted(_names() - _public())),
         patches=_table(
             "patch | what it does", {patch.__name__: _says(patch) for patch in _patches()}
@@ -236,6 +247,16 @@ def _others() -> dict[str, str]:
 # --- variables and patches ---
 
 
+def _kept() -> dict[str, list[str]]:
+    """The variables that stay on their host, by the reason."""
+    return {
+        "A login or a host sets its own": expanded(environment._OF_A_HOST.pattern),
+        "They number the GPUs of one host": [*gpus.VISIBLE],
+        "A scheduler sets them for one host": expanded(environment._OF_A_SCHEDULER.pattern),
+        "They set up an MPI, which passes them on": expanded(environment._OF_AN_MPI.pattern),
+    }
+
+
 def _helps() -> dict[str, str]:
     """The help of the option of each variable."""
     actions = option_parser()._actions
@@ -251,6 +272,20 @@ def _names() -> set[str]:
 
 def _public() -> set[str]:
     return {*_OF_OPTIONS, *_SETTABLE, *_READABLE}
+
+
+def expanded(pattern: str) -> list[str]:
+    """The names that a pattern of alternatives and groups stands for; NAME* without a "$" at its end."""
+    pattern = re.sub(r"(\w)\?", r"(|\1)", pattern)
+    while group := re.search(r"([^|()]*)\(([^()]*)\)([^|()]*)", pattern):
+        before, parts, after = group.groups()
+        names = [f"{before}{part}{after}" for part in parts.split("|")]
+        pattern = pattern[: group.start()] + "|".join(names) + pattern[group.end() :]
+    return [name[:-1] if name.endswith("$") else f"{name}*" for name in pattern.split("|")]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _patches() -> list[Callable[..., Any]]:
