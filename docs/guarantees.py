@@ -43,7 +43,7 @@ _LIMITS = """
 - **Nothing is encrypted, and torch's own ports have no password.** Use mpiddp in a
   [network that you trust](security.md).
 - **Some schedulers were tested only by their variables:**
-  [PBS, LSF, Flux and Kubeflow](clusters.md#where-the-hosts-come-from).
+  [PBS, LSF, Flux and Kubeflow](clusters.md#what-is-supported).
 - **mpiddp has no queue.** Two jobs on the same machines take each other's GPUs.
 - **It is alpha.** Options and names may still change, and each change is in the CHANGELOG.
 """

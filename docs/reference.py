@@ -17,7 +17,7 @@ from unittest import mock
 from mpiddp import errors
 from mpiddp.doctor.compare import Line
 from mpiddp.drill.findings import Result
-from mpiddp.hosts import gpus
+from mpiddp.hosts import allocations, gpus
 from mpiddp.launch.judge.events import Announcement, Phase, Record
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan import environment
@@ -97,6 +97,10 @@ In a job on several hosts, all ranks get the variables of your shell, except the
 
 The ids of a job and of an array's task reach all ranks all the same, for example `SLURM_JOB_ID`.
 
+## Schedulers
+
+{schedulers}
+
 ## Patches
 
 mpiddp makes these changes in the process of a script. Each one can be left out:
@@ -144,6 +148,7 @@ def text() -> str:
         ),
         settable=_table("variable | holds", {**_helps(), **_SETTABLE}),
         readable=_table("variable | holds", _READABLE),
+        schedulers=_schedulers(),
         kept="\n".join(f"- {why}: {_listed(names)}." for why, names in _kept().items()),
         internal=", ".join(f"`{name}`" for name in sorted(_names() - _public())),
         patches=_table(
@@ -286,6 +291,16 @@ def expanded(pattern: str) -> list[str]:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _schedulers() -> str:
+    """The table of the schedulers, with the docstrings of the functions that read their hosts."""
+    rows = []
+    for row in allocations.SCHEDULERS:
+        name, _, hosts = _says(row.read).partition(": ")
+        by = "srun" if row.starter == "srun" else row.transport.name
+        rows.append(f"| {name} | {hosts} | {'-' if row.read is allocations.unlisted else by} |")
+    return "\n".join(["| scheduler | hosts and slots | reached through |", "|---|---|---|", *rows])
 
 
 def _patches() -> list[Callable[..., Any]]:
