@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from importlib import metadata
 from itertools import pairwise
@@ -144,7 +145,7 @@ TIMES = [  # of the program, in sentences of the pages
     ("hosts", "`--login-timeout TIME` (default: {:.0f} s)", LaunchOptions.login_s),
     ("reference", "all ranks must join (default: {:.0f} s)", names.JOIN_TIMEOUT_S),
     ("hangs", "default {:.0f} min for gloo", default_pg_timeout.total_seconds() / 60),
-    ("launch", "(Xid) in the last {}", {3600: "hour"}[gpu_health.SINCE_S]),
+    ("launch", "(Xid) in the last {}", {3600: "hour"}.get(gpu_health.SINCE_S)),
     ("train", "averages the weights every {} steps", AVERAGE_EVERY),
     ("watch", "the newest {:.0f} MB", detached.LOG_LIMIT / 2**20),
     ("watch", "the latest {} jobs that have ended", detached.KEPT),
@@ -155,6 +156,18 @@ TIMES = [  # of the program, in sentences of the pages
 def test_a_time_on_a_page_is_that_of_the_program(page, sentence, figure):
     text = " ".join((ROOT / f"docs/{page}.md").read_text().split())
     assert sentence.format(figure) in text
+
+
+def test_a_default_in_the_help_is_that_of_the_option():
+    values = {**vars(LaunchOptions()), "timeout_s": names.JOIN_TIMEOUT_S}
+    helps = {field.name: field.metadata.get("help", "") for field in fields(LaunchOptions)}
+    found = {name: re.search(r"default: (\d+) s\)", text) for name, text in helps.items()}
+    written = {name: float(match[1]) for name, match in found.items() if match}
+    assert len(written) >= 5
+    assert written == {name: values[name] for name in written}
+    assert set(re.findall(r"up to (\d+)\s+minutes", str(helps))) == {
+        f"{names.SAVE_GRACE_S / 60:.0f}"
+    }
 
 
 def test_the_pages_say_how_large_an_installation_is():
