@@ -31,7 +31,6 @@ from mpiddp.watch.running_jobs import NO_ANSWER
 from mpiddp.watch.runs import RunSummary
 
 PAGE = Path(__file__).with_suffix(".md")
-_ROOT = Path(__file__).parent.parent
 
 _PAGE = """\
 # Exit codes, JSON, variables
