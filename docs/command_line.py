@@ -85,7 +85,8 @@ def _table(parser: argparse.ArgumentParser) -> str:
         for action in group._group_actions
         if action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
     ]
-    return "\n".join(["", "| option | meaning |", "|---|---|", *rows]) if rows else ""
+    table = "\n".join(["", "| option | meaning |", "|---|---|", *rows]) if rows else ""
+    return f"{table}\n\n{parser.epilog}" if parser.epilog else table
 
 
 def _name(action: argparse.Action) -> str:

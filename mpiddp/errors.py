@@ -19,11 +19,11 @@ from typing import TextIO
 
 from mpiddp.text import escaped
 
-DONE = 0
-FAILED = 1
-BAD_INPUT = 2
-STOPPED = 75  # EX_TEMPFAIL: stopped on request, after should_stop(); the same command resumes
-INTERRUPTED = 130  # 128 + SIGINT, as in a shell
+DONE = 0  # every rank ended with exit code 0
+FAILED = 1  # a rank, a host, a disk or the network failed: read the error line
+BAD_INPUT = 2  # an option, a file or a host cannot be used: do what the line says
+STOPPED = 75  # all ranks saved and left after `should_stop`: run the command on the last line
+INTERRUPTED = 130  # a second Ctrl-C, a script without `should_stop`, or one slower than `--grace`
 
 # The errors of a wrong path or command. A machine causes all others, for example its disk.
 _WRONG = {

@@ -3,8 +3,7 @@
     salloc --nodes 2 --ntasks-per-node 4 mpiddp launch train.py
 
 A row's reader returns None if the job has no other host: then it is no allocation. A UserError says what is
-missing, because a job must never start on one host of several in silence. docs/clusters.md has the
-variables of each scheduler, with their sources.
+missing, because a job must never start on one host of several in silence.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ _CLOCK_S = 5.0  # that a scheduler's program may take to tell the end of the job
 
 
 def slurm(env: Mapping[str, str]) -> Hosts | None:
-    """The hosts of the Slurm job of this shell or sbatch script.
+    """Slurm: SLURM_JOB_NODELIST has the hosts, and their slots are the tasks that the job requested.
 
-    A host's slots are the tasks that the job requested on it. Without --ntasks or --ntasks-per-node
-    they are its GPUs, or 1 on a CPU host: Slurm itself would count cores.
+    Without --ntasks or --ntasks-per-node they are its GPUs, or 1 on a CPU host. Slurm would count cores.
     """
     job = env["SLURM_JOB_ID"]
     if (components := env.get("SLURM_HET_SIZE", "")) not in ("", "1"):
@@ -167,7 +165,7 @@ def skypilot(env: Mapping[str, str]) -> Hosts | None:
 
 
 def unlisted(env: Mapping[str, str]) -> None:
-    """Refuse a job of several hosts whose names are not read."""
+    """PyTorchJob, TrainJob, AWS Batch: refused, because mpiddp does not read the names of their hosts."""
     for count, (name, instead) in UNLISTED.items():
         if env.get(count, "").strip() not in ("", "1"):
             raise UserError(

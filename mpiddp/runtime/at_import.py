@@ -72,7 +72,7 @@ def _steps(run: Callable[[ModuleType], None], module: ModuleType) -> Iterator[No
 
 @contextmanager
 def frozen_torch() -> Iterator[None]:
-    """What is made in the body is kept out of garbage collections.
+    """Garbage collections skip all that the script's `import torch`, which is the body, makes.
 
     torch's modules live as long as the process. Otherwise the collector visits their 250,000 objects while
     they are made, in each full collection of the training, and several times when the process ends: a third

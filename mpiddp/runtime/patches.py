@@ -62,14 +62,14 @@ def stack(session: Session) -> None:
 
 
 def lines(session: Session) -> None:
-    """stdout passes on each line at once, which python delays where stdout is a pipe."""
+    """stdout passes on each line when it ends. Python would delay it if stdout is a pipe."""
     if not os.isatty(1):
         with suppress(AttributeError, ValueError):  # it is closed
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def flight_recorder(session: Session) -> None:
-    """torch records the latest 256 collectives, and not 2,000, for hangs and stragglers.
+    """torch records the latest 256 collectives instead of 2,000, unless TORCH_FR_BUFFER_SIZE is set.
 
     To record costs the same. The launcher asks for the record every 10 s, which holds Python's lock for 3 ms
     in place of 30 ms.
@@ -105,7 +105,7 @@ def await_gloo() -> None:
 
 
 def finalized_mpi(session: Session) -> None:
-    """Under a raw mpirun, `mpi4py.MPI` is refused: the agent has used MPI, which cannot start twice."""
+    """Under a plain mpirun, `mpi4py.MPI` is refused: the agent has used MPI, which cannot start twice."""
     if World.from_env().launcher.mpis and JOB not in os.environ:
         refuse_mpi()
 
@@ -134,7 +134,7 @@ def stop_signal(session: Session) -> None:
 
 
 def gloo_end(session: Session) -> None:
-    """At exit, and before a group is destroyed, gloo has up to 1 s to end: else torch may hang or abort."""
+    """At exit, and before a group is destroyed, gloo has 1 s to end. Otherwise torch may hang or abort."""
     atexit.register(await_gloo)
     await_gloo_at_destroy()
 

@@ -611,7 +611,7 @@ FAULTS = ("script", "port", "address", "library", "launcher")
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_refusal_is_printed_once(here, fault):
-    """Under a raw mpirun, all ranks refuse bad input together, with exit code 2 and a single error line."""
+    """All ranks refuse bad input together, also under a plain mpirun: exit code 2, and one error line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         env, words = {
@@ -640,7 +640,7 @@ exec MPIRUN "$@"
 
 
 def test_ranks_elsewhere_than_listed(hosts):
-    """The ranks check where they run. If the MPI placed one on another host, the job ends with a table."""
+    """The ranks check where they run. If the MPI placed one on another host, the job ends, and says so."""
     real = Path(mpirun_of("openmpi5"))
     wrong = hosts.folder / "bin" / "mpirun"
     executable(wrong, ELSEWHERE.replace("MPIRUN", str(real)))

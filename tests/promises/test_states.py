@@ -585,7 +585,7 @@ class Touch:
 
 
 def test_foreign_files_run_no_code(tmp_path, monkeypatch):
-    """No checkpoint can run code, of whichever program, and a damaged one is refused."""
+    """No checkpoint can run code, whichever program has written it, and a damaged one is refused."""
     monkeypatch.chdir(tmp_path)
     own = step_folder(saved_run(tmp_path / "run", {"a": 1}), 1)
     torch.save([Touch()], own / "tree.pt")

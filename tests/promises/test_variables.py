@@ -229,7 +229,7 @@ OF_NETWORKS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY")
 
 @pytest.mark.parametrize("way", ["launch", "mpirun"])
 def test_the_variables_of_torchrun(here, way):
-    """A script finds every variable that torchrun sets, under `mpiddp launch` and under a raw mpirun.
+    """A script finds every variable that torchrun sets, except those that docs/differences.md names.
 
     Those of a network are set on several hosts only: a group of a script's own may reach another host.
     """

@@ -2,8 +2,7 @@
 
     {"version": 1, "cause": "failed", "exit_code": 1, "rank": 3, "host": "node2", "error": "rank 3 on …", …}
 
-It is written when the job begins, after each attempt and at the end, each time as a whole. docs/reference.md
-has its keys.
+It is written as a whole, when the job begins, after each attempt and at the end. docs/reference.md shows it.
 """
 
 from __future__ import annotations
