@@ -489,17 +489,6 @@ def test_damaged_checkpoint_gives_way(here, parallel, name, damage):
     assert (run / "checkpoints/step_00000002.old").exists()
 
 
-def test_renamed_checkpoint_is_refused(here):
-    """A checkpoint under the name of another step is refused."""
-    saved, renamed = here.folder / "saved", here.folder / "renamed"
-    here.fork(program("records.py"), saved, "1", "2").assert_ok()
-    shutil.copytree(saved, renamed)  # it would stay the newest one, and a run would repeat steps
-    step_folder(renamed, 2).rename(step_folder(renamed, 9))
-    done = here.fork(program("records.py"), renamed, "1", "4")
-    assert done.code in (1, 2), done.stdout
-    assert "step_0000000" in done.stderr
-
-
 def test_failing_disk_starts_nothing_anew(here):
     """If the disk fails to read a checkpoint, the run fails, and does not start over."""
     train = (*OPTIONS, "--steps-per-epoch=2")
@@ -533,18 +522,6 @@ def test_checkpoint_commands(here, sharded):
     refused = here.run("checkpoints", "export", step_folder(run, 2), here.folder)
     assert refused.code == 2
     assert "exists already" in refused.stderr
-
-
-def test_an_ended_export_leaves_nothing(here):
-    """An export that a signal ends, such as that of a closed terminal, removes what it has written."""
-    with mpiddp.Checkpoints(here.folder / "run", every=None) as checkpoints:
-        checkpoints.save(1, {"model": {str(index): torch.zeros(5_000_000) for index in range(9)}})
-    current().runs.clear()
-    job = here.start("checkpoints", "export", "run", "out")
-    eventually(lambda: list(here.folder.glob(".unfinished-out-*")), poll_s=0)
-    job.signal(signal.SIGHUP)
-    assert job.wait().code == 128 + signal.SIGHUP
-    assert not list(here.folder.glob(".unfinished-*"))
 
 
 # Hosts without a shared disk

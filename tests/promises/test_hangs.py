@@ -14,6 +14,7 @@ import pytest
 from tests.support.patience import within
 from tests.support.place import Here, Place, eventually, program
 from tests.support.ranks import ROOT, mpirun_command
+from tests.support.terminal import in_a_terminal
 
 LONG_GRACE = ("--grace", "600")
 
@@ -258,6 +259,17 @@ def viewed(here: Here) -> dict[str, str]:
     return {"XDG_STATE_HOME": str(here.folder)}
 
 
+# Jobs of other tests run at the same time, so the only one is named to it.
+STOPS_THE_ONLY_JOB = """
+import sys
+from mpiddp import cli
+from mpiddp.watch import stop_and_stacks
+from mpiddp.watch.running_jobs import find_job
+stop_and_stacks.find_job = lambda name: find_job(sys.argv[1])
+sys.exit(cli.main(["stop"]))
+"""
+
+
 def test_a_job_is_watched_and_stopped(here):
     """From another terminal, `mpiddp ps`, `top`, `stacks` and `stop` list, watch, inspect and stop a job."""
     os.mkfifo(here.folder / "pipe")
@@ -300,6 +312,16 @@ def test_a_job_is_watched_and_stopped(here):
         viewer.close()
     # A rank's last line.
     assert any(re.search(r"step \d*[05]0$", line) for line in view("top", pid))
+
+    # Without a name, it asks at a terminal, and refuses elsewhere.
+    stop = (sys.executable, here.script(STOPS_THE_ONLY_JOB, "stops_the_only_job.py"), pid)
+    refused = here.run(*stop, env=viewed(here))
+    assert refused.said == [
+        f"mpiddp stop asks at a terminal alone. Name the job: mpiddp stop {pid}"
+    ]
+    with in_a_terminal(*stop, cwd=here.folder, **viewed(here)) as asks:
+        asks.until(rf"stop job {pid} \(one_fails\.py\)\? \[y/N\] ").types("n\n")
+        assert asks.wait() == 0
 
     job.signal(signal.SIGSTOP)  # as Ctrl-Z
     (line,) = [line.split() for line in view("ps") if pid in line.split()]

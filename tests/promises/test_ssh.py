@@ -1,7 +1,4 @@
-"""Any ssh, any network: settings of users, logins that fail, IPv6, sets of names.
-
-Holds mpiddp/hosts/ssh.py and mpiddp/launch/plan/job_network.py.
-"""
+"""Any ssh, any network: settings of users, logins that fail, IPv6, sets of names."""
 
 import re
 import sys

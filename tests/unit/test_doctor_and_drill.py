@@ -1,17 +1,11 @@
-"""Checks of `mpiddp doctor` as functions, and verdicts of `mpiddp drill` about what ranks have recorded.
-
-tests/promises/test_doctor.py has the faults of real hosts. Tests mpiddp/doctor/ and mpiddp/drill/.
-"""
+"""Verdicts of `mpiddp drill` about what ranks have recorded, and `mpiddp doctor` on this machine alone."""
 
 import pytest
 
-from mpiddp import text
-from mpiddp.doctor import compare
 from mpiddp.doctor import main as doctor
-from mpiddp.doctor.compare import FAIL, UNKNOWN
 from mpiddp.drill import main as drill
 from mpiddp.drill.faults import FAULTS
-from mpiddp.drill.findings import judge, last_error
+from mpiddp.drill.findings import judge
 from mpiddp.drill.history import History, RecordedAttempt, State
 from mpiddp.drill.rehearse import Ended, Rehearsal
 from mpiddp.errors import UserError
@@ -55,29 +49,6 @@ def test_a_run_that_begins_anew_fails_although_it_ends_equal():
     result = judge(UNDISTURBED, KILL, rehearsal((0, 3, "a"), (0, 4, "a")))
     assert (result.weights_equal, result.passed) == (True, False)
     assert result.cause == "begins anew, although it had saved at step 2"
-
-
-def test_the_error_of_a_run_is_none_of_the_notes_around_it():
-    verdict = "rank 0 on a ended first, with exit code 1: no data. The other ranks were stopped."
-    said = f"mpiddp: no hosts given\n[rank 0] 3\nmpiddp: {verdict}\nmpiddp: not shown\n"
-    assert last_error(Ended(1, said)) == verdict.rstrip(".")
-    assert last_error(Ended(1, "mpiddp: no hosts given\nmpiddp: no route\n")) == "no route"
-
-
-def test_without_a_majority_each_value_has_its_hosts():
-    assert text.differences("torch", {"a": 1, "b": 2}) == "torch differs: 1 on a, 2 on b"
-
-
-def test_what_loads_nowhere_has_one_line():
-    everywhere = {name: {"mpi4py": "broken: cannot load MPI library"} for name in ("a", "b")}
-    fact = "mpi4py does not load on a and b: cannot load MPI library"
-    assert [*compare.stacks(everywhere)] == [(FAIL, fact, "install mpi4py again")]
-
-
-def test_what_was_not_tried_is_unknown():
-    """As between hosts that did not answer in time."""
-    ((status, fact, _),) = compare.reach({}, {}, 41)
-    assert (status, fact) == (UNKNOWN, "no direction between the hosts was tried")
 
 
 def test_this_machine_alone_needs_no_ssh(monkeypatch, capsys, tmp_path):

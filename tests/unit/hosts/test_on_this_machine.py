@@ -1,7 +1,4 @@
-"""Programs on hosts, where each host is this machine: no ssh is between.
-
-Tests mpiddp/hosts/ssh.py.
-"""
+"""Programs on hosts, where each host is this machine: no ssh is between."""
 
 import contextlib
 import os

@@ -1,6 +1,6 @@
 """The options of `mpiddp launch`, what users of other launchers type, and the variables of the ranks.
 
-Tests mpiddp/launch/{options,variables}.py. The promises have the command line for each MPI.
+tests/promises/test_variables.py has the command line for each MPI.
 """
 
 import argparse
@@ -153,17 +153,6 @@ def test_an_option_of_the_launcher_behind_the_job_is_refused_with_the_right_orde
     typed, right = (text.replace("JOB", JOBS[kind]) for text in (typed, right))
     with pytest.raises(UserError, match=re.escape(f"Write: mpiddp launch {right}. ")):
         parse_options(shlex.split(typed))
-
-
-def test_the_options_of_a_hostfile(tmp_path):
-    """A dry run names the lines with options, without the values of -x."""
-    file = tmp_path / "hosts.txt"
-    file.write_text("#: --interface ib0 -x A=secret -x B=1\nnode1 slots=2 #: -n 3\n#: --push\n")
-    options = parse_options(["--hostfile", str(file), "-x", "B=2", *JOB])
-    assert (options.interface, options.push, options.variables["B"]) == ("ib0", True, "2")
-    lines = (f"{file}:1: --interface ib0 -x 'A=…' -x 'B=…'", f"{file}:3: --push")
-    assert options.of_hostfile == lines
-    assert parse_options(["--hostfile", str(file), "-x", "B-", *JOB]).variables == {"A": "secret"}
 
 
 def test_a_range_of_hosts_takes_the_first_of_the_list():
