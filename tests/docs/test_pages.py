@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from importlib import metadata
 from itertools import pairwise
@@ -24,7 +25,7 @@ import pytest
 import mpiddp
 from docs import charts, command_line, python_names, troubleshooting
 from mpiddp import cli, errors
-from mpiddp.checkpoints import agreement
+from mpiddp.checkpoints import agreement, save
 from mpiddp.cli import VERBS
 from mpiddp.launch.judge import events, hangs, pace, stragglers
 from mpiddp.launch.plan.options import LaunchOptions, option_parser
@@ -143,6 +144,7 @@ FIGURES = [  # of the program, in sentences of the pages
     ("architecture", "at most {:.0f} minutes", names.SAVE_GRACE_S / 60),
     ("python-names", "it has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),
     ("checkpoints", "tensors of up to {:,} integers", agreement._SMALL),
+    ("checkpoints", "and every {}, compare", {10: "tenth"}[save.COMPARED_SAVES]),
     ("slurm", "{:.0f} minutes before the limit", int(SIGNAL_S[1]) / 60),
     ("containers", "`--grace` ({:.0f} s)", LaunchOptions.grace_s),
     ("restarts", "waits, at first for {:.0f} s", job._FIRST_PAUSE_S),
@@ -157,6 +159,16 @@ FIGURES = [  # of the program, in sentences of the pages
 def test_a_figure_on_a_page_is_that_of_the_program(page, sentence, figure):
     text = " ".join((ROOT / f"docs/{page}.md").read_text().split())
     assert sentence.format(figure) in text
+
+
+def test_a_time_in_the_help_of_launch_is_the_default():
+    said = {}
+    for each in fields(LaunchOptions):
+        if seconds := re.search(r"\(default: (\d+) s\)$", each.metadata.get("help", "")):
+            said[each.name] = float(seconds[1])
+    assert said.keys() == {"login_s", "lost_s", "timeout_s", "grace_s", "failed_grace_s"}
+    actual = {name: getattr(LaunchOptions, name) for name in said}
+    assert said == {**actual, "timeout_s": names.JOIN_TIMEOUT_S}
 
 
 def test_the_pages_say_how_large_an_installation_is():

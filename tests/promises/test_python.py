@@ -170,7 +170,7 @@ def test_notebook(here):
 
 def test_lightning(hosts):
     """PyTorch Lightning works unchanged on several hosts."""
-    job = (program("lightning_training.py"), str(hosts.folder / "out"), "1", "2")
+    job = (program("lightning_training.py"), str(hosts.folder / "out"))
     done = hosts.run("launch", *hosts.where(2), *job, env=installs.environment("lightning"))
     done.assert_ok()
     losses = dict(re.findall(r"^rank (\d) of 2: loss (\S+)$", done.stdout, re.M))
