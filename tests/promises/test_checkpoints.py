@@ -111,14 +111,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place.folder
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a model in two shards, saved after steps 1 and 2. Tests use copies of it."""
-    place = Here(tmp_path_factory.mktemp("sharded"))
-    place.fork(program("states.py"), "save", ".", "fsdp", ranks=2).assert_ok()
-    return place.folder / "fsdp"
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     loaded: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
     return loaded

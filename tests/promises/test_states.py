@@ -24,7 +24,7 @@ from mpiddp.checkpoints import folder as directory
 from mpiddp.cli import main
 from mpiddp.runtime.job.session import current
 from tests.support.patience import slowness
-from tests.support.place import Here, program
+from tests.support.place import program
 from tests.support.ranks import LAUNCH, script
 from tests.support.training import step_folder, steps_kept, unequal
 
@@ -528,14 +528,6 @@ def test_load_passes_over_damage(tmp_path):
         mpiddp.load(step_folder(run, 2))
     with pytest.raises(mpiddp.UserError, match="not found"):
         mpiddp.load(tmp_path / "nothing")
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a model in two shards."""
-    place = Here(tmp_path_factory.mktemp("sharded"))
-    place.fork(program("states.py"), "save", ".", "fsdp", ranks=2).assert_ok()
-    return place.folder / "fsdp"
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "safetensors"])
