@@ -188,18 +188,6 @@ def test_names(here, folders):
     assert (script["paths"], shadowed) == (["src"], {"shadowed": []})
 
 
-def test_a_folder(here, folders):
-    """A folder with a `__main__.py` is a script."""
-    for folder in folders.values():
-        (folder / "app").mkdir()
-        (folder / "saying.py").rename(folder / "app/saying.py")
-    text = "import os, sys; from saying import says; says(argv=sys.argv, first=sys.path[0][-3:])"
-    for way, folder in folders.items():
-        (folder / "app/__main__.py").write_text(text)
-        here.run(*WAYS[way], "app", "a", cwd=folder).assert_ok()
-        assert said(folder, way) == [[{"argv": ["app", "a"], "first": "app"}]] * len(ranks_of(way))
-
-
 # --- streams ---
 
 

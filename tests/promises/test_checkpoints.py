@@ -619,17 +619,6 @@ def test_script_on_hosts_apart(apart, undisturbed):
     assert unequal(weights(apart.folder), weights(undisturbed)) == []
 
 
-def test_a_fresh_start_on_hosts_apart(apart):
-    """A run folder removed on one host comes back from another. `mpiddp hosts run` removes it on all."""
-    where = apart.where(2)
-    launch = ("launch", *where, str(example(apart.folder / "job", run=str(PRIVATE))))
-    apart.run(*launch, env=ENV).assert_ok()
-    shutil.rmtree(private(apart, "node0"))
-    assert resumed_step(apart.run(*launch, env=ENV).assert_ok()) == 40
-    apart.run("hosts", "run", where[1], "--", "rm", "-rf", PRIVATE).assert_ok()
-    assert resumed_step(apart.run(*launch, env=ENV).assert_ok()) == 0
-
-
 STATISTICS = """
 import sys, torch, mpiddp
 with mpiddp.process_group(backend="gloo") as world:

@@ -305,16 +305,6 @@ def test_bench_of_a_script_that_cannot_be_measured(here, text, words):
     assert not (here.folder / "out/scaling.json").exists()
 
 
-def test_bench_ends_with_its_jobs(here):
-    """A benchmark that is stopped leaves no process behind."""
-    script = here.script(STEPS)
-    job = here.start("bench", "scaling", "-H", "localhost:2", "--out", "out", script)
-    eventually(lambda: here.processes(script))
-    job.signal(signal.SIGTERM)
-    assert job.wait().code != 0
-    eventually(lambda: not here.processes())
-
-
 def test_runs(here):
     """`mpiddp runs` lists the runs of a folder: state, step, accuracy, loss, rate, duration."""
     write_run(here.folder / "a", steps=1000, every=10, restarts_at=[300], saves=[300, 1000])

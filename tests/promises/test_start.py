@@ -119,13 +119,16 @@ def test_a_rank_that_ends_alone(here):
 
 
 def test_what_python_runs(here):
-    """A zip application runs as under python. A script of a shell is refused, with what runs it."""
+    """A folder with a `__main__.py` and a zip application run as under python. A script of a shell is
+    refused, with what runs it.
+    """
     (here.folder / "app").mkdir()
-    main = "import os, sys\nprint(os.environ['RANK'], sys.argv[1:])"
+    main = "import os, sys\nprint(os.environ['RANK'], *sys.argv[:1], sys.argv[1:])"
     (here.folder / "app/__main__.py").write_text(main)
     here.run("python", "-m", "zipapp", "app", "-o", "app.pyz").assert_ok()
-    done = here.run("launch", *here.where(2), "--log-ranks=all", "app.pyz", "a").assert_ok()
-    assert sorted(done.lines) == ["0 ['a']", "1 ['a']"]
+    for app in ("app", "app.pyz"):
+        done = here.run("launch", *here.where(2), "--log-ranks=all", app, "a").assert_ok()
+        assert sorted(done.lines) == [f"0 {app} ['a']", f"1 {app} ['a']"]
     shell = here.script("#!/bin/sh\nfor i in 1; do echo; done", "x.sh")
     done = here.run("launch", *here.where(1), shell)
     assert (done.code, done.said[-1].endswith("x.sh")) == (2, True), done.stderr

@@ -395,18 +395,6 @@ def test_a_command(here, mpi):
     assert done.said[-1].startswith("to resume: mpiddp launch ")
 
 
-def test_sigterm_to_every_process_of_a_command(here):
-    """If every process of a job gets SIGTERM, its commands end as they choose; code 75 is a stop."""
-    text = "trap 'echo TERM' TERM; echo ready; until [ -e finish ]; do sleep 0.05; done; exit 75"
-    job = here.start("launch", *LONG_GRACE, *here.where(2), "--", "bash", "-c", text)
-    job.until("ready", times=2)
-    signal_all(here)
-    job.until("TERM", times=2)
-    (here.folder / "finish").touch()
-    done = job.wait()
-    assert done.code == 75, done.stderr
-
-
 def test_scripts_within_a_command(here):
     """Python scripts within a command stop after the same step, and the command itself gets no signal."""
     line = shlex.join([sys.executable, program("stops.py")])

@@ -65,17 +65,6 @@ def test_guides_command_line(here):
     assert (found["arch"], found["steps"], found["global_batch_size"]) == ("resnet20", 4, 8)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_guides_command_line_without_a_gpu(here):
-    """Without a GPU, --backend=nccl is refused in one line that names the backend to use."""
-    guides = ("--backend=nccl", "--use_syn", "--batch_size=8192", "--arch=resnet152")
-    done = here.train(*guides, "--out=run")
-    assert (done.code, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "--backend nccl" in done.stderr
-    assert "--backend gloo" in done.stderr
-    assert not (here.folder / "run").exists()
-
-
 COPIED = ("train", "data", "resnet", "muon")
 USES = """
 import torch
