@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import faults, lacking
-from tests.support.installs import mpirun_of
-from tests.support.machine import executable, reserved, tool
+from tests.support.machine import reserved, tool
 from tests.support.patience import slowness, within
 from tests.support.place import Done, Here, Place, eventually, every_mpi, program
 from tests.support.ranks import LAUNCH, mpirun_command
@@ -528,34 +527,6 @@ def test_a_lost_connection_to_a_daemon(hosts, mpi):
     assert done.code == 1, done.stderr
     assert verdict(done).endswith("the MPI daemon on node1 was lost."), done.stderr
     eventually(lambda: not hosts.processes())
-
-
-IMPATIENT = """
-import sys
-from mpiddp import cli
-from mpiddp.launch.run import attempt
-setattr(attempt, sys.argv[1], 1.0)
-sys.exit(cli.main(sys.argv[2:]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("limit", "hangs", "code", "words"),
-    [
-        ("START_TIMEOUT_S", "", 1, "no rank has started in 1 s: mpirun or one of"),
-        ("EXIT_S", 'MPIRUN "$@"', 0, ""),
-    ],
-    ids=["starts no rank", "outlives the ranks"],
-)
-def test_an_mpirun_that_hangs(here, limit, hangs, code, words):
-    """An mpirun that starts no rank in time, or that stays when all ranks have ended, is ended."""
-    real = mpirun_of("openmpi5")
-    text = f'[ "$1" = --version ] && exec {real} --version\n{hangs}\nexec sleep 6000'
-    mpirun = executable(here.folder / "bin/mpirun", text.replace("MPIRUN", real))
-    launch = ("launch", "--mpirun", mpirun, *here.where(2), "--", "true")
-    done = here.run("python", here.script(IMPATIENT), limit, *launch)
-    assert (done.code, words in done.stderr) == (code, True), done.stderr
-    eventually(lambda: not here.processes())
 
 
 LEFT_OVER = """

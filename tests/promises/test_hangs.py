@@ -305,9 +305,14 @@ def test_a_job_is_watched_and_stopped(here):
         asks.until(rf"stop job {pid} \(one_fails\.py\)\? \[y/N\] ").types("n\n")
         assert asks.wait() == 0
 
-    job.signal(signal.SIGSTOP)  # as Ctrl-Z
-    (line,) = [line.split() for line in view("ps") if pid in line.split()]
-    assert line[-2:] == ["suspended", "-"]
-    assert view("stop", pid) == [f"job {pid} (one_fails.py) is requested to stop."]
-    assert job.wait().code == 75
+    top = (sys.executable, "-m", "mpiddp", "top", pid)
+    with in_a_terminal(*top, cwd=here.folder, **viewed(here)) as shown:
+        shown.until("running")
+        job.signal(signal.SIGSTOP)  # as Ctrl-Z
+        (line,) = [line.split() for line in view("ps") if pid in line.split()]
+        assert line[-2:] == ["suspended", "-"]
+        assert view("stop", pid) == [f"job {pid} (one_fails.py) is requested to stop."]
+        assert job.wait().code == 75
+        shown.until(rf"job {pid} \(one_fails\.py\) has ended\.")
+        assert shown.wait() == 0
     assert not [*here.folder.glob("mpiddp/*/*")]

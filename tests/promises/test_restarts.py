@@ -5,7 +5,6 @@ import json
 import operator
 import re
 import signal
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.programs.elastic import GLOBAL_BATCH, Step
 from tests.support.cluster import faults
 from tests.support.cluster.program import stat_of
 from tests.support.place import Done, Hosts, Job, Process, eventually, program
-from tests.support.terminal import in_a_terminal
 
 STOPPING = ": stopping to restart.\n"
 
@@ -74,11 +72,7 @@ def test_a_stop_before_a_restart(here):
     pid = str(job.pid)
     assert f"(pid {pid}), restarting, 1 rank" in here.run("top", "--once", pid).stdout
     assert here.run("stacks", pid).lines == ["no rank runs now: the job restarts."]
-    with in_a_terminal(sys.executable, "-m", "mpiddp", "top", pid, cwd=here.folder) as top:
-        top.until("restarting")
-        here.run("stop", pid).assert_ok()
-        top.until(rf"job {pid} \(fails\.py\) has ended\.")
-        assert top.wait() == 0
+    here.run("stop", pid).assert_ok()
     done = job.wait()
     assert (done.code, done.said[-2]) == (130, "interrupted before a restart.")
     assert done.said[-1].startswith(f"to resume: mpiddp {' '.join(launch)} ")

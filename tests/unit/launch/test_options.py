@@ -1,6 +1,6 @@
 """The options of `mpiddp launch`, what users of other launchers type, and the variables of the ranks.
 
-tests/promises/test_variables.py has the command line for each MPI.
+Tests mpiddp/launch/{options,variables}.py. The promises have the command line for each MPI.
 """
 
 import argparse
