@@ -1,21 +1,11 @@
-"""The limit of a benchmark's job, and the scripts of benchmarks/.
-
-tests/promises/test_python.py has `mpiddp bench`. Tests mpiddp/bench/ and benchmarks/.
-"""
+"""The scripts of benchmarks/. tests/promises/test_python.py has `mpiddp bench`."""
 
 import re
 import sys
 
 import pytest
 
-from mpiddp.bench.measured_jobs import BenchJobFailed, output_of
 from tests.support.ranks import ROOT, run_command
-
-
-def test_a_command_has_a_limit():
-    with pytest.raises(BenchJobFailed, match=r"a job did not end within 0\.2 s\."):
-        output_of([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.2)
-
 
 TINY = ("--arch=resnet20", "--batch-size=2", "--rounds=1")
 RUNS = {

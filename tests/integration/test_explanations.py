@@ -1,7 +1,7 @@
 """Known failures are found in what the real programs print, the root cause first; good logs show none.
 
-Tests mpiddp/explain. tests/data/failures/ has the texts. tests/support/provoke_failures.sh provokes most of
-them again; sources.tsv says where the others come from.
+tests/data/failures/ has the texts. tests/support/provoke_failures.sh provokes most of them again; sources.tsv
+says where the others come from.
 """
 
 import io

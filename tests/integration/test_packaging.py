@@ -1,8 +1,6 @@
 """`pip install mpiddp` brings the launcher alone. It works without torch, and a verb names what it lacks.
 
 What an import loads; what the unit tests need; and that the files of examples/kubernetes agree.
-
-Tests setup.py, mpiddp/cli.py, examples/kubernetes.
 """
 
 import email

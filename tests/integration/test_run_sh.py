@@ -1,8 +1,6 @@
 """run.sh in copies of this repository: its set-up, its errors, and a training.
 
 The only environment that is created uses this interpreter's torch, so it takes seconds.
-
-Tests run.sh.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""A training under PyTorch Lightning that resumes from its newest checkpoint.
-
-lightning_training.py FOLDER [DEVICES NODES]
-"""
+"""A training under PyTorch Lightning on two hosts: lightning_training.py FOLDER."""
 
 import sys
 from pathlib import Path
@@ -34,16 +31,14 @@ class Regression(LightningModule):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    devices, nodes = map(int, sys.argv[2:] or (1, 1))
-    last = folder / "last.ckpt"
     torch.manual_seed(1)
     x = torch.rand(48, 1)
-    loader = DataLoader(TensorDataset(x, 2 * x), batch_size=4, num_workers=devices * nodes - 1)
+    loader = DataLoader(TensorDataset(x, 2 * x), batch_size=4, num_workers=1)
     trainer = Trainer(
         accelerator="cpu",
-        strategy="ddp" if sys.argv[2:] else "auto",
-        devices=devices,
-        num_nodes=nodes,
+        strategy="ddp",
+        devices=1,
+        num_nodes=2,
         max_epochs=5,
         default_root_dir=folder,
         callbacks=[ModelCheckpoint(dirpath=folder, filename="saved-{epoch}", save_last=True)],
@@ -51,7 +46,7 @@ if __name__ == "__main__":
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(Regression(), loader, ckpt_path=str(last) if last.exists() else None)
+    trainer.fit(Regression(), loader)
     loss = float(trainer.callback_metrics["loss"])
     where = f"rank {trainer.global_rank} of {trainer.world_size}"
     print(f"{where}: loss {loss:.3f}\n", end="", flush=True)

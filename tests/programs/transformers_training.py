@@ -1,7 +1,4 @@
-"""A training under transformers' Trainer that resumes from its newest checkpoint.
-
-transformers_training.py FOLDER [STEPS]
-"""
+"""A training under transformers' Trainer: transformers_training.py FOLDER."""
 
 import sys
 from pathlib import Path
@@ -10,9 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
-
-STEPS = 6
 
 
 class Numbers(Dataset[dict[str, Tensor]]):
@@ -34,11 +28,10 @@ if __name__ == "__main__":
         intermediate_size=16,
     )
     Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)  # rank 0 alone would make it
-    folder, steps = sys.argv[1], int((sys.argv[2:] or [STEPS])[0])
     arguments = TrainingArguments(
-        output_dir=folder,
+        output_dir=sys.argv[1],
         use_cpu=True,
-        max_steps=steps,
+        max_steps=6,
         per_device_train_batch_size=4,
         save_steps=3,
         logging_steps=3,
@@ -48,6 +41,6 @@ if __name__ == "__main__":
     )
     torch.manual_seed(1)
     trainer = Trainer(BertForSequenceClassification(config), arguments, train_dataset=Numbers())
-    made = trainer.train(resume_from_checkpoint=get_last_checkpoint(folder)).global_step
+    made = trainer.train().global_step
     rank, world_size = arguments.process_index, arguments.world_size
     print(f"rank {rank} of {world_size}: {made} steps\n", end="", flush=True)

@@ -9,7 +9,7 @@ from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, slurm
 from tests.support.cluster.slurm import Slurm
 from tests.support.installs import mpirun_of
-from tests.support.place import Here, Hosts, Place
+from tests.support.place import Here, Hosts, Place, program
 
 
 @pytest.fixture
@@ -46,6 +46,14 @@ def place(request: pytest.FixtureRequest) -> Place:
     """`here`, or the place that `here_and_on_hosts` names."""
     chosen: Place = request.getfixturevalue(getattr(request, "param", "here"))
     return chosen
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a model in two shards, saved after steps 1 and 2. Tests use copies, or only read it."""
+    place = Here(tmp_path_factory.mktemp("sharded"))
+    place.fork(program("states.py"), "save", ".", "fsdp", ranks=2).assert_ok()
+    return place.folder / "fsdp"
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tests.support.cluster.ssh import stop_sshd
 from tests.support.errors import error
 from tests.support.installs import library_of, mpirun_of
 from tests.support.machine import executable
-from tests.support.place import Done, Hosts, eventually, every_mpi, program
+from tests.support.place import Done, Hosts, eventually, program, two_mpis
 from tests.support.ranks import LAUNCH, ROOT
 
 RUN = (sys.executable, "-m", "mpiddp", "run")
@@ -95,7 +95,7 @@ def test_a_launch_from_a_login_node(hosts, batch):
     assert {rank["master"] for rank in done.records} == {hosts["node1"].address}
 
 
-@every_mpi
+@two_mpis
 def test_an_mpirun_in_a_slurm_job(sbatch, mpi):
     """In a Slurm job, --mpirun and -H start the ranks over ssh instead, in other numbers than Slurm's."""
     options = ("--mpirun", mpirun_of(mpi), "-H", "node1:1,node0:3")
@@ -184,9 +184,9 @@ def left(engine: Hosts) -> list[str]:
     return [each.command for each in engine.processes() if "sge_shepherd" not in each.command]
 
 
-@every_mpi
+@two_mpis
 def test_a_grid_engine_job(qsub, mpi):
-    """In a job of Grid Engine, every MPI starts the ranks on the job's slots, without ssh."""
+    """In a job of Grid Engine, mpirun starts the ranks on the job's slots, without ssh."""
     done = qsub("--mpirun", mpirun_of(mpi), program("identity.py"), pe="fill", slots="6")
     expected = [("node0", rank, 0) for rank in range(4)] + [("node1", rank, 1) for rank in range(2)]
     first, *rest = placed(done)
@@ -289,9 +289,9 @@ def without_ssh() -> Iterator[Cluster]:
         yield up
 
 
-@every_mpi
+@two_mpis
 def test_an_lsf_job(without_ssh, mpi, request):
-    """In a job of LSF, every MPI starts the ranks with blaunch, without ssh."""
+    """In a job of LSF, mpirun starts the ranks with blaunch, without ssh."""
     bin_ = without_ssh.shared / "bin"
     env = {"PATH": f"{bin_}:/usr/bin:/bin", "LSF_BINDIR": str(bin_), "LSB_JOBID": "105"}
     env |= {"LSB_MCPU_HOSTS": "node0 1 node1 2"}

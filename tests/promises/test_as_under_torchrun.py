@@ -175,33 +175,6 @@ def test_variables_before_torch(here, folders, sets):
     assert same(here, folders, f"{sets}\n{READS}") == [{"level": "DebugLevel.DETAIL"}]
 
 
-LEFT_OPEN = """
-import os
-rank = os.environ.get("RANK", "0")
-early = open("early" + rank, "w")
-early.write("early")
-def used(): return early, late, ends
-import torch
-late = open("late" + rank, "w")
-late.write("late")
-class Ends:
-    file = os.open("ended" + rank, os.O_CREAT | os.O_WRONLY)
-    def __del__(self):
-        os.write(self.file, b"ended")
-ends = Ends()
-"""
-
-
-def test_what_a_script_leaves_open(here, folders):
-    """The files that it has opened keep their last lines, and its objects end as they do under python."""
-    for way, folder in folders.items():
-        (folder / "train.py").write_text(LEFT_OPEN)
-        here.run(*WAYS[way], "train.py", cwd=folder).assert_ok()
-        for rank in ranks_of(way):
-            texts = [(folder / f"{name}{rank}").read_text() for name in ("early", "late", "ended")]
-            assert texts == ["early", "late", "ended"], way
-
-
 NAMES = ("inspect", "tokenize", "signal", "types", "copy", "json", "socket", "selectors", "queue")
 IN_A_FOLDER = """
 import inspect, os, sys, types
@@ -222,18 +195,6 @@ def test_names(here, folders):
         (folder / "saying.py").rename(folder / "src/saying.py")
     script, shadowed = same(here, folders, IN_A_FOLDER, "--lr", "1", name="src/train.py")
     assert (script["paths"], shadowed) == (["src"], {"shadowed": []})
-
-
-def test_a_folder(here, folders):
-    """A folder with a `__main__.py` is a script."""
-    for folder in folders.values():
-        (folder / "app").mkdir()
-        (folder / "saying.py").rename(folder / "app/saying.py")
-    text = "import os, sys; from saying import says; says(argv=sys.argv, first=sys.path[0][-3:])"
-    for way, folder in folders.items():
-        (folder / "app/__main__.py").write_text(text)
-        here.run(*WAYS[way], "app", "a", cwd=folder).assert_ok()
-        assert said(folder, way) == [[{"argv": ["app", "a"], "first": "app"}]] * len(ranks_of(way))
 
 
 # --- streams ---
@@ -386,27 +347,6 @@ for options in ({}, {"preexec_fn": lambda: None}):
 def test_signals_of_children(here, folders):
     """What a script starts, or becomes, ignores no signal."""
     assert same(here, folders, TRAPS) == [{"line": "trapped\n", "code": 7}] * 2
-
-
-FREES = """
-import os, torch
-from saying import says
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-before = resident()
-kept = [torch.ones(250_000) for _ in range(400)]  # 400 MB in blocks of 1 MB
-most = resident()
-del kept
-says(grows=most - before > 300, keeps=resident() - before > 150)
-"""
-
-
-def test_freed_memory(here, folders):
-    """Memory that a script frees goes back to the system, as under python."""
-    assert same(here, folders, FREES) == [{"grows": True, "keeps": False}]
 
 
 # --- the patches that remain ---

@@ -111,14 +111,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place.folder
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a model in two shards, saved after steps 1 and 2. Tests use copies of it."""
-    place = Here(tmp_path_factory.mktemp("sharded"))
-    place.fork(program("states.py"), "save", ".", "fsdp", ranks=2).assert_ok()
-    return place.folder / "fsdp"
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     loaded: dict[str, torch.Tensor] = torch.load(folder / "model.pt")
     return loaded
@@ -489,17 +481,6 @@ def test_damaged_checkpoint_gives_way(here, parallel, name, damage):
     assert (run / "checkpoints/step_00000002.old").exists()
 
 
-def test_renamed_checkpoint_is_refused(here):
-    """A checkpoint under the name of another step is refused."""
-    saved, renamed = here.folder / "saved", here.folder / "renamed"
-    here.fork(program("records.py"), saved, "1", "2").assert_ok()
-    shutil.copytree(saved, renamed)  # it would stay the newest one, and a run would repeat steps
-    step_folder(renamed, 2).rename(step_folder(renamed, 9))
-    done = here.fork(program("records.py"), renamed, "1", "4")
-    assert done.code in (1, 2), done.stdout
-    assert "step_0000000" in done.stderr
-
-
 def test_failing_disk_starts_nothing_anew(here):
     """If the disk fails to read a checkpoint, the run fails, and does not start over."""
     train = (*OPTIONS, "--steps-per-epoch=2")
@@ -533,18 +514,6 @@ def test_checkpoint_commands(here, sharded):
     refused = here.run("checkpoints", "export", step_folder(run, 2), here.folder)
     assert refused.code == 2
     assert "exists already" in refused.stderr
-
-
-def test_an_ended_export_leaves_nothing(here):
-    """An export that a signal ends, such as that of a closed terminal, removes what it has written."""
-    with mpiddp.Checkpoints(here.folder / "run", every=None) as checkpoints:
-        checkpoints.save(1, {"model": {str(index): torch.zeros(5_000_000) for index in range(9)}})
-    current().runs.clear()
-    job = here.start("checkpoints", "export", "run", "out")
-    eventually(lambda: list(here.folder.glob(".unfinished-out-*")), poll_s=0)
-    job.signal(signal.SIGHUP)
-    assert job.wait().code == 128 + signal.SIGHUP
-    assert not list(here.folder.glob(".unfinished-*"))
 
 
 # Hosts without a shared disk
@@ -648,17 +617,6 @@ def test_script_on_hosts_apart(apart, undisturbed):
     assert resumed_step(done) == 35
     assert steps_kept(nodes[2]) == steps_kept(nodes[1]) == [35, 40]
     assert unequal(weights(apart.folder), weights(undisturbed)) == []
-
-
-def test_a_fresh_start_on_hosts_apart(apart):
-    """A run folder removed on one host comes back from another. `mpiddp hosts run` removes it on all."""
-    where = apart.where(2)
-    launch = ("launch", *where, str(example(apart.folder / "job", run=str(PRIVATE))))
-    apart.run(*launch, env=ENV).assert_ok()
-    shutil.rmtree(private(apart, "node0"))
-    assert resumed_step(apart.run(*launch, env=ENV).assert_ok()) == 40
-    apart.run("hosts", "run", where[1], "--", "rm", "-rf", PRIVATE).assert_ok()
-    assert resumed_step(apart.run(*launch, env=ENV).assert_ok()) == 0
 
 
 STATISTICS = """

@@ -1,7 +1,4 @@
-"""Doctor: `mpiddp doctor` before a job, `explain` after it, and `drill` to rehearse failures.
-
-Holds mpiddp/doctor, mpiddp/explain and mpiddp/drill.
-"""
+"""Doctor: `mpiddp doctor` before a job, `explain` after it, and `drill` to rehearse failures."""
 
 import json
 import logging

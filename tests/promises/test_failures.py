@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import faults, lacking
-from tests.support.cluster.program import stat_of
 from tests.support.machine import reserved, tool
 from tests.support.patience import slowness, within
-from tests.support.place import Done, Here, Place, eventually, every_mpi, program, two_mpis
+from tests.support.place import Done, Here, Place, eventually, every_mpi, program
 from tests.support.ranks import LAUNCH, mpirun_command
 
 OTHERS = " The other ranks were stopped."
@@ -86,34 +85,6 @@ def test_every_mpi_ends_the_job(hosts, mpi):
     failing(hosts, "alone.py", "kill", mpi=mpi)
 
 
-@two_mpis
-def test_every_rank_leaves(here, mpi):
-    """A job succeeds if all of its ranks end by os._exit(0)."""
-    done = here.run("launch", *here.where(2), here.script("import os\nos._exit(0)"), mpi=mpi)
-    assert (done.code, done.said) == (0, [])
-
-
-CATCHES = """
-import os, sys
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-for step in range(1000):
-    if step == 3 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), 9)
-    try:
-        dist.all_reduce(torch.ones(1))
-    except RuntimeError:
-        sys.exit(1)
-"""
-
-
-def test_victims_that_catch_the_error(here):
-    """A killed rank is named even if the others catch the error of their collective and exit first."""
-    done = here.run("launch", *here.where(2), here.script(CATCHES))
-    assert done.code == 1
-    assert is_named(here, done, "kill"), done.stderr
-
-
 ENDS_LATE = """
 import atexit, os, threading, time
 def act():
@@ -164,35 +135,6 @@ def test_the_error_that_torch_recorded(here):
     done = here.run("launch", *here.where(2), here.script(RECORDED))
     assert done.code == 1
     assert re.match(r"rank 1 on .* RuntimeError: a bug of rank 1", verdict(done)), done.stderr
-
-
-RAISES_LATE = """
-import signal
-
-class Cause(Exception):
-    ended = False
-    def __str__(self):
-        if not Cause.ended:
-            Cause.ended = True
-            signal.raise_signal(signal.SIGALRM)
-        return "of the script"
-
-def handler(*_):
-    raise RuntimeError("a worker has ended")
-
-signal.signal(signal.SIGALRM, handler)
-raise Cause
-"""
-
-
-def test_a_handler_that_raises(here):
-    """An error that a signal's handler raises after that of the script, as DataLoader's, is not the cause."""
-    done = here.run("launch", *here.where(1), here.script(RAISES_LATE))
-    assert done.code == 1
-    assert "failed first: Cause: of the script." in verdict(done), done.stderr
-    assert re.search(r"^(__main__\.)?Cause: of the script$", done.stderr, re.MULTILINE)
-    # At the end, as of any handler of atexit.
-    assert "RuntimeError: a worker has ended" in done.stderr
 
 
 FILLS_A_DISK = """
@@ -822,20 +764,6 @@ def test_a_script_within_a_command(here):
     done = here.run("launch", *here.where(2), "--", "bash", "-c", f"{line}; exit $?")
     assert done.code == 1
     assert is_named(here, done, "raise"), done.stderr
-
-
-def test_a_killed_rank_with_a_command(here):
-    """A rank that is killed leaves no process of its command, even one that ignores SIGTERM."""
-    text = "trap '' TERM; setsid sleep 6000 & sleep 6001 & echo ready; sleep 6002"
-    job = here.start("launch", *here.where(2), "--", "bash", "-c", text).until("ready", times=2)
-    commands = {each.pid: each.command for each in here.processes()}
-    parents = {pid: int(stat_of(pid)[1]) for pid in commands}
-    rank = next(pid for pid in parents if is_program(commands.get(parents[pid], ""), "prterun"))
-    os.kill(rank, signal.SIGKILL)
-    done = job.wait()
-    assert done.code == 1
-    assert "was killed by SIGKILL" in verdict(done)
-    eventually(lambda: not here.processes())
 
 
 @pytest.mark.parametrize(("how", "code"), [("raise", 1), ("exit", 3), ("command", 3)])

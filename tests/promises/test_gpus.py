@@ -1,7 +1,6 @@
 """GPUs: what `mpiddp launch` and `top` see of the GPUs of each host. No host of these tests has one.
 
 A program on each host prints what a real nvidia-smi, or dmesg, has printed. tests/gpu has what needs a GPU.
-Holds mpiddp/hosts/{gpus,gpu_health,gpu_faults}.py and mpiddp/launch/plan/preflight.py.
 """
 
 import json

@@ -15,6 +15,7 @@ import pytest
 from tests.support.patience import within
 from tests.support.place import Here, Place, eventually, program
 from tests.support.ranks import ROOT, mpirun_command
+from tests.support.terminal import in_a_terminal
 
 LONG_GRACE = ("--grace", "600")
 
@@ -207,26 +208,21 @@ def test_ctrl_z(here):
 # --- a start that hangs ---
 
 
-# Python runs it at its start. Rank 1 then finds the modules of `trouble` before all others.
+# Python runs it at its start. Rank 1 then imports `trouble`.
 SITECUSTOMIZE = """
 import os, sys
 if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
     sys.path.insert(1, os.path.join(os.path.dirname(__file__), "site-packages"))
     import trouble
-parents = open(f"/proc/{os.getppid()}/environ").read().split("\\0")
-if "OMPI_COMM_WORLD_RANK=1" in parents and os.environ.get("CHILD_STOPS"):
-    os.kill(os.getpid(), 19)
 """
-SLEEP = "import time\ntime.sleep(6000)\n"
 
 
-def troubled(place: Place, module: str, text: str) -> dict[str, str]:
-    """The variables under which rank 1 executes this text when it imports the module."""
+def troubled(place: Place) -> dict[str, str]:
+    """The variables under which the Python of rank 1 does not start."""
     # By this name, or the ranks would have other files than their neighbours.
     trouble = place.folder / "site-packages"
     trouble.mkdir()
-    (trouble / "trouble.py").touch()
-    (trouble / f"{module}.py").write_text(text)
+    (trouble / "trouble.py").write_text("import time\ntime.sleep(6000)\n")
     place.script(SITECUSTOMIZE, "sitecustomize.py")
     return {"PYTHONPATH": f"{place.folder}:{ROOT}"}
 
@@ -239,7 +235,7 @@ def troubled(place: Place, module: str, text: str) -> dict[str, str]:
 )
 def test_a_rank_that_does_not_join(place, mpi):
     """A rank whose Python does not start within --timeout is named. What a script imports comes later."""
-    env = troubled(place, "trouble", SLEEP)
+    env = troubled(place)
     script = place.script("import torch\nprint('ran', flush=True)")
     with within(30):
         done = place.run("launch", *place.where(2), "--timeout", "10", script, env=env, mpi=mpi)
@@ -250,22 +246,9 @@ def test_a_rank_that_does_not_join(place, mpi):
     eventually(lambda: not place.processes("python"))
 
 
-def test_a_stopped_child(here):
-    """A rank whose script's process is stopped before it begins is named, within --timeout."""
-    env = troubled(here, "untroubled", "") | {"CHILD_STOPS": "1"}
-    script = here.script("print('ran', flush=True)")
-    exported = ("-x", "CHILD_STOPS")
-    done = here.run("launch", *here.where(2), *exported, "--timeout", "10", script, env=env)
-    assert (done.code, done.stdout) == (1, "")
-    missing = rf"only 1 of 2 ranks joined in 10 s\. Missing: rank 1 on {here.hosts_of(2)[1]}\. "
-    words = r"Its last words: none; it started .* is stopped, or .*"
-    assert any(re.fullmatch(missing + words, line) for line in done.said), done.stderr
-    eventually(lambda: not here.processes("python"))
-
-
 def test_a_missing_rank_of_a_raw_mpirun(here):
     """Under a raw mpirun, ranks that wait for a missing rank end after MPIDDP_TIMEOUT, with their stack."""
-    env = troubled(here, "trouble", SLEEP) | {"MPIDDP_TIMEOUT": "4"}
+    env = troubled(here) | {"MPIDDP_TIMEOUT": "4"}
     script = here.script("print('ran', flush=True)")
     done = here.run(*mpirun_command(2, "-m", "mpiddp", "run", script), env=env)
     assert (done.code != 0, done.stdout) == (True, "")
@@ -276,6 +259,17 @@ def test_a_missing_rank_of_a_raw_mpirun(here):
 def viewed(here: Here) -> dict[str, str]:
     """A folder of its own for the sockets of the viewers."""
     return {"XDG_STATE_HOME": str(here.folder)}
+
+
+# Jobs of other tests run at the same time, so the only one is named to it.
+STOPS_THE_ONLY_JOB = """
+import sys
+from mpiddp import cli
+from mpiddp.watch import stop_and_stacks
+from mpiddp.watch.running_jobs import find_job
+stop_and_stacks.find_job = lambda name: find_job(sys.argv[1])
+sys.exit(cli.main(["stop"]))
+"""
 
 
 def test_a_job_is_watched_and_stopped(here):
@@ -321,9 +315,24 @@ def test_a_job_is_watched_and_stopped(here):
     # A rank's last line.
     assert any(re.search(r"step \d*[05]0$", line) for line in view("top", pid))
 
-    job.signal(signal.SIGSTOP)  # as Ctrl-Z
-    (line,) = [line.split() for line in view("ps") if pid in line.split()]
-    assert line[-2:] == ["suspended", "-"]
-    assert view("stop", pid) == [f"job {pid} (one_fails.py) is requested to stop."]
-    assert job.wait().code == 75
+    # Without a name, it asks at a terminal, and refuses elsewhere.
+    stop = (sys.executable, here.script(STOPS_THE_ONLY_JOB, "stops_the_only_job.py"), pid)
+    refused = here.run(*stop, env=viewed(here))
+    assert refused.said == [
+        f"mpiddp stop asks at a terminal alone. Name the job: mpiddp stop {pid}"
+    ]
+    with in_a_terminal(*stop, cwd=here.folder, **viewed(here)) as asks:
+        asks.until(rf"stop job {pid} \(one_fails\.py\)\? \[y/N\] ").types("n\n")
+        assert asks.wait() == 0
+
+    top = (sys.executable, "-m", "mpiddp", "top", pid)
+    with in_a_terminal(*top, cwd=here.folder, **viewed(here)) as shown:
+        shown.until("running")
+        job.signal(signal.SIGSTOP)  # as Ctrl-Z
+        (line,) = [line.split() for line in view("ps") if pid in line.split()]
+        assert line[-2:] == ["suspended", "-"]
+        assert view("stop", pid) == [f"job {pid} (one_fails.py) is requested to stop."]
+        assert job.wait().code == 75
+        shown.until(rf"job {pid} \(one_fails\.py\) has ended\.")
+        assert shown.wait() == 0
     assert not [*here.folder.glob("mpiddp/*/*")]

@@ -1,8 +1,6 @@
 """Hosts: ssh keys, commands and files on all machines of a hostfile.
 
 The hosts share no file, but in the last two tests: node0 has this repository, the others the system alone.
-
-Holds mpiddp/hosts.
 """
 
 import hashlib

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import installs
+from tests.support.patience import slowness
 from tests.support.place import Here, Hosts, Place, eventually, here_and_on_hosts, program
 from tests.support.ranks import ROOT, find_mpirun, mpirun_command
 from tests.support.run_folders import write_run
@@ -169,7 +170,7 @@ def test_notebook(here):
 
 def test_lightning(hosts):
     """PyTorch Lightning works unchanged on several hosts."""
-    job = (program("lightning_training.py"), str(hosts.folder / "out"), "1", "2")
+    job = (program("lightning_training.py"), str(hosts.folder / "out"))
     done = hosts.run("launch", *hosts.where(2), *job, env=installs.environment("lightning"))
     done.assert_ok()
     losses = dict(re.findall(r"^rank (\d) of 2: loss (\S+)$", done.stdout, re.M))
@@ -278,7 +279,7 @@ def test_bench(here):
     speeds = {run["ranks"]: run["steps"] / run["seconds"] for run in results["runs"]}
     # By its sleep, a step of two ranks takes twice as long.
     assert 0.4 < speeds[2] / speeds[1] < 0.6
-    assert 6 < speeds[1] < 11
+    assert 6 / slowness() < speeds[1] < 11
     assert row[:2] == ["2", "1"]
     assert row[6] == f"{speeds[2] / speeds[1]:.3f}"
     options = ("-H", "localhost:3", "--max-size=1M", "--seconds=0.000001")
@@ -302,16 +303,6 @@ def test_bench_of_a_script_that_cannot_be_measured(here, text, words):
     assert done.code == 1
     assert words in done.stderr
     assert not (here.folder / "out/scaling.json").exists()
-
-
-def test_bench_ends_with_its_jobs(here):
-    """A benchmark that is stopped leaves no process behind."""
-    script = here.script(STEPS)
-    job = here.start("bench", "scaling", "-H", "localhost:2", "--out", "out", script)
-    eventually(lambda: here.processes(script))
-    job.signal(signal.SIGTERM)
-    assert job.wait().code != 0
-    eventually(lambda: not here.processes())
 
 
 def test_runs(here):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpiddp.protocol.channel import AGENT_NAME, SPARE_NAME
+from mpiddp.protocol.channel import SPARE_NAME
 from tests.programs import elastic
 from tests.programs.elastic import GLOBAL_BATCH, Step
 from tests.support.cluster import faults
@@ -61,37 +61,6 @@ def test_max_restarts(here, succeeds_at, starts, code):
     assert done.lines == ["3 [] None", *[f"2 ['--resume', 'a b'] {announced}"] * (starts - 1)]
     assert f"(restart {starts - 1} of 2)." in done.stderr
     assert "2 ranks instead of 3; the global batch stays at 12." in done.said
-
-
-ENDS_SLOWLY = """
-import atexit, os, sys, time
-class EndsSlowly:
-    def __del__(self, sleep=time.sleep):
-        sleep(600)
-kept = EndsSlowly()
-def handle():
-    open("ending", "w").close()
-    time.sleep(0.3)  # rank 1 ends meanwhile
-    print("a handler of atexit")
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    if os.environ["RANK"] == "0":
-        atexit.register(handle)
-        print("not flushed")
-        raise ValueError("this is what failed")
-    while not os.path.exists("ending"):
-        time.sleep(0.01)
-    os._exit(3)
-os._exit(0)
-"""
-
-
-def test_a_script_that_ends_slowly(here):
-    """A restart waits for what a failed script prints and for its handlers of atexit, not its destructors."""
-    script = here.script(ENDS_SLOWLY, "ends_slowly.py")
-    done = here.run("launch", *here.where(2), "--max-restarts", "1", script)
-    assert done.code == 0, done.stderr
-    assert done.lines == ["not flushed", "a handler of atexit"]
-    assert "failed first: ValueError: this is what failed" in done.stderr
 
 
 def test_a_stop_before_a_restart(here):
@@ -247,54 +216,6 @@ def test_a_restart_with_mpi(here):
     script = here.script(USES_MPI)
     done = here.run("launch", *here.where(2), "--max-restarts", "1", script).assert_ok()
     assert done.stdout.endswith("2\n")
-
-
-ASKS_FOR_MPI = """
-import importlib, os, signal
-import torch.distributed as dist
-dist.init_process_group("gloo")
-try:  # as a library does
-    ranks = importlib.import_module("mpi4" + "py.MPI").COMM_WORLD.size
-except ImportError as error:
-    ranks = str(error)
-print(ranks, flush=True)
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-dist.barrier()
-"""
-
-
-def test_a_library_that_asks_for_mpi(here):
-    """A library that asks whether MPI is there finds the job's ranks, in a restart as well."""
-    script = here.script(ASKS_FOR_MPI)
-    done = here.run("launch", *here.where(2), "--max-restarts", "1", script).assert_ok()
-    assert done.lines[-1] == "2"
-
-
-@pytest.mark.parametrize("moment", ["asked", "ended"])
-def test_a_stop_between_two_attempts(here, moment):
-    """A request to stop counts while waiting agents are asked to begin again, and while they are ended."""
-    script = here.script("1 / 0", "fails.py")
-    hosts = here.folder / "hosts.txt"
-    listed(hosts, "localhost slots=2")
-    job = here.start("launch", "--hostfile", str(hosts), "--max-restarts", "9", script)
-    job.until("failed first: ZeroDivisionError", times=4)  # the pause is 4 s now
-    agents = [each for each in here.processes(script) if comm_of(each.pid) == AGENT_NAME]
-    frozen = agents[0]
-    if moment == "ended":
-        listed(hosts, "localhost slots=1")
-        frozen = next(each for each in here.processes(script) if "prterun" in each.command)
-    here.kill(frozen, signal.SIGSTOP)
-    if moment == "asked":
-        job.until("restarting on", times=4)
-    else:
-        eventually(lambda: not [each for each in agents if each in here.processes(script)])
-    job.signal(signal.SIGTERM)
-    if moment == "ended":
-        here.kill(frozen, signal.SIGCONT)
-    done = job.wait()
-    assert (done.code, done.said[-1]) == (130, "interrupted before a restart.")
-    eventually(lambda: not here.processes())
 
 
 @pytest.mark.parametrize("killed", ["agent", "launcher"])

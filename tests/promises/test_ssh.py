@@ -1,7 +1,4 @@
-"""Any ssh, any network: settings of users, logins that fail, IPv6, sets of names.
-
-Holds mpiddp/hosts/ssh.py and mpiddp/launch/plan/job_network.py.
-"""
+"""Any ssh, any network: settings of users, logins that fail, IPv6, sets of names."""
 
 import re
 import sys
@@ -55,8 +52,11 @@ def login_shell(host: Host, shell: str) -> AbstractContextManager[None]:
     )
 
 
-@pytest.mark.parametrize("shell", ["fish", "tcsh"])
-@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)
+@pytest.mark.parametrize(
+    ("mpi", "shell"),
+    [("openmpi5", "fish"), ("openmpi4", "tcsh"), ("intelmpi", "fish"), ("mpich", "tcsh")],
+    indirect=["mpi"],
+)
 def test_a_login_shell_of_another_kind(hosts, mpi, shell):
     """A host's login shell may be of any kind, under every MPI."""
     script = hosts.script("print()")

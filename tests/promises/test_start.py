@@ -119,13 +119,16 @@ def test_a_rank_that_ends_alone(here):
 
 
 def test_what_python_runs(here):
-    """A zip application runs as under python. A script of a shell is refused, with what runs it."""
+    """A folder with a `__main__.py` and a zip application run as under python. A script of a shell is
+    refused, with what runs it.
+    """
     (here.folder / "app").mkdir()
-    main = "import os, sys\nprint(os.environ['RANK'], sys.argv[1:])"
+    main = "import os, sys\nprint(os.environ['RANK'], *sys.argv[:1], sys.argv[1:])"
     (here.folder / "app/__main__.py").write_text(main)
     here.run("python", "-m", "zipapp", "app", "-o", "app.pyz").assert_ok()
-    done = here.run("launch", *here.where(2), "--log-ranks=all", "app.pyz", "a").assert_ok()
-    assert sorted(done.lines) == ["0 ['a']", "1 ['a']"]
+    for app in ("app", "app.pyz"):
+        done = here.run("launch", *here.where(2), "--log-ranks=all", app, "a").assert_ok()
+        assert sorted(done.lines) == [f"0 {app} ['a']", f"1 {app} ['a']"]
     shell = here.script("#!/bin/sh\nfor i in 1; do echo; done", "x.sh")
     done = here.run("launch", *here.where(1), shell)
     assert (done.code, done.said[-1].endswith("x.sh")) == (2, True), done.stderr
@@ -416,45 +419,6 @@ def test_a_raw_mpirun(here, mpi):
     job = [sys.executable, here.script(JOINS)]
     done = here.run(mpirun, *options, "-n", "2", *job, env={"PATH": path, **library_of(mpi)})
     assert [(rank["sum"], rank["size"]) for rank in done.assert_ok().records] == [(3, 2)] * 2
-
-
-GROUPS = """
-import atexit, os, time, torch, torch.distributed as dist, mpiddp
-
-def say(*words):
-    os.write(1, f"rank {world.rank}: {' '.join(map(str, words))}\\n".encode())
-
-def total(group=None):
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor, group=group)
-    return int(tensor)
-
-for turn in range(2):
-    try:
-        with mpiddp.process_group(backend="gloo") as world:
-            say("turn", turn, "of", total())
-            raise RuntimeError("on all ranks")
-    except RuntimeError:
-        pass
-atexit.register(lambda: say("has a group:", dist.is_initialized()))  # called last
-mpiddp.init(backend="gloo")
-if world.rank == 0:
-    atexit.register(open, "ends", "w")  # called first
-else:
-    while not os.path.exists("ends"):
-        time.sleep(0.01)
-    say("without rank 0:", total(dist.new_group([1, 2], use_local_synchronization=True)))
-"""
-
-
-def test_groups_follow_each_other(here):
-    """A script may form one process group after another, even after an error that all ranks catch."""
-    done = here.run(*mpirun_command(3, here.script(GROUPS))).assert_ok()
-    for rank in range(3):
-        said = [line.partition(": ")[2] for line in done.lines if line.startswith(f"rank {rank}:")]
-        alone = ["without rank 0: 2"] if rank else []
-        assert said == ["turn 0 of 3", "turn 1 of 3", *alone, "has a group: False"]
-    assert done.stderr == ""
 
 
 USES_MPI = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(1))"

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections import defaultdict, deque
@@ -24,7 +23,8 @@ import mpiddp
 from mpiddp.checkpoints import folder as directory
 from mpiddp.cli import main
 from mpiddp.runtime.job.session import current
-from tests.support.place import Here, program
+from tests.support.patience import slowness
+from tests.support.place import program
 from tests.support.ranks import LAUNCH, script
 from tests.support.training import step_folder, steps_kept, unequal
 
@@ -409,19 +409,6 @@ def test_the_score_of_a_step(tmp_path):
     assert steps_kept(folders[1]) == [2, 6]
 
 
-def test_a_resume_holds_its_checkpoint(tmp_path):
-    """Nothing removes the checkpoint from which a run resumes before its first save."""
-    run = saved_run(tmp_path / "run", {"a": 1}, {"a": 2})
-    with mpiddp.Checkpoints(run, every=None, keep=1) as checkpoints:
-        saved = checkpoints.resume(step_folder(run, 1))
-        (step_folder(run, 1)).rename(step_folder(run, 0))  # older than another one
-        shutil.copytree(step_folder(run, 2).with_suffix(".old"), step_folder(run, 2))
-        assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 0
-        assert step_folder(run, 0).exists()
-        checkpoints.save(3, saved.state)
-    assert steps_kept(run) == [3]
-
-
 # Scale
 
 
@@ -476,7 +463,7 @@ def test_many_small_tensors(tmp_path):
         checkpoints.save(1, {"model": tensors})
         before = time.process_time() - time.thread_time()
         checkpoints._wait_for_own_save()
-        assert time.process_time() - time.thread_time() - before < 2
+        assert time.process_time() - time.thread_time() - before < 2 * slowness()
     assert unequal(mpiddp.load(run).state["model"], tensors) == []
 
 
@@ -541,14 +528,6 @@ def test_load_passes_over_damage(tmp_path):
         mpiddp.load(step_folder(run, 2))
     with pytest.raises(mpiddp.UserError, match="not found"):
         mpiddp.load(tmp_path / "nothing")
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a model in two shards."""
-    place = Here(tmp_path_factory.mktemp("sharded"))
-    place.fork(program("states.py"), "save", ".", "fsdp", ranks=2).assert_ok()
-    return place.folder / "fsdp"
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "safetensors"])
@@ -629,52 +608,6 @@ def test_optimizer_state_by_names(tmp_path):
 
 
 # The right sentence, at the start
-
-
-LIMITED = """
-import resource, sys, torch, mpiddp
-import mpiddp.checkpoints.checkpoints
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)
-try:
-    mpiddp.load(sys.argv[1])
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_out_of_memory_is_named(here):
-    """A resume that finds too little memory says so, and does not call the checkpoint foreign."""
-    saved_run(here.folder / "run", {"weight": torch.zeros(100_000_000)})
-    done = here.run("python", script(here.folder, LIMITED), "run").assert_ok()
-    assert re.search("JobFailed .*out of memory", done.stdout), done.stdout
-
-
-NO_RENAME = """
-import errno, os, sys, mpiddp
-from pathlib import Path
-def rename(path, target):
-    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
-Path.rename = rename
-mpiddp.Checkpoints(sys.argv[1]).resume()
-"""
-
-
-def test_folder_that_cannot_be_renamed(here):
-    """A file system that cannot rename folders is refused at the start."""
-    done = here.run("launch", *here.where(1), script(here.folder, NO_RENAME), "run")
-    assert done.code == 2, done.stderr
-    assert "cannot rename folders (Function not implemented)" in done.stderr
-    assert not (here.folder / "run").exists()
-
-
-def test_folder_opened_twice_through_a_link(tmp_path):
-    """One process cannot open a run's folder a second time, under another name of it either."""
-    (tmp_path / "link").symlink_to(tmp_path / "run")
-    with mpiddp.Checkpoints(tmp_path / "run") as checkpoints:
-        checkpoints.resume()
-        with pytest.raises(mpiddp.UserError, match="this process still writes there"):
-            mpiddp.Checkpoints(tmp_path / "link").resume()
 
 
 def test_read_only_folder_is_refused(here):

@@ -405,24 +405,11 @@ def test_a_command(here, mpi):
     assert done.said[-1].startswith("to resume: mpiddp launch ")
 
 
-def test_sigterm_to_every_process_of_a_command(here):
-    """If every process of a job gets SIGTERM, its commands end as they choose; code 75 is a stop."""
-    text = "trap 'echo TERM' TERM; echo ready; until [ -e finish ]; do sleep 0.05; done; exit 75"
-    job = here.start("launch", *LONG_GRACE, *here.where(2), "--", "bash", "-c", text)
-    job.until("ready", times=2)
-    signal_all(here)
-    job.until("TERM", times=2)
-    (here.folder / "finish").touch()
-    done = job.wait()
-    assert done.code == 75, done.stderr
-
-
-@pytest.mark.parametrize("mpi", ["openmpi5", "mpich"], indirect=True)
-def test_scripts_within_a_command(here, mpi):
+def test_scripts_within_a_command(here):
     """Python scripts within a command stop after the same step, and the command itself gets no signal."""
     line = shlex.join([sys.executable, program("stops.py")])
     command = ("--", "bash", "-c", f"{line}; code=$?; exit $code")
-    job = here.start("launch", *LONG_GRACE, *here.where(2), *command, mpi=mpi)
+    job = here.start("launch", *LONG_GRACE, *here.where(2), *command)
     job.until("ready", times=2).signal(signal.SIGTERM)
     done = job.wait()
     saved = saved_steps(done.stdout)

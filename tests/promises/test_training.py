@@ -65,25 +65,6 @@ def test_guides_command_line(here):
     assert (found["arch"], found["steps"], found["global_batch_size"]) == ("resnet20", 4, 8)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_guides_command_line_without_a_gpu(here):
-    """Without a GPU, --backend=nccl is refused in one line that names the backend to use."""
-    guides = ("--backend=nccl", "--use_syn", "--batch_size=8192", "--arch=resnet152")
-    done = here.train(*guides, "--out=run")
-    assert (done.code, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "--backend nccl" in done.stderr
-    assert "--backend gloo" in done.stderr
-    assert not (here.folder / "run").exists()
-
-
-def test_wrong_option(here):
-    """A wrong option of `mpiddp train` ends a job with one line, before the ranks meet."""
-    done = train(here, 2, "--epochs=0", "--out=run")
-    sentence = "argument --epochs: expected a whole number, 1 or more, not '0'. "
-    assert (done.code, done.stderr.count(sentence)) == (2, 1), done.stderr
-    assert not (here.folder / "run").exists()
-
-
 COPIED = ("train", "data", "resnet", "muon")
 USES = """
 import torch
@@ -201,13 +182,6 @@ def test_evaluation_is_exact(first_steps):
     assert len({each["test_accuracy"] for each in found.values()}) == 1
     tested = [records(run)[-1]["test_loss"] for _, run in first_steps.values()]
     assert tested == pytest.approx([tested[0]] * len(tested), rel=1e-5)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_sync_bn_without_a_gpu(here):
-    """--sync-bn needs GPUs, and says so."""
-    done = here.train(*SYNTHETIC, "--sync-bn", "--out=run")
-    assert (done.code, done.stderr.count("--sync-bn needs GPUs")) == (2, 1), done.stderr
 
 
 def halves_the_state(place: Place, fork: Callable[..., Done], ranks: int, parallel: str) -> None:

@@ -1,14 +1,10 @@
-"""One save and one resume: what they hold in memory, read, send, remove, and refuse.
-
-Tests mpiddp/checkpoints/{save,schedule,resume,run_folder,send,boxes,folder}.py, mpiddp/files.py.
-"""
+"""One save and one resume: what they hold in memory, read, send, remove, and refuse."""
 
 import fcntl
 import gc
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -34,8 +30,7 @@ from mpiddp.runtime.job.session import current
 from mpiddp.text import parse_interval
 from mpiddp.world import World
 from tests.support.patience import PATIENCE_S
-from tests.support.place import Here
-from tests.support.ranks import clean_env, script
+from tests.support.ranks import clean_env
 
 
 @pytest.fixture(autouse=True)
@@ -66,27 +61,6 @@ def test_a_step_after_the_copy_does_not_change_it(size, count):
     for each in tensors:
         each.fill_(1)
     assert [each.values.sum() for each in copies.blocks["file"]] in ([0], [0, 0])
-
-
-OTHER_STEPS = """
-import sys, mpiddp
-with mpiddp.process_group() as world:
-    checkpoints = mpiddp.Checkpoints(sys.argv[1])
-    checkpoints.save(1, {})
-    try:
-        checkpoints.save(10 * (world.rank + 1), {})
-    except mpiddp.UserError as error:
-        print(error)
-    checkpoints.save(30, {})
-"""
-
-
-def test_ranks_that_save_different_steps_are_refused(tmp_path):
-    done = Here(tmp_path).fork(script(tmp_path, OTHER_STEPS), "run", ranks=2).assert_ok()
-    sentence = r".* steps: save\(10, …\) on rank 0 on \S+, save\(20, …\) on rank 1 on \S+\. .*"
-    lines = [line for line in done.stdout.splitlines() if "different steps" in line]
-    assert [bool(re.fullmatch(sentence, line)) for line in lines] == [True, True], done.stdout
-    assert (tmp_path / "run/checkpoints/step_00000030").exists()
 
 
 OWNS = """
@@ -156,21 +130,6 @@ def test_a_copy_of_the_folder_keeps_the_lock(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_any_error_of_the_thread_is_a_warning(create, monkeypatch, capsys):
-    def fails(*_: Any) -> None:
-        raise MemoryError
-
-    checkpoints = create()
-    with monkeypatch.context() as patched:
-        patched.setattr("mpiddp.checkpoints.boxes.write_tensors", fails)
-        checkpoints.save(1, {"a": torch.ones(1)})
-        checkpoints._wait_for_own_save()
-    checkpoints.save(1, {"a": torch.ones(1)})
-    assert "step 1 cannot be saved: MemoryError" in capsys.readouterr().err
-    checkpoints.close()
-    assert mpiddp.load(mpiddp.run_dir()).step == 1
 
 
 def schedule(every: str, first: int = 1, *, is_new: bool = False) -> SaveSchedule:

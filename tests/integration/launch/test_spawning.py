@@ -1,7 +1,4 @@
-"""The parts of `mpiddp.spawn` that need no ranks: its options, pickles, refusals and errors, its connections.
-
-Tests mpiddp/spawning/, mpiddp/runtime/function.py, mpiddp/launch/run/control.py.
-"""
+"""The parts of `mpiddp.spawn` that need no ranks: its options, pickles, refusals and connections."""
 
 import functools
 import os
@@ -30,7 +27,7 @@ from mpiddp.spawning.spawn import _refuse_within_a_job, pickled_call
 from mpiddp.world import World
 from tests.support.channels import connect, cut
 from tests.support.errors import error
-from tests.support.ranks import ROOT, clean_env, run_command
+from tests.support.ranks import ROOT, clean_env
 
 
 def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,39 +96,6 @@ def test_bad_options_are_one_sentence(keywords, id, values, monkeypatch, capfd):
     with pytest.raises(UserError, match=f"^{sentence}$"):
         mpiddp.spawn(len, "ab", **keywords)
     assert capfd.readouterr() == ("", "")
-
-
-RETURNS_ITS_OWN_CLASS = """
-import subprocess, sys
-import cloudpickle
-from mpiddp.spawning.spawn import unpickled
-
-BASE = 1
-
-class Config:
-    def lr(self):
-        return BASE * 2
-
-def work():
-    return Config()
-
-rank = '''
-import sys, cloudpickle
-sys.stdout.buffer.write(cloudpickle.dumps(cloudpickle.load(sys.stdin.buffer)()))
-'''
-command = [sys.executable, "-c", rank]
-body = subprocess.run(command, input=cloudpickle.dumps(work), capture_output=True, check=True).stdout
-earlier, method = Config(), Config.lr
-result = unpickled(body, "work", 0)
-BASE = 10
-print(type(result) is Config, Config.lr is method, earlier.lr(), result.lr())
-"""
-
-
-def test_a_result_does_not_change_the_callers_own_class():
-    """Its methods would go on with copies of their global variables, also those of earlier objects."""
-    done = run_command([sys.executable, "-c", RETURNS_ITS_OWN_CLASS])
-    assert (done.stdout, done.stderr) == ("True True 20 20\n", "")
 
 
 WORLD = World(rank=1, world_size=2, local_rank=1, local_world_size=2, hostname="node1")

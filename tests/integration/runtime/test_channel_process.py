@@ -1,11 +1,7 @@
-"""The process beside rank 0 that serves the job channel: rank 0's native code and its end do not disturb it.
-
-Tests mpiddp/runtime/rendezvous/channel_process.py.
-"""
+"""The process beside rank 0 that serves the job channel, whatever rank 0 does."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +11,8 @@ from pathlib import Path
 import pytest
 
 from mpiddp.hosts.processes import marked
-from mpiddp.protocol.group import TimedSelector
-from mpiddp.protocol.server import ChannelServer
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
-from mpiddp.runtime.rendezvous import channel_process
 from tests.support.channels import cut, member
 from tests.support.patience import PATIENCE_S, eventually
 from tests.support.ranks import ROOT, clean_env
@@ -81,15 +74,6 @@ def test_the_end_of_rank_0_ends_the_job(holds):
         eventually(lambda: rank_1.is_lost)
 
 
-def test_the_server_of_a_rank_0_that_never_connects_ends(monkeypatch):
-    """Rank 0 may be killed while it starts. Its port would be in use for ever."""
-    monkeypatch.setattr(channel_process, "_FIRST_S", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener, TimedSelector() as selector:
-        server = ChannelServer(listener, "key", 2, selector)
-        with pytest.raises(SystemExit):
-            channel_process.serve(server)
-
-
 def test_rank_0_that_has_left_may_end_before_the_others():
     code = f"channel.send('leave'); channel.all_gather_json(0, key='a', timeout_s={PATIENCE_S})"
     with job(code) as (rank_0, rank_1, server):
@@ -100,11 +84,3 @@ def test_rank_0_that_has_left_may_end_before_the_others():
         assert not rank_1.is_lost
         cut(rank_1)
         eventually(lambda: not Path(f"/proc/{server}").exists())
-
-
-def test_signals_to_all_processes_of_the_job_leave_the_server():
-    """A member that has lost its server would not get the answers of a gather."""
-    with job(f"{GATHERS}\ntime.sleep(600)") as (_, rank_1, server):
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            os.kill(server, number)
-        assert rank_1.all_gather_json(1, key="a", timeout_s=PATIENCE_S) == [0, 1]

@@ -1,7 +1,4 @@
-"""What a process tells of the collectives that it has called.
-
-Tests mpiddp/runtime/collectives.py.
-"""
+"""What a process tells of the collectives that it has called."""
 
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """The backend of a process group, and the digests by which its ranks are compared.
 
 The digests change with every bit. The majority of the ranks is right.
-
-Tests mpiddp/runtime/torch/process_group.py and divergence.py.
 """
 
 import pytest

@@ -1,7 +1,4 @@
-"""The job channel: what ranks agree on, how long they wait, what a stranger can do to them, where it is.
-
-Tests mpiddp/protocol/{channel,server}.py, mpiddp/runtime/job/coordinator.py, runtime/rendezvous/by_hand.py.
-"""
+"""The job channel: what ranks agree on, how long they wait, what a stranger can do to them, where it is."""
 
 import re
 import socket
@@ -20,10 +17,10 @@ from mpiddp.protocol.channel import LINE_LIMIT, RANK, SCRIPT, decode, encode, me
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.runtime.job.connection import AnotherScript, Server, connect_to_server
-from mpiddp.runtime.job.coordinator import ChannelLost, Coordinator
+from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.rendezvous.by_hand import connect_by_address
 from mpiddp.world import World
-from tests.support.channels import connect, cut, member_proof, progress
+from tests.support.channels import connect, member_proof, progress
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -117,39 +114,6 @@ def job() -> Iterator[Job]:
 # --- what ranks agree on ---
 
 
-def test_a_rank_that_is_gone_is_not_waited_for_at_the_end(job):
-    first, second, third = job.all()
-    second.leave(waits=False)
-    waits = job.call(first.leave, waits=True)
-    until(lambda: job.selector.next_at < float("inf"))
-    assert not waits.done()
-    cut(third)
-    waits.result(PATIENCE_S)
-    first.give("again", 1)
-    second.give("again", 2)
-    for client in (first, second):
-        assert until(partial(client.given, "again")) == [1, 2, None]
-
-
-def test_the_n_th_scripts_are_a_group_of_their_own(job):
-    ranks = job.all()
-    scripts = [job.connect(rank, SCRIPT) for rank in range(RANKS)]
-    assert [script.group for script in scripts] == [1] * RANKS
-    calls = [
-        job.call(script.all_gather_json, script.world.rank, key="key", timeout_s=60)
-        for script in scripts
-    ]
-    assert [call.result(PATIENCE_S) for call in calls] == [[0, 1, 2]] * RANKS
-    assert all(script.claim_first_failure() is (script is scripts[0]) for script in scripts)
-    scripts[0].send("fail", code=9)
-    assert until(lambda: scripts[1].code_of_failure) == 9
-    assert not any(rank.code_of_failure for rank in ranks)
-    assert ranks[1].claim_first_failure()
-    cut(scripts[1])
-    until(lambda: [event for event in job.messages if event.kind == "lost"])
-    assert job.connect(1, SCRIPT).group == 2
-
-
 def test_a_script_reports_besides_its_rank_and_there_is_one(job):
     job.connect(1)
     script = job.connect(1, SCRIPT)
@@ -165,37 +129,6 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job):
 
 
 # --- how long they wait ---
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_in_the_thread_that_receives_ends_every_wait(job):
-    """Nobody else would receive the answer."""
-    second = job.connect(1)
-    first = connect(Server(f"127.0.0.1:{job.port}", KEY), World(0, RANKS, 0, RANKS))
-    first.listen(lambda news: 1 / 0)
-    wait = job.call(first.leave, waits=True)
-    gather = job.call(first.all_gather_json, 0, key="key", timeout_s=600)
-    until(lambda: job.selector.next_at < float("inf"))
-    second.give("called", 1)
-    assert wait.exception(PATIENCE_S) is None
-    assert isinstance(gather.exception(PATIENCE_S), ChannelLost)
-
-
-def test_news_that_ends_a_program_loses_no_later_news(job):
-    """The agent of a rank raises at the first, and has to hear the second."""
-    channel = connect(Server(f"127.0.0.1:{job.port}", KEY), World(1, RANKS, 1, RANKS))
-    heard = []
-
-    def end(facts: dict[str, Any]) -> None:
-        heard.append(facts["type"])
-        if facts["type"] == "hold":
-            raise InterruptedError
-
-    channel.on_news = end
-    job.server.send(1, encode("hold") + encode("end"))
-    with pytest.raises(InterruptedError):
-        channel.receive()
-    assert heard == ["hold", "end"]
 
 
 @pytest.mark.parametrize(

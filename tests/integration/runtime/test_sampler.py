@@ -1,7 +1,4 @@
-"""`mpiddp.Sampler` with the loaders of torch and torchdata: each sample once an epoch, wherever a run stops.
-
-Tests mpiddp/runtime/torch/sampler.py.
-"""
+"""`mpiddp.Sampler` with the loaders of torch and torchdata: each sample once an epoch."""
 
 import itertools
 import os

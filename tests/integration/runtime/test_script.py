@@ -1,24 +1,18 @@
-"""A script in its process: its first line, the steps that its optimizers count, its log and its end.
-
-Tests mpiddp/runtime/{script,child,join,log,agent}.py.
-"""
+"""A script in its process: its first line, the steps that its optimizers count, its log and its end."""
 
 import json
 import os
 import signal
-import subprocess
 import sys
 from socket import gethostname
 
 import pytest
 
 from mpiddp.hosts.gpus import VISIBLE  # a rank with a choice of GPUs imports more
-from mpiddp.hosts.processes import state_of
 from mpiddp.runtime.child import Child, reap
 from mpiddp.runtime.program import COMMAND, Program
 from mpiddp.runtime.rank import Rank
-from tests.support.patience import PATIENCE_S, eventually
-from tests.support.ranks import LAUNCH, clean_env, run_command, script
+from tests.support.ranks import LAUNCH, run_command, script
 
 LOOK = """
 import gc, json, os, sys, weakref
@@ -117,18 +111,6 @@ def test_a_signal_that_comes_before_a_command_reaches_it(monkeypatch):
     assert child.status == -signal.SIGTERM
 
 
-def test_a_command_stops_and_goes_on(monkeypatch):
-    """The kernel ignores SIGTSTP in a session without a terminal, so SIGSTOP takes its place."""
-    child = Child(Rank.from_env(Program(COMMAND, "sleep", ("600",))))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of a rank that has joined")
-    child.start(os.environ)
-    for number, state in ((signal.SIGTSTP, "T"), (signal.SIGCONT, "S"), (signal.SIGKILL, "")):
-        child.pass_on(number)
-        eventually(lambda state=state: state_of(child.pid) in (state, "Z"))
-    while child.status is None:
-        reap()
-
-
 FLAGS = "import sys; print(sys.flags.optimize, sys.flags.dev_mode, sys.warnoptions, sys.orig_argv[1:-1])"
 
 
@@ -155,30 +137,6 @@ def test_a_crash_shows_the_threads_that_the_user_asks_for(tmp_path, value, shows
     done = run_command(command, PYTHONFAULTHANDLER=value)
     assert "in string_at" in done.stderr
     assert ("Thread 0x" in done.stderr) is shows_all
-
-
-LOGS_MESSAGES = """
-import sys
-from mpiddp.runtime.rank_log import log, log_to_console
-log_to_console(rank=int(sys.argv[1]))
-log.info("a line")
-log.warning("warning: a warning")
-log.info("100% done")
-"""
-
-
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_line_is_one_write(unbuffered):
-    """Else the lines of two ranks that share a pipe are mixed. Of this kind of pipe, a read is one write."""
-    reader, writer = os.pipe2(os.O_DIRECT)
-    command = [sys.executable, "-c", LOGS_MESSAGES, "0"]
-    env = clean_env({"PYTHONUNBUFFERED": unbuffered})
-    subprocess.run(command, env=env, stdout=writer, stderr=writer, check=True, timeout=PATIENCE_S)
-    os.close(writer)
-    writes = list(iter(lambda: os.read(reader, 65536), b""))
-    os.close(reader)
-    lines = [b"a line\n", b"warning: a warning\n", b"100% done\n"]
-    assert writes == [b"mpiddp: " + line for line in lines]
 
 
 IN_A_DESTRUCTOR = """

@@ -1,7 +1,4 @@
-"""`mpiddp.init_worker`: a DataLoader's worker ends with its rank. tests/integration/train has its stop.
-
-Tests mpiddp/runtime/torch/worker.py.
-"""
+"""`mpiddp.init_worker`: a DataLoader's worker ends with its rank. tests/integration/train has its stop."""
 
 import sys
 

@@ -1,7 +1,4 @@
-"""The data of a training: a folder in ImageNet's layout, and CIFAR-10 from whichever source works.
-
-Tests mpiddp/train/data.py.
-"""
+"""The data of a training: a folder in ImageNet's layout, and CIFAR-10 from whichever source works."""
 
 import hashlib
 import random

@@ -1,7 +1,4 @@
-"""The options of `mpiddp train`, what follows from the machines, what a resume may change.
-
-Tests the first part of mpiddp/train/train.py.
-"""
+"""The options of `mpiddp train`, what follows from the machines, what a resume may change."""
 
 import re
 

@@ -1,7 +1,4 @@
-"""The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR models.
-
-Tests mpiddp/train/resnet.py.
-"""
+"""The ResNets: torchvision's names, shapes and sizes, both stems, the CIFAR models."""
 
 import hashlib
 from typing import Any

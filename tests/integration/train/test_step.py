@@ -1,16 +1,11 @@
-"""The parts of a training step, the schedules, the optimizers and the score, without ranks.
-
-Tests mpiddp/train/train.py and muon.py.
-"""
+"""The parts of a training step, the schedules, the optimizers and the score, without ranks."""
 
 import copy
-import io
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpiddp.train.data import DeviceImages
-from mpiddp.train.muon import fast_dtype
 from mpiddp.train.resnet import ARCHS
 from mpiddp.train.train import (
     Config,
     State,
-    average_weight,
     backward,
     build_optimizer,
     evaluate,
@@ -85,15 +78,6 @@ def test_the_warmup_of_a_long_training_has_five_epochs():
     config = configured("--epochs=90", "--optimizer=adamw", "--lr=1")
     rates = [learning_rate(step, 10, config) for step in range(900)]
     assert rates.index(max(rates)) == 49
-
-
-def test_the_weight_of_the_model_in_its_average():
-    """torchvision's: 1 in the warm-up, then (1 - decay) · batch · steps between two updates / epochs."""
-    config = configured("--epochs=8", "--ema-decay=0.9999")
-    config = replace(config, global_batch_size=100)
-    assert average_weight(20, 10, config) == 1
-    assert average_weight(21, 10, config) == pytest.approx(1e-4 * 100 * 32 / 8)
-    assert average_weight(21, 10, replace(config, ema_decay=0.5)) == 1
 
 
 # --- a step
@@ -243,25 +227,3 @@ def test_the_recipe_of_the_default_learns():
     assert (last.number, last.is_last) == (50, True)
     assert before.accuracy < 0.3
     assert score.accuracy > 0.8
-
-
-@pytest.mark.parametrize(
-    ("flags", "limits", "dtype"),
-    [
-        ("avx2 avx512f avx512_bf16", ("AVX512", True), torch.bfloat16),
-        ("avx2 avx512f", ("AVX512", True), torch.float32),  # oneDNN emulates bf16
-        ("avx2 avx512f avx512_bf16", ("AVX2", True), torch.float32),
-        ("avx2 avx512f avx512_bf16", ("AVX512", False), torch.float32),
-        ("avx2", ("AVX2", False), torch.float32),
-        ("asimd bf16", ("DEFAULT", True), torch.bfloat16),  # Arm
-    ],
-)
-def test_the_type_in_which_a_processor_computes_fast(flags, limits, dtype, monkeypatch):
-    text = f"processor\t: 0\nflags\t\t: {flags}\n"
-    supported = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: limits[1])
-    with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.open", lambda *_args, **_kwargs: io.StringIO(text))
-        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: limits[0])
-        patch.setattr(torch.ops, "mkldnn", supported)
-        chosen = fast_dtype.__wrapped__(torch.device("cpu"))
-    assert chosen is dtype

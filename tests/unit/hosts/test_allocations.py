@@ -1,7 +1,6 @@
 """The hosts of an allocation, from the variables and files that each scheduler documents.
 
 tests/promises/test_allocations.py has real ones, and tests/refusals those that cannot be read.
-Tests mpiddp/hosts/allocations.py, mpiddp/hosts/hostfile.py.
 """
 
 import time

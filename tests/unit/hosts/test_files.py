@@ -1,7 +1,4 @@
-"""Which files belong to a program, and what a host says of itself by a program that is sent as source.
-
-Tests mpiddp/hosts/{files,facts}.py, and what travels with them.
-"""
+"""Which files belong to a program, and what a host says of itself by a program that is sent as source."""
 
 import ast
 import json

@@ -1,9 +1,7 @@
 """The GPUs of each host: counted with the vendor's tool, chosen by the hostfile, and what is wrong with them.
 
 No machine of the tests has a GPU: the tools print what real ones have printed.
-
-Tests mpiddp/hosts/{gpus,gpu_health,gpu_faults}.py and mpiddp/runtime/{gpu,gpu_readings}.py. The promises have
-the variables of ranks.
+tests/promises/test_variables.py has the variables of ranks.
 """
 
 import os
@@ -18,10 +16,8 @@ from mpiddp.hosts import gpus
 from mpiddp.hosts.gpu_faults import faults, notes
 from mpiddp.hosts.gpu_health import read_health
 from mpiddp.hosts.gpus import Gpu, chosen_gpus, read_gpus
-from mpiddp.hosts.processes import marked
 from mpiddp.protocol.channel import AGENT_NAME
 from tests.support.machine import GPU_ROW, SECOND_GPU, TWO_GPUS, nvidia_smi, tool
-from tests.support.patience import eventually
 
 # As `rocm-smi --showproductname --showbus --showuse --showmeminfo vram --showtemp --json` of an MI210.
 ROCM = """
@@ -30,9 +26,6 @@ echo '{"card0": {"Temperature (Sensor edge) (C)": "N/A", "Temperature (Sensor ju
 echo ' "GPU use (%)": "97", "VRAM Total Memory (B)": "68702699520", "VRAM Total Used Memory (B)": "10960896",'
 echo ' "Card Series": "AMD Instinct MI210", "PCI Bus": "0000:C1:00.0"}, "system": {"Driver version": "6.7"}}'
 """
-NO_GPU = (
-    "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9"
-)
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -123,31 +116,6 @@ def test_a_container_without_nvidia_smi_counts_what_the_driver_lists(tmp_path, m
 def test_the_gpus_that_a_variable_chooses(tmp_path, env, numbers, chosen):
     found = read_gpus(tool(tmp_path, "nvidia-smi", TWO_GPUS))
     assert chosen_gpus(found, env, numbers) == chosen
-
-
-def test_a_tool_without_gpus_and_one_for_another_processor(tmp_path):
-    path = tool(tmp_path, "nvidia-smi", NO_GPU)
-    assert read_gpus(path) == []
-    tool(tmp_path, "rocm-smi", ROCM)
-    assert len(read_gpus(path)) == 1
-    (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF")
-    assert len(read_gpus(path)) == 1
-
-
-@pytest.mark.parametrize(
-    ("script", "found"),
-    [
-        ("sleep 600 & wait", None),
-        ("sleep 600 & exec sleep 600 >/dev/null", None),
-        ("sleep 600 & exec yes", []),  # its output is too long
-    ],
-)
-def test_a_tool_that_does_not_end_is_killed_with_its_children(tmp_path, monkeypatch, script, found):
-    monkeypatch.setenv("STARTED_BY", str(tmp_path))
-    monkeypatch.setattr(gpus, "_MOST_BYTES", 1 << 20)
-    path = tool(tmp_path, "nvidia-smi", script)
-    assert read_gpus(path, timeout_s=20.0 if found == [] else 0.5) == found
-    eventually(lambda: not marked(f"STARTED_BY={tmp_path}".encode()))
 
 
 def test_a_tool_is_read_with_more_than_1024_open_files(tmp_path):

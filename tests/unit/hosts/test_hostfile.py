@@ -1,7 +1,4 @@
-"""The hostfile grammar, and the keys of `mpiddp hosts keys`.
-
-Tests mpiddp/hosts/{hostfile,keys}.py.
-"""
+"""The hostfile grammar, and the keys of `mpiddp hosts keys`."""
 
 import subprocess
 

@@ -1,7 +1,4 @@
-"""What a host keeps for the ranks: for its user alone, and no other user's folder is opened.
-
-Tests mpiddp/hosts/private.py and mpiddp/hosts/scratch.py.
-"""
+"""What a host keeps for the ranks: for its user alone, and no other user's folder is opened."""
 
 import os
 import shutil

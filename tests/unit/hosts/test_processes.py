@@ -1,7 +1,4 @@
-"""A signal reaches the process that was checked, or none: never another one with the same pid.
-
-Tests mpiddp/hosts/processes.py and mpiddp/launch/run/mpirun.py.
-"""
+"""A signal reaches the process that was checked, or none: never another one with the same pid."""
 
 import os
 import signal

@@ -1,7 +1,4 @@
-"""Every command takes its hosts in the same ways.
-
-Tests mpiddp/hosts/where.py, and how mpiddp/{hosts,doctor,bench}/main.py use it.
-"""
+"""Every command takes its hosts in the same ways."""
 
 import os
 

@@ -1,9 +1,5 @@
-"""When the launcher asks for the stacks of the ranks, what it says of them, and when it says nothing.
+"""When the launcher asks for the stacks of the ranks, what it says of them, and when it says nothing."""
 
-Tests mpiddp/launch/{hangs,stacks}.py. Who waits for whom in collectives is in test_collectives.py.
-"""
-
-import random
 from pathlib import Path
 
 import pytest
@@ -142,20 +138,6 @@ def test_a_job_that_makes_no_steps_is_never_called_quiet():
     assert job.looks == 0
 
 
-def test_100_000_steps_of_all_kinds_raise_no_alarm():
-    """Steps of 5 ms to 20 s, a slow first one, evaluations and recompilations of up to four minutes."""
-    job, random_ = Job(4), random.Random(1)
-    assert job.after(200) == ""  # the first step compiles
-    made = 0
-    while made < 100_000:
-        count = random_.choice([500, 2000, 5000])
-        job.steps(count, every_s=random_.choice([0.005, 0.02, 0.3]))
-        made += count
-        job.steps(3, every_s=random_.choice([1.0, 20.0]))
-        assert job.after(random_.randrange(240)) == ""
-    assert job.looks == 0
-
-
 def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on():
     """A rank that answers late, in native code, has made a step since the question."""
     record = Record(["a"], at=0.0, hang_timeout_s=60.0)
@@ -182,31 +164,6 @@ def test_a_job_without_steps_for_5_minutes_is_told_with_all_places_and_no_judgem
     )
     job.steps(1, every_s=1)
     assert "rank 11 on l is in load" in job.after(400)
-
-
-def test_ranks_that_have_ended_or_do_not_answer_are_told():
-    job = Job(3)
-    job.steps(5, every_s=1)
-    job.stacks = {0: OPENS}
-    job.note(1, "done")
-    assert job.after(400).endswith(
-        ": rank 0 on a is in load (data.py:40): with open(path) as file; rank 1 on b has finished; "
-        "rank 2 on c does not answer: stopped, or stuck in native code."
-    )
-
-
-def test_with_a_time_limit_the_stack_of_each_place_follows_the_rarest_place_first():
-    job = Job(3, 100.0)
-    job.steps(5, every_s=1)
-    job.stacks = {0: ALL_REDUCE, 1: ALL_REDUCE, 2: OPENS}
-    sentence = job.after(120)
-    assert sentence.startswith(
-        "no rank has made a step for 100 s: rank 0 on a, rank 1 on b are in step"
-    )
-    _, of_2, of_0 = sentence.split("\nThe Python stack of rank ")
-    assert of_2 == f"2:\n{shown_stack(stack(OPENS))}"
-    assert of_0 == f"0:\n{shown_stack(stack(ALL_REDUCE))}"
-    assert find_hang(job.record).is_over
 
 
 def test_before_the_first_step_what_the_job_prints_counts():

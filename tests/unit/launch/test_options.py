@@ -156,17 +156,6 @@ def test_an_option_of_the_launcher_behind_the_job_is_refused_with_the_right_orde
         parse_options(shlex.split(typed))
 
 
-def test_the_options_of_a_hostfile(tmp_path):
-    """A dry run names the lines with options, without the values of -x."""
-    file = tmp_path / "hosts.txt"
-    file.write_text("#: --interface ib0 -x A=secret -x B=1\nnode1 slots=2 #: -n 3\n#: --push\n")
-    options = parse_options(["--hostfile", str(file), "-x", "B=2", *JOB])
-    assert (options.interface, options.push, options.variables["B"]) == ("ib0", True, "2")
-    lines = (f"{file}:1: --interface ib0 -x 'A=…' -x 'B=…'", f"{file}:3: --push")
-    assert options.of_hostfile == lines
-    assert parse_options(["--hostfile", str(file), "-x", "B-", *JOB]).variables == {"A": "secret"}
-
-
 def test_a_range_of_hosts_takes_the_first_of_the_list():
     options = parse_options(["--nnodes", "1:2", "-H", "a:1,b:1,c:1", *JOB])
     assert [host.name for host in read_hosts(options, {}).hosts] == ["a", "b"]

@@ -1,7 +1,4 @@
-"""What the preflight says about a host that cannot be used, and about hosts that differ.
-
-Tests mpiddp/launch/plan/preflight.py and mpiddp/hosts/complaints.py. No host is contacted here.
-"""
+"""What the preflight says about a host that cannot be used, and about hosts that differ."""
 
 import re
 import socket

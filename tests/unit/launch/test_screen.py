@@ -1,7 +1,4 @@
-"""What many sources write on one terminal, file or pipe, and what waits for the verdict.
-
-Tests mpiddp/launch/{log,output}.py.
-"""
+"""What many sources write on one terminal, file or pipe, and what waits for the verdict."""
 
 import fcntl
 import os

@@ -1,7 +1,4 @@
-"""The command that `mpiddp launch` composes for each MPI, and its input: options, hosts, GPUs, the network.
-
-Tests mpiddp/launch/{starters,command,place,network}.py. Nothing is started here.
-"""
+"""The command that `mpiddp launch` composes for each MPI, and its hosts."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
 """The verdict on an attempt: who failed first, the host at fault, a known cause, by events and whole records.
 
 Most records are of real jobs (`tests.support.records` runs them again); the others are of what is hard to
-provoke. Tests mpiddp/launch/{events,verdict,watch}.py. No process starts here.
+provoke. No process starts here.
 """
 
 from typing import Any

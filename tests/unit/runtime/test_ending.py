@@ -1,7 +1,4 @@
-"""How a rank ended, from an error, an exit code or a signal, and the short sentence of a full GPU.
-
-Tests mpiddp/runtime/job/{ending,out_of_memory}.py. Needs no torch.
-"""
+"""How a rank ended, from an error, an exit code or a signal, and the short sentence of a full GPU."""
 
 import os
 import re

@@ -1,6 +1,6 @@
 """The sizes of `mpiddp.mesh`, and its check that tensor-parallel groups lie inside hosts.
 
-tests/promises/test_python.py has the groups of real ranks. Tests mpiddp/runtime/torch/mesh_sizes.py.
+tests/promises/test_python.py has the groups of real ranks.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""The world of a process from every launcher's variables: set, unset, partly set, in conflict, of a command.
-
-Tests mpiddp/world.py, mpiddp/runtime/{program,reports}.py.
-"""
+"""The world of a process from every launcher's variables: set, unset, partly set, in conflict."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""What `mpiddp runs` shows of a folder, whatever state it is in: going on, half written, of another program.
-
-Tests mpiddp/watch/runs.py.
-"""
+"""What `mpiddp runs` shows of a folder, whatever state it is in: going on, stopped, half written."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""The tables of `mpiddp ps` and `mpiddp top`, the status on a terminal, and which job a name means.
-
-Tests mpiddp/watch, mpiddp/launch/run/status.py.
-"""
+"""The tables of `mpiddp ps` and `mpiddp top`, the status on a terminal, and which job a name means."""
 
 import json
 import os
@@ -13,7 +10,7 @@ import pytest
 from mpiddp.errors import UserError
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.run.status import job_facts, status_lines
-from mpiddp.protocol.channel import is_valid
+from mpiddp.protocol.channel import is_valid, viewed_folders
 from mpiddp.protocol.server import Event
 from mpiddp.watch import running_jobs
 from mpiddp.watch.detached import KEPT, DetachedJob, new_job
@@ -152,16 +149,6 @@ def test_the_status_says_how_far_the_training_is():
     assert status_lines(record, 20.0)[0].startswith("step 4,001  ")
 
 
-def test_a_training_of_no_steps_and_numbers_that_are_none_have_a_status():
-    record = Record(["a"])
-    report(record, 0, 0, 0.0, total=0, loss=float("nan"))
-    assert status_lines(record, 0.0)[0] == "step 0  loss nan"
-    report(record, 0, 1, 1.0, total=(1 << 63) - 1)
-    assert status_lines(record, 1.0)[0].startswith(
-        "step 1/9,223,372,036,854,775,807 (0%)  1 steps/s"
-    )
-
-
 def test_a_detached_job_whose_lock_another_machine_may_hold(tmp_path):
     """On NFS with nolock, the lock of another machine is not seen, so the job may run there."""
     DetachedJob(tmp_path).report_path.write_text('{"exit_code": null, "launched_on": "node7"}')
@@ -169,3 +156,12 @@ def test_a_detached_job_whose_lock_another_machine_may_hold(tmp_path):
         "If it runs on node7, its lock is not seen here. Log in there."
         in DetachedJob(tmp_path).ending
     )
+
+
+def test_a_folder_that_others_may_enter_is_no_job(monkeypatch, tmp_path):
+    """Another user may make a folder of any name in /tmp."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    others = viewed_folders()[0].with_name("job-0")
+    others.mkdir(parents=True)
+    others.chmod(0o777)
+    assert others / "job" not in running_jobs.sockets()

@@ -1,0 +1,42 @@
+"""More figures of the pages, and of `mpiddp launch --help`, that are constants of the program.
+
+`TIMES` in test_pages.py has the others.
+"""
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from mpiddp.checkpoints import agreement, save
+from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.protocol import variables as names
+from mpiddp.runtime import child, rank_attempt
+from tests.support.ranks import ROOT
+
+SIGNAL_S = re.search(r"--signal=B:TERM@(\d+)", (ROOT / "examples/slurm/train.sbatch").read_text())
+FIGURES = [
+    ("architecture", "if that answers within {:.0f} s", child._ANSWER_S),
+    ("architecture", "and SIGKILL {:.0f} s later", rank_attempt._END_S),
+    ("architecture", "at most {:.0f} minutes", names.SAVE_GRACE_S / 60),
+    ("python-names", "it has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),
+    ("checkpoints", "tensors of up to {:,} integers", agreement._SMALL),
+    ("checkpoints", "and every {}, compare", {10: "tenth"}[save.COMPARED_SAVES]),
+    ("slurm", "{:.0f} minutes before the limit", int(SIGNAL_S[1]) / 60),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence", "figure"), FIGURES)
+def test_a_figure_on_a_page_is_that_of_the_program(page, sentence, figure):
+    text = " ".join((ROOT / f"docs/{page}.md").read_text().split())
+    assert sentence.format(figure) in text
+
+
+def test_a_time_in_the_help_of_launch_is_the_default():
+    said = {}
+    for option in fields(LaunchOptions):
+        if seconds := re.search(r"\(default: (\d+) s\)$", option.metadata.get("help", "")):
+            said[option.name] = float(seconds[1])
+    assert said.keys() == {"login_s", "lost_s", "timeout_s", "grace_s", "failed_grace_s"}
+    actual = {name: getattr(LaunchOptions, name) for name in said}
+    assert said == {**actual, "timeout_s": names.JOIN_TIMEOUT_S}
