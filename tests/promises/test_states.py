@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections import defaultdict, deque
@@ -622,3 +623,35 @@ def test_read_only_folder_is_refused(here):
     assert done.code == 2, done.stderr
     assert "Read-only file system. Name another folder." in done.stderr
     assert "restart" not in done.stderr
+
+
+def test_a_resume_holds_its_checkpoint(tmp_path):
+    """Nothing removes the checkpoint from which a run resumes before its first save."""
+    run = saved_run(tmp_path / "run", {"a": 1}, {"a": 2})
+    with mpiddp.Checkpoints(run, every=None, keep=1) as checkpoints:
+        saved = checkpoints.resume(step_folder(run, 1))
+        (step_folder(run, 1)).rename(step_folder(run, 0))  # older than another one
+        shutil.copytree(step_folder(run, 2).with_suffix(".old"), step_folder(run, 2))
+        assert main(["checkpoints", "prune", str(run), "--keep", "1"]) == 0
+        assert step_folder(run, 0).exists()
+        checkpoints.save(3, saved.state)
+    assert steps_kept(run) == [3]
+
+
+LIMITED = """
+import resource, sys, torch, mpiddp
+import mpiddp.checkpoints.checkpoints
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)
+try:
+    mpiddp.load(sys.argv[1])
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_out_of_memory_is_named(here):
+    """A resume that finds too little memory says so, and does not call the checkpoint foreign."""
+    saved_run(here.folder / "run", {"weight": torch.zeros(100_000_000)})
+    done = here.run("python", script(here.folder, LIMITED), "run").assert_ok()
+    assert re.search("JobFailed .*out of memory", done.stdout), done.stdout

@@ -27,7 +27,7 @@ from mpiddp.spawning.spawn import _refuse_within_a_job, pickled_call
 from mpiddp.world import World
 from tests.support.channels import connect, cut
 from tests.support.errors import error
-from tests.support.ranks import ROOT, clean_env
+from tests.support.ranks import ROOT, clean_env, run_command
 
 
 def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +146,36 @@ def test_what_a_stranger_has_written_is_not_unpickled():
         channel.server = before
         assert received_call(channel)  # and so the launcher has read what was sent before
         assert exchange.results == {}
+
+
+RETURNS_ITS_OWN_CLASS = """
+import subprocess, sys
+import cloudpickle
+from mpiddp.spawning.spawn import unpickled
+
+BASE = 1
+
+class Config:
+    def lr(self):
+        return BASE * 2
+
+def work():
+    return Config()
+
+rank = '''
+import sys, cloudpickle
+sys.stdout.buffer.write(cloudpickle.dumps(cloudpickle.load(sys.stdin.buffer)()))
+'''
+command = [sys.executable, "-c", rank]
+body = subprocess.run(command, input=cloudpickle.dumps(work), capture_output=True, check=True).stdout
+earlier, method = Config(), Config.lr
+found = unpickled(body, "work", 0)
+BASE = 10
+print(type(found) is Config, Config.lr is method, earlier.lr(), found.lr())
+"""
+
+
+def test_a_result_does_not_change_the_callers_own_class():
+    """Its methods would go on with copies of their global variables, also those of earlier objects."""
+    done = run_command([sys.executable, "-c", RETURNS_ITS_OWN_CLASS])
+    assert (done.stdout, done.stderr) == ("True True 20 20\n", "")

@@ -17,7 +17,7 @@ from mpiddp.protocol.channel import LINE_LIMIT, RANK, SCRIPT, decode, encode, me
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.runtime.job.connection import AnotherScript, Server, connect_to_server
-from mpiddp.runtime.job.coordinator import Coordinator
+from mpiddp.runtime.job.coordinator import ChannelLost, Coordinator
 from mpiddp.runtime.rendezvous.by_hand import connect_by_address
 from mpiddp.world import World
 from tests.support.channels import connect, member_proof, progress
@@ -284,3 +284,34 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(monkeypatch):
             connect_by_address(Coordinator(World.from_env(rank_1)), 0.3)
     values = (f"rank 1 on {socket.gethostname()} ", f" at 127.0.0.1:{port} ", "refused")
     assert re.fullmatch(error("reach rank 0's channel", *values), str(refused.value))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_the_thread_that_receives_ends_every_wait(job):
+    """Nobody else would receive the answer."""
+    other = job.connect(1)
+    first = connect(Server(f"127.0.0.1:{job.port}", KEY), World(0, RANKS, 0, RANKS))
+    first.listen(lambda news: 1 / 0)
+    wait = job.call(first.leave, waits=True)
+    gather = job.call(first.all_gather_json, 0, key="key", timeout_s=600)
+    until(lambda: job.selector.next_at < float("inf"))
+    other.give("called", 1)
+    assert wait.exception(PATIENCE_S) is None
+    assert isinstance(gather.exception(PATIENCE_S), ChannelLost)
+
+
+def test_news_that_ends_a_program_loses_no_later_news(job):
+    """The agent of a rank raises at the first, and has to hear the second."""
+    channel = connect(Server(f"127.0.0.1:{job.port}", KEY), World(1, RANKS, 1, RANKS))
+    heard = []
+
+    def end(facts: dict[str, Any]) -> None:
+        heard.append(facts["type"])
+        if facts["type"] == "hold":
+            raise InterruptedError
+
+    channel.on_news = end
+    job.server.send(1, encode("hold") + encode("end"))
+    with pytest.raises(InterruptedError):
+        channel.receive()
+    assert heard == ["hold", "end"]

@@ -209,3 +209,12 @@ def test_nobody_is_slow_in_a_job_that_calls_nothing_any_more():
     job = Job(2)
     assert found_in(job.record, 0.0, 59.0) is None
     assert found_in(job.record, 0.0, 60.0) == {"ranks": [], "share": 0.0}
+
+
+def test_a_group_that_no_rank_tells_any_more_is_forgotten():
+    job = Job(2)
+    for at in range(100):
+        for rank in (0, 1):
+            made = {f"{at}:gloo": (None, [(1, "barrier", float(at), True)])}
+            job.record.add(Event("calls", rank, calls(made, float(at)), float(at)))
+    assert [len(groups) for groups in job.record.calls.values()] == [1, 1]
