@@ -31,7 +31,7 @@ from torch._utils import _flatten_dense_tensors as flattened  # as DDP has its b
 from mpiddp.checkpoints import state
 from mpiddp.checkpoints.agreement import Union
 from mpiddp.checkpoints.folder import SHARDS, SUFFIX, shard_of, stem_of
-from mpiddp.checkpoints.state import FlatState, Keys, is_sharded
+from mpiddp.checkpoints.state import FlatState, Keys, is_sharded, key_of, name_of, shown_path
 from mpiddp.checkpoints.tensor_files import CODES, header_of, row_of, write_tensors
 
 _SMALL = 1 << 14  # tensors of so many elements, or fewer, are copied together into one block
@@ -137,9 +137,7 @@ class Copies:
                 end = start + math.prod(box.shape)
                 part = block.values.reshape(-1)[start:end]
                 start, value = end, _worst(part)
-                paths = [
-                    state.shown_path(tied.path) for tied in self.tied_to(box) if tied.is_guarded
-                ]
+                paths = [shown_path(tied.path) for tied in self.tied_to(box) if tied.is_guarded]
                 is_mask = math.isinf(value) and not (part.isfinite() & (part != 0)).any()
                 if paths and not math.isfinite(value) and not is_mask:
                     return f"{min(paths)} has {value}"
@@ -157,9 +155,7 @@ class Copies:
             for box in boxes:
                 start, size = end, math.prod(box.shape)
                 end = start + min(size, most) * width
-                part = (
-                    box.shape if size <= most else values.shape
-                )  # an expanded tensor has fewer values
+                part = box.shape if size <= most else values.shape  # of an expanded tensor
                 name = _name_of(box)
                 rows.append(row_of(name, code or "U8", part if code else [end - start], start, end))
                 for tied in self.tied_to(box):
@@ -177,11 +173,7 @@ class Copies:
 
 def _name_of(box: Box) -> str:
     """The name of a box in its file."""
-    return (
-        state.key_of(box.path)
-        if box.file.startswith(SHARDS)
-        else state.name_of(box.path[1:] or box.path)
-    )
+    return key_of(box.path) if box.file.startswith(SHARDS) else name_of(box.path[1:] or box.path)
 
 
 def _kind_of(value: Tensor) -> tuple[Any, ...]:
