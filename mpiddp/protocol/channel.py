@@ -19,9 +19,9 @@ Each stream of a rank that the launcher shows has its own connection. It begins 
 "hello", and carries the bytes of the stream after "received". A connection that begins with "input" brings
 rank 0 the launcher's stdin.
 
-A rank's script is a process of its own, with a second connection. "stop" has the signal that the launcher has
-received. The script of `mpiddp.spawn` asks for its "function", and sends its "answer", see
-`mpiddp.launch.run.control.Exchange`.
+A rank's script is a process of its own, with a second connection once it needs one. "stop" has the signal
+that the launcher has received. The script of `mpiddp.spawn` asks for its "function", and sends its "answer",
+see `mpiddp.launch.run.control.Exchange`.
 
 After a failure, the launcher may "hold" the ranks: each agent ends its script, says "held", and waits.
 "again" begins the next attempt, for which the agent connects anew with a key derived from the last one.

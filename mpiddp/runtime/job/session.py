@@ -183,7 +183,7 @@ def current() -> Session:
 
 
 def script_session() -> Session:
-    """The session of this process. Raises JobFailed if the server of its job cannot be reached.
+    """The session of this process, connected to the server of its job. Raises JobFailed if that is silent.
 
     In a command of a rank (`mpiddp run -- COMMAND`), the first process that calls a function of mpiddp is the
     rank's script.
