@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from mpiddp.hosts.complaints import Answer
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.where import add_file, settle
+from mpiddp.launch.judge.hangs import HUNG
 from mpiddp.launch.plan import job_plan, preflight
 from mpiddp.launch.plan.job_network import find_network
 from mpiddp.launch.plan.options import add_options, parse_options
@@ -221,7 +223,9 @@ def _run_job(lines: Sequence[Line], job: Sequence[str]) -> Line:
     _, proof, printed = done.stdout.rpartition(trial_job.PROOF)
     if done.returncode != DONE or not proof:
         errors = done.stderr.splitlines()
-        sentences = [line for line in errors if line.startswith("mpiddp: ")]
+        sentences = [line for line in errors if re.match(r"mpiddp: \S", line)]
+        if sentences and sentences[-1].endswith(HUNG):
+            del sentences[-1]  # the sentence before it names the rank
         last = (sentences or errors or ["no output"])[-1].removeprefix("mpiddp: ")
         return Line("job", FAIL, f"exit code {done.returncode}: {last}", fix)
     ranks = json.loads(printed.splitlines()[0])

@@ -17,6 +17,7 @@ from mpiddp.launch.judge.stacks import frames_of, place_of, shown_stack
 WAIT_S = 60.0  # in a collective, until the ranks that have not entered it are named
 QUIET_S = 300.0  # without a step, until the places of the ranks are printed
 BETWEEN_LOOKS_S = 10.0  # from one question for stacks to the next
+HUNG = "the job hung and was stopped."  # the sentence at the end of --hang-timeout
 _NAMED = 4  # ranks of one place, and stacks below a sentence
 
 

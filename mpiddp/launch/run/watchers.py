@@ -15,7 +15,13 @@ from functools import partial
 
 from mpiddp.hosts.ssh import ask_hosts
 from mpiddp.launch.judge.events import KINDS, Announcement, Phase, Record, Stop
-from mpiddp.launch.judge.hangs import find_hang, missing_sentence, next_look_at, places_sentence
+from mpiddp.launch.judge.hangs import (
+    HUNG,
+    find_hang,
+    missing_sentence,
+    next_look_at,
+    places_sentence,
+)
 from mpiddp.launch.judge.pace import WINDOW_S
 from mpiddp.launch.judge.stacks import shown_stack
 from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
@@ -225,7 +231,7 @@ class Hangs(Watcher):
             self.attempt.note("looked")
             self.output.log(hang.sentence, hang.about, is_error=True)
             if hang.is_over:
-                self.attempt.end_job("the job hung and was stopped.")
+                self.attempt.end_job(HUNG)
 
     def look(self, now: float) -> None:
         """Before the first step, output is the only sign that the job goes on."""
