@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -69,6 +69,12 @@ class Plan(NamedTuple):
         counts = Counter(info.hostname for info in self.checked.infos.values())
         return {name for name, count in counts.items() if count > 1}
 
+    @property
+    def holds(self) -> bool:
+        """Whether its agents wait for a restart: a host that was left out may join only in new agents."""
+        has_all = len(self.hosts.hosts) == len(self.named.hosts)
+        return has_all and self.past.failures < self.options.max_restarts
+
     def key_of(self, name: str) -> str:
         """The key of the host that mpirun got as `name`."""
         return next(host.key for host in self.request.hosts.hosts if host.name == name)
@@ -86,7 +92,7 @@ def make_plan(
     preflight, which remain open. Raises UserError for bad input and JobFailed if a machine failed.
     """
     past = past or Past(read_hosts(options, env))
-    named = past.named
+    named, is_first = past.named, not past.attempts
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = (options.min_hosts if starter.has_scheduler else options.wait_s) or options.spares
@@ -96,12 +102,12 @@ def make_plan(
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
     _, least = _wanted_hosts(past, options.spares, options.min_hosts)
-    if options.push and past.is_first and not options.dry_run:
+    if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
-    waits = options.wait_s or 0.0, len(named.usable) if past.is_first else least
+    waits = options.wait_s or 0.0, len(named.usable) if is_first else least
     checked = run_preflight(options, named, starter, env, logins, waits)
     plan = _plan(options, env, starter, past, checked)
-    for host in plan.hosts.usable if past.is_first else ():
+    for host in plan.hosts.usable if is_first else ():
         for note in checked.notes.get(host, ()):
             log.info(note)
     return plan
@@ -175,7 +181,7 @@ def _wanted_hosts(past: Past, spares: int, min_hosts: int | None) -> tuple[int, 
         reserve = f" beside {counted(spares, 'spare')}" if spares else ""
         only = f"only {counted(wanted, 'host')} given{reserve}"
         raise UserError(f"{only}, but --min-hosts is {min_hosts}.")
-    return wanted, min_hosts or min(wanted, past.enough or wanted)
+    return wanted, min_hosts or min(wanted, past.num_hosts or wanted)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -303,8 +309,8 @@ def _variables(
 # --- hosts that can join a running job ---
 
 
-def search_once(plan: Plan, avoided: Collection[str] = ()) -> list[str]:
-    """Search once for hosts that `plan` could use, except those `avoided`: ["node1 can join"], or [].
+def search_once(plan: Plan) -> list[str]:
+    """Search once for hosts that `plan` could use, without doubts: ["node1 can join"], or [].
 
     It contacts hosts that could add ranks, and the first host of the job, whose versions they must have. If
     the list of hosts is in error, for example while it is edited, or a machine fails, it finds none.
@@ -312,10 +318,10 @@ def search_once(plan: Plan, avoided: Collection[str] = ()) -> list[str]:
     options = plan.options
     if options.n is not None and plan.request.hosts.world_size >= options.n:
         return []
-    used = {host.key for host in plan.hosts.hosts}
+    avoided = {host.key for host in plan.hosts.hosts} | plan.past.doubts.keys()
     try:
         usable = read_hosts(options, os.environ, is_first=False).usable
-        new = [host for host in usable if host.key not in {*used, *avoided}]
+        new = [host for host in usable if host.key not in avoided]
         if not new or len(usable) - options.spares <= len(plan.hosts.usable):
             return []
         forget_addresses()
