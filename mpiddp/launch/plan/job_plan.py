@@ -1,6 +1,6 @@
 """The plan of a job: the options of `mpiddp launch` come in, and the Request for one command goes out.
 
-options -> read_hosts -> run_preflight -> choose -> place -> find_network -> Request
+options -> read_hosts -> run_preflight -> choose -> place -> Request -> find_network
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpiddp.hosts.program_files import python_path
 from mpiddp.hosts.ssh import Logins, other_hosts
 from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log
-from mpiddp.launch.plan.command import JobNetwork, Request, Starter
+from mpiddp.launch.plan.command import Request, Starter
 from mpiddp.launch.plan.environment import forwarded, gpu_table
 from mpiddp.launch.plan.job_network import find_network, requested_network
 from mpiddp.launch.plan.options import LaunchOptions
@@ -131,20 +131,19 @@ def _plan(
     wanted, least = _wanted_hosts(past, options.spares, options.min_hosts)
     chosen = choose(past, checked, wanted, least)
     placed = place(chosen, checked.gpus, starter, options, env, past, wanted)
-    network = find_network(placed, checked.infos, options.interface, dry_run=options.dry_run)
     is_agent = options.job[:3] == ("-m", "mpiddp", "run")
     job = options.job[3:] if is_agent else options.job
     request = Request(
         hosts=placed,
         job=(str(PYTHON), *AGENT, "run", *job),
         folder=working_folder(env),
-        variables=_variables(options, env, starter, placed, network),
         inherited=forwarded(env, options.kept_home),
         env=env,
-        network=network,
         bind=options.bind,
         mpi_args=options.mpi_args,
     )
+    request = find_network(request, checked.infos, options.interface, dry_run=options.dry_run)
+    request = request._replace(variables=_variables(options, starter, request))
     plan = Plan(options, starter, past, checked, chosen, request)
     for line in _choices(plan):
         log.info(line)
@@ -158,7 +157,7 @@ def _choices(plan: Plan) -> Iterator[str]:
         yield f"{starter.name}, {starter.program}"
         if len(hosts.hosts) > 1 and not starter.has_scheduler:
             yield f"{hosts.transport.name} reaches the other hosts"
-        if interface := plan.request.network.interface:
+        if interface := plan.request.interface:
             yield f"{interface.name} ({interface.address}) leads to the other hosts"
     if options.verbose or options.dry_run:
         for line in options.of_hostfile:
@@ -277,20 +276,14 @@ def working_folder(env: Mapping[str, str]) -> str:
     return str(here)
 
 
-def _variables(
-    options: LaunchOptions,
-    env: Mapping[str, str],
-    starter: Starter,
-    placed: Hosts,
-    network: JobNetwork,
-) -> dict[str, str]:
+def _variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
     """The variables that this launcher sets for the ranks. Its own precede -x and --env-file."""
-    hosts, exports = placed.hosts, options.variables
+    hosts, exports = request.hosts.hosts, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
-    networks = ",".join(network.networks)
+    networks = ",".join(request.networks)
     # A scheduler chooses the GPUs of each host itself.
     decided = exports.keys() | options.kept_home
-    gpus = "" if starter.has_scheduler else gpu_table(hosts, env, decided)
+    gpus = "" if starter.has_scheduler else gpu_table(hosts, request.env, decided)
     # The environment may hold the default of --timeout, and -x precedes that.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     ours = {

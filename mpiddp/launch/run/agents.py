@@ -106,7 +106,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         selector = stack.enter_context(TimedSelector())
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = not (others or has_scheduler or options.job[0] == "--")
-        where = folder / "control" if has_path else request.network.control_address
+        where = folder / "control" if has_path else request.control_address
         server = ControlServer(
             listen(where), len(hosts), selector, lost_s=max(LEAST_SILENCE_S, options.lost_s)
         )
