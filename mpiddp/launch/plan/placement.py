@@ -133,15 +133,13 @@ def _slots(
 
 def _visible_gpus(host: Host, gpus: Sequence[Gpu], env: Mapping[str, str]) -> int:
     """The number of a host's GPUs that its line, or else `env` of its ranks, leave visible."""
-    if hides_all_gpus(env):
-        return 0
-    numbers = host.gpus or ()
-    if (last := max(numbers, default=-1)) >= len(gpus):
+    chosen = chosen_gpus(gpus, env, host.gpus)
+    if chosen and host.gpus and (last := max(host.gpus)) >= len(gpus):
         raise UserError(
             f"{host.name} has {counted(len(gpus), 'GPU')}, so there is no GPU {last} "
-            f"(gpus={','.join(map(str, numbers))}). They are numbered from 0."
+            f"(gpus={','.join(map(str, host.gpus))}). They are numbered from 0."
         )
-    return min(len(gpus), len(chosen_gpus(gpus, env, host.gpus)))
+    return min(len(gpus), len(chosen))
 
 
 def place(
