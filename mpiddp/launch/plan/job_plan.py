@@ -59,11 +59,6 @@ class Plan(NamedTuple):
         return self.past.named
 
     @property
-    def used(self) -> list[str]:
-        """The keys of the hosts that take ranks."""
-        return [host.key for host in self.request.hosts.hosts]
-
-    @property
     def shared_names(self) -> set[str]:
         """The names that several hosts call themselves. Only the hostfile tells such hosts apart."""
         counts = Counter(info.hostname for info in self.checked.infos.values())

@@ -41,8 +41,9 @@ class Watcher:
     """Looks on while an attempt runs. It may ask ranks, print sentences, or stop the attempt."""
 
     def __init__(self, attempt: Attempt) -> None:
-        self.attempt, self.record, self.launcher = attempt, attempt.record, attempt.agents.launcher
-        self.server, self.output, self.timers = attempt.server, attempt.output, attempt.timers
+        self.attempt, self.plan, self.record = attempt, attempt.plan, attempt.record
+        self.launcher, self.server = attempt.agents.launcher, attempt.server
+        self.output, self.timers = attempt.output, attempt.timers
 
     def on_event(self, event: Event) -> None:
         """Called with each event, once it is recorded and before the attempt reacts to it."""

@@ -81,8 +81,8 @@ class Job:
     def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:
         self.launcher, self.report = launcher, report
         self.plan, self.options = plan, plan.options  # the plan of the latest attempt
-        self.past = plan.past
-        self.waiting: Attempt | None = None  # the latest one, if its agents wait for the next one
+        self.past = plan.past  # for the next plan
+        self.waiting: Attempt | None = None  # the latest attempt, if its agents wait for the next
         self.failures_in_a_row = 0  # without a step between them
         self.lost_stream = ""  # the name of a stream that could not be written as a whole
         self.at_fault = ""  # the host that ended the latest attempt, by its key
@@ -104,7 +104,7 @@ class Job:
             self.waiting = attempt if attempt.record.phase is Phase.HELD else None
             self.lost_stream = self.lost_stream or attempt.output.lost_stream
         except KeyboardInterrupt:  # before mpirun has started
-            outcome = Outcome(INTERRUPTED, "interrupted.") if not past.attempts else _INTERRUPTED
+            outcome = _INTERRUPTED if past.attempts else Outcome(INTERRUPTED, "interrupted.")
         except (UserError, JobFailed) as error:
             if not past.attempts:
                 raise
@@ -228,8 +228,8 @@ class Job:
             return False
         if complaints := waiting.record.complaints:
             log.error(complaints)
-        is_doubted = len(plan.used) > 1 and not self.past.doubts.keys().isdisjoint(plan.used)
-        size = plan.request.hosts.world_size
+        used, size = plan.request.hosts.hosts, plan.request.hosts.world_size
+        is_doubted = len(used) > 1 and any(host.key in self.past.doubts for host in used)
         return not (complaints or is_doubted or size > (most or size))
 
     def _heed_stop(self, within_s: float = 0.0) -> None:
