@@ -37,6 +37,7 @@ from mpiddp.hosts.ssh import Logins, ask_hosts, program_that_prints
 from mpiddp.hosts.where import add_file, settle
 from mpiddp.launch.judge.hangs import HUNG
 from mpiddp.launch.plan import job_plan, preflight
+from mpiddp.launch.plan.command import Request
 from mpiddp.launch.plan.job_network import find_network
 from mpiddp.launch.plan.options import add_options, parse_options
 from mpiddp.launch.plan.starters import find_starter
@@ -92,10 +93,11 @@ def main(argv: list[str]) -> int:
                 facts = {host.name: answers[host].value for host in answered}
                 every = "every host" + ("" if len(facts) == len(hosts.usable) else " that answers")
                 add(_of_facts(facts, folders, every))
-                network = find_network(hosts, checked.infos, launch.interface, dry_run=True)
+                request = Request(hosts, (), folders[0])
+                request = find_network(request, checked.infos, launch.interface, dry_run=True)
                 # If a host has no address on the job's network, the address to which ssh connects is tried.
                 by_ssh = {host.name: info.address for host, info in checked.infos.items()}
-                add(_pairs(ask, answered, {**by_ssh, **network.addresses}, checked.start_s))
+                add(_pairs(ask, answered, {**by_ssh, **request.addresses}, checked.start_s))
             add([_run_job(lines, job)])
     seconds = time.monotonic() - began
     names = [host.name for host in hosts.usable]

@@ -194,9 +194,11 @@ def chosen_gpus(
 ) -> list[int | None]:
     """The numbers of the GPUs that a host's ranks see, in their order.
 
-    The ranks see the GPUs of `numbers`, or else those that a variable names by a number or the beginning of a
-    UUID. Any other name, for example of a part of a GPU (MIG-…), becomes None.
+    If no variable hides all, the ranks see the GPUs of `numbers`, or else those that a variable names by a
+    number or the beginning of a UUID. Any other name, for example of a part of a GPU (MIG-…), becomes None.
     """
+    if hides_all_gpus(env):
+        return []
     if numbers is not None:
         return [*numbers]
     named = next((env[name] for name in VISIBLE if name in env), None)

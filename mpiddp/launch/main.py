@@ -37,7 +37,7 @@ from mpiddp.launch.plan.options import LaunchOptions, parse_options
 from mpiddp.launch.run.control import Exchange
 from mpiddp.launch.run.outcome_file import Report
 from mpiddp.launch.run.output import open_closed_streams
-from mpiddp.protocol.channel import encode, messages_over
+from mpiddp.protocol.channel import DEFAULT_RANKS, encode, messages_over
 from mpiddp.protocol.variables import PROGRAM
 from mpiddp.text import all_of
 from mpiddp.world import World, leave_enclosing_job, leave_launchers
@@ -126,6 +126,11 @@ def _run_and_report(options: LaunchOptions, report: Report) -> int:
         signal.signal(number, lambda *_: None)  # the command of --on-end does not inherit a handler
     outcome.log()
     announced = outcome.announcement
+    # The stdout of the rank that failed explains the failure, perhaps alone.
+    is_kept = options.log_dir or announced.run_dir or options.log_ranks != DEFAULT_RANKS
+    if outcome.code == FAILED and outcome.rank and not is_kept:
+        fix = "To show it: --log-ranks all. To keep it: --log-dir DIR"
+        log.info(f"the stdout of rank {outcome.rank} was not shown. {fix}")
     resume_args, resume = announced.resume_args, None
     can_resume = outcome.code in (FAILED, INTERRUPTED) and (resume_args or announced.checkpoint)
     if outcome.code == STOPPED or can_resume:

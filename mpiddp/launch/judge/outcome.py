@@ -38,7 +38,6 @@ class Outcome(NamedTuple):
     # The host at fault, by its name in the request, or "" if it is unknown or if the script itself failed.
     host_at_fault: str = ""
     known_cause: str = ""  # a sentence to print below `sentence`
-    hint: str = ""  # to print below both
     stop: Stop = Stop.NONE
     announcement: Announcement = Announcement()
     made_steps: bool = False
@@ -48,5 +47,3 @@ class Outcome(NamedTuple):
         """Print the verdict, and the known cause below it."""
         for sentence in filter(None, (self.sentence, self.known_cause)):
             (log.info if self.code in (DONE, STOPPED) else log.error)(sentence)
-        if self.hint:
-            log.info(self.hint)

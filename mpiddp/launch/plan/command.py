@@ -28,23 +28,6 @@ _LONGEST_ARGUMENT = 100_000  # characters; Linux allows 128 KiB
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-class JobNetwork(NamedTuple):
-    """The network of a job."""
-
-    interface: Interface | None = None  # of this machine; None if no single one leads to all hosts
-    # The networks that MPI must use on all hosts: "10.0.0.0/24", or the name of an interface that all hosts
-    # have. Empty if they are not known.
-    networks: tuple[str, ...] = ()
-    # This machine's address that all ranks can reach; "" if a dry run finds none.
-    control_address: str = "127.0.0.1"
-    addresses: Mapping[str, str] = _NOTHING  # of hosts in `networks`, by their names, where known
-
-    @property
-    def other_family(self) -> int:
-        """The version of IP that the job does not use."""
-        return 4 if ":" in self.control_address else 6
-
-
 class Request(NamedTuple):
     """The job to start and its hosts, independent of the MPI."""
 
@@ -58,9 +41,21 @@ class Request(NamedTuple):
     )
     inherited: Mapping[str, str] = _NOTHING  # those of `env` that every rank gets as well
     env: Mapping[str, str] = _NOTHING  # the user's environment, which mpirun inherits
-    network: JobNetwork = JobNetwork()
     bind: str = "none"
     mpi_args: tuple[str, ...] = ()  # the user's own arguments for mpirun
+    # The network, by `find_network`: this machine's interface, None if no single one leads to all hosts.
+    interface: Interface | None = None
+    # The networks that MPI must use on all hosts: "10.0.0.0/24", or the name of an interface that all hosts
+    # have. Empty if they are not known.
+    networks: tuple[str, ...] = ()
+    # This machine's address that all ranks can reach; "" if a dry run finds none.
+    control_address: str = "127.0.0.1"
+    addresses: Mapping[str, str] = _NOTHING  # of hosts in `networks`, by their names, where known
+
+    @property
+    def other_family(self) -> int:
+        """The version of IP that the job does not use."""
+        return 4 if ":" in self.control_address else 6
 
     @property
     def names_of_ranks(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The network of a job: the placed hosts and their facts come in, and a JobNetwork goes out.
+"""The network of a job: a Request and the facts of its hosts come in, and it goes out with the network.
 
 It has this machine's interface, the networks that MPI uses on all hosts, and each host's address in them.
 """
@@ -11,25 +11,25 @@ from contextlib import suppress
 from ipaddress import ip_address, ip_network
 
 from mpiddp.errors import UserError
-from mpiddp.hosts.hostfile import Host, Hosts
+from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface, interfaces
 from mpiddp.hosts.names import addresses_of, is_this_host
-from mpiddp.launch.plan.command import JobNetwork
+from mpiddp.launch.plan.command import Request
 from mpiddp.launch.plan.preflight import HostInfo
 
 
 def find_network(
-    placed: Hosts, infos: Mapping[Host, HostInfo], requested: str | None, *, dry_run: bool = False
-) -> JobNetwork:
-    """The network that the hosts share, by --interface (`requested`) or the preflight's results.
+    request: Request, infos: Mapping[Host, HostInfo], named: str | None, *, dry_run: bool = False
+) -> Request:
+    """The request with the network that its hosts share, by --interface (`named`) or the preflight's results.
 
     Each host's address in it is that of its own interfaces. Raises UserError if no address is known that the
     others can reach, unless nothing is to be started.
     """
-    others = {host.key: host.name for host in placed.hosts if not is_this_host(host.name)}
-    here = [host.name for host in placed.hosts if host.key not in others]
-    keys = {host.key for host in placed.hosts}
-    by_key = {host.key: info for host, info in infos.items() if host.key in keys}
+    names = {host.key: host.name for host in request.hosts.hosts}
+    others = {key: name for key, name in names.items() if not is_this_host(name)}
+    here = [name for key, name in names.items() if key not in others]
+    by_key = {host.key: info for host, info in infos.items() if host.key in names}
     logins = {key: by_key[key].address for key in others if key in by_key}
     by_family = [
         [_route(name, logins.get(key, ""), family) for key, name in others.items()]
@@ -46,10 +46,10 @@ def find_network(
         return len(ends), sum(are_sure)
 
     routes = max(by_family, key=worth)
-    if requested is None:
+    if named is None:
         interface, networks = _shared_network(routes, by_key.values())
     else:
-        interface, networks = requested_network(requested)
+        interface, networks = requested_network(named)
     address = "127.0.0.1"
     if others:
         address = interface.address if interface else next((ends[0] for ends in routes if ends), "")
@@ -64,7 +64,9 @@ def find_network(
             is_of_family = (":" in there.address) == (":" in address)
             if is_of_family and any(map(there.matches, networks)):
                 addresses.setdefault(name, there.address)
-    return JobNetwork(interface, networks, address, addresses)
+    return request._replace(
+        interface=interface, networks=networks, control_address=address, addresses=addresses
+    )
 
 
 def requested_network(requested: str) -> tuple[Interface, tuple[str, ...]]:

@@ -1,6 +1,6 @@
 """The plan of a job: the options of `mpiddp launch` come in, and the Request for one command goes out.
 
-options -> read_hosts -> run_preflight -> choose -> place -> find_network -> Request
+options -> read_hosts -> run_preflight -> choose -> place -> Request -> find_network
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from mpiddp.hosts.program_files import python_path
 from mpiddp.hosts.ssh import Logins, other_hosts
 from mpiddp.hosts.where import named_hosts
 from mpiddp.launch import log
-from mpiddp.launch.plan.command import JobNetwork, Request, Starter
+from mpiddp.launch.plan.command import Request, Starter
 from mpiddp.launch.plan.environment import forwarded, gpu_table
 from mpiddp.launch.plan.job_network import find_network, requested_network
 from mpiddp.launch.plan.options import LaunchOptions
@@ -59,15 +59,16 @@ class Plan(NamedTuple):
         return self.past.named
 
     @property
-    def used(self) -> list[str]:
-        """The keys of the hosts that take ranks."""
-        return [host.key for host in self.request.hosts.hosts]
-
-    @property
     def shared_names(self) -> set[str]:
         """The names that several hosts call themselves. Only the hostfile tells such hosts apart."""
         counts = Counter(info.hostname for info in self.checked.infos.values())
         return {name for name, count in counts.items() if count > 1}
+
+    @property
+    def holds(self) -> bool:
+        """Whether its agents wait for a restart: a host that was left out may join only in new agents."""
+        has_all = len(self.hosts.hosts) == len(self.named.hosts)
+        return has_all and self.past.failures < self.options.max_restarts
 
     def key_of(self, name: str) -> str:
         """The key of the host that mpirun got as `name`."""
@@ -86,7 +87,7 @@ def make_plan(
     preflight, which remain open. Raises UserError for bad input and JobFailed if a machine failed.
     """
     past = past or Past(read_hosts(options, env))
-    named = past.named
+    named, is_first = past.named, not past.attempts
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = (options.min_hosts if starter.has_scheduler else options.wait_s) or options.spares
@@ -96,12 +97,12 @@ def make_plan(
             "that answer. Leave out --no-check, or start the ranks over ssh instead of srun: --mpirun PATH"
         )
     _, least = _wanted_hosts(past, options.spares, options.min_hosts)
-    if options.push and past.is_first and not options.dry_run:
+    if options.push and is_first and not options.dry_run:
         _push(named, working_folder(env), least)
-    waits = options.wait_s or 0.0, len(named.usable) if past.is_first else least
+    waits = options.wait_s or 0.0, len(named.usable) if is_first else least
     checked = run_preflight(options, named, starter, env, logins, waits)
     plan = _plan(options, env, starter, past, checked)
-    for host in plan.hosts.usable if past.is_first else ():
+    for host in plan.hosts.usable if is_first else ():
         for note in checked.notes.get(host, ()):
             log.info(note)
     return plan
@@ -125,20 +126,19 @@ def _plan(
     wanted, least = _wanted_hosts(past, options.spares, options.min_hosts)
     chosen = choose(past, checked, wanted, least)
     placed = place(chosen, checked.gpus, starter, options, env, past, wanted)
-    network = find_network(placed, checked.infos, options.interface, dry_run=options.dry_run)
     is_agent = options.job[:3] == ("-m", "mpiddp", "run")
     job = options.job[3:] if is_agent else options.job
     request = Request(
         hosts=placed,
         job=(str(PYTHON), *AGENT, "run", *job),
         folder=working_folder(env),
-        variables=_variables(options, env, starter, placed, network),
         inherited=forwarded(env, options.kept_home),
         env=env,
-        network=network,
         bind=options.bind,
         mpi_args=options.mpi_args,
     )
+    request = find_network(request, checked.infos, options.interface, dry_run=options.dry_run)
+    request = request._replace(variables=_variables(options, starter, request))
     plan = Plan(options, starter, past, checked, chosen, request)
     for line in _choices(plan):
         log.info(line)
@@ -152,7 +152,7 @@ def _choices(plan: Plan) -> Iterator[str]:
         yield f"{starter.name}, {starter.program}"
         if len(hosts.hosts) > 1 and not starter.has_scheduler:
             yield f"{hosts.transport.name} reaches the other hosts"
-        if interface := plan.request.network.interface:
+        if interface := plan.request.interface:
             yield f"{interface.name} ({interface.address}) leads to the other hosts"
     if options.verbose or options.dry_run:
         for line in options.of_hostfile:
@@ -175,7 +175,7 @@ def _wanted_hosts(past: Past, spares: int, min_hosts: int | None) -> tuple[int, 
         reserve = f" beside {counted(spares, 'spare')}" if spares else ""
         only = f"only {counted(wanted, 'host')} given{reserve}"
         raise UserError(f"{only}, but --min-hosts is {min_hosts}.")
-    return wanted, min_hosts or min(wanted, past.enough or wanted)
+    return wanted, min_hosts or min(wanted, past.num_hosts or wanted)
 
 
 def read_hosts(options: LaunchOptions, env: Mapping[str, str], *, is_first: bool = True) -> Hosts:
@@ -271,20 +271,14 @@ def working_folder(env: Mapping[str, str]) -> str:
     return str(here)
 
 
-def _variables(
-    options: LaunchOptions,
-    env: Mapping[str, str],
-    starter: Starter,
-    placed: Hosts,
-    network: JobNetwork,
-) -> dict[str, str]:
+def _variables(options: LaunchOptions, starter: Starter, request: Request) -> dict[str, str]:
     """The variables that this launcher sets for the ranks. Its own precede -x and --env-file."""
-    hosts, exports = placed.hosts, options.variables
+    hosts, exports = request.hosts.hosts, options.variables
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
-    networks = ",".join(network.networks)
+    networks = ",".join(request.networks)
     # A scheduler chooses the GPUs of each host itself.
     decided = exports.keys() | options.kept_home
-    gpus = "" if starter.has_scheduler else gpu_table(hosts, env, decided)
+    gpus = "" if starter.has_scheduler else gpu_table(hosts, request.env, decided)
     # The environment may hold the default of --timeout, and -x precedes that.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     ours = {
@@ -303,8 +297,8 @@ def _variables(
 # --- hosts that can join a running job ---
 
 
-def search_once(plan: Plan, avoided: Collection[str] = ()) -> list[str]:
-    """Search once for hosts that `plan` could use, except those `avoided`: ["node1 can join"], or [].
+def search_once(plan: Plan) -> list[str]:
+    """Search once for hosts that `plan` could use, without doubts: ["node1 can join"], or [].
 
     It contacts hosts that could add ranks, and the first host of the job, whose versions they must have. If
     the list of hosts is in error, for example while it is edited, or a machine fails, it finds none.
@@ -312,10 +306,10 @@ def search_once(plan: Plan, avoided: Collection[str] = ()) -> list[str]:
     options = plan.options
     if options.n is not None and plan.request.hosts.world_size >= options.n:
         return []
-    used = {host.key for host in plan.hosts.hosts}
+    avoided = {host.key for host in plan.hosts.hosts} | plan.past.doubts.keys()
     try:
         usable = read_hosts(options, os.environ, is_first=False).usable
-        new = [host for host in usable if host.key not in {*used, *avoided}]
+        new = [host for host in usable if host.key not in avoided]
         if not new or len(usable) - options.spares <= len(plan.hosts.usable):
             return []
         forget_addresses()

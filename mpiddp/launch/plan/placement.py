@@ -6,6 +6,7 @@ line, else one for each GPU, within -n and --npernode. Results of the job's earl
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -19,25 +20,35 @@ from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus, hides_all_gpus, read_
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.hosts.names import is_this_host
 from mpiddp.launch import log
+from mpiddp.launch.judge.events import Announcement
 from mpiddp.launch.plan.command import Starter
 from mpiddp.launch.plan.environment import of_host
 from mpiddp.launch.plan.options import LaunchOptions
 from mpiddp.launch.plan.preflight import Checked
+from mpiddp.protocol import variables as names
 from mpiddp.text import counted, listed, shown
 
 
 class Past(NamedTuple):
-    """The hosts to choose from, and the experience of the job's earlier attempts."""
+    """All that the attempts of a job so far leave to the next one."""
 
-    named: Hosts  # the list of hosts, as it was last read without an error
+    named: Hosts  # the hosts to choose from, as their list was last read without an error
+    attempts: int = 0
+    failures: int = 0  # they count for --max-restarts
+    announced: Announcement = Announcement()
     doubts: Mapping[str, str] = MappingProxyType({})  # by the key of a host, the reason to avoid it
-    enough: int | None = None  # the number of hosts of the first attempt; None before it
-    max_ranks: int | None = None  # the most ranks that the job has announced it can use
+    num_hosts: int = 0  # of the first attempt
+    grows: bool = True  # whether a stop for hosts that can join (--grow) may be worth it
 
-    @property
-    def is_first(self) -> bool:
-        """Whether no attempt has begun."""
-        return self.enough is None
+    def variables(self) -> dict[str, str]:
+        """The environment variables of the next attempt's ranks."""
+        size = self.announced.global_batch_size
+        announced = {"global_batch_size": size, "world_size": self.announced.world_size}
+        return {
+            names.RESTART_COUNT: str(self.attempts),
+            names.ANNOUNCED: json.dumps(announced) if size else "",
+            names.RUN_DIR: self.announced.run_dir,
+        }
 
 
 def choose(past: Past, checked: Checked, wanted: int, least: int) -> Hosts:
@@ -122,15 +133,13 @@ def _slots(
 
 def _visible_gpus(host: Host, gpus: Sequence[Gpu], env: Mapping[str, str]) -> int:
     """The number of a host's GPUs that its line, or else `env` of its ranks, leave visible."""
-    if hides_all_gpus(env):
-        return 0
-    numbers = host.gpus or ()
-    if (last := max(numbers, default=-1)) >= len(gpus):
+    chosen = chosen_gpus(gpus, env, host.gpus)
+    if chosen and host.gpus and (last := max(host.gpus)) >= len(gpus):
         raise UserError(
             f"{host.name} has {counted(len(gpus), 'GPU')}, so there is no GPU {last} "
-            f"(gpus={','.join(map(str, numbers))}). They are numbered from 0."
+            f"(gpus={','.join(map(str, host.gpus))}). They are numbered from 0."
         )
-    return min(len(gpus), len(chosen_gpus(gpus, env, host.gpus)))
+    return min(len(gpus), len(chosen))
 
 
 def place(
@@ -149,7 +158,7 @@ def place(
     """
     n, npernode = options.n, options.npernode
     room = {host: _slots(hosts, host, gpus.get(host), options, env) for host in hosts.hosts}
-    if not options.names_hosts and past.is_first:
+    if not (options.names_hosts or past.attempts):
         on_node = env.get("SLURM_GPUS_ON_NODE", "")
         are_idle = {*room.values()} == {1} and on_node not in ("", "0", "1")
         more = f"; for a rank on each GPU: #SBATCH --ntasks-per-node={shown(on_node)}"
@@ -165,7 +174,7 @@ def place(
             raise UserError(f"{npernode} ranks per host are more than {most}")
         room[host] = min(slots, npernode or slots)
     total = sum(room.values())
-    if n is not None and n > total and len(hosts.usable) >= max(wanted, past.enough or 0):
+    if n is not None and n > total and len(hosts.usable) >= max(wanted, past.num_hosts):
         within = f" with --npernode {npernode}" if npernode else ""
         by_host = listed([f"{host.name}={slots}" for host, slots in room.items()])
         is_unnamed = not (options.names_hosts or hosts.scheduler or npernode)
@@ -175,9 +184,9 @@ def place(
         raise UserError(
             f"-n {n} is more than the {total} slots of {hosts.source}{within} ({by_host}).{more}"
         )
-    left = min(limit for limit in (total, n, past.max_ranks) if limit is not None)
+    left = min(limit for limit in (total, n, past.announced.max_ranks) if limit is not None)
     # A restart may have fewer ranks, so only the first attempt refuses.
-    shown_ranks = options.log_ranks.split(",") if past.is_first else ()
+    shown_ranks = () if past.attempts else options.log_ranks.split(",")
     if missing := [rank for rank in shown_ranks if rank.isdigit() and int(rank) >= left]:
         ranks = "rank 0 only" if left == 1 else f"ranks 0 to {left - 1}"
         no = f"there is no rank {listed(missing)}; the job has {ranks}"

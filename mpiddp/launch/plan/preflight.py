@@ -21,7 +21,7 @@ from mpiddp.hosts import facts, gpu_health, gpus, interfaces, names, processes
 from mpiddp.hosts.complaints import Answer, ssh_line
 from mpiddp.hosts.gpu_faults import faults
 from mpiddp.hosts.gpu_faults import notes as notes_on
-from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus, hides_all_gpus
+from mpiddp.hosts.gpus import NO_ANSWER, Gpu, chosen_gpus
 from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.interfaces import Interface
 from mpiddp.hosts.names import is_this_host
@@ -139,12 +139,11 @@ def check_gpus(checked: Checked, env: Mapping[str, str], exports: Mapping[str, s
     """
     broken, noted = dict[Host, str](), dict[Host, list[str]]()
     for host, present in checked.gpus.items():
-        if present and not hides_all_gpus(variables := of_host(host, env, exports)):
-            chosen = chosen_gpus(present, variables, host.gpus)
-            if sentences := [f"{fault} {_ANYWAY}" for fault in faults(host.name, present, chosen)]:
-                broken[host] = "\n".join(sentences)
-            ssh = "" if is_this_host(host.name) else ssh_line(host)
-            noted[host] = [*notes_on(host.name, present, chosen, ssh)]
+        chosen = chosen_gpus(present, of_host(host, env, exports), host.gpus)
+        if sentences := [f"{fault} {_ANYWAY}" for fault in faults(host.name, present, chosen)]:
+            broken[host] = "\n".join(sentences)
+        ssh = "" if is_this_host(host.name) else ssh_line(host)
+        noted[host] = [*notes_on(host.name, present, chosen, ssh)]
     return checked._replace(complaints={**broken, **checked.complaints}, notes=noted)
 
 

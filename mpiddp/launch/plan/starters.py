@@ -80,9 +80,9 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
     followers = [component for component in (*followers, other) if component]
     names, hosts = request.aliases_of_ranks, request.hosts.hosts
     listed, several, why_pinned = command.host_file(names), len(hosts) > 1, request.why_pinned
-    include = ",".join(request.network.networks) if several else ""
+    include = ",".join(request.networks) if several else ""
     # Open MPI knows networks of IPv4 only. Over IPv6, it would take the loopback.
-    exclude = "lo" if request.network.other_family == 4 and (":" in include or not include) else ""
+    exclude = "lo" if request.other_family == 4 and (":" in include or not include) else ""
     include = "" if exclude else include
     dotted = [host for host in hosts if "." in host.name and host.name.strip("0123456789.")]
     # The parameters that the user sets, in the environment or by --mpi-args.
@@ -113,7 +113,7 @@ def _open_mpi(generation: int, request: Request, command: Command) -> None:
         ("--mca", "btl_tcp_if_include", include, include, _NETWORK),
         ("--mca", "oob_tcp_if_include", include, include, _NETWORK),
         ("--mca", "btl_tcp_if_exclude", exclude, exclude, _NETWORK),
-        ("--mca", "btl_tcp_disable_family", str(request.network.other_family), several, _FAMILY),
+        ("--mca", "btl_tcp_disable_family", str(request.other_family), several, _FAMILY),
         ("--mca", f"{runtime}_keep_fqdn_hostnames", "1", dotted, _FULL_NAMES),
         ("--mca", tmpdir, "/tmp", not keeps_tmpdir, _SESSIONS),
         ("--mca", "plm_rsh_agent", agent, agent, why_agent),
@@ -153,7 +153,7 @@ _COUNTS = "the number of ranks on each host, in order"
 
 def _mpich(request: Request, command: Command) -> None:
     counts = _counts(request)
-    if request.network.other_family == 4:
+    if request.other_family == 4:
         problem = "MPICH's mpirun knows IPv4 only, and the hosts share only IPv6"
         raise UserError(f"{problem}. Use Open MPI or Intel MPI: --mpirun PATH")
     if len(counts) > 1 and "UCX_TLS" not in request.env:
@@ -181,7 +181,7 @@ def _intel_mpi(request: Request, command: Command) -> None:
     if len(request.hosts.hosts) > 1 and (branches := "I_MPI_HYDRA_BRANCH_COUNT") not in request.env:
         # Otherwise some hosts log in to others, without this configuration.
         command.settings[branches] = str(len(request.hosts.hosts))
-    command.add(_IPV6 if request.network.other_family == 4 else "", "-v6")
+    command.add(_IPV6 if request.other_family == 4 else "", "-v6")
     pinning = ("I_MPI_PIN", "0") if request.bind == "none" else ("I_MPI_PIN_DOMAIN", request.bind)
     command.add(_WHY[request.bind], "-genv", *pinning)
     command.add(_PER_RANK, "-n", str(request.hosts.world_size))
@@ -197,7 +197,7 @@ def _add_hydra(request: Request, command: Command, launcher: str, *variables: st
     In the two `variables`, users name a program to use in place of ssh, and its arguments.
     """
     program_variable, arguments_variable = variables
-    transport, interface = request.hosts.transport, request.network.interface
+    transport, interface = request.hosts.transport, request.interface
     hydra, program, why = transport.hydra, transport.agent[0], request.why_pinned
     if program_variable not in request.env and (agent := command.ssh_agent(request.hosts)):
         hydra, why, (program, _, arguments) = "rsh", _ANY_SHELL, agent.partition(" ")

@@ -11,7 +11,6 @@ import os
 import selectors
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from mpiddp.errors import BAD_INPUT, DONE, STOPPED
 from mpiddp.hosts import private
@@ -19,7 +18,7 @@ from mpiddp.hosts.hostfile import Host
 from mpiddp.hosts.names import is_this_host
 from mpiddp.hosts.scratch import private_folder
 from mpiddp.hosts.ssh import Logins
-from mpiddp.launch.judge.events import Announcement, Record
+from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.environment import of_mpirun, to_start
 from mpiddp.launch.plan.job_plan import Plan
@@ -48,25 +47,6 @@ class Launcher:
     logs: LogFolder | None = None
     logins: Logins = field(default_factory=Logins)  # the preflight's, which mpirun's start closes
     run_id: str = field(default_factory=lambda: os.urandom(8).hex())
-
-
-class Turn(NamedTuple):
-    """One attempt in the job: its number, and what the attempts before it leave to it."""
-
-    number: int
-    announced: Announcement  # by the attempts before
-    holds: bool  # whether its agents may make the next attempt
-    grows: bool  # whether it looks for hosts that can join
-
-    def variables(self) -> dict[str, str]:
-        """The environment variables of its ranks."""
-        size = self.announced.global_batch_size
-        announced = {"global_batch_size": size, "world_size": self.announced.world_size}
-        return {
-            names.RESTART_COUNT: str(self.number - 1),
-            names.ANNOUNCED: json.dumps(announced) if size else "",
-            names.RUN_DIR: self.announced.run_dir,
-        }
 
 
 @dataclass(eq=False)
@@ -104,7 +84,7 @@ class Agents:
             sweep(self.plan.request, hosts, self.job, self.private_name, outputs)
 
 
-def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
+def start(launcher: Launcher, plan: Plan) -> Agents:
     """Start the agents of `plan`. Raises CutOff for hosts that the others do not reach."""
     options, request = plan.options, plan.request
     hosts, has_scheduler = request.names_of_ranks, plan.starter.has_scheduler
@@ -117,16 +97,16 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
         names.TERMINAL: json.dumps(options.terminal._replace(has_prefix=has_prefix)),
         names.RUN_ID: launcher.run_id,
         names.MAX_RESTARTS: str(options.max_restarts),
-        names.HOLDS: "1" if turn.holds else "",
+        names.HOLDS: "1" if plan.holds else "",
         names.FAILED_GRACE: str(options.failed_grace_s),
-        **turn.variables(),
+        **plan.past.variables(),
     }
     with ExitStack() as stack:
         folder = stack.enter_context(private_folder(os.environ))
         selector = stack.enter_context(TimedSelector())
         # A container may have a /tmp of its own, without this launcher's socket.
         has_path = not (others or has_scheduler or options.job[0] == "--")
-        where = folder / "control" if has_path else request.network.control_address
+        where = folder / "control" if has_path else request.control_address
         server = ControlServer(
             listen(where), len(hosts), selector, lost_s=max(LEAST_SILENCE_S, options.lost_s)
         )
@@ -142,7 +122,7 @@ def start(launcher: Launcher, plan: Plan, turn: Turn) -> Agents:
             with launcher.signals.interrupting():
                 hand_over(plan, server, private_name, everything, launcher.logins)
         launcher.logins.close()
-        resume_args = turn.announced.resume_args
+        resume_args = plan.past.announced.resume_args
         request = request._replace(job=(*request.job, *resume_args), variables=variables)
         command = plan.starter.compose(request, str(folder))
         env = {name: env[name] for name in env.keys() - options.kept_home}

@@ -18,7 +18,8 @@ from mpiddp.hosts.processes import end_all, signal_all
 from mpiddp.launch.judge.events import ENDS, KINDS, OF_RANKS, Phase, Record, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.judge.verdict import HUNG_UP, verdict
-from mpiddp.launch.run.agents import STOP_AFTER, Agents, Turn
+from mpiddp.launch.plan.job_plan import Plan
+from mpiddp.launch.run.agents import STOP_AFTER, Agents
 from mpiddp.launch.run.output import OUTPUT_S
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.variables import SAVE_GRACE_S
@@ -40,8 +41,9 @@ class Watcher:
     """Looks on while an attempt runs. It may ask ranks, print sentences, or stop the attempt."""
 
     def __init__(self, attempt: Attempt) -> None:
-        self.attempt, self.record, self.launcher = attempt, attempt.record, attempt.agents.launcher
-        self.server, self.output, self.timers = attempt.server, attempt.output, attempt.timers
+        self.attempt, self.plan, self.record = attempt, attempt.plan, attempt.record
+        self.launcher, self.server = attempt.agents.launcher, attempt.server
+        self.output, self.timers = attempt.output, attempt.timers
 
     def on_event(self, event: Event) -> None:
         """Called with each event, once it is recorded and before the attempt reacts to it."""
@@ -53,15 +55,15 @@ class Watcher:
 class Attempt:
     """An attempt by agents that have just started, or that have waited since the attempt before."""
 
-    def __init__(self, agents: Agents, turn: Turn, watchers: Iterable[type[Watcher]]) -> None:
-        self.agents, self.turn, self.options = agents, turn, agents.plan.options
+    def __init__(self, agents: Agents, watchers: Iterable[type[Watcher]]) -> None:
+        self.agents, self.plan = agents, agents.plan
         self.server, self.mpirun, self.output = agents.server, agents.mpirun, agents.output
-        hosts, there = agents.plan.request.names_of_ranks, {host.name for host in agents.others}
+        hosts, there = self.plan.request.names_of_ranks, {host.name for host in agents.others}
         self.record = Record(
             hosts,
             here=[rank for rank, host in enumerate(hosts) if host not in there],
-            attempt=turn.number,
-            hang_timeout_s=self.options.hang_timeout_s,
+            attempt=self.plan.past.attempts + 1,
+            hang_timeout_s=self.plan.options.hang_timeout_s,
         )
         self.timers = self.server.selector
         self.timers.after(agents.launcher.stop_at - time.monotonic(), self.request_stop)
@@ -104,7 +106,7 @@ class Attempt:
             self.on_signal(number)
         if signals.has_resized:
             signals.has_resized = False
-            if (terminal := self.options.terminal).files:
+            if (terminal := self.plan.options.terminal).files:
                 self.server.send_all("size", columns=terminal.columns, rows=terminal.rows)
         for reaction in self.timers.due():
             reaction()
@@ -112,7 +114,7 @@ class Attempt:
     def look(self) -> None:
         """Let the watchers look, once a second."""
         now = time.monotonic()
-        self.timers.after(min(LOOK_S, self.options.hang_timeout_s or LOOK_S), self.look)
+        self.timers.after(min(LOOK_S, self.plan.options.hang_timeout_s or LOOK_S), self.look)
         for watcher in self._watchers:
             watcher.look(now)
 
@@ -134,7 +136,7 @@ class Attempt:
         record, rank = self.record, event.rank
         if event.kind in OF_RANKS and record.phase >= Phase.HELD:
             return
-        if event.facts.get("host") in self.agents.plan.shared_names:
+        if event.facts.get("host") in self.plan.shared_names:
             # Several hosts call themselves so. The name in the hostfile tells them apart.
             event = replace(event, facts={**event.facts, "host": record.hosts[rank]})
         self._show(event)
@@ -194,7 +196,7 @@ class Attempt:
     def _end_after_failure(self, event: Event) -> None:
         """A rank has failed, or its connection has ended. End the others, or let their agents wait."""
         is_whole = len(self.server.connected) == self.record.world_size and not self.record.done
-        waits_for_word = event.kind == "failed" and self.turn.holds
+        waits_for_word = event.kind == "failed" and self.plan.holds
         if waits_for_word and is_whole and self.record.stop is Stop.NONE:
             # All agents end their scripts, and wait for the next attempt.
             self.end_job(after_s=HOLD_S, has_failed=True)
@@ -203,7 +205,7 @@ class Attempt:
             return
         # Most MPIs end the other ranks, and so do the ranks themselves. Only this process notices a host that
         # has stopped answering.
-        spread_s = SPREAD_S + self.options.failed_grace_s
+        spread_s = SPREAD_S + self.plan.options.failed_grace_s
         is_now = self.record.silent_hosts or waits_for_word
         self.end_job(after_s=0 if is_now else spread_s, has_failed=True)
 
@@ -211,7 +213,7 @@ class Attempt:
         """End the ranks after some seconds, and then mpirun."""
         self._begin_end(why, has_failed=has_failed)
         self.timers.after(after_s, self._end_ranks)
-        end_s = self.options.failed_grace_s + (FAILED_END_S if has_failed else END_S)
+        end_s = self.plan.options.failed_grace_s + (FAILED_END_S if has_failed else END_S)
         self.timers.after(after_s + end_s, self._end_mpirun_after_saves)
 
     def _begin_end(self, why: str = "", *, has_failed: bool = False) -> None:
@@ -238,8 +240,8 @@ class Attempt:
 
     # --- held: the agents wait, and begin the next attempt, or end ---
 
-    def begin_again(self, turn: Turn) -> bool:
-        """Let the agents that wait begin the next attempt, with its server.
+    def begin_again(self, plan: Plan) -> bool:
+        """Let the agents that wait begin the next attempt, by its plan and with its server.
 
         Returns False if some agents do not come, or if the user stops the job meanwhile.
         """
@@ -248,8 +250,8 @@ class Attempt:
         if len(server.connected) < server.world_size:
             return False
         server.stop_listening()
-        args = () if agents.has_resume_args else turn.announced.resume_args
-        facts = {"variables": turn.variables(), "args": args, "holds": turn.holds}
+        args = () if agents.has_resume_args else plan.past.announced.resume_args
+        facts = {"variables": plan.past.variables(), "args": args, "holds": plan.holds}
         server.ask(server.connected, "again", agents=True, **facts)
         deadline = time.monotonic() + AGAIN_S
         while server.has_members and self.mpirun.code is None and time.monotonic() < deadline:
@@ -257,7 +259,7 @@ class Attempt:
         is_stopped = agents.launcher.signals.has_stop()
         if is_stopped or server.has_members or self.mpirun.code is not None:
             return False
-        agents.server = server.successor()
+        agents.plan, agents.server = plan, server.successor()
         self.output.begin_again()
         return True
 

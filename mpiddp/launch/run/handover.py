@@ -54,7 +54,7 @@ def hand_over(
     `logins` are the preflight's open logins. A host without one gets a new login.
     """
     request, start_s = plan.request, plan.checked.start_s
-    hosts, addresses = request.hosts.hosts, request.network.addresses
+    hosts, addresses = request.hosts.hosts, request.addresses
     port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
     knows_all = len(hosts) > 1 and len(addresses) == len(hosts)
     wanted = {

@@ -20,19 +20,17 @@ from mpiddp.hosts.hostfile import Hosts
 from mpiddp.hosts.names import forget_addresses
 from mpiddp.hosts.ssh import Logins
 from mpiddp.launch import log
-from mpiddp.launch.judge.events import Announcement, Phase, Stop
+from mpiddp.launch.judge.events import Phase, Stop
 from mpiddp.launch.judge.outcome import Outcome
 from mpiddp.launch.plan.job_plan import Plan, make_plan, plan_without, read_hosts
 from mpiddp.launch.plan.options import LaunchOptions
-from mpiddp.launch.plan.placement import Past
-from mpiddp.launch.run.agents import STOP_AFTER, Launcher, Turn, start
+from mpiddp.launch.run.agents import STOP_AFTER, Launcher, start
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, Exchange, SignalQueue
 from mpiddp.launch.run.handover import CutOff
 from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.outcome_file import Report
 from mpiddp.launch.run.watchers import WATCHERS
-from mpiddp.protocol.channel import DEFAULT_RANKS
 from mpiddp.text import all_of, counted
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -67,16 +65,7 @@ def run(options: LaunchOptions, report: Report, exchange: Exchange | None = None
         if outcome.code == DONE and job.lost_stream:
             lost = f"all ranks are done, but not all of their {job.lost_stream} could be written."
             outcome = outcome._replace(code=FAILED, sentence=lost)
-        outcome = outcome._replace(announcement=job.turn.announced)
-        # The stdout of the rank that failed explains the failure, perhaps alone.
-        is_kept = options.log_dir or outcome.announcement.run_dir
-        is_shown = options.log_ranks != DEFAULT_RANKS or not outcome.rank
-        if outcome.code == FAILED and not is_shown and not is_kept:
-            last = job.plan.request.hosts.world_size - 1
-            ranks = "rank 1" if last == 1 else f"ranks 1 to {last}"
-            fix = "To show it: --log-ranks all. To keep it: --log-dir DIR"
-            outcome = outcome._replace(hint=f"the stdout of {ranks} was not shown. {fix}")
-        return outcome
+        return outcome._replace(announcement=job.past.announced)
 
 
 class Move(Enum):
@@ -92,11 +81,8 @@ class Job:
     def __init__(self, launcher: Launcher, plan: Plan, report: Report) -> None:
         self.launcher, self.report = launcher, report
         self.plan, self.options = plan, plan.options  # the plan of the latest attempt
-        self.past = Past(plan.named, {}, len(plan.hosts.usable))  # for the next plan
-        # The latest attempt.
-        self.turn = Turn(0, Announcement(), holds=False, grows=self.options.grow_s is not None)
-        self.waiting: Attempt | None = None  # that attempt, if its agents wait for the next one
-        self.failures = 0  # they count for --max-restarts
+        self.past = plan.past  # for the next plan
+        self.waiting: Attempt | None = None  # the latest attempt, if its agents wait for the next
         self.failures_in_a_row = 0  # without a step between them
         self.lost_stream = ""  # the name of a stream that could not be written as a whole
         self.at_fault = ""  # the host that ended the latest attempt, by its key
@@ -110,33 +96,35 @@ class Job:
 
     def attempt(self) -> Outcome:
         """Run the latest plan. If a host has ended two attempts in a row, later attempts avoid it."""
-        # A host that was left out may join at a restart, which then needs new agents.
-        has_all = len(self.plan.hosts.hosts) == len(self.plan.named.hosts)
-        holds = has_all and self.failures < self.options.max_restarts
-        self.turn = self.turn._replace(number=self.turn.number + 1, holds=holds)
-        is_first, began_at = self.turn.number == 1, time.time()
+        past, began_at = self.past._replace(named=self.plan.named), time.time()
+        self.plan = self.plan._replace(past=past)
         try:
             attempt = self._begin()
             outcome = attempt.run()
             self.waiting = attempt if attempt.record.phase is Phase.HELD else None
             self.lost_stream = self.lost_stream or attempt.output.lost_stream
         except KeyboardInterrupt:  # before mpirun has started
-            outcome = Outcome(INTERRUPTED, "interrupted.") if is_first else _INTERRUPTED
+            outcome = _INTERRUPTED if past.attempts else Outcome(INTERRUPTED, "interrupted.")
         except (UserError, JobFailed) as error:
-            if is_first:
+            if not past.attempts:
                 raise
             outcome = Outcome(FAILED, str(error))  # the job has started before, and may again
-        self.turn = self.turn._replace(announced=self.turn.announced.after(outcome.announcement))
         if outcome.made_steps:
             self.grown_from = None
-        if self.grown_from and self.turn.grows and outcome.code == INTERRUPTED:
+        if self.grown_from and past.grows and outcome.code == INTERRUPTED:
             # The job stopped to grow, and had saved its steps.
             outcome = outcome._replace(code=STOPPED, sentence=_STOPPED.sentence)
         at_fault = outcome.host_at_fault and self.plan.key_of(outcome.host_at_fault)
+        doubts = {**past.doubts}
         if at_fault and at_fault == self.at_fault:
-            doubt = {at_fault: f"{at_fault} has ended two attempts in a row"}
-            self.past = self.past._replace(doubts={**self.past.doubts, **doubt})
+            doubts[at_fault] = f"{at_fault} has ended two attempts in a row"
         self.at_fault = at_fault
+        self.past = past._replace(
+            attempts=past.attempts + 1,
+            announced=past.announced.after(outcome.announcement),
+            doubts=doubts,
+            num_hosts=past.num_hosts or len(self.plan.hosts.usable),
+        )
         self.report.add(began_at, self.plan.request.names_of_ranks, outcome)
         return outcome
 
@@ -147,15 +135,15 @@ class Job:
         """
         if self.waiting is not None:
             agents = self.waiting.agents
-            if agents.plan is self.plan and self.waiting.begin_again(self.turn):
-                return Attempt(agents, self.turn, WATCHERS)
+            if agents.plan.request is self.plan.request and self.waiting.begin_again(self.plan):
+                return Attempt(agents, WATCHERS)
             self.close()
             if self.launcher.signals.has_stop():  # it arrived before the agents began again
                 raise KeyboardInterrupt
         while True:
             try:
-                agents = start(self.launcher, self.plan, self.turn)
-                return Attempt(agents, self.turn, WATCHERS)
+                agents = start(self.launcher, self.plan)
+                return Attempt(agents, WATCHERS)
             except CutOff as cut_off:
                 try:
                     self.plan = plan_without(self.plan, cut_off.failures)
@@ -169,7 +157,7 @@ class Job:
             return Move.GROW
         if self.grown_from and latest.code in (FAILED, BAD_INPUT):
             return Move.SHRINK
-        is_left = latest.code == FAILED and self.failures < self.options.max_restarts
+        is_left = latest.code == FAILED and self.past.failures < self.options.max_restarts
         return Move.RESTART if is_left else Move.END
 
     def go_on(self, move: Move, latest: Outcome) -> Outcome:
@@ -179,14 +167,14 @@ class Job:
             interrupted = _STOPPED  # all ranks have saved, so a stop loses no step
         else:
             latest.log()
-            self.turn = self.turn._replace(grows=self.turn.grows and move is Move.RESTART)
+            self.past = self.past._replace(grows=self.past.grows and move is Move.RESTART)
         if move is Move.RESTART:
-            self.failures += 1
+            self.past = self.past._replace(failures=self.past.failures + 1)
             self.failures_in_a_row = 1 if latest.made_steps else self.failures_in_a_row + 1
             if self.failures_in_a_row > 1:  # the first restart begins at once
                 doubled = _FIRST_PAUSE_S * 2 ** min(self.failures_in_a_row - 2, 10)
                 pause_s = min(doubled, _LONGEST_PAUSE_S)
-            count = f" (restart {self.failures} of {self.options.max_restarts})"
+            count = f" (restart {self.past.failures} of {self.options.max_restarts})"
         try:
             if move is Move.SHRINK and self.grown_from is not None:
                 self.plan, self.grown_from = self.grown_from, None
@@ -198,11 +186,11 @@ class Job:
             if move is Move.RESTART:  # a host may be usable after the next pause
                 return Outcome(FAILED, str(error))
             log.error(str(error))  # the hosts of the last attempt have just worked
-        hosts, announced = self.plan.request.hosts, self.turn.announced
+        hosts, announced = self.plan.request.hosts, self.past.announced
         if move is Move.GROW and hosts.world_size > before.request.hosts.world_size:
             self.grown_from = before
         elif move is Move.GROW:  # each search in vain costs a stop and a start
-            self.turn = self.turn._replace(grows=False)
+            self.past = self.past._replace(grows=False)
             log.info("the job has not grown. From now on, hosts join only at a restart.")
         log.info(f"restarting on {all_of([host.name for host in hosts.hosts])}{count}.")
         if announced.global_batch_size is not None and hosts.world_size != announced.world_size:
@@ -228,20 +216,20 @@ class Job:
                 return self.plan
         self.close()
         with self.launcher.signals.interrupting():
-            self.past = self.past._replace(named=named, max_ranks=self.turn.announced.max_ranks)
-            plan = make_plan(self.options, os.environ, self.past, self.launcher.logins)
+            past = self.past._replace(named=named)
+            plan = make_plan(self.options, os.environ, past, self.launcher.logins)
         self._heed_stop()
         return plan
 
     def _fits(self, named: Hosts) -> bool:
         """Whether the agents that wait can make the next attempt, on these hosts."""
-        plan, waiting, most = self.plan, self.waiting, self.turn.announced.max_ranks
-        if waiting is None or named != plan.named or plan is not waiting.agents.plan:
+        plan, waiting, most = self.plan, self.waiting, self.past.announced.max_ranks
+        if waiting is None or named != plan.named:
             return False
         if complaints := waiting.record.complaints:
             log.error(complaints)
-        is_doubted = len(plan.used) > 1 and not self.past.doubts.keys().isdisjoint(plan.used)
-        size = plan.request.hosts.world_size
+        used, size = plan.request.hosts.hosts, plan.request.hosts.world_size
+        is_doubted = len(used) > 1 and any(host.key in self.past.doubts for host in used)
         return not (complaints or is_doubted or size > (most or size))
 
     def _heed_stop(self, within_s: float = 0.0) -> None:

@@ -70,7 +70,7 @@ class RecordFile(Watcher):
         if logs is not None and event.kind in KINDS and not is_left_out:
             line = json.dumps(vars(event)).encode() + b"\n"
             self._size += len(line)
-            logs.add(f"attempt_{self.attempt.turn.number}.jsonl", line)
+            logs.add(f"attempt_{self.record.fact('began', 'attempt')}.jsonl", line)
 
 
 class Output(Watcher):
@@ -103,15 +103,14 @@ class LateStart(Watcher):
         record, agents = self.record, self.attempt.agents
         if record.phase is not Phase.STARTING:
             return
-        timeout_s = self.attempt.options.timeout_s
+        timeout_s = self.plan.options.timeout_s
         num_started = len(record.latest["started"])
         # All ranks may import torch from a slow file system.
         start_s = max(START_TIMEOUT_S, 2 * (timeout_s or 0))
         match event.kind:
-            case "began" if not agents.plan.starter.has_scheduler:
-                self.attempt.note(
-                    "limit", seconds=start_s
-                )  # srun may wait for other job steps to end
+            case "began" if not self.plan.starter.has_scheduler:
+                # srun may wait for other job steps to end.
+                self.attempt.note("limit", seconds=start_s)
                 if agents.has_logged_in:
                     self._lost_hosts = _ask_in_thread(self._probe, PROBE_S, record, record.phase)
             case "started" if num_started == record.world_size:
@@ -145,7 +144,7 @@ class LateStart(Watcher):
         """A sentence for each lost host whose ranks have not started. An mpirun waits minutes for it."""
         agents, started = self.attempt.agents, self.record.latest["started"]
         late = {host for rank, host in enumerate(self.record.hosts) if rank not in started}
-        hosts = agents.plan.request.hosts
+        hosts = self.plan.request.hosts
         asked = [host for host in hosts.hosts if host.name in late and agents.has_logged_in]
         answers = ask_hosts(asked, "print(0)", transport=hosts.transport)
         lost = {host: answer.why for host, answer in answers.items() if answer.is_lost}
@@ -267,7 +266,7 @@ class GraceTime(Watcher):
     """End the ranks that have not stopped within --grace. A rank that saves has longer."""
 
     def look(self, now: float) -> None:
-        record, limit_s, began = self.record, self.attempt.options.grace_s, self.record.act("grace")
+        record, limit_s, began = self.record, self.plan.options.grace_s, self.record.act("grace")
         if record.phase is not Phase.STOPPING or began is None:
             return
         is_over = now >= max(record.last_saved_at, began.at) + limit_s
@@ -320,10 +319,9 @@ class Growth(Watcher):
 
     def __init__(self, attempt: Attempt) -> None:
         super().__init__(attempt)
-        plan = attempt.agents.plan
         self._sentences = list[str]()  # about hosts that can join
-        if attempt.turn.grows and (every_s := plan.options.grow_s) is not None:
-            search = partial(search_once, plan, plan.past.doubts)
+        if self.plan.past.grows and (every_s := self.plan.options.grow_s) is not None:
+            search = partial(search_once, self.plan)
             self._sentences = _ask_in_thread(search, every_s, self.record, Phase.RUNNING)
 
     def on_event(self, event: Event) -> None:

@@ -110,7 +110,7 @@ def test_a_container_without_nvidia_smi_counts_what_the_driver_lists(tmp_path, m
         ({}, (1, 0), [1, 0]),
         ({"CUDA_VISIBLE_DEVICES": "1, 0"}, None, [1, 0]),
         ({"CUDA_VISIBLE_DEVICES": "GPU-9aac,7,MIG-aa01"}, None, [1, None, None]),
-        ({"ROCR_VISIBLE_DEVICES": ""}, None, []),
+        ({"ROCR_VISIBLE_DEVICES": ""}, (0,), []),
     ],
 )
 def test_the_gpus_that_a_variable_chooses(tmp_path, env, numbers, chosen):

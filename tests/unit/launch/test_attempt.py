@@ -16,7 +16,6 @@ import pytest
 
 from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
-from mpiddp.launch.judge.events import Announcement
 from mpiddp.launch.plan.command import Command, Request, Starter
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.plan.options import LaunchOptions
@@ -24,7 +23,7 @@ from mpiddp.launch.plan.placement import Past
 from mpiddp.launch.plan.preflight import Checked
 from mpiddp.launch.plan.starters import STARTERS
 from mpiddp.launch.run import attempt, watchers
-from mpiddp.launch.run.agents import Agents, Launcher, Turn
+from mpiddp.launch.run.agents import Agents, Launcher
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, ControlServer, SignalQueue, listen
 from mpiddp.launch.run.log_folder import LogFolder
@@ -61,9 +60,8 @@ class Job:
         plan = Plan(LaunchOptions(), starter, past, Checked(), hosts, request)
         signals = stack.enter_context(closing(SignalQueue()))
         launcher = Launcher(signals, Console(), logs=logs)
-        turn = Turn(1, Announcement(), holds=False, grows=False)
         agents = Agents(launcher, plan, server, self.mpirun, output, stack)
-        self.attempt = Attempt(agents, turn, watchers.WATCHERS)
+        self.attempt = Attempt(agents, watchers.WATCHERS)
         self.record = self.attempt.record
 
     def say(self, rank: int, kind: str, **facts: Any) -> None:

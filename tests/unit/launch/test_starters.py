@@ -114,7 +114,7 @@ def test_tasks_of_slurm_that_are_too_few(capfd):
 
 def test_the_only_host_of_a_job_is_not_to_be_excluded(capfd):
     for listed, number in (("a.invalid:1,b.invalid:1", 2), ("a.invalid:1", 1)):
-        past = Past(parse_host_list(listed), {"a.invalid": "a ended two"}, enough=number)
+        past = Past(parse_host_list(listed), doubts={"a.invalid": "a ended two"})
         choose(past, Checked(), number, number)
         assert ("--exclude a.invalid" in capfd.readouterr().err) is (number > 1)
 
