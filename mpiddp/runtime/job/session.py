@@ -189,8 +189,9 @@ def script_session() -> Session:
     rank's script.
     """
     session, ranks = current(), current().coordinator
-    can_connect = CHANNEL in os.environ and session.has_agent and not session.is_fork
-    if can_connect and not ranks.connection:
+    with session._lock:  # the first calls may come from several threads at once
+        if ranks.connection or session.is_fork or not (CHANNEL in os.environ and session.has_agent):
+            return session
         from mpiddp.runtime.job.connection import AnotherScript, Server
 
         with contextlib.suppress(AnotherScript):

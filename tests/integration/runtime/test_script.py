@@ -72,6 +72,26 @@ def test_a_process_of_a_script_may_be_the_one_that_forms_the_group(tmp_path):
     assert done.stdout.splitlines() == ["2"] * 2
 
 
+CALLS_FROM_THREADS = """
+import threading
+from mpiddp.runtime.job.session import script_session
+threads = threading.Barrier(8)
+def call():
+    threads.wait()
+    connected.append(script_session().coordinator.has_launcher)
+connected = []
+calls = [threading.Thread(target=call) for _ in range(threads.parties)]
+for thread in calls: thread.start()
+for thread in calls: thread.join()
+print(connected)
+"""
+
+
+def test_the_first_calls_of_several_threads_wait_for_one_connection(tmp_path):
+    done = run_command([*LAUNCH, "-H", "localhost:1", script(tmp_path, CALLS_FROM_THREADS)])
+    assert done.stdout == f"{[True] * 8}\n", done.stderr
+
+
 FOLDS_AND_A_GAN = """
 import torch
 from types import SimpleNamespace
