@@ -302,9 +302,8 @@ def list_files(folder: Path) -> Listing:
         return Listing(here, {}, save_id, inode)
     shards = _entries(folder, INDEX, _read(folder, INDEX), "files")
     for name, entry in shards.items():
-        if (
-            folder / name
-        ).exists():  # `mpiddp hosts pull` brings shards of other hosts, for example
+        # `mpiddp hosts pull` brings shards of other hosts, for example.
+        if (folder / name).exists():
             here[name] = entry
     return Listing(here, shards, here[INDEX].sha256, inode)
 
