@@ -90,7 +90,8 @@ class About:
     @classmethod
     def read(cls, path: Path) -> About:
         """Raises OSError; ValueError, TypeError or RecursionError for contents of another program."""
-        return cls(**json.loads(read_limited(path, _MAX_BYTES)))
+        table = json.loads(read_limited(path, _MAX_BYTES))
+        return cls(**{name: table[name] for name in cls.__match_args__ if name in table})
 
     @classmethod
     def of(cls, folder: Path) -> About:
