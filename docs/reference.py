@@ -237,7 +237,8 @@ def _others() -> dict[str, str]:
         "status": "warn",
         "lines": [asdict(line)],
     }
-    phases = ", ".join(phase.name.lower() for phase in Phase)
+    # `mpiddp.launch.run.status` calls a job restarting whose agents are held.
+    phases = ", ".join(phase.name.lower() for phase in Phase).replace("held", "restarting")
     return {
         f"`mpiddp ps --json`, where `phase` is {phases}, {NO_ANSWER} or suspended": as_json(
             "ps", {"jobs": [{"pid": 4711, "name": "train.py", **facts}]}

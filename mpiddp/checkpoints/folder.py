@@ -90,7 +90,8 @@ class About:
     @classmethod
     def read(cls, path: Path) -> About:
         """Raises OSError; ValueError, TypeError or RecursionError for contents of another program."""
-        return cls(**json.loads(read_limited(path, _MAX_BYTES)))
+        table = json.loads(read_limited(path, _MAX_BYTES))
+        return cls(**{name: table[name] for name in cls.__match_args__ if name in table})
 
     @classmethod
     def of(cls, folder: Path) -> About:
@@ -302,9 +303,8 @@ def list_files(folder: Path) -> Listing:
         return Listing(here, {}, save_id, inode)
     shards = _entries(folder, INDEX, _read(folder, INDEX), "files")
     for name, entry in shards.items():
-        if (
-            folder / name
-        ).exists():  # `mpiddp hosts pull` brings shards of other hosts, for example
+        # `mpiddp hosts pull` brings shards of other hosts, for example.
+        if (folder / name).exists():
             here[name] = entry
     return Listing(here, shards, here[INDEX].sha256, inode)
 

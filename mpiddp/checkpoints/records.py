@@ -65,9 +65,8 @@ class RunRecords:
         self.dir, self._metric, self._losses = run, metric, losses
         self.config = config or {}
         self.scores: dict[int, float] = {}
-        self._not_finite: dict[
-            str, str
-        ] = {}  # a sentence for each loss whose latest value is not finite
+        # A sentence for each loss whose latest value is not finite.
+        self._not_finite: dict[str, str] = {}
         self._is_writer: bool | None = None  # None until the run has started
         self._is_warned = False
         self.is_closed = False

@@ -39,9 +39,8 @@ class Candidate(NamedTuple):
     path: str
     step: int
     of_this_run: bool
-    is_named: bool = (
-        False  # the user has named the checkpoint itself, and not a folder of checkpoints
-    )
+    # The user has named the checkpoint itself, and not a folder of checkpoints.
+    is_named: bool = False
     save_id: str = ""
     inode: str = ""
     not_finite: str = ""

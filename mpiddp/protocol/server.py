@@ -63,7 +63,8 @@ class ChannelServer:
         self.world_size, self.key = world_size, key
         self._listener, self.selector = listener, selector
         self._strangers: dict[Peer, None] = {}  # connections without a proof, the oldest first
-        self._groups = [Group(world_size, selector)]  # of the ranks, and of their n-th scripts
+        # Of the ranks, and of their n-th scripts: a rank may end before another one's first script connects.
+        self._groups = [Group(world_size, selector) for _ in range(2)]
         self._ranks = self._groups[0].members
         self.connected = self._ranks.keys()  # the ranks that are connected now
         self.scripts: dict[int, Peer] = {}  # the scripts that are connected now, by rank

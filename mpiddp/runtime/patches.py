@@ -17,10 +17,10 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
-from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -160,24 +160,27 @@ def store_of_job(session: Session) -> None:
 
     torch would serve the store in rank 0's process, and it would end with that. A later group gets keys of
     its own: under those of an earlier group, a rank may read an address at which nobody listens any more.
+    The groups of each size have numbers of their own, because only some ranks may form a smaller group.
     """
     module: Any = sys.modules.get("torch.distributed.rendezvous")
     if (make := getattr(module, "TCPStore", None)) is None:
         return
     from torch.distributed import PrefixStore
 
-    env, numbers = os.environ, count(1)
+    env, numbers = os.environ, Counter[str]()
 
     def connect(*args: Any, **options: Any) -> Any:
         script_session()  # connects, so that the launcher can ask for the group's collectives
-        address = str(options.get("host_name", ""))
-        is_of_job = (address, str(options.get("port"))) == (env["MASTER_ADDR"], env["MASTER_PORT"])
+        address, size = str(options.get("host_name", "")), str(options.get("world_size"))
+        of_job = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+        is_of_job = (address, str(options.get("port"))) == of_job
         if is_of_job:
             options["is_master"] = False
         with no_dns() if _ADDRESS.fullmatch(address) else nullcontext():
             store = make(*args, **options)
-        is_later = is_of_job and (number := next(numbers)) > 1
-        return PrefixStore(f"mpiddp/{number}", store) if is_later else store
+        numbers[size] += is_of_job
+        is_later = is_of_job and (size, numbers[size]) != (env.get("WORLD_SIZE"), 1)
+        return PrefixStore(f"mpiddp/{size}/{numbers[size]}", store) if is_later else store
 
     module.TCPStore = connect
 

@@ -36,9 +36,8 @@ class Stream:
     def __init__(self, number: int, rank: str, terminal: Terminal) -> None:
         self.number, self._rank = number, rank  # `number` is its file descriptor in the child
         source, self.theirs = terminal.open(number) or os.pipe()
-        self.key = key_of_output(
-            Path(f"/proc/self/fd/{self.theirs}")
-        )  # the same for both ends of a pipe
+        # The same for both ends of a pipe.
+        self.key = key_of_output(Path(f"/proc/self/fd/{self.theirs}"))
         self.source = io.FileIO(source)  # open until the end of the stream
         self.connection: socket.socket | None = None  # to a launcher that shows it
         self._file: io.FileIO | None = None

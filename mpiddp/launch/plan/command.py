@@ -31,14 +31,12 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 class Request(NamedTuple):
     """The job to start and its hosts, independent of the MPI."""
 
-    hosts: (
-        Hosts  # in the order of their ranks, each with its number of ranks, by mpirun's name for it
-    )
+    # In the order of their ranks, each with its number of ranks, by mpirun's name for it.
+    hosts: Hosts
     job: tuple[str, ...]  # the command of a rank
     folder: str
-    variables: Mapping[str, str] = (
-        _NOTHING  # of the ranks, as the launcher and its options set them
-    )
+    # Of the ranks, as the launcher and its options set them.
+    variables: Mapping[str, str] = _NOTHING
     inherited: Mapping[str, str] = _NOTHING  # those of `env` that every rank gets as well
     env: Mapping[str, str] = _NOTHING  # the user's environment, which mpirun inherits
     bind: str = "none"

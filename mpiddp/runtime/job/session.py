@@ -189,15 +189,17 @@ def script_session() -> Session:
     rank's script.
     """
     session, ranks = current(), current().coordinator
-    can_connect = CHANNEL in os.environ and session.has_agent and not session.is_fork
-    if can_connect and not ranks.connection:
+    with session._lock:  # the first calls may come from several threads at once
+        if ranks.connection or session.is_fork or not (CHANNEL in os.environ and session.has_agent):
+            return session
         from mpiddp.runtime.job.connection import AnotherScript, Server
 
         with contextlib.suppress(AnotherScript):
             server = Server(os.environ[CHANNEL], os.environ.get(CHANNEL_SECRET, ""), is_own=True)
             ranks.connect(World.from_env(), server, SCRIPT)
             assert ranks.connection is not None
-            ranks.connection = out_of_the_way(ranks.connection)
+            # Not the number of `control`, which the script may have closed, so that it is free.
+            ranks.connection = out_of_the_way(ranks.connection, below_limit=32)
             ranks.has_launcher = JOB in os.environ
             ranks.listen(session.obey, session.stop.agree)
             if session.control is None:
@@ -205,11 +207,11 @@ def script_session() -> Session:
     return session
 
 
-def out_of_the_way(connection: socket.socket) -> socket.socket:
+def out_of_the_way(connection: socket.socket, below_limit: int = 64) -> socket.socket:
     """The same socket with a high number, which no file gets that a script opens after it has closed all."""
     limit = min(os.sysconf("SC_OPEN_MAX"), _HIGH)
     with connection, contextlib.suppress(OSError):  # no file is left
-        number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, max(3, limit - 64))
+        number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, max(3, limit - below_limit))
         return socket.socket(fileno=number)
     raise JobFailed(f"{limit} open files are too few (ulimit -n).")
 

@@ -20,7 +20,7 @@ import torch
 import mpiddp
 from mpiddp.checkpoints import folder as directory
 from mpiddp.checkpoints.boxes import Box, Copies
-from mpiddp.checkpoints.folder import BrokenCheckpoint
+from mpiddp.checkpoints.folder import About, BrokenCheckpoint
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
 from mpiddp.checkpoints.schedule import SaveSchedule
 from mpiddp.errors import UserError
@@ -234,3 +234,10 @@ def test_records_need_a_run(create):
     checkpoints.resume()
     with pytest.raises(TypeError, match="loss"):
         mpiddp.log_metrics(1, loss=[2])
+
+
+def test_a_checkpoint_of_another_version_of_mpiddp_is_read(tmp_path):
+    """Its about.json may have further facts, or lack some."""
+    about = tmp_path / "about.json"
+    about.write_text('{"written_by": "mpiddp", "step": 3, "config": {}}')
+    assert About.read(about) == About(3, {})

@@ -128,6 +128,17 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job):
     assert job.hears(script, "stop")
 
 
+def test_scripts_do_not_wait_for_a_rank_that_has_ended_before_they_connected(job):
+    """A script connects with its first process group or function of mpiddp, and the rank's may have none."""
+    first, *others = job.all()
+    first.send("done")
+    job.receives("done")
+    scripts = [job.connect(other.world.rank, SCRIPT) for other in others]
+    for script in scripts:
+        script.give("stop", script.world.rank)
+    assert until(lambda: scripts[0].given("stop")) == [None, 1, 2]
+
+
 # --- how long they wait ---
 
 

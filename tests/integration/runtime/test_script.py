@@ -72,6 +72,41 @@ def test_a_process_of_a_script_may_be_the_one_that_forms_the_group(tmp_path):
     assert done.stdout.splitlines() == ["2"] * 2
 
 
+CALLS_FROM_THREADS = """
+import threading
+from mpiddp.runtime.job.session import script_session
+threads = threading.Barrier(8)
+def call():
+    threads.wait()
+    connected.append(script_session().coordinator.has_launcher)
+connected = []
+calls = [threading.Thread(target=call) for _ in range(threads.parties)]
+for thread in calls: thread.start()
+for thread in calls: thread.join()
+print(connected)
+"""
+
+
+def test_the_first_calls_of_several_threads_wait_for_one_connection(tmp_path):
+    done = run_command([*LAUNCH, "-H", "localhost:1", script(tmp_path, CALLS_FROM_THREADS)])
+    assert done.stdout == f"{[True] * 8}\n", done.stderr
+
+
+CLOSES_FILES = """
+import os, mpiddp
+from mpiddp.runtime.job.session import current
+os.closerange(3, 1 << 16)
+mpiddp.progress(1)
+print(current().coordinator.ask("claim", key="is answered")[0]["rank"])
+"""
+
+
+def test_a_script_that_has_closed_all_files_connects(tmp_path):
+    """Its connection to the launcher does not get the number of the closed one to its agent."""
+    done = run_command([*LAUNCH, "-H", "localhost:1", script(tmp_path, CLOSES_FILES)])
+    assert done.stdout == "0\n", done.stderr
+
+
 FOLDS_AND_A_GAN = """
 import torch
 from types import SimpleNamespace
