@@ -83,7 +83,7 @@ class Stream:
                 del self._unsent[: self.connection.send(self._unsent)]
             except BlockingIOError:
                 pass
-            except OSError:  # the launcher is gone, and the files still get everything
+            except OSError:  # the launcher is lost, and the files still get everything
                 self.connection.close()
                 self.connection = None
         if self.connection is None:

@@ -227,7 +227,7 @@ class JobOutput:
             chunk = os.read(stream.file.fileno(), _CHUNK)
         except BlockingIOError:
             return not is_last
-        except OSError:  # the host is gone
+        except OSError:  # the host is lost
             return False
         if not chunk:
             return False

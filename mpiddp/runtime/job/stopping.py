@@ -84,7 +84,7 @@ class StopRequest:
     def agree(self) -> None:
         """Advance the agreement, without waiting: at each call, and in the thread that receives, after news.
 
-        A rank that has left its process group proposes as well. One that is gone gives no step.
+        A rank that has left its process group proposes as well. A rank that is lost gives no step.
         """
         ranks = self._ranks
         with self._changed:

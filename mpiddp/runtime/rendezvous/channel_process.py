@@ -19,7 +19,7 @@ from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.world import World
 
 _FIRST_S = 120.0  # rank 0 connects in this time, unless it is killed before
-_LAST_S = 5.0  # the ranks end in this time once they have learned that rank 0 is gone
+_LAST_S = 5.0  # the ranks end in this time once they have learned that rank 0 has ended
 
 # Without `site`, whose .pth files may cost more than this process.
 _CODE = (
@@ -63,14 +63,14 @@ def main() -> None:
 
 
 def serve(server: ChannelServer) -> None:
-    """Serve until rank 0 is gone, and all other members with it or soon after.
+    """Serve until rank 0 has ended, and all other members with it or soon after.
 
     A rank that ends without leaving ends the others.
     """
     left: set[int] = set()
-    is_gone = False
+    has_ended = False
     server.selector.after(_FIRST_S, sys.exit)
-    while server.has_members or not is_gone:
+    while server.has_members or not has_ended:
         for data in server.selector.ready():
             for message in server.receive(data):
                 if "connection" in message.facts:  # only a launcher takes output
@@ -80,12 +80,12 @@ def serve(server: ChannelServer) -> None:
                 elif message.kind == "leave":
                     left.add(message.rank)
                 elif message.kind == "lost":
-                    is_gone |= message.rank == 0
+                    has_ended |= message.rank == 0
                     if message.rank not in left:
                         server.end_without(message.rank)
         if 0 in server.connected:
             server.selector.cancel(sys.exit)
-        elif is_gone and 0 not in left:
+        elif has_ended and 0 not in left:
             left.add(0)
             server.selector.after(_LAST_S, sys.exit)
         for end_a_wait in server.selector.due():

@@ -19,7 +19,7 @@ def init_worker(worker_id: int) -> None:
 
     A batch system sends SIGTERM to every process of a job. A worker that it ended would fail its rank, which
     may still save. So a worker ignores SIGINT and SIGUSR1, and SIGTERM unless its rank sends it. It ends once
-    its rank is gone, also under a forkserver, which would not tell it.
+    its rank has ended, also under a forkserver, which would not tell it.
 
     Args:
         worker_id: which a DataLoader passes; it is not used.
@@ -33,7 +33,7 @@ def init_worker(worker_id: int) -> None:
 
 
 def _end_with(rank: int) -> None:
-    """End this worker at its rank's own SIGTERM, which `terminate()` sends, or once the rank is gone."""
+    """End this worker at its rank's own SIGTERM, which `terminate()` sends, or once the rank has ended."""
     with contextlib.suppress(ProcessLookupError):  # it has ended already
         ended = os.pidfd_open(rank)
         while not select.select([ended], [], [], 0)[0]:
