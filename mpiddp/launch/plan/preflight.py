@@ -2,8 +2,8 @@
 
 It contacts all hosts at once over ssh, or a scheduler's own transport, and needs only a Python 3 there. With
 `--wait-for-hosts 10m` it asks silent hosts again: the pods of a cluster start one by one, and a name may not
-resolve at first. Needs come in, and Checked goes out: a complaint for each host that cannot be used, also
-because of a fault of its GPUs, and notes on conditions that may only disturb the job.
+resolve at first. The needs of the ranks come in, and Checked goes out: a complaint for each host that cannot
+be used, also because of a fault of its GPUs, and notes on conditions that may only disturb the job.
 """
 
 from __future__ import annotations
