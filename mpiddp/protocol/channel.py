@@ -33,6 +33,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,9 @@ _PARSER = json.JSONDecoder()
 LINE_LIMIT = 512 * 1024  # bytes; a longer line ends the connection
 LARGEST_WHOLE = (1 << 63) - 1
 TEXT_LIMIT = 16 * 1024  # characters of a text; a character may take 12 bytes in JSON
+
+# These request a stop: LSF sends SIGUSR2 at a job's limit, and Grid Engine's -notify before a suspension.
+STOP_SIGNALS = (*(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), *(signal.SIGUSR1, signal.SIGUSR2))
 
 # The first messages of connections that the server hands over to its owner.
 INPUT = "input"

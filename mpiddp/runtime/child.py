@@ -26,7 +26,7 @@ from typing import Any
 
 from mpiddp.errors import DONE, cause_of
 from mpiddp.hosts import processes
-from mpiddp.protocol.channel import LINE_LIMIT, STREAMS, Lines, is_shown
+from mpiddp.protocol.channel import LINE_LIMIT, STOP_SIGNALS, STREAMS, Lines, is_shown
 from mpiddp.protocol.variables import ERROR_FILE
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.ending import Ending, ending_of_process
@@ -42,10 +42,7 @@ _START = (
 )
 _WHOLE = f"{sys.executable} -c {_START}"  # the command line of a script's process
 # The signals that a rank passes on to its script or its command.
-PASSED = (
-    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
-    *(signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
-)
+PASSED = (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT)
 _STACK_S, _WRITTEN_S = 0.8, 0.05  # a script writes the first line of its stack, and then the others
 _ANSWER_S = 1.0  # a process that waits for its script answers in this time
 _LOW = 5  # the nice value of a process that nobody waits for

@@ -31,7 +31,7 @@ from mpiddp.runtime import patches
 from mpiddp.runtime.at_import import AtImport
 from mpiddp.runtime.job.ending import ending_of
 from mpiddp.runtime.job.session import Session, current, out_of_the_way, script_session
-from mpiddp.runtime.job.stopping import stop_on
+from mpiddp.runtime.job.stopping import interrupts_end, stop_on
 from mpiddp.world import World
 
 # glibc's malloc.h
@@ -110,8 +110,8 @@ def _handlers_wait() -> Iterator[None]:
 
     That of DataLoader raises one when a worker ends, often just after the error that ends the script.
     """
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    numbers = signal.valid_signals()
+    handlers = {n: handler for n in numbers if callable(handler := signal.getsignal(n))}
     for number in handlers:
         signal.signal(number, lambda number, _: atexit.register(signal.raise_signal, number))
     yield
@@ -163,7 +163,13 @@ def _begin(session: Session, control: socket.socket) -> None:
 
 @contextmanager
 def _importing_torch(afterwards: Iterable[Callable[[], None]]) -> Iterator[None]:
-    with patches.frozen_torch() if patches.is_on("frozen_torch") else nullcontext():
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    interrupt = partial(signal.default_int_handler, signal.SIGINT, None)
+    with (
+        patches.frozen_torch() if patches.is_on("frozen_torch") else nullcontext(),
+        # torch goes on without numpy if numpy's import fails, and so also at a KeyboardInterrupt.
+        interrupts_end(interrupt) if raises else nullcontext(),
+    ):
         yield
     for act in afterwards:
         act()

@@ -21,8 +21,8 @@ import subprocess
 import sys
 import threading
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing import current_process, parent_process
 from operator import attrgetter
@@ -36,6 +36,7 @@ from mpiddp.hosts.program_files import imported_by, is_local, modules_at, source
 from mpiddp.protocol.channel import encode, messages_over
 from mpiddp.protocol.variables import JOB
 from mpiddp.runtime.function import named
+from mpiddp.runtime.job.stopping import interrupts_end
 from mpiddp.runtime.shipped import packed
 from mpiddp.world import World, is_joined
 
@@ -228,7 +229,8 @@ def _launched(
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C reaches it once, from here
             )
-        with _forwarded_interrupts(launcher):
+        # The first stops the job, a second one kills it, and so no job stays behind.
+        with interrupts_end(partial(launcher.send_signal, signal.SIGINT)):
             pairs = ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr))
             copies = [
                 threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs if pair[0]
@@ -258,31 +260,6 @@ def _flushed(stream: Any, number: int) -> int | None:
         stream.flush()
         return None if stream.fileno() == number else subprocess.PIPE
     return subprocess.PIPE
-
-
-@contextmanager
-def _forwarded_interrupts(launcher: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass on a SIGINT, which stops the job; a second SIGINT kills it.
-
-    KeyboardInterrupt is raised after the body, so that no job stays behind.
-    """
-    interrupts = []
-
-    def forward(number: int, frame: object) -> None:
-        interrupts.append(number)
-        launcher.send_signal(signal.SIGINT)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
-        yield
-        return
-    before = signal.signal(signal.SIGINT, forward)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if interrupts:
-        raise KeyboardInterrupt
 
 
 def _copy(pipe: IO[bytes], stream: Any) -> None:

@@ -121,14 +121,17 @@ def test_a_gpu_that_an_earlier_job_still_holds(hosts):
 
 
 def test_the_gpus_of_this_machine(here, tmp_path):
-    """Without hosts, the GPUs of this machine are looked at: those that the job sees."""
+    """Without hosts, the GPUs of this machine are looked at, and get ranks: those that the job sees."""
     slow = {"clocks_event_reasons.active": "0x0000000000000048", "temperature.gpu": "91"}
     env = {"PATH": tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}, slow))}
     done = here.run("launch", "-n", "1", JOB, env=env).assert_ok()
     slowed = "GPU 1 is slowed down at 91 °C: HW slowdown, HW thermal slowdown."
     assert f"localhost: {slowed}" in done.said
-    done = here.run("launch", "-n", "1", JOB, env={**env, "CUDA_VISIBLE_DEVICES": "0"}).assert_ok()
-    assert slowed not in done.stderr
+    env["CUDA_VISIBLE_DEVICES"] = "0"
+    done = here.run("launch", JOB, env=env).assert_ok()
+    assert (len(done.records), slowed in done.stderr) == (1, False)
+    done = here.run("launch", "-x", "CUDA_VISIBLE_DEVICES-", JOB, env=env).assert_ok()
+    assert (len(done.records), slowed in done.stderr) == (2, True)
 
 
 def test_top_shows_what_the_gpus_do(hosts):

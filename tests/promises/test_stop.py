@@ -218,6 +218,32 @@ def test_a_script_without_should_stop(here, grace, save_s, saved):
     eventually(lambda: not here.processes())
 
 
+# The first import in a process waits, and the next one finds the real numpy.
+SLOW_NUMPY = """
+import os, sys, time
+if "WAITED" not in os.environ:
+    os.environ["WAITED"] = "1"
+    print("ready", flush=True)
+    time.sleep(6000)
+sys.path.remove(os.environ["PYTHONPATH"])
+del sys.modules["numpy"]
+import numpy
+"""
+
+
+def test_ctrl_c_while_torch_imports_numpy(here):
+    """Ctrl-C ends a script during its `import torch`, which goes on if the import of numpy is interrupted."""
+    folder = here.folder / "slow"
+    (folder / "numpy").mkdir(parents=True)
+    (folder / "numpy/__init__.py").write_text(SLOW_NUMPY)
+    script = here.script("import time\nimport torch\nprint('imported')\ntime.sleep(6000)")
+    job = here.start("launch", *LONG_GRACE, *here.where(2), script, env={"PYTHONPATH": str(folder)})
+    job.until("ready", times=2).signal(signal.SIGINT)
+    done = job.wait()
+    assert (done.code, done.lines) == (130, ["ready", "ready"])
+    assert done.stderr.count("\nKeyboardInterrupt") == 1
+
+
 def test_a_save_outlasts_the_grace_period(here):
     """A rank that is saving has more time than --grace, and a line says that it is still saving."""
     job = stopping(here, "--grace", "5", save_s=9)

@@ -47,8 +47,8 @@ _LONGEST = 131_071  # bytes of NAME=VALUE that Linux passes to a program
 _MAX_BYTES = 1 << 20
 
 
-def forwarded(env: Mapping[str, str], kept_home: Collection[str] = ()) -> dict[str, str]:
-    """The variables of `env` that every rank gets, without those that the user has `kept_home`.
+def forwarded(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `env` that every rank gets.
 
     Numbers of GPUs of this host mean nothing on another; the ranks of this one get them in MPIDDP_GPUS.
     """
@@ -56,7 +56,7 @@ def forwarded(env: Mapping[str, str], kept_home: Collection[str] = ()) -> dict[s
         name: value
         for name, value in env.items()
         if (_OF_A_JOB.match(name) or not any(place.match(name) for place in _PLACES))
-        and not (name in kept_home or is_of_one_host(name, value))
+        and not is_of_one_host(name, value)
     }
 
 
@@ -165,13 +165,13 @@ def of_host(host: Host, env: Mapping[str, str], exports: Mapping[str, str]) -> d
     return {**(env if is_this_host(host.name) else forwarded(env)), **exports}
 
 
-def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], decided: Collection[str]) -> str:
+def gpu_table(hosts: Sequence[Host], env: Mapping[str, str], exports: Collection[str]) -> str:
     """MPIDDP_GPUS: the variables that the ranks of each host set before they load torch; "" for none.
 
-    `decided`: the variables that -x sets for the ranks, or keeps from them. If the user hides all GPUs of a
-    job, the numbers in its hostfile are ignored, because nobody has checked them.
+    `exports` are the variables that -x sets for the ranks. If the user hides all GPUs of a job, the numbers
+    in its hostfile are ignored, because nobody has checked them.
     """
-    names = sorted(env.keys() - decided)
+    names = sorted(env.keys() - exports)
     here = {name: env[name] for name in names if is_of_one_host(name, env[name])}
 
     def choice(host: Host) -> dict[str, str]:

@@ -89,6 +89,7 @@ def make_plan(
     past = past or Past(read_hosts(options, env))
     named, is_first = past.named, not past.attempts
     starter = find_starter(named.starter, options.mpirun, PYTHON, env)
+    env = {name: value for name, value in env.items() if name not in options.kept_home}
     # srun waits for hosts by itself. Without a preflight, --min-hosts still counts at a restart.
     needing = (options.min_hosts if starter.has_scheduler else options.wait_s) or options.spares
     if (needing or options.grow_s) and (starter.has_scheduler or not options.check):
@@ -132,7 +133,7 @@ def _plan(
         hosts=placed,
         job=(str(PYTHON), *AGENT, "run", *job),
         folder=working_folder(env),
-        inherited=forwarded(env, options.kept_home),
+        inherited=forwarded(env),
         env=env,
         bind=options.bind,
         mpi_args=options.mpi_args,
@@ -277,8 +278,7 @@ def _variables(options: LaunchOptions, starter: Starter, request: Request) -> di
     library = {"MPI4PY_LIBMPI": str(starter.libmpi)} if starter.libmpi is not None else {}
     networks = ",".join(request.networks)
     # A scheduler chooses the GPUs of each host itself.
-    decided = exports.keys() | options.kept_home
-    gpus = "" if starter.has_scheduler else gpu_table(hosts, request.env, decided)
+    gpus = "" if starter.has_scheduler else gpu_table(hosts, request.env, exports)
     # The environment may hold the default of --timeout, and -x precedes that.
     timeout_s = None if names.TIMEOUT in exports else options.timeout_s
     ours = {

@@ -112,7 +112,7 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         )
         stack.callback(server.close)
         settings = {name: value for name, value in settings.items() if value} | server.settings
-        variables, env = {**request.variables, **settings}, dict(os.environ)
+        variables, env = {**request.variables, **settings}, dict(request.env)
         private_name = private.new_name() if others and not has_scheduler else ""
         if private_name:
             stack.callback(private.remove, private_name)
@@ -125,7 +125,6 @@ def start(launcher: Launcher, plan: Plan) -> Agents:
         resume_args = plan.past.announced.resume_args
         request = request._replace(job=(*request.job, *resume_args), variables=variables)
         command = plan.starter.compose(request, str(folder))
-        env = {name: env[name] for name in env.keys() - options.kept_home}
         mpirun = MpirunProcess(plan.starter, command, env)
         # The output of a detached job is kept without --log-dir, too.
         logs = launcher.logs if options.log_dir else None

@@ -21,14 +21,11 @@ from types import FrameType
 from mpiddp.errors import JobFailed, cause_of
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open
 from mpiddp.protocol import channel
-from mpiddp.protocol.channel import encode
+from mpiddp.protocol.channel import STOP_SIGNALS, encode
 from mpiddp.protocol.group import Peer, TimedSelector
 from mpiddp.protocol.server import PER_RANK, ChannelServer, Event
 from mpiddp.protocol.variables import ADDRESS, LOST_AFTER, LOST_AFTER_S, PATIENCE, SECRET
 from mpiddp.text import escaped
-
-# LSF sends SIGUSR2 at a job's limit, and Grid Engine's -notify before a suspension or the end.
-STOP_SIGNALS = (*(signal.SIGINT, signal.SIGTERM, signal.SIGHUP), *(signal.SIGUSR1, signal.SIGUSR2))
 
 # One request may arrive twice: for example, coreutils' timeout signals its child and then the child's process
 # group. A person who presses Ctrl-C twice takes longer than 0.3 s.

@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 
 from mpiddp import errors
 from mpiddp.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, STOPPED, JobFailed, UserError
-from mpiddp.protocol.channel import LINE_LIMIT, TEXT_LIMIT
+from mpiddp.protocol.channel import LINE_LIMIT, STOP_SIGNALS, TEXT_LIMIT
 from mpiddp.text import signal_name
-
-_REQUESTS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class Refused(SystemExit):
@@ -70,7 +68,7 @@ class Ending(NamedTuple):
 
         `is_asked`: whether the launcher has requested it; None without one, where a signal is the request.
         """
-        was_asked = bool(passed & _REQUESTS) if is_asked is None else is_asked
+        was_asked = not passed.isdisjoint(STOP_SIGNALS) if is_asked is None else is_asked
         ends = {STOPPED, 128 + signal.SIGTERM, *(128 + number for number in passed)}
         # After `except KeyboardInterrupt: save()`, a script may end with any code. Others may still save.
         is_exit = not (self.signal or self.traceback or self.error)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.job.progress import BY_CALLS, Progress
@@ -108,8 +108,7 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
     a second signal kill.
     """
     defaults = (signal.SIG_DFL, signal.default_int_handler)
-    before = {number: signal.getsignal(number) for number in numbers}
-    before = {number: handler for number, handler in before.items() if handler in defaults}
+    before = {n: handler for n in numbers if (handler := signal.getsignal(n)) in defaults}
 
     def on_signal(number: int, frame: object) -> None:
         stop.is_requested = True
@@ -135,3 +134,25 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
             signal.signal(number, on_signal)
         if not only_first:
             os.register_at_fork(after_in_child=restore)
+
+
+@contextlib.contextmanager
+def interrupts_end(on_interrupt: Callable[[], None]) -> Iterator[None]:
+    """Call `on_interrupt` at each SIGINT of the body, and raise KeyboardInterrupt if the body has ended."""
+    interrupts = list[int]()
+
+    def handler(number: int, frame: object) -> None:
+        interrupts.append(number)
+        on_interrupt()
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt

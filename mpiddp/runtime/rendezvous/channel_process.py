@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from mpiddp.hosts.sockets import OPEN_BESIDES, allow_open, bind
+from mpiddp.protocol.channel import STOP_SIGNALS
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import PER_RANK, ChannelServer
 from mpiddp.world import World
@@ -52,7 +53,7 @@ def serve_beside(world: World, port: int = 0, key: str = "") -> tuple[str, str]:
 def main() -> None:
     """Be the process of `serve_beside`: a child of it, for which no script waits."""
     # A batch system signals every process of a job, and the ranks may still save.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
         os._exit(0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpiddp.errors import JobFailed
 from mpiddp.hosts.processes import name_process
-from mpiddp.protocol.channel import STORE_NAME
+from mpiddp.protocol.channel import STOP_SIGNALS, STORE_NAME
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.patches import no_dns
 from mpiddp.world import World
@@ -53,7 +53,7 @@ def serve_beside(env: Mapping[str, str], listener: socket.socket, lifeline: sock
 
 def _serve_until_closed(env: Mapping[str, str], listener: int, lifeline: int) -> None:
     os.setsid()  # a signal to the script's process group is not for this process
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     name_process(STORE_NAME)
     nothing = os.open(os.devnull, os.O_RDWR)

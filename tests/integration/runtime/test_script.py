@@ -61,6 +61,7 @@ if len(sys.argv) == 1:
 import torch.distributed as dist
 dist.init_process_group("gloo")
 os.write(1, f"{dist.get_world_size()}\\n".encode())
+dist.barrier()  # otherwise gloo may still connect the other rank
 dist.destroy_process_group()
 """
 

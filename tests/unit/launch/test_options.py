@@ -211,11 +211,11 @@ OF_A_PLACE = (
 
 
 def test_every_variable_reaches_the_ranks_but_those_of_a_place():
-    env = dict.fromkeys((*PASSED, *OF_A_PLACE, "KEPT"), "1")
-    assert forwarded(env | {"CUDA_VISIBLE_DEVICES": "1"}, ["KEPT"]) == dict.fromkeys(PASSED, "1")
+    env = dict.fromkeys((*PASSED, *OF_A_PLACE), "1")
+    assert forwarded(env | {"CUDA_VISIBLE_DEVICES": "1"}) == dict.fromkeys(PASSED, "1")
 
 
-def test_gpus_that_are_kept_from_the_ranks():
+def test_gpus_that_an_option_chooses():
     here, env = [Host("localhost")], {"CUDA_VISIBLE_DEVICES": "1"}
     assert gpu_table(here, env, ()) == '[{"CUDA_VISIBLE_DEVICES":"1"}]'
     assert gpu_table(here, env, env.keys()) == ""
