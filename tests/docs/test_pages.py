@@ -129,7 +129,7 @@ def test_the_readme_says_what_was_measured():
 TIMES = [  # of the program, in sentences of the pages
     ("hangs", "have waited in a collective for {:.0f} s", hangs.WAIT_S),
     ("hangs", "no rank makes a step for {:.0f} min", hangs.QUIET_S / 60),
-    ("hangs", "wait in collectives for {:.0f} s", events.CHRONIC * pace.WINDOW_S),
+    ("hangs", "If that goes on for {:.0f} s", events.CHRONIC * pace.WINDOW_S),
     ("hangs", "A rank is reported from {:.0f} %", 100 * stragglers._LEAST_SHARE),
     ("hangs", "It is {:.0f} min if mpiddp forms", COLLECTIVE_TIMEOUT_S / 60),
     ("hangs", "within `--timeout` ({:.0f} s)", names.JOIN_TIMEOUT_S),
@@ -175,7 +175,7 @@ def test_the_pages_say_how_large_an_installation_is():
 
 
 def test_the_example_of_a_test_is_one():
-    (example,) = [each.text for each in blocks(ROOT / "CONTRIBUTING.md") if each.kind == "python"]
+    (example,) = [each.text for each in blocks(ROOT / "tests/README.md") if each.kind == "python"]
     assert example in (ROOT / "tests/promises/test_output.py").read_text()
 
 

@@ -146,7 +146,7 @@ while os.environ["TORCHELASTIC_RESTART_COUNT"] != "3":
 IS = re.compile(r"is (\d+) (\S+) (.*)")
 
 
-def test_a_spare_python(here):
+def test_a_hot_spare(here):
     """With --max-restarts, a Python with torch waits for each rank, at most 260 MB, and is the next attempt.
 
     It has the variables that the script sets before it imports torch. No attempt repeats the random numbers
