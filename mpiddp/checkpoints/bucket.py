@@ -54,6 +54,8 @@ class Bucket:
 
     def __init__(self, address: str) -> None:
         """Raises UserError if the packages for such an address are missing."""
+        if address.startswith("file:"):
+            raise UserError(f"{address}: a run on a disk has a path, such as runs/a.")
         try:
             from fsspec.core import url_to_fs
         except ImportError:

@@ -66,7 +66,7 @@ class Checkpoints:
     ) -> None:
         """
         Args:
-            folder: path of the run, or an address of fsspec, such as "s3://bucket/runs/a".
+            folder: path of the run, or an address of object storage, such as "s3://bucket/runs/a".
             keep: number of verified checkpoints to keep, besides the newest finite one and pinned ones.
             every: steps, or a time such as "30s", "10m" or "1h", after which `due` is true. None: only
                 before a stop.

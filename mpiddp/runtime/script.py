@@ -164,11 +164,10 @@ def _begin(session: Session, control: socket.socket) -> None:
 @contextmanager
 def _importing_torch(afterwards: Iterable[Callable[[], None]]) -> Iterator[None]:
     raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    interrupt = partial(signal.default_int_handler, signal.SIGINT, None)
     with (
         patches.frozen_torch() if patches.is_on("frozen_torch") else nullcontext(),
         # torch goes on without numpy if numpy's import fails, and so also at a KeyboardInterrupt.
-        interrupts_end(interrupt) if raises else nullcontext(),
+        interrupts_end(signal.default_int_handler) if raises else nullcontext(),
     ):
         yield
     for act in afterwards:

@@ -15,7 +15,6 @@ import io
 import linecache
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -230,7 +229,7 @@ def _launched(
                 start_new_session=True,  # a Ctrl-C reaches it once, from here
             )
         # The first stops the job, a second one kills it, and so no job stays behind.
-        with interrupts_end(partial(launcher.send_signal, signal.SIGINT)):
+        with interrupts_end(lambda number, _: launcher.send_signal(number)):
             pairs = ((launcher.stdout, sys.stdout), (launcher.stderr, sys.stderr))
             copies = [
                 threading.Thread(target=_copy, args=pair, daemon=True) for pair in pairs if pair[0]

@@ -137,13 +137,13 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
 
 
 @contextlib.contextmanager
-def interrupts_end(on_interrupt: Callable[[], None]) -> Iterator[None]:
+def interrupts_end(on_interrupt: Callable[[int, None], object]) -> Iterator[None]:
     """Call `on_interrupt` at each SIGINT of the body, and raise KeyboardInterrupt if the body has ended."""
     interrupts = list[int]()
 
     def handler(number: int, frame: object) -> None:
         interrupts.append(number)
-        on_interrupt()
+        on_interrupt(number, None)
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
