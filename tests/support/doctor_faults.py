@@ -71,9 +71,8 @@ def doctor(hosts: Cluster, *arguments: str, names: str = NAMES) -> tuple[int, li
     env = {"PATH": f"/run/tools:{ROOT_PATH}"}
     done = hosts["node0"].run(command, cwd=WORK, env=env, timeout_s=2 * PATIENCE_S)
     assert done.stderr == ""
-    result: dict[str, Any] = json.loads(done.stdout)
     lines: dict[str, list[str]] = {"ok": [], "warn": [], "fail": [], "unknown": []}
-    for line in result["lines"]:
+    for line in json.loads(done.stdout)["lines"]:
         lines[line["status"]].append(" ".join(map(str, line.values())))
     return done.returncode, lines["warn"] + lines["fail"], lines["unknown"]
 
