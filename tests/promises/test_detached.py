@@ -134,11 +134,11 @@ def test_ctrl_c_ends_the_view_and_not_the_job(here):
     views.append(here.start("wait", name))
     waits = re.compile(rf"-> .* {views[1].pid} ")  # for the lock of the job
     eventually(lambda: waits.search(Path("/proc/locks").read_text(encoding="utf-8")))
-    said = f"mpiddp: job {name} goes on. To stop it: mpiddp stop {name}\n"
+    sentence = f"mpiddp: job {name} goes on. To stop it: mpiddp stop {name}\n"
     for view in views:
         view.signal(signal.SIGINT)
         done = view.wait()
-        assert (done.code, done.stderr) == (130, said)
+        assert (done.code, done.stderr) == (130, sentence)
     os.kill(json.loads(report(here, name).read_text())["pid"], signal.SIGKILL)
     killed = "its launcher was killed, its machine stopped, or its disk is full."
     for broken in (None, "[]", '{"exit'):
@@ -149,12 +149,10 @@ def test_ctrl_c_ends_the_view_and_not_the_job(here):
     eventually(lambda: not here.processes())
 
 
-LINE = "head -c 20000000 /dev/zero | tr '\\0' x; echo"
-
-
 def test_the_log_is_bounded(here):
     """The log of a detached job keeps its newest 32 to 64 MB, and what comes in a second."""
-    floods = f"for _ in 1 2 3 4 5 6; do {LINE}; sleep 1.5; done; echo the end"
+    line = r"head -c 20000000 /dev/zero | tr '\0' x; echo"
+    floods = f"for _ in 1 2 3 4 5 6; do {line}; sleep 1.5; done; echo the end"
     here.run("launch", "--detach", "-H", "localhost:1", "--", "sh", "-c", floods).assert_ok()
     here.run("wait").assert_ok()
     parts = [*report(here, "sh-1").parent.glob("log-*")]
@@ -198,8 +196,8 @@ def test_a_full_disk_starts_nothing(here):
     job = shlex.join([*here.where(1), here.script("print('ran')", "full.py")])
     for option, what in {"--detach": "keep the job's output in", "--report r": "write r:"}.items():
         launch = f"(ulimit -f 0; {sys.executable} -m mpiddp launch {option} {job}) 2>&1 | cat"
-        (said,) = here.run("sh", "-c", launch).lines
-        assert re.match(rf"mpiddp: {option[:8]}: cannot {what} .*File too large", said)
+        (sentence,) = here.run("sh", "-c", launch).lines
+        assert re.match(rf"mpiddp: {option[:8]}: cannot {what} .*File too large", sentence)
     assert not [*here.folder.glob("state/mpiddp/jobs/full*")]
 
 
