@@ -56,10 +56,10 @@ def test_doctor_names_all_faults(cluster, group):
         more = ",nowhere" if "unresolvable name" in names else ""
         code, warnings, unknown = doctor(cluster, *arguments, names=NAMES + more)
     assert code == 1
-    said = warnings + unknown
-    missed = {name for name, fault in present.items() if not any(map(fault.is_named, said))}
-    assert missed == set(), said
-    explained = [line for fault in present.values() for line in said if fault.explains(line)]
+    lines = warnings + unknown
+    missed = {name for name, fault in present.items() if not any(map(fault.is_named, lines))}
+    assert missed == set(), lines
+    explained = [line for fault in present.values() for line in lines if fault.explains(line)]
     assert [line for line in warnings if line not in explained] == []
 
 
@@ -158,10 +158,10 @@ def test_drill_tells_where_a_resumed_run_differs(here, defect, entry):
     """If a resumed run differs, `mpiddp drill` tells the step, and the first entry of the state that does."""
     options = ("-n", "1", "--only", "kill", "--seed", "3", "--steps", "20", "--json")
     done = here.run("drill", *options, DRILLED, "{out}", defect).assert_code(1)
-    said = results(done)["kill"]["cause"]
-    cause = re.fullmatch(rf"differs from step (\d+): first in {entry}", said)
-    assert cause, said
-    assert (int(cause[1]) - (defect == "scheduler")) % 3 == 0  # the step of a save, or the next one
+    cause = results(done)["kill"]["cause"]
+    named = re.fullmatch(rf"differs from step (\d+): first in {entry}", cause)
+    assert named, cause
+    assert (int(named[1]) - (defect == "scheduler")) % 3 == 0  # the step of a save, or the next one
 
 
 FAILS = (
@@ -170,7 +170,7 @@ FAILS = (
 
 
 @pytest.mark.parametrize(
-    ("only", "defect", "said"),
+    ("only", "defect", "sentence"),
     [
         ("flip", "", "flip: the damaged checkpoint was taken: "),
         ("none", "all ranks", "none: ranks 0, 1 write one file, newest.tmp.\n"),
@@ -178,13 +178,13 @@ FAILS = (
     ],
     ids=["a damaged checkpoint", "one file of two ranks", "an error of its own"],
 )
-def test_drill_tells_what_is_wrong(here, only, defect, said):
+def test_drill_tells_what_is_wrong(here, only, defect, sentence):
     """`mpiddp drill` tells that a script takes a checkpoint in which one bit has changed, that ranks write
     one file, and the error of a script that fails by itself.
     """
     script = here.script(FAILS) if defect == "fails" else DRILLED
     options = (*here.where(2), "--only", only, "--seed", "3")
-    assert said in here.run("drill", *options, script, "{out}", defect).assert_code(1).stdout
+    assert sentence in here.run("drill", *options, script, "{out}", defect).assert_code(1).stdout
 
 
 def test_drill_stops_and_resumes(here, tmp_path):
