@@ -77,8 +77,8 @@ def test_doctor_names_a_hang_of_its_job(hosts):
     job = hosts.start("doctor", *hosts.where(2))
 
     def scripts_of_node1() -> list[Process]:
-        ranks = hosts.processes("mpiddp.doctor.trial_job")
-        return [p for p in ranks if p.host == "node1" and "runtime.script" in p.command]
+        scripts = hosts.processes("mpiddp.runtime.script")
+        return [rank for rank in scripts if rank.host == "node1" and "trial_job" in rank.command]
 
     for process in eventually(scripts_of_node1):
         hosts.kill(process, signal.SIGSTOP)

@@ -482,7 +482,7 @@ def test_a_killed_part_of_the_launcher(hosts, mpi, part):
         if part == "launcher":
             job.signal(signal.SIGKILL)
         else:
-            programs = {Path(one.command.partition(" ")[0]).name: one for one in hosts.processes()}
+            programs = {Path(row.command.partition(" ")[0]).name: row for row in hosts.processes()}
             hosts.kill(
                 programs[PROGRAMS[mpi][part]]
             )  # the last of this name, on node1 if it has one

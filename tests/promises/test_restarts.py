@@ -312,12 +312,12 @@ class Elastic:
     def wait_for_ranks(self, ranks: int, restarts: int) -> None:
         """Wait until the attempt after so many restarts has made five steps, with so many ranks."""
 
-        def found() -> list[int]:
+        def ranks_of_steps() -> list[int]:
             assert self.job.process.poll() is None, self.job.stderr
             return [step.ranks for step in self.steps if step.restarts == restarts]
 
-        eventually(lambda: len(found()) >= 5)
-        assert set(found()) == {ranks}, self.job.stderr
+        eventually(lambda: len(ranks_of_steps()) >= 5)
+        assert set(ranks_of_steps()) == {ranks}, self.job.stderr
 
     def finish(self, *, grown: Collection[int] | None = None) -> Done:
         """End the job, which must succeed.

@@ -32,8 +32,8 @@ def listeners(ss: str) -> list[Listener]:
 
 def of_host(hosts: Hosts, name: str) -> list[Listener]:
     """Those of a test host, without its sshd's."""
-    all_listeners = listeners(hosts[name].run(SS, check=True).stdout)
-    return [listener for listener in all_listeners if '"sshd"' not in listener.process]
+    rows = listeners(hosts[name].run(SS, check=True).stdout)
+    return [row for row in rows if '"sshd"' not in row.process]
 
 
 def is_of_mpi(listener: Listener) -> bool:
@@ -56,10 +56,10 @@ def test_a_job_of_one_host(here):
     needs.need("ss")
     job = started(here, *here.where(2))
     pids = [f"pid={process.pid}," for process in here.processes()]
-    all_listeners = listeners(run_command(SS).stdout)
-    of_job = [one for one in all_listeners if any(pid in one.process for pid in pids)]
+    rows = listeners(run_command(SS).stdout)
+    of_job = [row for row in rows if any(pid in row.process for pid in pids)]
     assert of_job  # gloo's at least
-    assert {one.address for one in of_job if not is_of_mpi(one)} == {"127.0.0.1"}, of_job
+    assert {row.address for row in of_job if not is_of_mpi(row)} == {"127.0.0.1"}, of_job
     ended(here, job)
 
 
