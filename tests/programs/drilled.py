@@ -23,31 +23,22 @@ wants_stop = False
 
 
 def save(step: int) -> None:
-    if rank != 0 and defect != "all ranks":
-        return
-    state = {
-        "model": net.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "step": step,
-    }
-    part = newest.with_suffix(".tmp")
-    torch.save(state, part)
+    file = newest.with_suffix(".tmp")
+    if rank == 0 or defect == "all ranks":
+        torch.save({name: part.state_dict() for name, part in parts.items()} | {"step": step}, file)
     if rank == 0:
-        part.replace(newest)
+        file.replace(newest)
 
 
 def load() -> int:
-    saved: dict[str, Any] = torch.load(newest) if newest.exists() else {}
-    if not saved:
+    if not newest.exists():
         return 0
-    net.load_state_dict(saved["model"])
-    if defect != "optimizer":
-        optimizer.load_state_dict(saved["optimizer"])
+    saved = torch.load(newest)
+    for name, part in parts.items():
+        if name != defect:
+            part.load_state_dict(saved[name])
     if defect == "scheduler":
         optimizer.param_groups[0]["lr"] = 0.01
-    else:
-        scheduler.load_state_dict(saved["scheduler"])
     return int(saved["step"])
 
 
@@ -63,6 +54,7 @@ net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(
 model = DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+parts: dict[str, Any] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
 for step in range(load() + 1, STEPS + 1):
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step * world + rank))
     loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))

@@ -13,9 +13,9 @@ import mpiddp
 
 
 def any_rank(ends: bool) -> bool:
-    found = torch.tensor([float(ends)])
-    dist.all_reduce(found)
-    return bool(found)
+    count = torch.tensor([float(ends)])
+    dist.all_reduce(count)
+    return bool(count)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """Doctor: `mpiddp doctor` before a job, `explain` after it, and `drill` to rehearse failures."""
 
 import json
-import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import pytest
 
 from mpiddp import cli
 from tests.support.cluster import Cluster
-from tests.support.doctor_faults import FAULTS, WORK, doctor, prepared
+from tests.support.doctor_faults import FAULTS, NAMES, WORK, doctor, prepared
 from tests.support.own_script import example
 from tests.support.patience import eventually
 from tests.support.place import Done, Process
@@ -55,21 +53,20 @@ def test_doctor_names_all_faults(cluster, group):
     with ExitStack() as stack:
         for fault in present.values():
             stack.enter_context(fault.inject(cluster))
-        hosts = max((fault.names for fault in present.values()), key=len)
-        report = doctor(cluster, *arguments, names=hosts)
-    assert report.code == 1
-    said = report.warnings + report.unknown
-    missed = {name for name, fault in present.items() if not any(map(fault.is_named, said))}
-    assert missed == set(), said
-    explained = [line for fault in present.values() for line in said if fault.explains(line)]
-    assert [line for line in report.warnings if line not in explained] == []
+        more = ",nowhere" if "unresolvable name" in names else ""
+        code, warnings, unknown = doctor(cluster, *arguments, names=NAMES + more)
+    assert code == 1
+    lines = warnings + unknown
+    missed = {name for name, fault in present.items() if not any(map(fault.is_named, lines))}
+    assert missed == set(), lines
+    explained = [line for fault in present.values() for line in lines if fault.explains(line)]
+    assert [line for line in warnings if line not in explained] == []
 
 
 def test_doctor_raises_no_false_alarm(cluster):
     """`mpiddp doctor` finds nothing on healthy hosts, and leaves nothing behind."""
-    report = doctor(cluster, *JOB)
-    assert report.code == 0
-    assert report.warnings == []
+    code, warnings, _ = doctor(cluster, *JOB)
+    assert (code, warnings) == (0, [])
     for host in cluster.hosts:
         assert host.run(["ls", "-A", f"{WORK}/runs"]).stdout == ""
         assert "mpiddp" not in str(host.processes())
@@ -79,21 +76,16 @@ def test_doctor_names_a_hang_of_its_job(hosts):
     """`mpiddp doctor` shows each check when it ends, and names the rank that hangs in its own small job."""
     job = hosts.start("doctor", *hosts.where(2))
 
-    def stopped() -> list[Process]:
-        found = [
-            each for each in hosts.processes("mpiddp.doctor.trial_job") if each.host == "node1"
-        ]
-        scripts = [each for each in found if "runtime.script" in each.command]
-        for process in scripts:
-            hosts.kill(process, signal.SIGSTOP)
-        return scripts
+    def scripts_of_node1() -> list[Process]:
+        scripts = hosts.processes("mpiddp.runtime.script")
+        return [rank for rank in scripts if rank.host == "node1" and "trial_job" in rank.command]
 
-    eventually(stopped)
+    for process in eventually(scripts_of_node1):
+        hosts.kill(process, signal.SIGSTOP)
     assert "all 2 directions open" in job.until("preflight").stdout
     assert job.process.poll() is None
-    done = job.wait()
-    assert done.code == 1
-    (line,) = [line for line in done.stdout.splitlines() if re.match(r"fail +job", line)]
+    done = job.wait().assert_code(1)
+    (line,) = [line for line in done.lines if re.match(r"fail +job", line)]
     assert "rank 1 on node1" in line, done.stdout + done.stderr
 
 
@@ -127,40 +119,32 @@ def test_explain_knows_a_failure_of_today(tmp_path, capsys):
     assert (code, name in first) == (0, True)
 
 
-def test_explain_finds_nothing_in_a_good_log(tmp_path, capsys):
-    """`mpiddp explain` finds no failure in the log of a healthy job."""
-    log = tmp_path / "train.log"
-    shutil.copy(ROOT / "tests/data/logs/healthy_words.log", log)
-    logger = logging.Logger("training")
-    logger.addHandler(logging.FileHandler(log))
-    try:
-        raise ValueError("bad image")
-    except ValueError:
-        logger.exception("skipped one")
-    pages = ("README.md", "docs/launch.md", "docs/evidence/proved.md")
-    for good in (log, *(ROOT / page for page in pages)):
-        assert explained(good, capsys)[0] == 1, good
-
-
 # --- drill ---
 
 DRILLED = str(ROOT / "tests/programs/drilled.py")
 
 
 def results(done: Done) -> dict[str, Any]:
-    assert done.code in (0, 1), done.stderr
-    return {each["fault"]: each for each in json.loads(done.stdout)["results"]}
+    return {result["fault"]: result for result in json.loads(done.stdout)["results"]}
 
 
-def test_drill_passes_a_script_that_resumes_exactly(here):
-    """`mpiddp drill` kills and resumes a script, also on fewer ranks, and finds equal weights."""
-    options = ("-n", "2", "--only", "kill,fewer", "--seed", "3", "--json")
-    done = here.run("drill", *options, DRILLED, "{out}")
-    assert done.code == 0, done.stderr + done.stdout
-    faults = results(done)
-    assert [faults[name]["codes"] for name in ("none", "kill", "fewer")] == [[0], [1, 0], [1, 0]]
-    assert faults["kill"]["weights_equal"]
-    assert faults["fewer"]["steps_lost"] > 0
+@pytest.mark.parametrize(
+    ("place", "only", "codes"),
+    [("here", "kill,fewer", [[0], [1, 0], [1, 0]]), ("hosts", "sigterm", [[0], [75, 0]])],
+    indirect=["place"],
+)
+def test_drill_passes_a_script_that_resumes_exactly(place, only, codes):
+    """`mpiddp drill` kills or stops a script, and finds equal weights after it has resumed.
+
+    It resumes on fewer ranks too, and on several hosts.
+    """
+    options = (*place.where(2), "--only", only, "--seed", "3", "--json")
+    faults = results(place.run("drill", *options, DRILLED, "{out}").assert_ok())
+    assert [fault["codes"] for fault in faults.values()] == codes
+    assert [name for name, fault in faults.items() if not fault["passed"]] == []
+    if "kill" in only:
+        assert faults["kill"]["weights_equal"]
+        assert faults["fewer"]["steps_lost"] > 0
 
 
 @pytest.mark.parametrize(
@@ -169,58 +153,46 @@ def test_drill_passes_a_script_that_resumes_exactly(here):
         ("optimizer", "the optimizer's step of 0.weight, which is missing"),
         ("scheduler", "the learning rate"),
     ],
-    ids=["optimizer", "scheduler"],
 )
 def test_drill_tells_where_a_resumed_run_differs(here, defect, entry):
     """If a resumed run differs, `mpiddp drill` tells the step, and the first entry of the state that does."""
     options = ("-n", "1", "--only", "kill", "--seed", "3", "--steps", "20", "--json")
-    done = here.run("drill", *options, DRILLED, "{out}", defect)
-    assert done.code == 1, done.stderr
-    cause = re.fullmatch(
-        rf"differs from step (\d+): first in {entry}", results(done)["kill"]["cause"]
-    )
-    assert cause, done.stdout
-    assert (int(cause[1]) - (defect == "scheduler")) % 3 == 0  # the step of a save, or the next one
+    done = here.run("drill", *options, DRILLED, "{out}", defect).assert_code(1)
+    cause = results(done)["kill"]["cause"]
+    named = re.fullmatch(rf"differs from step (\d+): first in {entry}", cause)
+    assert named, cause
+    assert (int(named[1]) - (defect == "scheduler")) % 3 == 0  # the step of a save, or the next one
 
 
-def test_drill_tells_that_a_damaged_checkpoint_was_taken(here):
-    """`mpiddp drill` tells that a script has taken a checkpoint in which one bit had changed."""
-    done = here.run("drill", "-n", "1", "--only", "flip", "--seed", "3", DRILLED, "{out}")
-    assert done.code == 1, done.stderr
-    assert "flip: the damaged checkpoint was taken: " in done.stdout
+FAILS = (
+    "import torch.distributed as dist\ndist.init_process_group('gloo')\nraise KeyError('its own')\n"
+)
 
 
-def test_drill_tells_which_ranks_write_one_file(here):
-    """`mpiddp drill` tells which ranks write one file."""
-    done = here.run("drill", *here.where(2), "--only", "none", DRILLED, "{out}", "all ranks")
-    assert done.code == 1, done.stderr
-    assert "none: ranks 0, 1 write one file, newest.tmp.\n" in done.stdout
+@pytest.mark.parametrize(
+    ("only", "defect", "sentence"),
+    [
+        ("flip", "", "flip: the damaged checkpoint was taken: "),
+        ("none", "all ranks", "none: ranks 0, 1 write one file, newest.tmp.\n"),
+        ("kill", "fails", "the undisturbed run ended with code 1: KeyError: 'its own'."),
+    ],
+    ids=["a damaged checkpoint", "one file of two ranks", "an error of its own"],
+)
+def test_drill_tells_what_is_wrong(here, only, defect, sentence):
+    """`mpiddp drill` tells that a script takes a checkpoint in which one bit has changed, that ranks write
+    one file, and the error of a script that fails by itself.
+    """
+    script = here.script(FAILS) if defect == "fails" else DRILLED
+    options = (*here.where(2), "--only", only, "--seed", "3")
+    assert sentence in here.run("drill", *options, script, "{out}", defect).assert_code(1).stdout
 
 
 def test_drill_stops_and_resumes(here, tmp_path):
     """`mpiddp drill` stops a script, damages its checkpoint, resumes it, and compares the weights."""
     job = example(tmp_path / "job", every=5)
     options = ("--only", "sigterm,flip", "--seed", "3", "--json", "--work", "kept")
-    done = here.run("drill", "-n", "2", *options, job)
-    assert done.code == 0, done.stderr + done.stdout
+    faults = results(here.run("drill", "-n", "2", *options, job).assert_ok())
     assert (here.folder / "kept").is_dir()
-    found = results(done)
-    assert [each["codes"] for each in found.values()] == [[0], [75, 0], [1, 0]]
-    assert [found[name]["steps_lost"] > 0 for name in ("sigterm", "flip")] == [False, True]
-    assert all(found[name]["weights_equal"] for name in ("sigterm", "flip"))
-
-
-def test_drill_of_a_script_that_fails(here):
-    """The drill of a script that fails by itself says its error, on several ranks too."""
-    text = "import torch.distributed as dist\ndist.init_process_group('gloo')\nraise KeyError('its own')\n"
-    done = here.run("drill", *here.where(2), "--only", "kill", here.script(text), "{out}")
-    assert done.code == 1, done.stderr
-    assert "the undisturbed run ended with code 1: KeyError: 'its own'." in done.stdout
-
-
-def test_drill_on_hosts(hosts):
-    """`mpiddp drill` works on several hosts."""
-    options = ("--only", "sigterm", "--seed", "3", "--json")
-    done = hosts.run("drill", *options, *hosts.where(2), DRILLED, "{out}")
-    assert done.code == 0, done.stderr + done.stdout
-    assert [fault for fault, each in results(done).items() if not each["passed"]] == []
+    assert [fault["codes"] for fault in faults.values()] == [[0], [75, 0], [1, 0]]
+    assert [faults[name]["steps_lost"] > 0 for name in ("sigterm", "flip")] == [False, True]
+    assert all(faults[name]["weights_equal"] for name in ("sigterm", "flip"))

@@ -8,15 +8,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.support import forked
 from tests.support.cluster import faults, lacking
 from tests.support.machine import reserved, tool
 from tests.support.patience import slowness, within
-from tests.support.place import Done, Here, Place, eventually, every_mpi, program
+from tests.support.place import Done, Place, eventually, every_mpi, program
 from tests.support.ranks import LAUNCH, mpirun_command
 
 OTHERS = " The other ranks were stopped."
@@ -51,8 +52,7 @@ def failing(place: Place, script: str, how: str, *, mpi: str | None = None) -> D
     job = place.start("launch", *place.where(2), program(script), how, mpi=mpi)
     job.until("ready", times=2)
     with within(ENDED_S):
-        done = job.wait()
-    assert done.code == 1, done.stderr
+        done = job.wait().assert_code(1)
     assert is_named(place, done, how), done.stderr
     eventually(lambda: not place.processes())
     return done
@@ -86,35 +86,31 @@ def test_every_mpi_ends_the_job(hosts, mpi):
 
 
 ENDS_LATE = """
-import atexit, os, threading, time
+import atexit, os, sys, threading, time
+how, where = sys.argv[1:]
 def act():
     time.sleep(0.5)
-    END
+    if how == "kill":
+        os.kill(os.getpid(), 9)
+    os._exit(3)
 if os.environ["RANK"] == "1":
-    START
+    start = {"thread": threading.Thread(target=act).start, "atexit": lambda: atexit.register(act)}
+    start[where]()
 """
-THREAD = "threading.Thread(target=act).start()"
 
 
 @pytest.mark.parametrize(
-    ("end", "start", "how"),
-    [
-        ("os.kill(os.getpid(), 9)", THREAD, "kill"),
-        ("os._exit(3)", THREAD, "exit"),
-        ("os._exit(3)", "atexit.register(act)", "exit"),
-    ],
-    ids=["kill", "exit", "exit in atexit"],
+    ("how", "where"), [("kill", "thread"), ("exit", "thread"), ("exit", "atexit")]
 )
-def test_the_end_after_the_main_part(here, end, start, how):
+def test_the_end_after_the_main_part(here, how, where):
     """A job fails if a rank fails after its main part, in a thread or in an atexit handler."""
-    script = here.script(ENDS_LATE.replace("END", end).replace("START", start))
-    done = here.run("launch", *here.where(2), script)
-    assert done.code == 1
+    job = (here.script(ENDS_LATE), how, where)
+    done = here.run("launch", *here.where(2), *job).assert_code(1)
     assert is_named(here, done, how), done.stderr
 
 
 RECORDED = """
-import os, sys, time
+import os, time
 from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
@@ -132,46 +128,29 @@ except RuntimeError:
 
 def test_the_error_that_torch_recorded(here):
     """The error line of a rank that exits silently has the error that torch's @record wrote."""
-    done = here.run("launch", *here.where(2), here.script(RECORDED))
-    assert done.code == 1
+    done = here.run("launch", *here.where(2), here.script(RECORDED)).assert_code(1)
     assert re.match(r"rank 1 on .* RuntimeError: a bug of rank 1", verdict(done)), done.stderr
 
 
-FILLS_A_DISK = """
-import os, sys
-print("Host key verification failed.", file=sys.stderr, flush=True)
-if os.environ["RANK"] == "1":
-    open("/dev/full", "w").write("x" * 100_000)
-sys.stdin.read()
-"""
-
-
-def test_a_known_cause(here):
-    """A failure whose cause is known is followed by its cause and its fix."""
-    done = here.run("launch", *here.where(2), here.script(FILLS_A_DISK))
-    assert done.code == 1
-    named = f"rank 1 on {here.hosts[0]} failed first: OSError: [Errno 28] No space"
-    assert verdict(done).startswith(named)
-    (cause,) = [line for line in done.said if "has a known cause" in line]
-    assert cause.startswith('"No space left on device" has a known cause.')
-
-
-JOINS = {
-    "torch": "import torch.distributed as dist; dist.init_process_group('gloo')",
-    "mpiddp": "import mpiddp; mpiddp.init(backend='gloo')",
-    "nothing": "",
-}
-
-
 @pytest.mark.parametrize(
-    ("joins", "method"), [("torch", "spawn"), ("mpiddp", "forkserver"), ("nothing", "spawn")]
+    ("joins", "method"),
+    [
+        ("import torch.distributed as dist; dist.init_process_group('gloo')", "spawn"),
+        ("import mpiddp; mpiddp.init(backend='gloo')", "forkserver"),
+        ("", "spawn"),
+    ],
+    ids=["by torch", "by mpiddp", "it does not"],
 )
 def test_a_missing_main_guard(here, joins, method):
-    """A script that its DataLoader's workers run again is told that, and not of a port that is in use."""
+    """A failure whose cause is known is followed by its cause and its fix.
+
+    For example, a script that its DataLoader's workers run again is told that, and not of a port that is in
+    use. The known failure of another program, in the script's own words, is no cause.
+    """
+    prints = "import sys; print('Host key verification failed.', file=sys.stderr, flush=True)"
     loader = f"DataLoader([1, 2], num_workers=1, multiprocessing_context='{method}')"
-    script = f"{JOINS[joins]}\nfrom torch.utils.data import DataLoader\nlist({loader})\n"
-    done = here.run("launch", *here.where(2), here.script(script))
-    assert done.code == 1
+    text = f"{prints}\n{joins}\nfrom torch.utils.data import DataLoader\nlist({loader})\n"
+    done = here.run("launch", *here.where(2), here.script(text)).assert_code(1)
     (cause,) = [line for line in done.said if "has a known cause" in line]
     assert 'Fix: Put the main part under `if __name__ == "__main__":`' in cause
     assert "port" not in cause.partition("known cause")[2]
@@ -212,8 +191,8 @@ def memory_limited(limit_bytes: int) -> Iterator[list[str]]:
     """
     is_v2 = (CGROUPS / "cgroup.controllers").exists()
     parent = CGROUPS if is_v2 else CGROUPS / "memory"
-    v1, v2 = ("memory.limit_in_bytes", "memory.swappiness"), ("memory.max", "memory.swap.max")
-    limits = v2 if is_v2 else v1
+    limit = "memory.max" if is_v2 else "memory.limit_in_bytes"
+    swap = "memory.swap.max" if is_v2 else "memory.swappiness"
     group = parent / f"mpiddp-test-{os.getpid()}"
     try:
         if is_v2:
@@ -222,9 +201,9 @@ def memory_limited(limit_bytes: int) -> Iterator[list[str]]:
     except OSError as error:
         lacking(f"needs root, and a control group of memory below {parent}: {error}")
     try:
-        (group / limits[0]).write_text(str(limit_bytes))
-        if (group / limits[1]).exists():  # not every kernel can swap
-            (group / limits[1]).write_text("0")
+        (group / limit).write_text(str(limit_bytes))
+        if (group / swap).exists():  # not every kernel can swap
+            (group / swap).write_text("0")
         yield ["sh", "-c", ENTER, str(group)]
     finally:
         group.rmdir()
@@ -243,9 +222,8 @@ def test_a_kill_for_lack_of_memory(here):
     """If the kernel kills a rank for lack of memory, the error says so once, with the memory limit."""
     script = here.script(LACKS_MEMORY)
     with memory_limited(3 << 29) as enter:
-        done = here.run(*enter, *LAUNCH, *here.where(2), script)
+        done = here.run(*enter, *LAUNCH, *here.where(2), script).assert_code(1)
         eventually(lambda: not here.processes())
-    assert done.code == 1
     limit = "its control group's limit of 1.6 GB was reached (oom_kill)"
     assert any(limit in line for line in done.said), done.stderr
     assert "Traceback" not in done.stderr  # that of rank 0, which has lost the connection
@@ -254,79 +232,71 @@ def test_a_kill_for_lack_of_memory(here):
 # --- a rank that leaves with code 0 ---
 
 
+# The rank of the first argument leaves, as the second one says.
 LEAVES = """
-import os, sys, time
-import torch, torch.distributed as dist
-who, how = sys.argv[1:]
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-if who == os.environ["RANK"]:
-    os._exit(0)
-time.sleep(5)  # longer than it takes the launcher to end a failed job
-dist.distributed_c10d._get_default_store().set("key", "value")  # the store outlives rank 0
-print("went on", flush=True)
-if how == "raise":
-    raise RuntimeError("the other one is missing")
-os._exit(0)
-"""
-
-
-LEAVES_THE_OTHERS = """
 import atexit, os, signal, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 who, how = sys.argv[1:]
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))  # it keeps its group
 model(torch.ones(1)).sum().backward()
 if dist.get_rank() == int(who):
+    if how.startswith("os._exit"):
+        os._exit(0)
     if how == "destroy":
         dist.destroy_process_group()
     if how == "SIGTERM":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         os.kill(os.getpid(), signal.SIGTERM)
-    sys.exit(int(how) if how.isdigit() else 0)
-if how == "2":
+    sys.exit(2 if how == "code 2" else 0)
+if how.startswith("os._exit"):
+    time.sleep(5)  # longer than it takes the launcher to end a failed job
+    dist.distributed_c10d._get_default_store().set("key", "value")  # the store outlives rank 0
+    print("went on", flush=True)
+    if how == "os._exit, then an error":
+        raise RuntimeError("the other one is missing")
+    os._exit(0)
+if how == "code 2":
     atexit.register(time.sleep, 2)  # this rank is ended before it has ended itself
 dist.barrier()
 """
+CODE_2 = rf"rank 1 on \S+ ended first, with exit code 2\.{re.escape(OTHERS)}"
 EARLY = r"rank {} on \S+ ended early, with exit code 0\. Then rank {} on \S+ {} first.*"
 
 
 @pytest.mark.parametrize(
-    ("who", "how", "named"),
+    ("place", "restarts", "who", "how", "named"),
     [
-        ("1", "0", EARLY.format(1, 0, "failed")),
-        ("1", "2", rf"rank 1 on \S+ ended first, with exit code 2\.{re.escape(OTHERS)}"),
-        ("0", "destroy", EARLY.format(0, 1, "failed")),
-        ("0", "SIGTERM", EARLY.format(0, 1, "failed")),
+        ("here", 1, "1", "code 0", EARLY.format(1, 0, "failed")),
+        ("here", 1, "1", "code 2", CODE_2),
+        ("here", 1, "0", "destroy", EARLY.format(0, 1, "failed")),
+        ("here", 1, "0", "SIGTERM", EARLY.format(0, 1, "failed")),
+        ("hosts", 0, "0", "code 0", EARLY.format(0, 1, "failed")),
+        ("hosts", 0, "0", "command", EARLY.format(0, 1, "ended")),
     ],
+    ids=["code 0", "code 2", "destroy", "SIGTERM", "another host", "a command"],
+    indirect=["place"],
 )
-def test_a_rank_that_leaves_the_others(here, who, how, named):
-    """A rank that leaves while others wait for it is named, and the job restarts, after code 2 too."""
-    script = here.script(LEAVES_THE_OTHERS)
-    done = here.run("launch", *here.where(2), "--max-restarts", "1", script, who, how)
-    assert done.code == 1
-    ends = [line for line in done.said if re.fullmatch(named, line)]
-    assert len(ends) == 2, done.stderr
+def test_a_rank_that_leaves_the_others(place, restarts, who, how, named):
+    """A rank that leaves while others wait for it is named, and the job restarts, after code 2 too.
+
+    So is a rank 0 for which other hosts wait, also if it is a command.
+    """
+    script = place.script(LEAVES)
+    program = ["--", sys.executable, script] if how == "command" else [script]
+    options = (*place.where(2), "--max-restarts", str(restarts))
+    done = place.run("launch", *options, *program, who, how).assert_code(1)
+    assert len([line for line in done.said if re.fullmatch(named, line)]) == 1 + restarts, (
+        done.stderr
+    )
 
 
-@pytest.mark.parametrize("kind", ["script", "command"])
-def test_rank_0_leaves_other_hosts(hosts, kind):
-    """A rank 0 that leaves while other hosts wait for it is named, also if it is a command."""
-    script = hosts.script(LEAVES_THE_OTHERS)
-    program = ["--", sys.executable, script] if kind == "command" else [script]
-    done = hosts.run("launch", *hosts.where(2), *program, "0", "0")
-    assert done.code == 1
-    how = "ended" if kind == "command" else "failed"
-    assert re.fullmatch(EARLY.format(0, 1, how), verdict(done)), done.stderr
-
-
-@pytest.mark.parametrize(("who", "how"), [("0", ""), ("1", "raise")])
+@pytest.mark.parametrize(("who", "how"), [("0", "os._exit"), ("1", "os._exit, then an error")])
 def test_ranks_leave(here, who, how):
     """If ranks end by os._exit(0), the others go on. If those fail then, the rank that left is named."""
     done = here.run("launch", *here.where(2), here.script(LEAVES), who, how)
-    assert (done.code, done.stdout) == (bool(how), "went on\n"), done.stderr
+    assert (done.code, done.stdout) == (how != "os._exit", "went on\n"), done.stderr
     assert "frame #" not in done.stderr
-    if not how:
+    if done.code == 0:
         assert done.said == []
     else:
         assert re.match(rf"rank 1 on {here.hosts[0]} .*(ended|exited)", verdict(done)), done.stderr
@@ -365,9 +335,8 @@ def test_a_cut_link(hosts, mpi, script):
     job.until("ready", times=3)
     with faults.unreachable(hosts["node1"]):
         with within(30):  # 12 s alone on the machine
-            done = job.wait()
-        eventually(lambda: not [each for each in hosts.processes() if "python" in each.command])
-    assert done.code == 1
+            done = job.wait().assert_code(1)
+        eventually(lambda: not hosts.processes("python"))
     assert verdict(done) == f"lost node1 (rank 1): the host stopped answering.{OTHERS}"
     assert "-----" not in done.stderr  # mpirun's banner
     eventually(lambda: not hosts.processes())  # sshd and the MPI's daemon, once the link is up
@@ -377,10 +346,8 @@ def test_a_rank_that_cannot_start(hosts):
     """A rank that mpirun cannot start is named with its host, and no error code of mpirun's is a signal."""
     folder = Path("/run/of-node0")
     hosts["node0"].run(["mkdir", folder])
-    launch = [sys.executable, "-m", "mpiddp", "launch", "--no-check", "-H", "node0:1,node1:1"]
-    line = f"cd {folder} && exec {shlex.join([*launch, program('alone.py'), 'never'])}"
-    done = hosts.run("sh", "-c", line)
-    assert done.code == 1
+    job = ("--no-check", "-H", "node0:1,node1:1", program("alone.py"), "never")
+    done = hosts.run("launch", *job, cwd=folder).assert_code(1)
     # mpirun may end the job before rank 0 has reported its start.
     assert re.search(r"rank 1 on node1|before any rank had started\. To check", verdict(done))
     assert not re.search(r"signal|killed|failed first", verdict(done))
@@ -391,37 +358,29 @@ def test_a_host_that_is_lost_at_the_start(hosts):
     job = hosts.start("launch", *hosts.where(3), program("alone.py"), "never")
     eventually(lambda: hosts.processes("--map-by seq"))  # mpirun
     with faults.unreachable(hosts["node1"]), within(40):
-        done = job.wait()
-    assert done.code == 1
+        done = job.wait().assert_code(1)
     # Its rank may have started before, on a loaded machine.
     assert re.match(r"lost node1 (before its ranks started: ssh node1: |\(rank 1\))", verdict(done))
     eventually(lambda: not hosts.processes())
-
-
-def private_files(mark: str) -> list[Path]:
-    """The files with the variables of a job, which has one with this value. All hosts share /tmp."""
-    found = []
-    for path in Path("/tmp").glob("mpiddp-private-*/variables"):
-        with suppress(OSError):
-            found += [path] if mark in path.read_text(encoding="utf-8") else []
-    return found
 
 
 @pytest.mark.parametrize("verdict_of_it", ["drop", "reject with tcp reset"])
 @pytest.mark.parametrize("host", ["node0", "node1"])
 def test_a_firewall(hosts, host, verdict_of_it):
     """A firewall that passes only ssh is named within 20 s, with both hosts and the port. Nothing starts."""
-    mark = f"MARK={hosts.folder.name}"  # in the private files of this job, of all in /tmp
+    mark = hosts.folder.name  # in the file with the variables of this job, of all in /tmp
     with faults.firewall(hosts[host], verdict_of_it), within(20):
-        done = hosts.run("launch", "-x", mark, *hosts.where(3), program("alone.py"), "never")
+        done = hosts.run(
+            "launch", *hosts.where(3), program("alone.py"), "never", env={"MARK": mark}
+        )
     assert (done.code, done.stdout) == (1, "")
     address = re.escape(hosts[host].address)
     why = "no answer in 3 s" if verdict_of_it == "drop" else "Connection refused"
     way = "node1, node2 → node0" if host == "node0" else "no other host reaches node1"
-    assert re.match(
-        rf"(?:mpiddp: )?{way} \({address} tcp/\d+\)( fails)?: {why}\. .*", done.stderr
-    ), done.stderr
-    eventually(lambda: not private_files(hosts.folder.name))
+    sentence = rf"(?:mpiddp: )?{way} \({address} tcp/\d+\)( fails)?: {why}\. .*"
+    assert re.match(sentence, done.stderr), done.stderr
+    find = ("sh", "-c", f"grep -lsF {mark} /tmp/mpiddp-private-*/variables")
+    eventually(lambda: hosts.run(*find).lines == [])
 
 
 @pytest.mark.parametrize("instead", [("--spares", "1"), ("--min-hosts", "2")])
@@ -430,9 +389,11 @@ def test_without_a_host_behind_a_firewall(hosts, instead):
     with faults.firewall(hosts["node1"], "drop"):
         done = hosts.run("launch", *hosts.where(3), *instead, program("identity.py")).assert_ok()
     assert [rank["host"] for rank in done.records] == ["node0", "node2"]
-    (said,) = done.said if instead[0] == "--min-hosts" else done.said[1:]
+    (sentence,) = done.said if instead[0] == "--min-hosts" else done.said[1:]
     address = re.escape(hosts["node1"].address)
-    assert re.match(rf"leaving out a host: .*node1 \({address} tcp/\d+\).*: no answer in 3 s", said)
+    assert re.match(
+        rf"leaving out a host: .*node1 \({address} tcp/\d+\).*: no answer in 3 s", sentence
+    )
 
 
 def test_a_host_that_is_lost_in_the_preflight(hosts):
@@ -490,9 +451,7 @@ dist.destroy_process_group()
 
 def more_steps(job):
     """Wait until rank 0 has made another step."""
-    before = job.stdout
-    eventually(lambda: job.stdout != before or job.process.poll() is not None)
-    assert job.process.poll() is None, job.stderr
+    job.until("step ", times=(job.stdout + job.stderr).count("step ") + 1)
 
 
 def check_steps(hosts, job):
@@ -507,8 +466,8 @@ def check_steps(hosts, job):
 
 # The daemon of each MPI on another host, and the program on the first host that has started the daemons.
 PROGRAMS = {
-    "openmpi5": {"daemon": ("node1", "prted"), "mpirun": ("node0", "prterun")},
-    "mpich": {"daemon": ("node1", "hydra_pmi_proxy"), "mpirun": ("node0", "mpirun")},
+    "openmpi5": {"daemon": "prted", "mpirun": "prterun"},
+    "mpich": {"daemon": "hydra_pmi_proxy", "mpirun": "mpirun"},
 }
 
 
@@ -523,15 +482,15 @@ def test_a_killed_part_of_the_launcher(hosts, mpi, part):
         if part == "launcher":
             job.signal(signal.SIGKILL)
         else:
-            host, name = PROGRAMS[mpi][part]
-            found = [each for each in hosts.processes() if is_program(each.command, name)]
-            hosts.kill(next(each for each in found if each.host == host))
-        done = job.wait()
+            programs = {Path(row.command.partition(" ")[0]).name: row for row in hosts.processes()}
+            hosts.kill(
+                programs[PROGRAMS[mpi][part]]
+            )  # the last of this name, on node1 if it has one
+        done = job.wait().assert_code(-signal.SIGKILL if part == "launcher" else 1)
         eventually(lambda: not hosts.processes())
-    assert done.code == (-signal.SIGKILL if part == "launcher" else 1), done.stderr
     # The ranks of a killed daemon end with it, and are named, for none of them said anything.
-    said = {"daemon": "MPI daemon|rank 1 on node1 ", "mpirun": "mpirun was killed by SIGKILL"}
-    assert part == "launcher" or re.search(said[part], verdict(done)), done.stderr
+    causes = {"daemon": "MPI daemon|rank 1 on node1 ", "mpirun": "mpirun was killed by SIGKILL"}
+    assert part == "launcher" or re.search(causes[part], verdict(done)), done.stderr
 
 
 @pytest.mark.parametrize("mpi", ["openmpi4", "openmpi5"], indirect=True)
@@ -539,11 +498,10 @@ def test_a_lost_connection_to_a_daemon(hosts, mpi):
     """If mpirun loses its ssh to a host, the host is named, also if the ranks save and stop meanwhile."""
     job = hosts.start("launch", *hosts.where(2), program("stops.py"), mpi=mpi)
     job.until("ready", times=2)
-    for each in hosts.processes("sshd: "):
-        if each.host == "node1":
-            hosts.kill(each)
-    done = job.wait()
-    assert done.code == 1, done.stderr
+    for process in hosts.processes("sshd: "):
+        if process.host == "node1":
+            hosts.kill(process)
+    done = job.wait().assert_code(1)
     assert verdict(done).endswith("the MPI daemon on node1 was lost."), done.stderr
     eventually(lambda: not hosts.processes())
 
@@ -563,8 +521,7 @@ def test_a_killed_launcher_leaves_nothing(here):
         launch, env = ("launch", *here.where(1)), {"TMPDIR": sessions}
         job = here.start(*launch, here.script(LEFT_OVER), env=env).until("started", times=2)
         pids = [line.split()[1] for line in job.stdout.splitlines() if line.startswith("started")]
-        job.signal(signal.SIGKILL)
-        job.wait()
+        job.signal(signal.SIGKILL).wait()
         eventually(lambda: not any(Path("/proc", pid).exists() for pid in pids))
         assert [*Path(sessions).iterdir()]
         here.run(*launch, "--", "true", env=env).assert_ok()
@@ -595,24 +552,16 @@ def test_the_error_of_a_second_rank(here, error, is_shown):
 
 
 SURVIVES = """
-import atexit, os, signal, sys, time
+import os, sys, time
 from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
-name, attempt = sys.argv[1], os.environ["TORCHELASTIC_RESTART_COUNT"]
-ready = Path("ready" + attempt)
+ready = "ready" + os.environ["TORCHELASTIC_RESTART_COUNT"]
 if os.environ["RANK"] == "1":
-    while not ready.exists():
+    while not os.path.exists(ready):
         time.sleep(0.02)
     raise ValueError("rank 1 fails")
-memory = SharedMemory(name, create=True, size=1 << 20)
-if attempt == "0":
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
-atexit.register(print, "atexit", attempt, flush=True)
-ready.touch()
-try:
-    time.sleep(6000)
-finally:
-    print("finally", attempt, flush=True)
+memory = SharedMemory(sys.argv[1], create=True, size=1 << 20)
+open(ready, "w")
+time.sleep(6000)
 """
 
 
@@ -623,22 +572,35 @@ def test_a_survivor(here):
     with within(20):  # each survivor gets SIGTERM after one second
         done = here.run("launch", *options, here.script(SURVIVES), name)
     assert (done.code, done.stderr.count("failed first: ValueError: rank 1 fails")) == (1, 2)
-    assert done.lines == ["finally 0", "atexit 0"]
     assert not Path("/dev/shm", name).exists()
     assert not here.processes()
 
 
-NOTES_TIMES = """
-import os, signal, sys, time
+# Rank 1 fails as soon as the other one is alive, which notes the times at which it does something.
+SAVES_LATE = """
+import atexit, os, signal, sys, time, mpiddp
+
 def note(name):
     with open(name, "a") as file:
         print(time.time(), file=file)
+
+def save(*_):
+    note("told")
+    time.sleep(4)
+    note("saved")
+    sys.exit(143)
+
 if os.environ["RANK"] == "1":
     while not os.path.exists("alive"):
         time.sleep(0.02)
     note("failed")
-    sys.exit(3)
-signal.signal(signal.SIGTERM, lambda *_: note("told"))
+    raise ValueError("rank 1 fails")
+atexit.register(note, "ended")
+if sys.argv[1] == "saving":
+    with mpiddp.saving():
+        note("alive")
+        save()
+signal.signal(signal.SIGTERM, save if sys.argv[1] == "SIGTERM" else lambda *_: note("told"))
 while True:
     note("alive")
     time.sleep(0.05)
@@ -648,40 +610,11 @@ while True:
 @pytest.mark.parametrize("command", [(), ("--", sys.executable)], ids=["script", "command"])
 def test_the_time_of_a_survivor(here, command):
     """One second after a failure, the others get SIGTERM, and 3 s later SIGKILL: scripts and commands."""
-    here.run("launch", *here.where(2), *command, here.script(NOTES_TIMES))
-    times = {name: (here.folder / name).read_text().split() for name in ("failed", "told", "alive")}
-    failed, told, killed = (
-        float(times["failed"][0]),
-        float(times["told"][0]),
-        float(times["alive"][-1]),
-    )
+    here.run("launch", *here.where(2), *command, here.script(SAVES_LATE), "stays")
+    times = [(here.folder / name).read_text().split() for name in ("failed", "told", "alive")]
+    failed, told, killed = float(times[0][0]), float(times[1][0]), float(times[2][-1])
     assert 0.9 < told - failed < 2 * slowness()
     assert 2.5 < killed - told < 4 * slowness()
-
-
-SAVES_LATE = """
-import os, signal, sys, time
-import mpiddp
-from pathlib import Path
-
-def save(*_):
-    Path("began").touch()
-    time.sleep(4)
-    Path("saved").touch()
-    sys.exit(143)
-
-if os.environ["RANK"] == "1":
-    while not Path("ready").exists():
-        time.sleep(0.02)
-    raise ValueError("rank 1 fails")
-if sys.argv[1] == "saving":
-    with mpiddp.saving():
-        Path("ready").touch()
-        save()
-signal.signal(signal.SIGTERM, save)
-Path("ready").touch()
-time.sleep(6000)
-"""
 
 
 @pytest.mark.parametrize(
@@ -691,15 +624,11 @@ time.sleep(6000)
 def test_the_save_of_a_survivor(here, how, grace, saved):
     """A survivor's save in flight is awaited; its handler of SIGTERM has --failed-grace seconds."""
     script = here.script(SAVES_LATE)
-    done = here.run("launch", *here.where(2), "--failed-grace", grace, script, how)
-    assert done.code == 1
+    done = here.run("launch", *here.where(2), "--failed-grace", grace, script, how).assert_code(1)
     assert "rank 1 fails. The other ranks were stopped." in done.stderr
-    assert ((here.folder / "began").exists(), (here.folder / "saved").exists()) == (True, saved)
+    notes = [(here.folder / name).exists() for name in ("told", "saved", "ended")]
+    assert notes == [True, saved, saved]
     assert not here.processes()
-
-
-def is_program(command: str, name: str) -> bool:
-    return command.partition(" ")[0].rpartition("/")[2].startswith(name)
 
 
 def test_orphans(hosts):
@@ -709,7 +638,7 @@ def test_orphans(hosts):
     # The rank's own agent may have ended it before the launcher has looked.
     killed = r"killed leftover processes of the job on node1: [1-9]\d*\."
     assert all(re.fullmatch(killed, line) for line in done.said if "leftover" in line), done.stderr
-    eventually(lambda: [each.command for each in hosts.processes()] == ["sleep 6001"])
+    eventually(lambda: [process.command for process in hosts.processes()] == ["sleep 6001"])
     bystander.end()
 
 
@@ -733,10 +662,10 @@ def test_an_orphan_without_its_variables(hosts):
     launch = ("launch", "--log-ranks", "all", *hosts.where(2))
     job = hosts.start(*launch, hosts.script(HIDES)).until("hidden", times=2)
     hidden = "as setproctitle"
-    assert "node1" in {each.host for each in hosts.processes(hidden)}
-    (agent,) = (each for each in hosts.processes("mpiddp run") if each.host == "node1")
+    assert "node1" in {process.host for process in hosts.processes(hidden)}
+    (agent,) = (agent for agent in hosts.processes("mpiddp run") if agent.host == "node1")
     hosts.kill(agent)
-    assert job.wait().code == 1
+    job.wait().assert_code(1)
     eventually(lambda: not hosts.processes(hidden))
 
 
@@ -753,12 +682,10 @@ def test_an_orphan_without_its_variables(hosts):
 )
 def test_a_command(here, mpi, end, reason):
     """A command that fails ends the job, and every process that the commands started."""
-    text = (
-        f"if [ $RANK = 0 ]; then setsid sleep 6000 & trap '' TERM; sleep 6001; fi; sleep 1; {end}"
-    )
+    stays = "setsid sleep 6000 & trap '' TERM; sleep 6001"
+    command = ("--", "bash", "-c", f"if [ $RANK = 0 ]; then {stays}; fi; sleep 1; {end}")
     with within(10):  # rank 0 ignores SIGTERM, and gets SIGKILL after 3 s
-        done = here.run("launch", *here.where(2), "--", "bash", "-c", text, mpi=mpi)
-    assert done.code == 1
+        done = here.run("launch", *here.where(2), *command, mpi=mpi).assert_code(1)
     assert verdict(done) == f"rank 1 on {here.hosts[0]} {reason}.{OTHERS}"
     eventually(lambda: not here.processes())
 
@@ -766,8 +693,8 @@ def test_a_command(here, mpi, end, reason):
 def test_a_script_within_a_command(here):
     """If a Python script within a command fails, its error is named, and not only the command's exit code."""
     line = shlex.join([sys.executable, program("alone.py"), "raise"])
-    done = here.run("launch", *here.where(2), "--", "bash", "-c", f"{line}; exit $?")
-    assert done.code == 1
+    command = ("--", "bash", "-c", f"{line}; exit $?")
+    done = here.run("launch", *here.where(2), *command).assert_code(1)
     assert is_named(here, done, "raise"), done.stderr
 
 
@@ -777,24 +704,12 @@ def test_a_raw_mpirun(here, how, code):
     job = [program("one_fails.py" if how == "raise" else "alone.py"), how]
     if how == "command":
         job = ["--", "sh", "-c", "[ $RANK = 1 ] && exit 3; sleep 6000"]
-    done = here.run(*mpirun_command(2, "-m", "mpiddp", "run", *job))
-    assert done.code == code
+    done = here.run(*mpirun_command(2, "-m", "mpiddp", "run", *job)).assert_code(code)
     named = re.findall(r"^mpiddp: rank \d on .*", done.stderr, re.MULTILINE)
     assert len(named) == (how != "raise"), done.stderr  # Python's traceback says it
-    assert all(each.startswith("mpiddp: rank 1 on ") for each in named)
+    assert all(line.startswith("mpiddp: rank 1 on ") for line in named)
     assert ("RuntimeError: a bug" in done.stderr) == (how == "raise")
     eventually(lambda: not here.processes())
-
-
-def by_variables(here: Here, script: str) -> list[Done]:
-    """Run a script as two ranks that know nothing but the variables of torch."""
-    with reserved("127.0.0.1") as reservation:
-        port = str(reservation.getsockname()[1])
-        env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-        env |= {"MASTER_PORT": port}
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        jobs = [here.start("python", script, env={**env, **rank}) for rank in ranks]
-        return [job.wait() for job in jobs]
 
 
 CATCHES_ITS_ERROR = """
@@ -819,7 +734,11 @@ with mpiddp.process_group(backend="gloo"):
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3)])
 def test_ranks_without_any_launcher(here, end, code):
     """Without any launcher, a rank that fails ends the others. An error that the script catches does not."""
-    first, second = by_variables(here, here.script(CATCHES_ITS_ERROR.replace("ENDS", end)))
+    script = here.script(CATCHES_ITS_ERROR.replace("ENDS", end))
+    with reserved("127.0.0.1") as reservation:
+        ranks = forked.variables(["localhost"] * 2, *reservation.getsockname())
+        jobs = [here.start("python", script, env=env) for env in ranks]
+        first, second = (job.wait() for job in jobs)
     assert (first.code, second.code) == (min(code, 1), code), (first, second)
     assert (first.stdout, second.stdout) == ("2\n", "2\n")
     lost = "mpiddp: rank 0 on {0}: lost the connection to rank 1 on {0}; exiting.\n".format(

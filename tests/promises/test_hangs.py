@@ -5,15 +5,12 @@ import re
 import signal
 import socket
 import sys
-import textwrap
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.support.patience import within
-from tests.support.place import Here, Place, eventually, program
+from tests.support.place import Place, eventually, program
 from tests.support.ranks import ROOT, mpirun_command
 from tests.support.terminal import in_a_terminal
 
@@ -23,28 +20,51 @@ LONG_GRACE = ("--grace", "600")
 # --- without an option ---
 
 
+# A training that knows nothing of mpiddp. Rank 1 waits at step 5 for a pipe that nobody writes to. Without a
+# pipe, it works ten times as long as the other in every step, and the training does not end.
+UNMODIFIED = """
+import sys, time, torch, torch.distributed as dist
+from itertools import count
+from pathlib import Path
+
+def load(path):
+    return path.read_text(encoding="utf-8")
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+is_slow, pipe = dist.get_rank() == 1, Path(sys.argv[1]) if sys.argv[1:] else None
+for step in range(10) if pipe else count():
+    if pipe and step == 5 and is_slow:
+        load(pipe)
+    until = time.thread_time() + (0.0 if pipe else 0.1 if is_slow else 0.01)
+    while time.thread_time() < until:
+        pass
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
 def test_a_hang_of_any_script(here):
     """If any script hangs, a line says which rank has not entered which collective, above its stack."""
     pipe = here.folder / "pipe"
     os.mkfifo(pipe)
-    job = here.start("launch", *here.where(3), program("unmodified.py"), str(pipe))
+    job = here.start("launch", *here.where(3), here.script(UNMODIFIED, "unmodified.py"), str(pipe))
     job.until("has not entered")
     pipe.write_text("")  # what rank 1 has waited for
     done = job.wait().assert_ok()
     sentence, *stack = done.said
-    hosts = here.hosts_of(3)
     call = r"all_reduce no\. \d+ \(float32, 20\), for which ranks 0, 2 have waited \d+ s"
     is_in = r'it is in load \(unmodified\.py:\d+\): return path\.read_text\(encoding="utf-8"\)\.'
-    named = rf"rank 1 on {hosts[1]} has not entered {call}; {is_in}"
+    named = rf"rank 1 on {here.hosts[0]} has not entered {call}; {is_in}"
     assert re.fullmatch(named, sentence), sentence
     assert [line.split()[-1] for line in stack if "unmodified.py" in line] == ["<module>", "load"]
 
 
 def test_a_straggler(here):
     """A rank for which the others wait is named with its share of the time, also in `mpiddp top`."""
-    job = here.start("launch", *here.where(2), program("unmodified.py"), env=viewed(here))
-    job.until("is a straggler")
-    top = here.run("top", str(job.pid), env=viewed(here)).stdout
+    job = here.start("launch", *here.where(2), here.script(UNMODIFIED)).until("is a straggler")
+    top = here.run("top", str(job.pid)).stdout
     named = rf"rank 1 on {here.hosts[0]} is a straggler"
     share = r"the others wait for it in \d\d% of the time\.$"
     assert re.search(rf"^mpiddp: {named}: {share}", job.stderr, re.MULTILINE)
@@ -70,8 +90,7 @@ dist.all_reduce(numbers, dist.ReduceOp.MAX)
 def test_a_timeout_of_a_collective(place):
     """When torch's own timeout ends a collective, one line says which rank had not come, and its line."""
     script = place.script(COLLECTIVES, "waits.py")
-    done = place.run("launch", *place.where(2), script, "sleeps", "8")
-    assert done.code == 1
+    done = place.run("launch", *place.where(2), script, "sleeps", "8").assert_code(1)
     is_in = re.escape("it is in <module> (waits.py:10): time.sleep(6000).")
     call = r"all_reduce no\. 2 \(float32, 8\), for which rank 0 has waited \d+ s"
     named = rf"rank 1 on {place.hosts_of(2)[1]} has not entered {call}; {is_in}"
@@ -81,58 +100,54 @@ def test_a_timeout_of_a_collective(place):
 def test_collectives_that_differ(here):
     """If the ranks call different collectives, one line names both calls and both lines of the script."""
     script = here.script(COLLECTIVES, "differs.py")
-    done = here.run("launch", "--hang-timeout", "8", *here.where(2), script, "differs", "600")
-    assert done.code == 1
+    options = ("--hang-timeout", "8", *here.where(2))
+    done = here.run("launch", *options, script, "differs", "600").assert_code(1)
     one, other = (f"rank {rank} on {host}" for rank, host in enumerate(here.hosts_of(2)))
     calls = f"all_reduce no. 2 (float32, 8) of {one}, broadcast no. 2 (float32, 8) of {other}"
-    (line,) = (each for each in done.said if "different collectives" in each)
+    (line,) = (line for line in done.said if "different collectives" in line)
     assert line.startswith(f"the ranks have called different collectives: {calls}; "), line
 
 
 # --- --hang-timeout ---
 
 
-# What is said of rank 1, whose stack follows; "" if it cannot tell that itself.
-STUCK = {
-    "lock": (r"is in wait_for_a_lock \(alone\.py:\d+\): lock\.acquire\(\)", "in wait_for_a_lock"),
-    "stop": ("does not answer: stopped, or stuck in native code", ""),
-    "native": (
-        r"is in hold_the_interpreter \(alone\.py:\d+\): ctypes\.\S+",
-        "in hold_the_interpreter",
-    ),
-}
-
-
 @pytest.mark.parametrize(
-    ("place", "how"), [("here", "lock"), ("hosts", "stop"), ("hosts", "native")], indirect=["place"]
+    ("place", "how", "function", "line"),
+    [
+        ("here", "lock", "wait_for_a_lock", r"lock\.acquire\(\)"),
+        ("hosts", "stop", "", ""),
+        ("hosts", "native", "hold_the_interpreter", r"ctypes\.\S+"),
+    ],
+    indirect=["place"],
 )
-def test_hang_timeout(place, how):
+def test_hang_timeout(place, how, function, line):
     """--hang-timeout ends a job that hangs, and shows the Python stack of the rank at fault."""
-    sentence, frame = STUCK[how]
     options = ("--hang-timeout", "10", *place.where(2))
     with within(40):
-        done = place.run("launch", *options, program("one_fails.py"), how)
-    assert done.code == 1
+        done = place.run("launch", *options, program("one_fails.py"), how).assert_code(1)
     call = r"all_reduce no\. \d+ \(float32, 1\), for which rank 0 has waited \d+ s"
-    named = rf"rank 1 on {place.hosts_of(2)[1]} has not entered {call}; it {sentence}\."
-    assert any(re.fullmatch(named, line) for line in done.said), done.stderr
+    where = rf"is in {function} \(alone\.py:\d+\): {line}"
+    silent = "does not answer: stopped, or stuck in native code"
+    named = rf"rank 1 on {place.hosts_of(2)[1]} has not entered {call}; it {where if line else silent}\."
+    assert any(re.fullmatch(named, said) for said in done.said), done.stderr
     assert done.said[-1] == "the job hung and was stopped."
-    frames = re.findall(r'alone\.py", line \d+,? (in \w+)', done.stderr)
-    assert frame in frames if frame else not frames, done.stderr
+    shown = re.findall(r'alone\.py", line \d+,? in (\w+)', done.stderr)
+    assert function in shown if function else not shown, done.stderr
     eventually(lambda: not place.processes())
+
+
+HALF = """
+import os, time, torch.distributed as dist
+if os.environ["RANK"] == "1":
+    time.sleep(6000)
+dist.init_process_group("gloo")
+"""
 
 
 def test_a_hang_before_the_group(here):
     """If one rank never forms the process group, the stacks say where it is, and where the others wait."""
-    text = """
-    import os, time, torch.distributed as dist
-    if os.environ["RANK"] == "1":
-        time.sleep(6000)
-    dist.init_process_group("gloo")
-    """
-    script = here.script(textwrap.dedent(text), "half.py")
-    done = here.run("launch", "--hang-timeout", "10", *here.where(2), script)
-    assert done.code == 1
+    script = here.script(HALF, "half.py")
+    done = here.run("launch", "--hang-timeout", "10", *here.where(2), script).assert_code(1)
     one, other = (f"rank {rank} on {host}" for rank, host in enumerate(here.hosts_of(2)))
     waits = f'{one} is in <module> (half.py:5): dist.init_process_group("gloo")'
     sentence, *stacks = done.said
@@ -142,32 +157,26 @@ def test_a_hang_before_the_group(here):
 
 
 ALONE = """\
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 import mpiddp
 with mpiddp.process_group(backend="gloo") as world:
     checkpoints = mpiddp.Checkpoints("run")
-    {first}
-    if world.rank == {rank}:
-        checkpoints.save(1, {{"a": torch.ones(1)}})
-    {then}
+    if sys.argv[1] == "0":
+        checkpoints.resume()
+    if world.rank == int(sys.argv[1]):
+        checkpoints.save(1, {"a": torch.ones(1)})
+    if sys.argv[1] == "0":
+        dist.barrier()
 """
 
 
-@pytest.mark.parametrize(
-    ("rank", "first", "then", "lines"),
-    [
-        (0, "checkpoints.resume()", "dist.barrier()", [7]),  # the other rank waits for it
-        (1, "pass", "pass", [7]),  # the other rank has ended
-    ],
-)
-def test_a_save_of_one_rank_alone(here, rank, first, then, lines):
+@pytest.mark.parametrize("rank", ["0", "1"], ids=["the other one waits", "the other one has ended"])
+def test_a_save_of_one_rank_alone(here, rank):
     """After `if rank == 0: save()`, the hang's line names the script's own lines, and no file of mpiddp."""
-    script = here.script(ALONE.format(rank=rank, first=first, then=then), "one.py")
-    done = here.run("launch", "--hang-timeout", "10", *here.where(2), script)
-    assert done.code == 1
+    options = ("--hang-timeout", "10", *here.where(2))
+    done = here.run("launch", *options, here.script(ALONE, "one.py"), rank).assert_code(1)
     sentence = next(line for line in done.said if "is in" in line)
-    places = re.findall(r"is in <module> \((\w+\.py:\d+)\)", sentence)
-    assert sorted(places) == [f"one.py:{line}" for line in lines], sentence
+    assert re.findall(r"is in <module> \((\w+\.py:\d+)\)", sentence) == ["one.py:8"], sentence
 
 
 ONE_STAYS = """
@@ -184,8 +193,7 @@ def test_the_others_are_done(here, is_command):
     script = here.script(ONE_STAYS, "one_stays.py")
     command = ("--", "sh", "-c", f"{sys.executable} {script}; exit $?")
     options = ("--hang-timeout", "10", *here.where(2))
-    done = here.run("launch", *options, *(command if is_command else (script,)))
-    assert done.code == 1
+    done = here.run("launch", *options, *(command if is_command else (script,))).assert_code(1)
     assert any(f": rank 0 on {here.hosts[0]} is in " in line for line in done.said), done.stderr
     assert f'File "{script}", line 5, in <module>' in done.stderr
     assert done.said[-1] == "the job hung and was stopped."
@@ -199,30 +207,23 @@ def test_ctrl_z(here):
     time.sleep(12)  # longer than --hang-timeout
     job.signal(signal.SIGCONT)
     job.until("step ", times=job.stdout.count("step ") + 2)
-    job.signal(signal.SIGTERM)
-    done = job.wait()
-    assert done.code == 75, done.stderr
+    done = job.signal(signal.SIGTERM).wait().assert_code(75)
     assert "hung" not in done.stderr
 
 
 # --- a start that hangs ---
 
 
-# Python runs it at its start. Rank 1 then imports `trouble`.
+# Python runs it at its start, which does not end on rank 1.
 SITECUSTOMIZE = """
-import os, sys
+import os, time
 if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
-    sys.path.insert(1, os.path.join(os.path.dirname(__file__), "site-packages"))
-    import trouble
+    time.sleep(6000)
 """
 
 
 def troubled(place: Place) -> dict[str, str]:
     """The variables under which the Python of rank 1 does not start."""
-    # By this name, or the ranks would have other files than their neighbours.
-    trouble = place.folder / "site-packages"
-    trouble.mkdir()
-    (trouble / "trouble.py").write_text("import time\ntime.sleep(6000)\n")
     place.script(SITECUSTOMIZE, "sitecustomize.py")
     return {"PYTHONPATH": f"{place.folder}:{ROOT}"}
 
@@ -230,7 +231,6 @@ def troubled(place: Place) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("place", "mpi"),
     [("here", "openmpi5"), ("hosts", "openmpi5"), ("hosts", "intelmpi")],
-    ids=["here", "hosts", "hosts under Intel MPI"],
     indirect=True,
 )
 def test_a_rank_that_does_not_join(place, mpi):
@@ -256,11 +256,10 @@ def test_a_missing_rank_of_a_raw_mpirun(here):
     eventually(lambda: not here.processes())
 
 
-def viewed(here: Here) -> dict[str, str]:
-    """A folder of its own for the sockets of the viewers."""
-    return {"XDG_STATE_HOME": str(here.folder)}
+# --- watched from another terminal ---
 
 
+TOP = (sys.executable, "-m", "mpiddp", "top")
 # Jobs of other tests run at the same time, so the only one is named to it.
 STOPS_THE_ONLY_JOB = """
 import sys
@@ -275,21 +274,19 @@ sys.exit(cli.main(["stop"]))
 def test_a_job_is_watched_and_stopped(here):
     """From another terminal, `mpiddp ps`, `top`, `stacks` and `stop` list, watch, inspect and stop a job."""
     os.mkfifo(here.folder / "pipe")
+    env = {"XDG_STATE_HOME": str(here.folder)}  # the viewers' sockets are in it
     script = [program("one_fails.py"), "load", str(here.folder)]
-    job = here.start("launch", *LONG_GRACE, *here.where(2), *script, env=viewed(here))
+    job = here.start("launch", *LONG_GRACE, *here.where(2), *script, env=env)
     pid = str(job.until("ready", times=2).pid)
 
     def view(*arguments: str) -> list[str]:
-        done = here.run(*arguments, env=viewed(here)).assert_ok()
+        done = here.run(*arguments, env=env).assert_ok()
         assert done.stderr == ""
         return done.lines
 
-    def until(holds: Callable[[], bool]) -> None:
-        eventually(holds, poll_s=0.3)
-
     # Rank 1 waits in load() for the pipe, and rank 0 for rank 1.
     is_in_load = rf"rank 1 on {here.hosts[0]} is in load \(alone\.py:\d+\): "
-    until(lambda: bool(re.search(is_in_load, view("stacks", pid)[0])))
+    eventually(lambda: re.search(is_in_load, view("stacks", pid)[0]), poll_s=0.3)
     text = "\n".join(view("stacks", pid, "--rank", "1"))
     assert re.search(r'alone\.py", line \d+, in load', text)
     # Without the frames of Python's and mpiddp's own that start it.
@@ -302,14 +299,14 @@ def test_a_job_is_watched_and_stopped(here):
     for path in [*here.folder.glob("mpiddp/*/job-*/job")] * 20:
         viewers.append(socket.socket(socket.AF_UNIX))
         viewers[-1].connect(str(path))
-    Path(here.folder / "pipe").write_text("", encoding="utf-8")
+    (here.folder / "pipe").write_text("")
 
     def steps() -> list[str]:
         table = [line.split() for line in view("top", pid, "--once")[-2:]]
         assert [row[:1] + row[2:3] for row in table] == [["0", "running"], ["1", "running"]]
         return [row[3] for row in table]
 
-    until(lambda: all(each.isdigit() and int(each) > 100 for each in steps()))
+    eventually(lambda: all(step.isdigit() and int(step) > 100 for step in steps()), poll_s=0.3)
     for viewer in viewers:
         viewer.close()
     # A rank's last line.
@@ -317,22 +314,35 @@ def test_a_job_is_watched_and_stopped(here):
 
     # Without a name, it asks at a terminal, and refuses elsewhere.
     stop = (sys.executable, here.script(STOPS_THE_ONLY_JOB, "stops_the_only_job.py"), pid)
-    refused = here.run(*stop, env=viewed(here))
-    assert refused.said == [
-        f"mpiddp stop asks at a terminal alone. Name the job: mpiddp stop {pid}"
-    ]
-    with in_a_terminal(*stop, cwd=here.folder, **viewed(here)) as asks:
+    refusal = f"mpiddp stop asks at a terminal alone. Name the job: mpiddp stop {pid}"
+    assert here.run(*stop, env=env).said == [refusal]
+    with in_a_terminal(*stop, cwd=here.folder, **env) as asks:
         asks.until(rf"stop job {pid} \(one_fails\.py\)\? \[y/N\] ").types("n\n")
         assert asks.wait() == 0
 
-    top = (sys.executable, "-m", "mpiddp", "top", pid)
-    with in_a_terminal(*top, cwd=here.folder, **viewed(here)) as shown:
+    with in_a_terminal(*TOP, pid, cwd=here.folder, **env) as shown:
         shown.until("running")
         job.signal(signal.SIGSTOP)  # as Ctrl-Z
         (line,) = [line.split() for line in view("ps") if pid in line.split()]
         assert line[-2:] == ["suspended", "-"]
         assert view("stop", pid) == [f"job {pid} (one_fails.py) is requested to stop."]
-        assert job.wait().code == 75
+        job.wait().assert_code(75)
         shown.until(rf"job {pid} \(one_fails\.py\) has ended\.")
         assert shown.wait() == 0
     assert not [*here.folder.glob("mpiddp/*/*")]
+
+
+def test_top_goes_on_across_a_restart(here):
+    """`mpiddp top` at a terminal shows the next attempt of a job that restarts, until the job ends."""
+    script = program("alone.py")
+    job = here.start("launch", "--max-restarts", "1", *here.where(2), script, "never")
+    with in_a_terminal(*TOP, str(job.until("ready", times=2).pid), cwd=here.folder) as shown:
+        shown.until(r"running, 2 ranks on 1 host, step \d+, \S+, attempt 1, ")
+        ranks = [
+            process for process in here.processes(script) if "runtime.script" in process.command
+        ]
+        here.kill(ranks[0])
+        shown.until(r"running, 2 ranks on 1 host, step \d+, \S+, attempt 2, ")
+        job.signal(signal.SIGTERM).wait().assert_code(75)
+        shown.until(r"job \d+ \(alone\.py\) has ended\.")
+        assert shown.wait() == 0

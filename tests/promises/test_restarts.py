@@ -3,31 +3,22 @@
 import itertools
 import json
 import operator
+import os
 import re
 import signal
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-import torch
 
 from mpiddp.protocol.channel import SPARE_NAME
-from tests.programs import elastic
-from tests.programs.elastic import GLOBAL_BATCH, Step
 from tests.support.cluster import faults
 from tests.support.cluster.program import stat_of
-from tests.support.place import Done, Hosts, Job, Process, eventually, program
+from tests.support.place import Done, Here, Hosts, Process, eventually, program
 from tests.support.ranks import ROOT
 
 STOPPING = ": stopping to restart.\n"
-
-
-def listed(file: Path, *hosts: str) -> None:
-    """Replace a hostfile as most editors do. A host is a name, or "NAME slots=2"."""
-    new = file.with_suffix(".new")
-    new.write_text("".join(f"{host if ' ' in host else f'{host} slots=1'}\n" for host in hosts))
-    new.rename(file)
 
 
 # --- how often, and from what ---
@@ -55,8 +46,7 @@ def test_max_restarts(here, succeeds_at, starts, code):
     # An announcement in the environment, from the launcher of an outer job, is ignored.
     outer = {"MPIDDP_ANNOUNCED": '{"global_batch_size": 7, "world_size": 7}'}
     options = (*here.where(3), "--max-restarts", "2")
-    done = here.run("launch", *options, script, str(succeeds_at), env=outer)
-    assert done.code == code, done.stderr
+    done = here.run("launch", *options, script, str(succeeds_at), env=outer).assert_code(code)
     announced = "Announced(global_batch_size=12, world_size=3)"
     assert done.lines == ["3 [] None", *[f"2 ['--resume', 'a b'] {announced}"] * (starts - 1)]
     assert f"(restart {starts - 1} of 2)." in done.stderr
@@ -152,39 +142,33 @@ def test_a_hot_spare(here):
     It has the variables that the script sets before it imports torch. No attempt repeats the random numbers
     of another. One that does not answer is discarded.
     """
-    script, folder = here.script(SPARED), here.folder / "logs"
-    options = (*here.where(1), "--max-restarts", "3", "--log-dir", str(folder))
-    job = here.start("launch", *options, script)
+    script = here.script(SPARED)
+    job = here.start("launch", *here.where(1), "--max-restarts", "3", script)
     for attempt in range(3):
         job.until("is ", times=attempt + 1)
         first = int(IS.findall(job.stdout)[-1][0])
-
-        def spares() -> list[Process]:
-            return [each for each in here.processes(script) if comm_of(each.pid) == SPARE_NAME]
-
-        (spare,) = eventually(spares)
+        (spare,) = eventually(lambda: spares(here, script))
         eventually(lambda spare=spare: waits_with_torch(spare.pid))
         assert cost_of(spare.pid) < 260e6
         if attempt == 2:
             here.kill(spare, signal.SIGSTOP)
-        here.kill(next(each for each in here.processes(script) if each.pid == first))
+        os.kill(first, signal.SIGKILL)
         job.until("is ", times=attempt + 2)
         following = int(IS.findall(job.stdout)[-1][0])
         assert (following == spare.pid) is (attempt < 2)
         if attempt == 2:
-            assert spare.pid not in [each.pid for each in here.processes(script)]
+            assert spare not in here.processes()
     job.wait().assert_ok()
     _, numbers, before = zip(*IS.findall(job.stdout), strict=True)
     assert len({*numbers}) == 4
     assert len({*before}) == 1
     assert before[0].startswith("None ")
-    (record,) = folder.glob("*/attempt_1.jsonl")
-    assert '"kind": "progress"' in record.read_text()
     assert not here.processes()
 
 
-def comm_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+def spares(here: Here, script: str) -> list[Process]:
+    names = {process: Path(f"/proc/{process.pid}/comm") for process in here.processes(script)}
+    return [process for process, name in names.items() if name.read_text() == f"{SPARE_NAME}\n"]
 
 
 def waits_with_torch(pid: int) -> bool:
@@ -224,13 +208,12 @@ def test_what_is_killed_between_two_attempts(here, killed):
     script = here.script("1 / 0", "fails.py")
     job = here.start("launch", *here.where(2), "--max-restarts", "4", script)
     job.until("failed first: ZeroDivisionError", times=4)  # the pause is 4 s now
-    agents = [each for each in here.processes(script) if " run " in each.command]
+    agents = [agent for agent in here.processes(script) if " run " in agent.command]
     if killed == "launcher":
         job.signal(signal.SIGKILL)
     else:
         here.kill(agents[-1])
-        done = job.wait()
-        assert done.code == 1
+        done = job.wait().assert_code(1)
         assert done.stderr.count("failed first: ZeroDivisionError") == 5
     eventually(lambda: not here.processes())
 
@@ -275,21 +258,11 @@ def test_a_host_that_fails_the_first_check(hosts):
         assert "nowhere" in done.stderr
 
 
-FAULTY_HOST = """
-import os, socket, time
-if socket.gethostname() == "node1":
-    os.kill(os.getpid(), 9)
-elif os.environ["WORLD_SIZE"] != "1":
-    time.sleep(6000)
-"""
-
-
 def test_a_host_that_ends_two_attempts(hosts):
     """A host that ended two attempts in a row is left out."""
-    file, script = hosts.folder / "hosts.txt", hosts.script(FAULTY_HOST)
-    listed(file, "node1", "node0")
-    options = ("--hostfile", str(file), "--max-restarts", "2", "--min-hosts", "1")
-    done = hosts.run("launch", *options, script).assert_ok()
+    options = ("-H", "node1:1,node0:1", "--max-restarts", "2", "--min-hosts", "1")
+    text = "[ $(hostname) != node1 ] || kill -9 $$; [ $WORLD_SIZE = 1 ] || exec sleep 6000"
+    done = hosts.run("launch", *options, "--", "sh", "-c", text).assert_ok()
     for sentence in (
         "restarting on node1 and node0 (restart 1 of 2).",
         "leaving out a host: node1 has ended two attempts in a row.",
@@ -301,81 +274,73 @@ def test_a_host_that_ends_two_attempts(hosts):
 # --- hosts that come back, or are added ---
 
 
-@dataclass
+class Step(NamedTuple):
+    """A step as rank 0 has seen it."""
+
+    restarts: int
+    ranks: int
+    number: int
+    samples: int  # over all ranks
+
+
 class Elastic:
-    """A job of elastic.py on the hosts of its own hostfile."""
+    """A job of elastic.py, or of COUNTS, on the hosts of its own hostfile, whose ranks make steps."""
 
-    hosts: Hosts
-    job: Job
-
-    @property
-    def folder(self) -> Path:
-        return self.hosts.folder
+    def __init__(
+        self, hosts: Hosts, names: list[str], ranks: int, *options: str, script: str = ""
+    ) -> None:
+        self.folder = hosts.folder
+        self.list(*names)
+        where = ("--hostfile", str(self.folder / "hosts.txt"), "--lost-after", "10s", *options)
+        arguments = (script or program("elastic.py"), str(self.folder))
+        self.job = hosts.start("launch", *where, *arguments)
+        self.wait_for_ranks(ranks, restarts=0)
 
     @property
     def steps(self) -> list[Step]:
-        return elastic.read_steps(self.folder)
+        """The steps so far, in the order in which they were made."""
+        file = self.folder / "steps"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [Step(*json.loads(line)) for line in lines if line.endswith("\n")]
 
     def list(self, *hosts: str) -> None:
-        listed(self.folder / "hosts.txt", *hosts)
-
-    def touch(self, name: str) -> None:
-        (self.folder / name).touch()
+        """Replace the hostfile as most editors do. A host is a name, or "NAME slots=2"."""
+        new = self.folder / "hosts.new"
+        new.write_text("".join(f"{host if ' ' in host else f'{host} slots=1'}\n" for host in hosts))
+        new.rename(self.folder / "hosts.txt")
 
     def wait_for_ranks(self, ranks: int, restarts: int) -> None:
         """Wait until the attempt after so many restarts has made five steps, with so many ranks."""
 
-        def found() -> list[int]:
+        def ranks_of_steps() -> list[int]:
             assert self.job.process.poll() is None, self.job.stderr
             return [step.ranks for step in self.steps if step.restarts == restarts]
 
-        eventually(lambda: len(found()) >= 5)
-        assert set(found()) == {ranks}, self.job.stderr
+        eventually(lambda: len(ranks_of_steps()) >= 5)
+        assert set(ranks_of_steps()) == {ranks}, self.job.stderr
 
-    def finish(self, *, grown: Collection[int]) -> Done:
-        """End the training, which must succeed, and check it. `grown`: restarts without a failure."""
-        self.touch("finish")
+    def finish(self, *, grown: Collection[int] | None = None) -> Done:
+        """End the job, which must succeed.
+
+        `grown`: the restarts without a failure. Each step has the global batch, and these lose none.
+        """
+        (self.folder / "finish").touch()
         done = self.job.wait().assert_ok()
-        check(self.folder, grown)
+        for before, after in itertools.pairwise(self.steps if grown is not None else []):
+            loses_steps = after.restarts != before.restarts and after.restarts not in grown
+            assert before.samples == after.samples == 12
+            assert after.number <= before.number + 1, (before, after)
+            assert loses_steps or after.number == before.number + 1, (before, after)
         return done
-
-
-def started(hosts: Hosts, names: list[str], *options: str, script: str = "") -> Elastic:
-    listed(hosts.folder / "hosts.txt", *names)
-    where = ("--hostfile", str(hosts.folder / "hosts.txt"), "--lost-after", "10s", *options)
-    job = hosts.start("launch", *where, script or program("elastic.py"), str(hosts.folder))
-    return Elastic(hosts, job)
-
-
-def check(folder: Path, grown: Collection[int]) -> None:
-    """Every step counts once, with the global batch, and the weights are those of a single process."""
-    steps = elastic.read_steps(folder)
-    last, weights, seen = json.loads((folder / "weights.json").read_text())
-    assert {step.samples for step in steps} == {GLOBAL_BATCH}
-    # An attempt that failed may have come further than the last one.
-    assert {step.number for step in steps} == set(range(1, max(step.number for step in steps) + 1))
-    assert steps[-1].number == last
-    for before, after in itertools.pairwise(steps):
-        loses_steps = after.restarts != before.restarts and after.restarts not in grown
-        assert after.number <= before.number + 1, (before, after)
-        assert loses_steps or after.number == before.number + 1, (before, after)
-    expected, inputs = torch.zeros(elastic.SIZE), 0.0
-    for number in range(1, last + 1):
-        sums = elastic.sums_of(expected, number, 0, 1)
-        expected, inputs = elastic.updated(expected, sums), inputs + float(sums[elastic.SIZE + 2])
-    assert seen == pytest.approx(inputs, abs=0.01)
-    assert torch.allclose(torch.tensor(weights), expected, atol=1e-4), (weights, expected)
-    assert steps[-1].loss < steps[0].loss / 10
 
 
 def test_a_lost_host(hosts):
     """A lost host is left out of a restart and taken back at the next one. The global batch stays."""
     options = ("--max-restarts", "3", "--min-hosts", "2", "--wait-for-hosts", "10m")
-    run = started(hosts, hosts.hosts, *options)
-    run.wait_for_ranks(3, restarts=0)
+    run = Elastic(hosts, hosts.hosts, 3, *options)
     with faults.unreachable(hosts["node1"]):
         run.wait_for_ranks(2, restarts=1)
-    hosts.kill(next(each for each in hosts.processes("elastic.py") if each.host == "node2"))
+    hosts.kill(next(rank for rank in hosts.processes("elastic.py") if rank.host == "node2"))
     run.wait_for_ranks(3, restarts=2)
     done = run.finish(grown=())
     for sentence in (
@@ -389,8 +354,7 @@ def test_a_lost_host(hosts):
 
 def test_a_host_that_reboots(hosts):
     """With --wait-for-hosts, a restart waits for a lost host that the job needs."""
-    run = started(hosts, hosts.hosts, "--max-restarts", "1", "--wait-for-hosts", "10m")
-    run.wait_for_ranks(3, restarts=0)
+    run = Elastic(hosts, hosts.hosts, 3, "--max-restarts", "1", "--wait-for-hosts", "10m")
     with faults.unreachable(hosts["node1"]):
         run.job.until("waiting for node1 ")
     run.wait_for_ranks(3, restarts=1)
@@ -400,8 +364,7 @@ def test_a_host_that_reboots(hosts):
 def test_a_host_is_added_lost_and_back(hosts):
     """With --grow, a host that is added to the hostfile or comes back joins the job. No step is lost."""
     options = ("--grow", "1", "--min-hosts", "1", "--max-restarts", "3")
-    run = started(hosts, ["node0 slots=2"], *options)
-    run.wait_for_ranks(2, restarts=0)
+    run = Elastic(hosts, ["node0 slots=2"], 2, *options)
     run.list("node0 slots=2", "node1")
     run.wait_for_ranks(3, restarts=1)
     with faults.unreachable(hosts["node1"]):
@@ -433,7 +396,7 @@ for step in range(1, 1_000_000):
         sys.exit(3)
     if is_first:
         with (folder / "steps").open("a") as file:
-            file.write(f"[{restarts}, {ranks}, {step}, 12, 0, 0]\\n")
+            file.write(f"[{restarts}, {ranks}, {step}, 12]\\n")
     if (folder / "finish").exists():
         break
     if mpiddp.should_stop():
@@ -447,13 +410,11 @@ for step in range(1, 1_000_000):
 def test_a_spare(hosts):
     """With --spares, a spare host takes the place of a lost one, and the number of ranks stays the same."""
     options = ("--max-restarts", "3", "--spares", "1")
-    run = started(hosts, hosts.hosts, *options, script=hosts.script(COUNTS))
-    run.wait_for_ranks(2, restarts=0)
-    assert not [each for each in hosts.processes() if each.host == "node2"]
+    run = Elastic(hosts, hosts.hosts, 2, *options, script=hosts.script(COUNTS))
+    assert "node2" not in {process.host for process in hosts.processes()}
     with faults.unreachable(hosts["node1"]):
         run.wait_for_ranks(2, restarts=1)
-    run.touch("finish")
-    done = run.job.wait().assert_ok()
+    done = run.finish()
     assert "kept in reserve: node2" in done.said
     assert "restarting on node0 and node2 (restart 1 of 3)." in done.said
     assert re.search("leaving out a host: ssh node1: ", done.stderr)
@@ -462,21 +423,17 @@ def test_a_spare(hosts):
 
 def test_the_hostfile_counts_at_a_restart(hosts):
     """A restart reads the hostfile again. A hostfile with an error changes nothing."""
-    run = started(hosts, ["node0", "node1"], "--max-restarts", "3", script=hosts.script(COUNTS))
-    run.wait_for_ranks(2, restarts=0)
-    for restarts, (names, ranks) in enumerate(
-        [
-            (["node0", "node1 slots="], 2),
-            (["node0", "nowhere", "node1", "node2"], 3),  # as many hosts as before remain
-            (["node0", "node2"], 2),
-        ],
-        start=1,
-    ):
+    run = Elastic(hosts, ["node0", "node1"], 2, "--max-restarts", "3", script=hosts.script(COUNTS))
+    changes = [
+        (["node0", "node1 slots="], 2),
+        (["node0", "nowhere", "node1", "node2"], 3),  # as many hosts as before remain
+        (["node0", "node2"], 2),
+    ]
+    for restarts, (names, ranks) in enumerate(changes, start=1):
         run.list(*names)
-        run.touch("fail")
+        (run.folder / "fail").touch()
         run.wait_for_ranks(ranks, restarts)
-    run.touch("finish")
-    done = run.job.wait().assert_ok()
+    done = run.finish()
     assert f"{run.folder}/hosts.txt:2: " in next(line for line in done.said if '"slots="' in line)
     assert any(line.startswith("leaving out a host: nowhere: ") for line in done.said)
     restarting = [line for line in done.said if line.startswith("restarting on")]
@@ -490,50 +447,34 @@ def test_the_hostfile_counts_at_a_restart(hosts):
 @pytest.mark.parametrize("moment", ["slow_save", "slow_start"])
 def test_a_stop_while_growing(hosts, moment):
     """A job that is about to grow still stops on request, with exit code 75."""
-    run = started(hosts, ["node0"], "--grow", "1", script=hosts.script(COUNTS))
-    run.wait_for_ranks(1, restarts=0)
-    run.touch(moment)
+    run = Elastic(hosts, ["node0"], 1, "--grow", "1", script=hosts.script(COUNTS))
+    (run.folder / moment).touch()
     run.list("node0", "node1")
     run.job.until(STOPPING if moment == "slow_save" else "restarting on node0 and node1.")
     run.job.signal(signal.SIGTERM)
     if moment == "slow_save":
         run.job.until("SIGTERM: the ranks are saving and stopping")
         (run.folder / moment).unlink()
-    done = run.job.wait()
-    assert done.code == 75, done.stderr
+    done = run.job.wait().assert_code(75)
     assert ("restarting" in done.stderr) == (moment == "slow_start")
     assert done.said[-2] == "stopped on request."
     assert done.said[-1].startswith("to resume: mpiddp launch")
 
 
-WAITS = """
-import sys, time
-from pathlib import Path
-import mpiddp
-Path(sys.argv[1], "started").touch()
-while not Path(sys.argv[1], "finish").exists():
-    mpiddp.should_stop()
-    time.sleep(0.05)
-"""
-
-
 def test_a_job_that_cannot_resume(hosts):
     """A job that cannot resume does not grow, and a line says so."""
-    script = hosts.script(WAITS, "waits.py")
-    run = started(hosts, ["node0"], "--grow", "1", script=script)
-    eventually((run.folder / "started").exists)
+    script = hosts.script(COUNTS.replace("mpiddp.announce", "dict"))
+    run = Elastic(hosts, ["node0"], 1, "--grow", "1", script=script)
     run.list("node0", "node1")
     run.job.until("so the job continues without a restart.")
-    run.touch("finish")
-    (sentence,) = run.job.wait().assert_ok().said
+    (sentence,) = run.finish().said
     assert sentence.startswith("node1 can join, but the script has announced nothing")
 
 
 def test_a_growth_that_fails(hosts):
     """A job that cannot start with a new host returns to its earlier hosts, and grows no more."""
-    run = started(hosts, ["node0"], "--grow", "1")
-    run.wait_for_ranks(1, restarts=0)
-    run.touch("broken_node1")
+    run = Elastic(hosts, ["node0"], 1, "--grow", "1")
+    (run.folder / "broken_node1").touch()
     run.list("node0", "node1")
     run.wait_for_ranks(1, restarts=2)
     (run.folder / "broken_node1").unlink()
@@ -548,14 +489,12 @@ def test_a_growth_that_fails(hosts):
 def test_growth_up_to_max_ranks(hosts):
     """A job grows to the `max_ranks` that its script has announced, and no further."""
     script = hosts.script(COUNTS.replace("global_batch_size=12", "max_ranks=2"))
-    run = started(hosts, ["node0"], "--grow", "1", script=script)
-    run.wait_for_ranks(1, restarts=0)
+    run = Elastic(hosts, ["node0"], 1, "--grow", "1", script=script)
     run.list("node0", "node1 slots=2")
     run.wait_for_ranks(2, restarts=1)
     run.list("node0", "node1 slots=2", "node2")
     last = run.steps[-1].number
     eventually(lambda: run.steps[-1].restarts > 1 or run.steps[-1].number > last + 100)
-    run.touch("finish")
-    done = run.job.wait().assert_ok()
+    done = run.finish()
     assert run.steps[-1].ranks == 2, done.stderr
     assert done.stderr.count(STOPPING) == 1

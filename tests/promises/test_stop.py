@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +25,7 @@ from tests.support.patience import PATIENCE_S, within
 from tests.support.place import Here, Job, Place, eventually, every_mpi, program, two_mpis
 from tests.support.ranks import CTRL_C_AGAIN_S, LAUNCH, ROOT, mpirun_command
 
+STOPS = program("stops.py")
 LONG_GRACE = ("--grace", "600")  # a slow machine may need minutes to reach the agreed step
 TRAIN = ("--use-syn", "--backend=gloo", "--arch=resnet20", "--epochs=1", "--log-every=1")
 
@@ -33,12 +34,15 @@ def saved_steps(stdout: str) -> list[str]:
     return re.findall(r"^saved (\d+)$", stdout, re.MULTILINE)
 
 
-def stopping(
-    here: Here, *options: str, save_s: int = 0, ranks: int = 2, mpi: str | None = None
+def ready(
+    place: Place,
+    *job: str,
+    options: Sequence[str] = LONG_GRACE,
+    ranks: int = 2,
+    mpi: str | None = None,
 ) -> Job:
-    """A job whose ranks all say that a request would reach them. Their save takes so many seconds."""
-    script = [program("stops.py"), *([str(save_s)] if save_s else [])]
-    job = here.start("launch", *(options or LONG_GRACE), *here.where(ranks), *script, mpi=mpi)
+    """A job whose ranks have all printed "ready", because a request would reach them from now on."""
+    job = place.start("launch", *options, *place.where(ranks), *job, mpi=mpi)
     return job.until("ready", times=ranks)
 
 
@@ -48,11 +52,9 @@ def stopping(
 @every_mpi
 def test_the_same_step(here, mpi):
     """On a request to stop, all ranks stop after the same step, under every MPI."""
-    job = stopping(here, ranks=3, mpi=mpi)
+    job = ready(here, STOPS, ranks=3, mpi=mpi)
     time.sleep(random.random())
-    job.signal(signal.SIGTERM)
-    done = job.wait()
-    assert done.code == 75, done.stderr
+    done = job.signal(signal.SIGTERM).wait().assert_code(75)
     saved = saved_steps(done.stdout)
     assert (len(saved), len(set(saved))) == (3, 1), done.stdout
 
@@ -65,12 +67,9 @@ def test_every_signal(here, number):
     command that resumes the job, as it was typed.
     """
     options = (*LONG_GRACE, "--max-restarts", "2")
-    job = stopping(here, *options)
-    job.signal(number)
-    done = job.wait()
-    assert done.code == 75, done.stderr
+    done = ready(here, STOPS, options=options).signal(number).wait().assert_code(75)
     assert len(set(saved_steps(done.stdout))) == 1
-    typed = ("mpiddp", "launch", *options, *here.where(2), program("stops.py"))
+    typed = ("mpiddp", "launch", *options, *here.where(2), STOPS)
     assert done.said[-1] == f"to resume: {shlex.join(typed)}"
 
 
@@ -81,13 +80,28 @@ def is_pending(pid: int, number: int) -> bool:
     return bool(int(pending, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_one_request_by_two_signals(here, number):
-    """A request that arrives as two signals, as from timeout(1) or a closed terminal, counts once."""
-    job = stopping(here)
-    job.signal(number)
-    eventually(lambda: not is_pending(job.pid, number), poll_s=0)  # or the two would be one
-    job.signal(number)
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [signal.SIGTERM, signal.SIGTERM],
+        [signal.SIGHUP, signal.SIGHUP],
+        [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1],
+    ],
+    ids=["two of SIGTERM", "two of SIGHUP", "three kinds"],
+)
+def test_one_request_by_several_signals(here, numbers):
+    """A request that arrives as two signals, as from timeout(1) or a closed terminal, counts once.
+
+    Signals of other kinds after the first, as from LSF's bkill or at Slurm's limit, kill no save.
+    """
+    job = ready(here, STOPS, "3")
+    for number in numbers:
+        job.signal(number)
+        eventually(
+            lambda number=number: not is_pending(job.pid, number), poll_s=0
+        )  # or two are one
+        if number != numbers[-1]:
+            job.until("saving", times=2)
     done = job.wait()
     assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
 
@@ -103,7 +117,7 @@ def test_the_printed_command_resumes(here):
         done = here.run("launch", *options, "-m", "mpiddp", "train", *train, cwd=folder)
         if done.code != 130:
             break
-    assert done.code == 75, done.stderr
+    done.assert_code(75)
     (saved,) = folder.glob("runs/*/checkpoints/step_*")
     step = int(saved.name.removeprefix("step_"))
     assert f"stopped at step {step}" in done.stdout
@@ -113,79 +127,50 @@ def test_the_printed_command_resumes(here):
     assert f"step {step}" in again.stdout
     (records,) = folder.glob("runs/*/metrics.jsonl")
     written = [json.loads(line) for line in records.read_text().splitlines()]
-    assert [each["step"] for each in written if "train_loss" in each] == list(range(1, 401))
-
-
-# It makes steps for so many seconds, unless it is asked to stop.
-FOR_SECONDS = """
-import sys, time, mpiddp
-until = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < until:
-    time.sleep(0.02)
-    if mpiddp.should_stop():
-        print("saved 1", flush=True)
-        sys.exit(75)
-"""
+    assert [record["step"] for record in written if "train_loss" in record] == list(range(1, 401))
 
 
 def test_the_time_limit_of_a_scheduler(here):
     """A job saves and ends with 75 before its allocation ends, unless --stop-after never is given."""
-    script = here.script(FOR_SECONDS)
     for seconds in (10, 40, 160, 640):  # until the time is enough for the ranks to start
         env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + seconds)}
-        done = here.run("launch", *here.where(1), script, str(2 * seconds), env=env)
-        if done.code:
+        done = here.run("launch", *here.where(1), STOPS, env=env)
+        if done.code != 130:
             break
-    assert (done.code, saved_steps(done.stdout)) == (75, ["1"]), done.stderr
+    assert (done.code, len(saved_steps(done.stdout))) == (75, 1), done.stderr
     assert done.said[0].startswith("the time limit of Slurm is near: ")
     assert done.said[-1].startswith("to resume: mpiddp launch ")
+    env["SLURM_JOB_END_TIME"] = str(int(time.time()) + seconds)
     options = ("--stop-after", "never", *here.where(1))
-    here.run("launch", *options, script, str(seconds), env=env).assert_ok()
+    job = here.start("launch", *options, program("alone.py"), "never", here.folder, env=env)
+    time.sleep(seconds)  # the time limit is over then
+    (here.folder / "finish").touch()
+    job.wait().assert_ok()
 
 
 # --- to every process ---
-
-
-def signal_all(place: Place) -> None:
-    """Send SIGTERM to every process of the job on the first host, as systemd and batch systems do."""
-    own = [each for each in place.processes() if each.host == place.hosts[0]]
-    assert len(own) >= 4  # the launcher, mpirun, a rank and its script, at least
-    for process in own:
-        place.kill(process, signal.SIGTERM)
 
 
 # Intel's mpirun is a shell, which dies of the signal.
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "mpich"], indirect=True)
 def test_sigterm_to_every_process(hosts, mpi):
     """The ranks save even if every process of a host gets SIGTERM, as batch systems send it."""
-    job = hosts.start("launch", *LONG_GRACE, *hosts.where(2), program("stops.py"), mpi=mpi)
-    job.until("ready", times=2)
-    signal_all(hosts)
+    job = ready(hosts, STOPS, mpi=mpi)
+    of_node0 = [process for process in hosts.processes() if process.host == "node0"]
+    assert len(of_node0) >= 4  # the launcher, mpirun, a rank and its script, at least
+    for process in of_node0:
+        hosts.kill(process, signal.SIGTERM)
     done = job.wait()
     assert (done.code, done.stdout.count("saved")) == (75, 2), done.stderr
-
-
-def test_signals_of_several_kinds(here):
-    """Signals of other kinds after the first, as from LSF's bkill or at Slurm's limit, kill no save."""
-    job = stopping(here, save_s=3)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        job.signal(number)
-        eventually(lambda number=number: not is_pending(job.pid, number), poll_s=0)
-        job.until("saving", times=2)
-    done = job.wait()
-    assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
 def test_a_second_ctrl_c(here, mpi):
     """A second Ctrl-C ends the job within 10 s, even during a save. The exit code is 130."""
-    job = stopping(here, save_s=600, mpi=mpi)
-    job.signal(signal.SIGINT)
-    job.until("saving")
+    job = ready(here, STOPS, "600", mpi=mpi).signal(signal.SIGINT).until("saving")
     time.sleep(CTRL_C_AGAIN_S)  # sooner, it would count as the same
     with within(10):
-        job.signal(signal.SIGINT)
-        done = job.wait()
+        done = job.signal(signal.SIGINT).wait()
     assert (done.code, saved_steps(done.stdout)) == (130, [])
     eventually(lambda: not here.processes())
 
@@ -198,19 +183,15 @@ def test_sigusr1_without_should_stop(here, forms_a_group):
     """SIGUSR1 ends a script that handles no signal, before and after its process group has formed."""
     group = "import torch.distributed as dist; dist.init_process_group('gloo')\n"
     text = f"{group * forms_a_group}import time\nprint('ready', flush=True)\ntime.sleep(6000)"
-    job = here.start("launch", *LONG_GRACE, *here.where(2), here.script(text))
-    job.until("ready").signal(signal.SIGUSR1)
-    assert job.wait().code == 130
+    ready(here, here.script(text)).signal(signal.SIGUSR1).wait().assert_code(130)
 
 
 @pytest.mark.parametrize(("grace", "save_s", "saved"), [("120", "1", 2), ("1", "600", 0)])
 def test_a_script_without_should_stop(here, grace, save_s, saved):
     """A script without should_stop() gets the signal, and is killed after --grace seconds. Code: 130."""
-    script = (program("without_should_stop.py"), save_s)
-    job = here.start("launch", "--grace", grace, *here.where(2), *script)
-    job.until("ready", times=2).signal(signal.SIGTERM)
+    job = ready(here, program("without_should_stop.py"), save_s, options=("--grace", grace))
     with within(20):  # of which each end takes at most 10
-        done = job.wait()
+        done = job.signal(signal.SIGTERM).wait()
     assert (done.code, done.lines.count("saved")) == (130, saved)
     if saved:
         assert sorted(done.lines) == ["SIGTERM"] * 2 + ["ready"] * 2 + ["saved"] * 2
@@ -246,33 +227,45 @@ def test_ctrl_c_while_torch_imports_numpy(here):
 
 def test_a_save_outlasts_the_grace_period(here):
     """A rank that is saving has more time than --grace, and a line says that it is still saving."""
-    job = stopping(here, "--grace", "5", save_s=9)
-    job.signal(signal.SIGTERM)
-    done = job.wait()
+    done = ready(here, STOPS, "9", options=("--grace", "5")).signal(signal.SIGTERM).wait()
     assert (done.code, len(saved_steps(done.stdout))) == (75, 2), done.stderr
     assert re.search(r"^mpiddp: .*still saving", done.stderr, re.MULTILINE)
 
 
-FAILS_TO_SAVE = """
-import os, time, mpiddp
+ONE_DIFFERS = """
+import os, sys, time, mpiddp
+rank, one = int(os.environ["RANK"]), sys.argv[1]
+if rank == 1 and one == "has not begun":
+    time.sleep(6000)
 mpiddp.should_stop()
-print("ready\\n", end="", flush=True)
+print("ready", flush=True)
+if rank == 0 and one == "has finished":
+    sys.exit()
 while not mpiddp.should_stop():
     time.sleep(0.01)
-if os.environ["RANK"] == "1":
-    raise OSError("no space for the save")
-time.sleep(1000)
+if one == "fails to save":
+    if rank == 1:
+        raise OSError("no space for the save")
+    time.sleep(6000)
+print("saved", flush=True)
+sys.exit(75)
 """
+
+
+@pytest.mark.parametrize(("one", "ready"), [("has finished", 2), ("has not begun", 1)])
+def test_a_rank_that_takes_no_request(here, one, ready):
+    """A job stops on request even if one of its ranks has finished, or has not called should_stop() yet."""
+    script = here.script(ONE_DIFFERS, "one_differs.py")
+    job = here.start("launch", *LONG_GRACE, *here.where(2), script, one).until("ready", times=ready)
+    done = job.signal(signal.SIGTERM).wait()
+    assert (done.code, done.lines) == (75, [*["ready"] * ready, "saved"]), done.stderr
 
 
 def test_a_save_that_fails(here):
     """If the save of a stop fails, the job fails with exit code 1 and is not restarted."""
-    script = here.script(FAILS_TO_SAVE, "fails_to_save.py")
-    options = (*LONG_GRACE, "--max-restarts=1", *here.where(2))
-    job = here.start("launch", *options, script).until("ready", times=2)
-    job.signal(signal.SIGTERM)
-    done = job.wait()
-    assert done.code == 1, done.stderr
+    options = (*LONG_GRACE, "--max-restarts=1")
+    job = ready(here, here.script(ONE_DIFFERS), "fails to save", options=options)
+    done = job.signal(signal.SIGTERM).wait().assert_code(1)
     assert f"rank 1 on {here.hosts[0]} failed first: OSError: no space for the save" in done.stderr
     assert "restarting" not in done.stderr
 
@@ -291,15 +284,14 @@ while :; do sleep 0.02; done
 def test_a_scheduler_that_signals_a_rank_first(here):
     """If SIGTERM of a scheduler kills a rank before it reaches the launcher, the job was interrupted."""
     script = here.script("import time\nprint('ready\\n', end='', flush=True)\ntime.sleep(6000)\n")
-    job = here.start("launch", *here.where(2), "--log-dir", "logs", script).until("ready", times=2)
+    job = ready(here, script, options=("--log-dir", "logs"))
     (mpirun,) = here.processes("prterun ")
     here.kill(mpirun, signal.SIGSTOP)  # so the job does not end before the launcher gets the signal
-    ranks = [each for each in here.processes(script) if "runtime.script" in each.command]
+    ranks = [rank for rank in here.processes(script) if "runtime.script" in rank.command]
     here.kill(ranks[0], signal.SIGTERM)
     (record,) = (here.folder / "logs").glob("*/attempt_1.jsonl")
     eventually(lambda: '"kind": "end"' in record.read_text())
-    job.signal(signal.SIGTERM)
-    done = job.wait()
+    done = job.signal(signal.SIGTERM).wait()
     assert (done.code, done.said) == (130, ["interrupted: the job was stopped."])
 
 
@@ -307,44 +299,38 @@ def test_ctrl_c_after_a_failure(here):
     """A Ctrl-C while a failed job ends changes nothing: the failure is the verdict, with exit code 1."""
     job = here.start("launch", *here.where(2), "--", "sh", "-c", FAILS_BEFORE_CTRL_C)
     job.until("told to end")  # a command has 3 s to end
-    job.signal(signal.SIGINT)
-    done = job.wait()
-    assert done.code == 1, done.stderr
+    done = job.signal(signal.SIGINT).wait().assert_code(1)
     assert f"rank 1 on {here.hosts[0]} ended first, with exit code 3." in done.stderr
     assert "interrupted" not in done.stderr
-
-
-ONE_DIFFERS = """
-import os, sys, time, mpiddp
-if os.environ["RANK"] == "1" and sys.argv[1] == "has not begun":
-    time.sleep(6000)
-mpiddp.should_stop()
-print("ready", flush=True)
-if os.environ["RANK"] == "0" and sys.argv[1] == "has finished":
-    sys.exit()
-while not mpiddp.should_stop():
-    time.sleep(0.01)
-print("saved", flush=True)
-sys.exit(75)
-"""
-
-
-@pytest.mark.parametrize(("one", "ready"), [("has finished", 2), ("has not begun", 1)])
-def test_a_rank_that_takes_no_request(here, one, ready):
-    """A job stops on request even if one of its ranks has finished, or has not called should_stop() yet."""
-    script = here.script(ONE_DIFFERS, "one_differs.py")
-    job = here.start("launch", *LONG_GRACE, *here.where(2), script, one).until("ready", times=ready)
-    job.signal(signal.SIGTERM)
-    done = job.wait()
-    assert (done.code, done.lines) == (75, [*["ready"] * ready, "saved"]), done.stderr
 
 
 # --- who reads the output ---
 
 
+# Each rank prints without end in a thread, and leaves a file when it begins and when it stops.
+FLOODS = """
+import os, sys, threading, time, mpiddp
+from pathlib import Path
+
+def flood():
+    while not is_over.is_set():
+        print("x" * 200)
+
+is_over, printing = threading.Event(), threading.Thread(target=flood)
+mpiddp.should_stop()
+Path("ready" + os.environ["RANK"]).touch()
+printing.start()
+while not mpiddp.should_stop():
+    time.sleep(0.05)
+Path("saved" + os.environ["RANK"]).touch()
+is_over.set()
+printing.join()
+sys.exit(75)
+"""
+
+
 def flooding(here: Here, out: IO[bytes] | int) -> subprocess.Popen[str]:
-    """A job whose ranks print without end."""
-    command = [*LAUNCH, *LONG_GRACE, *here.where(2), program("floods.py")]
+    command = [*LAUNCH, *LONG_GRACE, *here.where(2), here.script(FLOODS)]
     return here.popen(command, {}, cwd=here.folder, stdout=out, stderr=subprocess.STDOUT)
 
 
@@ -398,19 +384,35 @@ def test_a_training_alone(here):
     out = here.folder / "out"
     job = here.start("train", *TRAIN, "--batch-size=4", "--out", str(out)).until("step 2/")
     job.signal(signal.SIGINT)
-    done = job.wait()
-    assert done.code == 75, done.stderr
+    done = job.wait().assert_code(75)
     (saved,) = (out / "checkpoints").glob("step_*")
     here.run("checkpoints", "verify", str(out)).assert_ok()
     assert f"stopped at step {int(saved.name.removeprefix('step_'))}." in done.stdout
 
 
+# It needs the workers of its DataLoader to save.
+LOADS = """
+import sys, time, mpiddp
+from torch.utils.data import DataLoader
+loader = iter(DataLoader(range(10**9), num_workers=2))  # before the rank says that it can stop
+next(loader)
+mpiddp.should_stop()
+print("ready\\n", end="", flush=True)
+while not mpiddp.should_stop():
+    next(loader)
+time.sleep(2)
+for _ in range(50):
+    next(loader)  # the workers are still there
+print("saved\\n", end="", flush=True)
+sys.exit(75)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_raw_mpirun(here, number):
     """SIGUSR1 or SIGUSR2 to a raw mpirun stops all ranks after the same step. Data loaders keep working."""
-    job = here.start(*mpirun_command(2, "-m", "mpiddp", "run", program("loader.py")))
-    job.until("ready", times=2).signal(number)
-    done = job.wait()
+    job = here.start(*mpirun_command(2, "-m", "mpiddp", "run", here.script(LOADS)))
+    done = job.until("ready", times=2).signal(number).wait()
     assert (done.code, done.lines.count("saved")) == (75, 2), done.stderr
 
 
@@ -424,20 +426,15 @@ def test_a_command(here, mpi):
         'if [ $RANK = 0 ]; then trap "echo TERM; sleep 4; echo saved; exit 75" TERM; fi; '
         "echo ready; while :; do sleep 0.1; done"
     )
-    job = here.start("launch", *LONG_GRACE, *here.where(2), "--", "bash", "-c", text, mpi=mpi)
-    job.until("ready", times=2).signal(signal.SIGTERM)
-    done = job.wait()
+    done = ready(here, "--", "bash", "-c", text, mpi=mpi).signal(signal.SIGTERM).wait()
     assert (done.code, done.lines) == (75, ["ready", "ready", "TERM", "saved"]), done.stderr
     assert done.said[-1].startswith("to resume: mpiddp launch ")
 
 
 def test_scripts_within_a_command(here):
     """Python scripts within a command stop after the same step, and the command itself gets no signal."""
-    line = shlex.join([sys.executable, program("stops.py")])
-    command = ("--", "bash", "-c", f"{line}; code=$?; exit $code")
-    job = here.start("launch", *LONG_GRACE, *here.where(2), *command)
-    job.until("ready", times=2).signal(signal.SIGTERM)
-    done = job.wait()
+    text = f"{shlex.join([sys.executable, STOPS])}; code=$?; exit $code"
+    done = ready(here, "--", "bash", "-c", text).signal(signal.SIGTERM).wait()
     saved = saved_steps(done.stdout)
     assert (done.code, len(saved), len(set(saved))) == (75, 2, 1), done.stderr
 
@@ -485,7 +482,7 @@ def test_the_batch_script_of_the_page(hosts, batch):
     """The batch script of docs/slurm.md makes your own script save before the job's time limit."""
     page = (ROOT / "docs" / "slurm.md").read_text()
     text, *_ = re.findall(r"```sh\n(#!/bin/bash\n#SBATCH.*?)```", page, re.DOTALL)
-    shutil.copy(program("stops.py"), hosts.folder / "train.py")
+    shutil.copy(STOPS, hosts.folder / "train.py")
     # The nodes lack GPUs.
     script = hosts.script(text.replace("--gpus-per-node=8", "--output=%j.out"), "job.sbatch")
     env = {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}

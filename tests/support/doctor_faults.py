@@ -1,7 +1,7 @@
 """Faults of set-ups, each with the line of `mpiddp doctor` that names it, on four hosts of the test cluster.
 
 with prepared() as hosts, FAULTS["low nofile"].inject(hosts):
-    doctor(hosts).warnings  # "limits fail a process may open 256 files on node3 …"
+    code, warnings, unknown = doctor(hosts)  # "limits fail a process may open 256 files on node3 …"
 """
 
 import json
@@ -15,14 +15,14 @@ from typing import Any
 
 from tests.support import cluster
 from tests.support.cluster import Cluster, faults, ssh
-from tests.support.cluster.host import ROOT_PATH, Host, configure
+from tests.support.cluster.host import ROOT_PATH, Host
 from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi
 from tests.support.patience import PATIENCE_S
 from tests.support.ranks import ROOT
 
 BIN = Path(sys.executable).parent
 WORK = "/run/work"  # each host has its own /run
-PYTHON = "/run/env/bin/python"
+PYTHON, GPU_TOOL = "/run/env/bin/python", "/run/tools/nvidia-smi"
 HOSTS = 4
 ECC, GPU = "ecc.errors.uncorrected.volatile.total", GPU_ROW["uuid"]
 NAMES = ",".join(f"node{number}" for number in range(HOSTS))
@@ -38,14 +38,12 @@ class Fault:
     """A fault of a host, which a line of the doctor names together with these words, a pattern.
 
     also: a pattern of what follows from it, which is no false alarm.
-    names: the hosts of the job.
     """
 
     host: str
     words: str
     inject: Callable[[Cluster], AbstractContextManager[object]]
     also: str = "(?!)"  # nothing
-    names: str = NAMES
 
     def is_named(self, line: str) -> bool:
         return self.host in line and re.search(self.words, line) is not None
@@ -63,39 +61,24 @@ def prepared() -> Iterator[Cluster]:
             shell(host, f"ln -s {BIN.parent}/* /run/env; rm /run/env/bin; mkdir /run/env/bin")
             shell(host, f"ln -s {BIN}/* /run/env/bin; echo 1 >{WORK}/data/file")
             shell(host, f"echo 'import model' >{WORK}/train.py; echo 'X = 1' >{WORK}/model.py")
-            write_gpu_tool(host)
+            shell(host, f"cat >{GPU_TOOL}; chmod +x {GPU_TOOL}", f"#!/bin/sh\n{nvidia_smi({})}")
         yield standing
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the doctor says: its exit code, and its lines that are not ok, by their status."""
-
-    code: int
-    warnings: list[str]  # and failures
-    unknown: list[str]
-
-
-def doctor(hosts: Cluster, *arguments: str, names: str = NAMES) -> Report:
-    """`mpiddp doctor` on node0."""
+def doctor(hosts: Cluster, *arguments: str, names: str = NAMES) -> tuple[int, list[str], list[str]]:
+    """The exit code of `mpiddp doctor` on node0, its warnings and failures, and what it does not know."""
     command = [PYTHON, "-m", "mpiddp", "doctor", "-H", names, "--json", *arguments]
     env = {"PATH": f"/run/tools:{ROOT_PATH}"}
     done = hosts["node0"].run(command, cwd=WORK, env=env, timeout_s=2 * PATIENCE_S)
     assert done.stderr == ""
-    result: dict[str, Any] = json.loads(done.stdout)
     lines: dict[str, list[str]] = {"ok": [], "warn": [], "fail": [], "unknown": []}
-    for line in result["lines"]:
+    for line in json.loads(done.stdout)["lines"]:
         lines[line["status"]].append(" ".join(map(str, line.values())))
-    return Report(done.returncode, lines["warn"] + lines["fail"], lines["unknown"])
+    return done.returncode, lines["warn"] + lines["fail"], lines["unknown"]
 
 
 def shell(host: Host, script: str, stdin: str | None = None) -> None:
     host.run(["sh", "-ec", script], stdin=stdin, check=True)
-
-
-def write_gpu_tool(host: Host, *gpus: dict[str, str], users: str = "") -> None:
-    text = f"#!/bin/sh\n{nvidia_smi(*(gpus or [{}]), users=users)}"
-    shell(host, "cat >/run/tools/nvidia-smi; chmod +x /run/tools/nvidia-smi", text)
 
 
 # --- faults, until the end of a block ---
@@ -111,13 +94,9 @@ def shelled(host: Host, do: str, undo: str) -> Iterator[None]:
         shell(host, undo)
 
 
-@contextmanager
-def gpu_tool(host: Host, *gpus: dict[str, str], users: str = "") -> Iterator[None]:
-    write_gpu_tool(host, *gpus, users=users)
-    try:
-        yield
-    finally:
-        write_gpu_tool(host)
+def gpu_tool(host: Host, *gpus: dict[str, str], users: str = "") -> AbstractContextManager[None]:
+    text = f"#!/bin/sh\n{nvidia_smi(*(gpus or [{}]), users=users)}"
+    return faults.changed(host, GPU_TOOL, lambda _: text)
 
 
 def renamed(host: Host, path: str) -> AbstractContextManager[None]:
@@ -165,14 +144,9 @@ def limited(host: Host, kind: str, value: int) -> Iterator[None]:
         ssh.start_sshd([host])
 
 
-@contextmanager
-def filtered(host: Host, program: str) -> Iterator[None]:
-    configure(host.pid, ["qdisc add dev eth0 clsact"], "tc")
-    try:
-        configure(host.pid, [f"filter add dev eth0 egress bpf da bytecode '{program}'"], "tc")
-        yield
-    finally:
-        configure(host.pid, ["qdisc del dev eth0 clsact"], "tc")
+def filtered(host: Host, program: str) -> AbstractContextManager[None]:
+    add = f"tc filter add dev eth0 egress bpf da bytecode '{program}'"
+    return shelled(host, f"tc qdisc add dev eth0 clsact; {add}", "tc qdisc del dev eth0 clsact")
 
 
 def foreign_libmpi(host: Host) -> AbstractContextManager[None]:
@@ -208,9 +182,7 @@ FAULTS: Mapping[str, Fault] = {
         "node2", "host key is unknown", lambda hosts: faults.unknown_key(hosts, hosts["node2"])
     ),
     "stopped sshd": on("node3", "connection refused", faults.no_sshd),
-    "unresolvable name": Fault(
-        "nowhere", "cannot be resolved", lambda hosts: ExitStack(), names=f"{NAMES},nowhere"
-    ),
+    "unresolvable name": Fault("nowhere", "cannot be resolved", lambda hosts: ExitStack()),
     "interpreter missing": on("node1", f"{PYTHON} is missing", renamed, PYTHON),
     "daemon missing": on("node2", "prted is missing", renamed, "/run/env/bin/prted"),
     "host down": on("node3", "no (answer in|route from)", faults.unreachable),
