@@ -1,12 +1,10 @@
-"""Every command takes its hosts in the same ways."""
+"""Every command takes its hosts in the same ways. tests/refusals has wrong ones."""
 
 import os
 
 import pytest
 
-from mpiddp import cli
 from mpiddp.doctor import main as doctor
-from mpiddp.errors import UserError
 from mpiddp.hosts import main as hosts
 from mpiddp.hosts.where import named_hosts
 
@@ -47,26 +45,3 @@ def test_one_way_to_name_hosts(command, where, tmp_path, monkeypatch):
         assert options.command == ["uptime", "-H", "x"]
     if command.startswith("pu"):
         assert options.folders == behind
-
-
-@pytest.mark.parametrize("command", ["check", "keys", "run", "doctor"])
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["hosts.txt", "-H", "node1"], "hosts.txt and -H both name the hosts"),
-        (["--hostfile", "a", "-H", "node1"], "--hostfile and -H both name the hosts"),
-        (
-            ["node1"],
-            r"node1 not found \(looked in .*\)\. If it is a host: -H node1",
-        ),
-    ],
-)
-def test_hosts_that_are_named_twice_or_wrongly(command, words, why):
-    parse, before, behind = COMMANDS[command]
-    with pytest.raises(UserError, match=why):
-        parse([*before, *words, *behind])
-
-
-def test_no_hosts_at_all(capsys):
-    assert cli.main(["hosts", "check"]) == 2
-    assert "on which hosts? Name them: FILE, --hostfile FILE or -H" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 Tests mpiddp/launch/run/{attempt,watchers,mpirun}.py.
 """
 
-import gc
 import signal
 import tempfile
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mpiddp.errors import UserError
 from mpiddp.hosts.hostfile import Host, Hosts
 from mpiddp.launch.plan.command import Command, Request, Starter
 from mpiddp.launch.plan.job_plan import Plan
@@ -32,7 +30,6 @@ from mpiddp.launch.run.output import JobOutput
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import Event
 from tests.support.channels import progress
-from tests.support.errors import error
 from tests.support.records import events
 
 LIMIT_S = 60.0
@@ -116,13 +113,3 @@ def test_the_record_is_written_as_it_grows_and_read_back(start, tmp_path):
     assert (read.hosts, read.began_at) == (job.record.hosts, job.record.began_at)
     for kind, by_rank in job.record.latest.items():
         assert read.latest[kind] == by_rank
-
-
-def test_an_mpirun_that_cannot_be_started():
-    """It is one sentence, and leaves no file open."""
-    gc.collect()  # what other tests have left open
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    for program, argument in (("/nowhere/mpirun", "x"), ("true", "x" * (1 << 18))):
-        with pytest.raises(UserError, match=error("cannot start", f"{program}: ")):
-            MpirunProcess(OPEN_MPI, Command(program, (), (argument,)))
-    assert len(list(Path("/proc/self/fd").iterdir())) <= before
