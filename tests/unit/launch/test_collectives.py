@@ -7,7 +7,7 @@ import pytest
 
 from mpiddp.launch.judge.calls import find_wait
 from mpiddp.launch.judge.events import Record
-from mpiddp.launch.judge.hangs import find_hang, next_look_at
+from mpiddp.launch.judge.hangs import next_look_at
 from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
 from mpiddp.protocol.server import Event
 from tests.support.channels import calls, progress
@@ -28,17 +28,6 @@ class Job:
         for rank, made in enumerate(of_ranks):
             facts = calls({"0:gloo": (None, made)}, at, skew_s=self.skew_s[rank])
             self.record.add(Event("calls", rank, facts, at, from_script=True))
-
-    def looks(
-        self, at: float, texts: Sequence[str], *of_ranks: Sequence[tuple[int, str, float, bool]]
-    ) -> str:
-        """What is to be said after a look, without the stacks."""
-        self.record.add(Event("asked", facts={"ranks": [*range(len(of_ranks))]}, at=at))
-        self.tells(at, *of_ranks)
-        for rank, text in enumerate(texts):
-            self.record.add(Event("stacks", rank, {"text": text}, at, from_script=True))
-        hang = find_hang(self.record)
-        return "" if hang is None else hang.sentence.partition("\n")[0]
 
 
 ENTERED, LEFT = [(30, REDUCE, 9.0, True), (31, REDUCE, 10.0, False)], [(30, REDUCE, 9.0, True)]
