@@ -65,13 +65,6 @@ dist.destroy_process_group()
 """
 
 
-def test_a_process_of_a_script_may_be_the_one_that_forms_the_group(tmp_path):
-    """torch's store listens in the script that imports torch, or in the process that it starts before."""
-    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, STARTS_ANOTHER)])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["2"] * 2
-
-
 CALLS_FROM_THREADS = """
 import threading
 from mpiddp.runtime.job.session import script_session
@@ -87,11 +80,6 @@ print(connected)
 """
 
 
-def test_the_first_calls_of_several_threads_wait_for_one_connection(tmp_path):
-    done = run_command([*LAUNCH, "-H", "localhost:1", script(tmp_path, CALLS_FROM_THREADS)])
-    assert done.stdout == f"{[True] * 8}\n", done.stderr
-
-
 CLOSES_FILES = """
 import os, mpiddp
 from mpiddp.runtime.job.session import current
@@ -101,10 +89,23 @@ print(current().coordinator.ask("claim", key="is answered")[0]["rank"])
 """
 
 
-def test_a_script_that_has_closed_all_files_connects(tmp_path):
-    """Its connection to the launcher does not get the number of the closed one to its agent."""
-    done = run_command([*LAUNCH, "-H", "localhost:1", script(tmp_path, CLOSES_FILES)])
-    assert done.stdout == "0\n", done.stderr
+# What each prints, on how many ranks.
+CONNECTS = {
+    # torch's store listens in the script that imports torch, or in the process that it starts before.
+    "a process of the script": (STARTS_ANOTHER, 2, ["2"] * 2),
+    # They wait for one connection.
+    "several threads at once": (CALLS_FROM_THREADS, 1, [str([True] * 8)]),
+    # Its connection to the launcher does not get the number of the closed one to its agent.
+    "after it has closed all files": (CLOSES_FILES, 1, ["0"]),
+}
+
+
+@pytest.mark.parametrize("who", CONNECTS)
+def test_what_connects(tmp_path, who):
+    text, ranks, lines = CONNECTS[who]
+    done = run_command([*LAUNCH, "-H", f"localhost:{ranks}", script(tmp_path, text)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == lines
 
 
 FOLDS_AND_A_GAN = """
