@@ -70,11 +70,6 @@ def run_command(
     )
 
 
-def mpiddp(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m mpiddp ARGUMENTS…` with the variables `extra`, and capture its output."""
-    return run_command([sys.executable, "-m", "mpiddp", *arguments], ROOT, **extra)
-
-
 def script(folder: Path, text: str) -> str:
     """Write a script with this text into the folder, and return its path."""
     path = folder / "script.py"

@@ -14,7 +14,7 @@ from mpiddp.drill.rehearse import Ended, Rehearsal
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import Transport
 from tests.support.errors import error
-from tests.support.machine import an_mpirun
+from tests.support.machine import executable
 
 KILL, *_ = FAULTS
 
@@ -63,7 +63,7 @@ def test_the_error_of_a_run_is_none_of_the_notes_around_it():
 
 def test_this_machine_alone_needs_no_ssh(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Transport, "is_installed", False)
-    mpirun = an_mpirun(tmp_path)
+    mpirun = executable(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.11'")
     assert doctor.main(["-H", "localhost:1", "--quick", "--mpirun", mpirun]) == 0
     assert "no other host was to be asked" in capsys.readouterr().out
     with pytest.raises(UserError, match=error("openssh-client")):
