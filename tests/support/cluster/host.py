@@ -36,7 +36,7 @@ class Host:
     """A running host.
 
     `pid` is its pid 1 and `hub_pid` the process of the cluster's switch, both in the pid namespace of this
-    machine. `port` is the switch's end of the host's link.
+    machine.
     """
 
     name: str
@@ -44,7 +44,11 @@ class Host:
     interface: str
     pid: int
     hub_pid: int
-    port: str
+
+    @property
+    def port(self) -> str:
+        """The switch's end of the host's link."""
+        return f"{self.name}-{self.interface}"
 
     def run(
         self,

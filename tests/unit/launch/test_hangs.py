@@ -47,9 +47,8 @@ class Job:
         self.record = Record(hosts, at=self.now, hang_timeout_s=timeout_s)
         self.printed_at = self.now
         self.stacks: dict[int, Frames] = {}
-        self.waits_since: dict[
-            int, float
-        ] = {}  # ranks in a collective that others have not entered
+        # Ranks in a collective that others have not entered.
+        self.waits_since: dict[int, float] = {}
         self.looks = 0
         self.printed: set[str] = set()
 

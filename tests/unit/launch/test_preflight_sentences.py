@@ -36,23 +36,18 @@ NO_WAY = (
 )
 
 
-@pytest.mark.parametrize(
-    ("has", "words", "values"),
-    [
-        ({"mpirun": None, "has_daemon": False}, "the same MPI", ("a: /mpi/bin/mpirun ",)),
-        # A tool of GPUs that does not answer matters only where a rank may use GPUs.
-        (
-            {"gpus": None},
-            "does not answer",
-            ("a: nvidia-smi (or rocm-smi)", "CUDA_VISIBLE_DEVICES="),
-        ),
-    ],
-)
-def test_the_problem_of_one_host(has, words, values):
+def complaint(needs: dict[str, object] = NEEDS, **has: object) -> str:
     info = replace(FINE, **has)
-    assert re.fullmatch(error(words, *values), _complaint(info, info, NEEDS))
-    without = replace(FINE, gpus=None)
-    assert _complaint(without, without, {**NEEDS, "uses_gpus": False}) == ""
+    return _complaint(info, info, needs)
+
+
+def test_the_problem_of_one_host():
+    """tests/promises/test_start.py has others."""
+    no_mpi = complaint(mpirun=None, has_daemon=False)
+    assert re.fullmatch(error("the same MPI", "a: /mpi/bin/mpirun "), no_mpi)
+    silent = error("does not answer", "a: nvidia-smi (or rocm-smi)", "CUDA_VISIBLE_DEVICES=")
+    assert re.fullmatch(silent, complaint(gpus=None))
+    assert complaint({**NEEDS, "uses_gpus": False}, gpus=None) == ""
 
 
 UNKNOWN = "Could not resolve hostname {}: Name or service not known"
