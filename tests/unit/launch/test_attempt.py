@@ -24,13 +24,10 @@ from mpiddp.launch.run import attempt, watchers
 from mpiddp.launch.run.agents import Agents, Launcher
 from mpiddp.launch.run.attempt import Attempt
 from mpiddp.launch.run.control import Console, ControlServer, SignalQueue, listen
-from mpiddp.launch.run.log_folder import LogFolder
 from mpiddp.launch.run.mpirun import MpirunProcess
 from mpiddp.launch.run.output import JobOutput
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import Event
-from tests.support.channels import progress
-from tests.support.records import events
 
 LIMIT_S = 60.0
 
@@ -41,7 +38,7 @@ OPEN_MPI = STARTERS[1]._replace(program=Path("/usr/bin/mpirun"))
 class Job:
     """An attempt at a job of two ranks."""
 
-    def __init__(self, starter: Starter, stack: ExitStack, logs: LogFolder | None = None) -> None:
+    def __init__(self, starter: Starter, stack: ExitStack) -> None:
         self.selector = stack.enter_context(TimedSelector())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = ControlServer(listen(folder / "control"), 2, self.selector)
@@ -56,7 +53,7 @@ class Job:
         request, past = Request(hosts, ("x",), "."), Past(hosts)
         plan = Plan(LaunchOptions(), starter, past, Checked(), hosts, request)
         signals = stack.enter_context(closing(SignalQueue()))
-        launcher = Launcher(signals, Console(), logs=logs)
+        launcher = Launcher(signals, Console())
         agents = Agents(launcher, plan, server, self.mpirun, output, stack)
         self.attempt = Attempt(agents, watchers.WATCHERS)
         self.record = self.attempt.record
@@ -80,7 +77,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
     for module, limit in ((attempt, "LOOK_S"), (attempt, "EXIT_S"), (watchers, "START_TIMEOUT_S")):
         monkeypatch.setattr(module, limit, 0.01)
     with ExitStack() as stack:
-        yield lambda starter, logs=None: Job(starter, stack, logs)
+        yield lambda starter: Job(starter, stack)
 
 
 def test_no_rank_starts_in_time(start):
@@ -101,15 +98,3 @@ def test_an_mpirun_that_stays_when_all_ranks_have_ended_is_ended(start):
         job.say(rank, "done")
     job.until_end()
     assert job.mpirun._process.wait(LIMIT_S) == -signal.SIGHUP  # Open MPI's stop signal
-
-
-def test_the_record_is_written_as_it_grows_and_read_back(start, tmp_path):
-    with closing(LogFolder(tmp_path)) as logs:
-        job = start(SRUN, logs)
-        job.say(1, "progress", **progress(7))
-        job.attempt.note("stop", by="BY_USER", reason="SIGINT", signal=2)
-    *_, (read, last) = events(tmp_path / "attempt_1.jsonl")
-    assert last == job.record.act("stop")
-    assert (read.hosts, read.began_at) == (job.record.hosts, job.record.began_at)
-    for kind, by_rank in job.record.latest.items():
-        assert read.latest[kind] == by_rank
