@@ -215,8 +215,7 @@ FAULTS: Mapping[str, Fault] = {
         also="mpi4py (differs|is)",
     ),
     "another mpiddp": on(
-        *("node3", "mpiddp is", other_python),
-        f"cp -r {ROOT}/mpiddp .; echo >>mpiddp/text.py",
+        *("node3", "mpiddp is", other_python), f"cp -r {ROOT}/mpiddp .; echo >>mpiddp/text.py"
     ),
     "foreign libmpi": on("node2", "mpi4py|libmpi", foreign_libmpi, also="versions .*node2"),
     "another driver": on("node1", r"535\.2", gpu_tool, {"driver_version": "535.2"}),

@@ -61,12 +61,7 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with the variables `extra`, and capture its output."""
     return subprocess.run(
-        command,
-        env=clean_env(extra),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
+        command, env=clean_env(extra), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 

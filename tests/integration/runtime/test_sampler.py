@@ -110,10 +110,7 @@ def test_a_stateful_loader_resumes_itself(workers, monkeypatch):
 
     def loader():
         return StatefulDataLoader(
-            range(SAMPLES),
-            batch_sampler=sampler_of(0, 2),
-            num_workers=workers,
-            collate_fn=list,
+            range(SAMPLES), batch_sampler=sampler_of(0, 2), num_workers=workers, collate_fn=list
         )
 
     whole = list(loader())
