@@ -3,8 +3,8 @@
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ class Job:
         self.server = ChannelServer(self.listener, KEY, RANKS, self.selector)
         self.messages: list[Event] = []
         self.news: dict[Coordinator, list[dict[str, Any]]] = {}
-        self._pool = ThreadPoolExecutor(16)
+        self.pool = ThreadPoolExecutor(16)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -60,16 +60,6 @@ class Job:
         heard = self.news[channel] = []
         channel.listen(heard.append)
         return channel
-
-    def all(self) -> list[Coordinator]:
-        return [self.connect(rank) for rank in range(RANKS)]
-
-    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
-        return self._pool.submit(function, *args, **options)
-
-    def hears(self, channel: Coordinator, kind: str) -> dict[str, Any]:
-        """The first news of a kind, once it is there."""
-        return until(lambda: [news for news in self.news[channel] if news["type"] == kind])[0]
 
     def receives(self, kind: str) -> Event:
         return until(lambda: [event for event in self.messages if event.kind == kind])[0]
@@ -93,7 +83,7 @@ class Job:
         self._thread.join()
         self.server.close()
         self.selector.close()
-        self._pool.shutdown()
+        self.pool.shutdown()
 
 
 until = partial(eventually, poll_s=0.005)
@@ -127,12 +117,12 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job):
         job.connect(1, SCRIPT)
     eventually(lambda: len([*Path("/proc/self/fd").iterdir()]) <= num_files)
     job.server.send(1, encode("stop"), to_script=True)
-    assert job.hears(script, "stop")
+    until(lambda: [news["type"] for news in job.news[script]] == ["stop"])
 
 
 def test_scripts_do_not_wait_for_a_rank_that_has_ended_before_they_connected(job):
     """A script connects with its first process group or function of mpiddp, and the rank's may have none."""
-    first, *others = job.all()
+    first, *others = map(job.connect, range(RANKS))
     first.send("done")
     job.receives("done")
     scripts = [job.connect(other.world.rank, SCRIPT) for other in others]
@@ -272,7 +262,7 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch
             connection.sendall(encode("gather", b"1", key=str(number), timeout_s=60))
             large = "x" * 3_000_000
             calls = [
-                job.call(member.all_gather_json, large, key=str(number), timeout_s=60)
+                job.pool.submit(member.all_gather_json, large, key=str(number), timeout_s=60)
                 for member in others
             ]
             assert all(call.result(PATIENCE_S)[1:] == [large] * 2 for call in calls)
@@ -299,8 +289,8 @@ def test_an_error_in_the_thread_that_receives_ends_every_wait(job):
     other = job.connect(1)
     first = job.join(0)
     first.listen(lambda news: 1 / 0)
-    wait = job.call(first.leave, waits=True)
-    gather = job.call(first.all_gather_json, 0, key="key", timeout_s=600)
+    wait = job.pool.submit(first.leave, waits=True)
+    gather = job.pool.submit(first.all_gather_json, 0, key="key", timeout_s=600)
     until(lambda: job.selector.next_at < float("inf"))
     other.give("called", 1)
     assert wait.exception(PATIENCE_S) is None

@@ -209,3 +209,21 @@ def test_an_end_is_what_wait_says(tmp_path, code):
     done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, TEXT), code])
     assert f"rank 1 on {gethostname()} {ENDS[code]}" in done.stderr, done.stderr
     assert (done.returncode, "Exception ignored" in done.stderr) == (1, False), done.stderr
+
+
+WORKERS = """
+import os, sys
+from torch.utils.data import DataLoader
+import mpiddp
+if __name__ == "__main__":
+    loader = DataLoader(range(9), num_workers=2, multiprocessing_context="forkserver",
+        persistent_workers=True, worker_init_fn=mpiddp.init_worker)
+    next(iter(loader))
+    os._exit(2)
+"""
+
+
+def test_no_worker_of_a_forkserver_outlives_its_rank(tmp_path):
+    """`mpiddp.init_worker`: they hold the rank's stdout, so its end is the end of them all."""
+    done = run_command([sys.executable, script(tmp_path, WORKERS)])
+    assert (done.returncode, done.stdout) == (2, "")

@@ -147,16 +147,12 @@ def _keep(folder: Path, home: Path, needed: set[Path]) -> list[str]:
 def _pid_1(node: subprocess.Popen[bytes]) -> int:
     """Wait until a host is ready, and return the pid of its pid 1. Raises RuntimeError if it ends."""
     assert node.stdout is not None
-    printed = b""
-    while not printed.endswith(b"ready\n"):
-        line = node.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a test host did not start: {printed.decode()}")
-        printed += line
-    pid = program.first_child(node.pid)
-    if pid is None:
-        raise RuntimeError("a test host ended as soon as it was ready")
-    return pid
+    printed = []
+    for line in node.stdout:
+        if line == b"ready\n" and (pid := program.first_child(node.pid)):
+            return pid
+        printed.append(line.decode())
+    raise RuntimeError(f"a test host did not start: {''.join(printed)}")
 
 
 def _connect(hosts: Sequence[Host], layout: Layout) -> None:

@@ -32,7 +32,6 @@ def parsed(options: str) -> LaunchOptions:
     ("options", "fields"),
     [
         ("", {}),
-        ("-H a:2,b", {"host_list": "a:2,b"}),
         ("--no-check", {"check": False}),
         ("--wait-for-hosts 10m", {"wait_s": 600.0}),
         ("-x A=2 -x B=1", {"exports": ("A=2", "B=1"), "variables": {"A": "2", "B": "1"}}),
@@ -55,7 +54,6 @@ def parsed(options: str) -> LaunchOptions:
         ("--host a", {"host_list": "a"}),
         ("--hosts a:2,b:2", {"host_list": "a:2,b:2"}),
         (f"--machinefile {HOSTFILE}", {"hostfile": str(HOSTFILE)}),
-        ("--standalone", {"host_list": "localhost"}),
         ("--max_restarts 3 -n 1", {"max_restarts": 3, "n": 1}),
     ],
 )
