@@ -11,7 +11,7 @@ import pytest
 
 from mpiddp.hosts.processes import OomKills, cores_of_group, group_of, kill_marked, kills_in
 from tests.support.patience import PATIENCE_S, eventually
-from tests.support.ranks import ROOT
+from tests.support.ranks import run_command
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ with opened(first.pid) as send:
 
 def test_a_stranger_with_the_same_pid_is_not_killed():
     command = ["unshare", "-rpf", "--mount-proc", "--kill-child", sys.executable, "-c", REUSED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = run_command(command)
     if "unshare" in done.stderr or "ns_last_pid" in done.stderr:
         pytest.skip(f"no namespace for pids here: {done.stderr}")
     assert (done.stdout.split(), done.stderr) == (["True", "refused", "None"], "")
