@@ -19,21 +19,19 @@ from tests.support.machine import executable
 KILL, *_ = FAULTS
 
 
-def state(step: int, run: str, **entries: str) -> State:
+def state(step: int, run: str) -> State:
     """After a step of a run that makes other random choices than one of another name."""
-    weights = f"{step} {run}"
-    return {"weights": weights, "entries": {"momentum": weights, **entries, "net": weights}}
+    return {"weights": f"{step} {run}", "entries": {"net": f"{step} {run}"}}
 
 
-def rehearsal(*spans: tuple[int, int, str], code: int = 0, **entries: str) -> Rehearsal:
-    """Attempts, each with its first and last step. `entries` are of the last one."""
-    attempts = []
-    for first, last, run in spans:
-        more = entries if len(attempts) == len(spans) - 1 else {}
-        steps = [state(step, run, **more) for step in range(first + 1, last + 1)]
-        steps = [state(first, run), *steps]
-        attempts.append(RecordedAttempt(steps, [{"step": 2, "path": "/x/a.pt"}]))
-    ended = [Ended(1, "")] * (len(spans) - 1) + [Ended(code, "")]
+def rehearsal(*spans: tuple[int, int, str]) -> Rehearsal:
+    """Attempts, each with its first and last step. Each has saved step 2."""
+    save = {"step": 2, "path": "/x/a.pt"}
+    attempts = [
+        RecordedAttempt([state(step, run) for step in range(first, last + 1)], [save])
+        for first, last, run in spans
+    ]
+    ended = [Ended(1, "")] * (len(spans) - 1) + [Ended(0, "")]
     return Rehearsal(True, ended, 1.0, [History(attempts)])
 
 

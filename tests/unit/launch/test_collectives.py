@@ -111,13 +111,11 @@ def found_in(record: Record, since: float, now: float) -> dict[str, Any] | None:
     return find_stragglers(record.calls, record.world_size, since, now)
 
 
-def windows(
-    own_s: Sequence[float], *, buckets: int = 1, count: int = 4, step_s: float = 0.0
-) -> list[str]:
-    """What is said of ranks that work so long in each step, and wait for each other in its collectives."""
+def windows(own_s: Sequence[float], *, buckets: int = 1, step_s: float = 0.0) -> list[str]:
+    """What is said in four windows of ranks that work so long in each step, and then wait for each other."""
     job, sentences, now = Job(len(own_s)), [], 0.0
     since, made, number = 0.0, [list[tuple[int, str, float, bool]]() for _ in own_s], 0
-    while len(sentences) < count:
+    while len(sentences) < 4:
         for bucket in range(buckets):
             number += 1
             for rank, work_s in enumerate(own_s):
