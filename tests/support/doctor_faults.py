@@ -24,7 +24,7 @@ from tests.support.ranks import ROOT
 
 BIN = Path(sys.executable).parent
 WORK = "/run/work"  # each host has its own /run
-PYTHON = "/run/env/bin/python"
+PYTHON, GPU_TOOL = "/run/env/bin/python", "/run/tools/nvidia-smi"
 HOSTS = 4
 ECC, GPU = "ecc.errors.uncorrected.volatile.total", GPU_ROW["uuid"]
 NAMES = ",".join(f"node{number}" for number in range(HOSTS))
@@ -65,7 +65,7 @@ def prepared() -> Iterator[Cluster]:
             shell(host, f"ln -s {BIN.parent}/* /run/env; rm /run/env/bin; mkdir /run/env/bin")
             shell(host, f"ln -s {BIN}/* /run/env/bin; echo 1 >{WORK}/data/file")
             shell(host, f"echo 'import model' >{WORK}/train.py; echo 'X = 1' >{WORK}/model.py")
-            write_gpu_tool(host)
+            shell(host, f"cat >{GPU_TOOL}; chmod +x {GPU_TOOL}", f"#!/bin/sh\n{nvidia_smi({})}")
         yield standing
 
 
@@ -95,17 +95,12 @@ def shell(host: Host, script: str, stdin: str | None = None) -> None:
     host.run(["sh", "-ec", script], stdin=stdin, check=True)
 
 
-def write_gpu_tool(host: Host, *gpus: dict[str, str], users: str = "") -> None:
-    text = f"#!/bin/sh\n{nvidia_smi(*(gpus or [{}]), users=users)}"
-    shell(host, "cat >/run/tools/nvidia-smi; chmod +x /run/tools/nvidia-smi", text)
-
-
 # --- faults, until the end of a block ---
 
 
 def gpu_tool(host: Host, *gpus: dict[str, str], users: str = "") -> AbstractContextManager[None]:
-    begin = partial(write_gpu_tool, host, *gpus, users=users)
-    return between(begin, partial(write_gpu_tool, host))
+    text = f"#!/bin/sh\n{nvidia_smi(*(gpus or [{}]), users=users)}"
+    return faults.changed(host, GPU_TOOL, lambda _: text)
 
 
 def renamed(host: Host, path: str) -> AbstractContextManager[None]:
@@ -139,8 +134,8 @@ def limited(host: Host, kind: str, value: int) -> Iterator[None]:
 
 
 def filtered(host: Host, program: str) -> AbstractContextManager[None]:
-    rule = f"tc filter add dev eth0 egress bpf da bytecode '{program}'"
-    return shelled(host, f"tc qdisc add dev eth0 clsact; {rule}", "tc qdisc del dev eth0 clsact")
+    add = f"tc filter add dev eth0 egress bpf da bytecode '{program}'"
+    return shelled(host, f"tc qdisc add dev eth0 clsact; {add}", "tc qdisc del dev eth0 clsact")
 
 
 def foreign_libmpi(host: Host) -> AbstractContextManager[None]:
