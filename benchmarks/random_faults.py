@@ -252,17 +252,15 @@ def inject(job: Job, fault: Fault) -> bool:
     if not processes:
         return False
     host, process = processes[int(fault.which * len(processes))]
-    with contextlib.suppress(LookupError):  # it has just ended
-        send = os.killpg if fault.target == GROUP else os.kill
-        pid = host.pid_here(process.pid)
-        first, *rest = fault.signal.split("+")
-        send(pid, getattr(signal, f"SIG{first}"))
-        for name in rest:
-            time.sleep(fault.stopped_s)
-            send(pid, getattr(signal, f"SIG{name}"))
-            job.program.send_signal(signal.SIGCONT)  # nsenter stops with its program
-        return True
-    return False
+    target = f"-{process.pid}" if fault.target == GROUP else str(process.pid)
+    first, *rest = fault.signal.split("+")
+    if host.run(["kill", "-s", first, "--", target]).returncode != 0:
+        return False  # it has just ended
+    for name in rest:
+        time.sleep(fault.stopped_s)
+        host.run(["kill", "-s", name, "--", target])
+        job.program.send_signal(signal.SIGCONT)  # nsenter stops with its program
+    return True
 
 
 @dataclass
@@ -460,9 +458,7 @@ def _disturb(host: Host, kind: str) -> bool:
             time.sleep(CUT_S)
         return True
     for process in of_kind(host, kind)[:1]:
-        with contextlib.suppress(LookupError):  # it has just ended
-            os.kill(host.pid_here(process.pid), signal.SIGKILL)
-            return True
+        return host.run(["kill", "-KILL", str(process.pid)]).returncode == 0
     return False
 
 

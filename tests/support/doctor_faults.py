@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.support import cluster
 from tests.support.cluster import Cluster, faults, ssh
+from tests.support.cluster.faults import between, shelled
 from tests.support.cluster.host import ROOT_PATH, Host
 from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi
 from tests.support.patience import PATIENCE_S
@@ -84,16 +86,6 @@ def shell(host: Host, script: str, stdin: str | None = None) -> None:
 # --- faults, until the end of a block ---
 
 
-@contextmanager
-def shelled(host: Host, do: str, undo: str) -> Iterator[None]:
-    """Run a shell command on the host, and another one at the end."""
-    shell(host, do)
-    try:
-        yield
-    finally:
-        shell(host, undo)
-
-
 def gpu_tool(host: Host, *gpus: dict[str, str], users: str = "") -> AbstractContextManager[None]:
     text = f"#!/bin/sh\n{nvidia_smi(*(gpus or [{}]), users=users)}"
     return faults.changed(host, GPU_TOOL, lambda _: text)
@@ -103,34 +95,19 @@ def renamed(host: Host, path: str) -> AbstractContextManager[None]:
     return shelled(host, f"mv {path} {path}.away", f"rm -rf {path}; mv {path}.away {path}")
 
 
-@contextmanager
-def other_mpi(host: Host) -> Iterator[None]:
-    program = "/run/env/bin/mpirun"
-    with renamed(host, program):
-        stub = "#!/bin/sh\necho 'mpirun (Open MPI) 4.1.8'\n"
-        shell(host, f"cat >{program}; chmod +x {program}", stub)
-        yield
+def other_mpi(host: Host) -> AbstractContextManager[None]:
+    write = r"""printf "#!/bin/sh\necho 'mpirun (Open MPI) 4.1.8'\n" >mpirun; chmod +x mpirun"""
+    begin = f"cd /run/env/bin; mv mpirun mpirun.away; {write}"
+    return shelled(host, begin, "cd /run/env/bin; mv mpirun.away mpirun")
 
 
-@contextmanager
-def other_python(host: Host, version: str = "", **packages: str) -> Iterator[None]:
-    """An interpreter that finds these packages first, each with this text; mpiddp has one more line."""
-    for name, text in packages.items():
-        shell(host, f"mkdir -p /run/other/{name}")
-        if name == "mpiddp":
-            shell(host, f"cp -r {ROOT}/mpiddp /run/other/; echo >>/run/other/mpiddp/text.py")
-        elif text:
-            shell(host, f"cat >/run/other/{name}/__init__.py", text)
-        if version:
-            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-            info = f"/run/other/{name}-{version}.dist-info"
-            shell(host, f"mkdir -p {info}; cat >{info}/METADATA", metadata)
+def other_python(host: Host, write_packages: str) -> AbstractContextManager[None]:
+    """An interpreter that finds the packages first that a shell command writes."""
     wrapper = f'#!/bin/sh\nPYTHONPATH=/run/other exec {sys.executable} "$@"\n'
-    shell(host, f"rm {PYTHON}; cat >{PYTHON}; chmod +x {PYTHON}", wrapper)
-    try:
-        yield
-    finally:
-        shell(host, f"rm -rf /run/other {PYTHON}; ln -s {BIN}/python {PYTHON}")
+    begin = f"mkdir -p /run/other; cd /run/other; {write_packages}"
+    begin += f"; rm {PYTHON}; cat >{PYTHON}; chmod +x {PYTHON}"
+    end = f"rm -rf /run/other {PYTHON}; ln -s {BIN}/python {PYTHON}"
+    return between(partial(shell, host, begin, wrapper), partial(shell, host, end))
 
 
 @contextmanager
@@ -173,8 +150,14 @@ def on(
     return Fault(host, words, lambda hosts: inject(hosts[at or host], *args, **more), also)
 
 
-OTHER_TORCH = {"torch": "raise ImportError('no libcudart')"}
-OTHER_MPI4PY = {"mpi4py": "raise ImportError('no libmpi')"}
+def broken(package: str) -> str:
+    return f"mkdir {package}; echo 'raise ImportError' >{package}/__init__.py"
+
+
+OF_VERSION = "Metadata-Version: 2.1\\nName: torch\\nVersion: 2.12.1\\n"
+OTHER_TORCH = (
+    f"mkdir torch-2.12.1.dist-info; printf '{OF_VERSION}' >torch-2.12.1.dist-info/METADATA"
+)
 BLACKHOLE = "blackhole 10.77.0.3/32"
 FAULTS: Mapping[str, Fault] = {
     "wrong key": on("node1", r"\(publickey\).*ssh-copy-id", faults.key_refused),
@@ -201,21 +184,20 @@ FAULTS: Mapping[str, Fault] = {
         "node2", r"node3 .*10\.77\.0\.99", other_name, "10.77.0.4", "10.77.0.99"
     ),
     "another torch": on(
-        *("node1", r"torch differs: .*2\.12\.1", other_python, "2.12.1"),
+        *("node1", r"torch differs: .*2\.12\.1", other_python, f"{broken('torch')}; {OTHER_TORCH}"),
         also="torch does not load on node1",
-        **OTHER_TORCH,
     ),
     "torch does not load": on(
-        *("node1", "torch does not load", other_python),
+        *("node1", "torch does not load", other_python, broken("torch")),
         also="torch (differs|is)|job fail exit code 1",
-        **OTHER_TORCH,
     ),
     "mpi4py does not load": on(
-        *("node3", "mpi4py does not load", other_python),
+        *("node3", "mpi4py does not load", other_python, broken("mpi4py")),
         also="mpi4py (differs|is)",
-        **OTHER_MPI4PY,
     ),
-    "another mpiddp": on("node3", "mpiddp is", other_python, mpiddp=""),
+    "another mpiddp": on(
+        *("node3", "mpiddp is", other_python), f"cp -r {ROOT}/mpiddp .; echo >>mpiddp/text.py"
+    ),
     "foreign libmpi": on("node2", "mpi4py|libmpi", foreign_libmpi, also="versions .*node2"),
     "another driver": on("node1", r"535\.2", gpu_tool, {"driver_version": "535.2"}),
     "memory errors of a GPU": on("node2", "uncorrected memory errors", gpu_tool, {ECC: "3"}),

@@ -75,11 +75,6 @@ def tool(folder: Path, name: str, text: str) -> str:
     return f"{folder}:{os.defpath}"
 
 
-def an_mpirun(folder: Path, version: str = "mpirun (Open MPI) 5.0.11") -> str:
-    """The path of an mpirun that prints this version, and starts nothing."""
-    return executable(folder / "mpirun", f"echo '{version}'")
-
-
 def reserved(address: str) -> socket.socket:
     """A socket that reserves a port. The kernel never assigns it, but a process may request it."""
     reservation = socket.socket()

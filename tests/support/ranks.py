@@ -61,18 +61,8 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with the variables `extra`, and capture its output."""
     return subprocess.run(
-        command,
-        env=clean_env(extra),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
+        command, env=clean_env(extra), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
     )
-
-
-def mpiddp(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m mpiddp ARGUMENTS…` with the variables `extra`, and capture its output."""
-    return run_command([sys.executable, "-m", "mpiddp", *arguments], ROOT, **extra)
 
 
 def script(folder: Path, text: str) -> str:

@@ -47,17 +47,15 @@ class InTerminal:
 
     def wait(self) -> int:
         """Its exit code."""
-        ended: list[int] = []
 
-        def has_ended() -> bool:
+        def ended() -> tuple[int, ...]:
             self.read()
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-            ended.extend([status] if pid else [])
-            return bool(pid)
+            return (status,) if pid else ()
 
-        eventually(has_ended)
+        (status,) = eventually(ended)
         self.read()
-        return os.waitstatus_to_exitcode(ended[0])
+        return os.waitstatus_to_exitcode(status)
 
 
 @contextmanager

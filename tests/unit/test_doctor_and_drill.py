@@ -14,26 +14,24 @@ from mpiddp.drill.rehearse import Ended, Rehearsal
 from mpiddp.errors import UserError
 from mpiddp.hosts.transport import Transport
 from tests.support.errors import error
-from tests.support.machine import an_mpirun
+from tests.support.machine import executable
 
 KILL, *_ = FAULTS
 
 
-def state(step: int, run: str, **entries: str) -> State:
+def state(step: int, run: str) -> State:
     """After a step of a run that makes other random choices than one of another name."""
-    weights = f"{step} {run}"
-    return {"weights": weights, "entries": {"momentum": weights, **entries, "net": weights}}
+    return {"weights": f"{step} {run}", "entries": {"net": f"{step} {run}"}}
 
 
-def rehearsal(*spans: tuple[int, int, str], code: int = 0, **entries: str) -> Rehearsal:
-    """Attempts, each with its first and last step. `entries` are of the last one."""
-    attempts = []
-    for first, last, run in spans:
-        more = entries if len(attempts) == len(spans) - 1 else {}
-        steps = [state(step, run, **more) for step in range(first + 1, last + 1)]
-        steps = [state(first, run), *steps]
-        attempts.append(RecordedAttempt(steps, [{"step": 2, "path": "/x/a.pt"}]))
-    ended = [Ended(1, "")] * (len(spans) - 1) + [Ended(code, "")]
+def rehearsal(*spans: tuple[int, int, str]) -> Rehearsal:
+    """Attempts, each with its first and last step. Each has saved step 2."""
+    save = {"step": 2, "path": "/x/a.pt"}
+    attempts = [
+        RecordedAttempt([state(step, run) for step in range(first, last + 1)], [save])
+        for first, last, run in spans
+    ]
+    ended = [Ended(1, "")] * (len(spans) - 1) + [Ended(0, "")]
     return Rehearsal(True, ended, 1.0, [History(attempts)])
 
 
@@ -63,7 +61,7 @@ def test_the_error_of_a_run_is_none_of_the_notes_around_it():
 
 def test_this_machine_alone_needs_no_ssh(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Transport, "is_installed", False)
-    mpirun = an_mpirun(tmp_path)
+    mpirun = executable(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 5.0.11'")
     assert doctor.main(["-H", "localhost:1", "--quick", "--mpirun", mpirun]) == 0
     assert "no other host was to be asked" in capsys.readouterr().out
     with pytest.raises(UserError, match=error("openssh-client")):

@@ -3,8 +3,8 @@
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from mpiddp.errors import JobFailed
-from mpiddp.protocol.channel import LINE_LIMIT, RANK, SCRIPT, decode, encode, member_key
+from mpiddp.protocol.channel import LINE_LIMIT, RANK, SCRIPT, decode, encode, mac, member_key
 from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.server import ChannelServer, Event
 from mpiddp.runtime.job.connection import AnotherScript, Server, connect_to_server
 from mpiddp.runtime.job.coordinator import ChannelLost, Coordinator
 from mpiddp.runtime.rendezvous.by_hand import connect_by_address
 from mpiddp.world import World
-from tests.support.channels import connect, member_proof, progress
+from tests.support.channels import connect, progress
 from tests.support.errors import error
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -38,44 +38,28 @@ class Job:
         self.server = ChannelServer(self.listener, KEY, RANKS, self.selector)
         self.messages: list[Event] = []
         self.news: dict[Coordinator, list[dict[str, Any]]] = {}
-        self._pool = ThreadPoolExecutor(16)
-        self._runs = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.start()
-
-    def start(self) -> None:
-        self._runs.set()
+        self.pool = ThreadPoolExecutor(16)
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def pause(self) -> None:
-        """As Ctrl-Z does to a launcher."""
-        self._runs.clear()
-        self._thread.join()
-
     def _run(self) -> None:
-        while self._runs.is_set():
+        while not self._is_over.is_set():
             for key, _ in self.selector.select(0.01):
                 self.messages += self.server.receive(key.data)
             for end_a_wait in self.selector.due():
                 end_a_wait()
 
-    def connect(self, rank: int, role: str = RANK) -> Coordinator:
+    def join(self, rank: int, role: str = RANK) -> Coordinator:
+        """A member whose messages nobody reads yet."""
         server = Server(f"127.0.0.1:{self.port}", KEY)
-        channel = connect(server, World(rank, RANKS, rank, RANKS), role)
+        return connect(server, World(rank, RANKS, rank, RANKS), role)
+
+    def connect(self, rank: int, role: str = RANK) -> Coordinator:
+        channel = self.join(rank, role)
         heard = self.news[channel] = []
         channel.listen(heard.append)
         return channel
-
-    def all(self) -> list[Coordinator]:
-        return [self.connect(rank) for rank in range(RANKS)]
-
-    def call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
-        return self._pool.submit(function, *args, **options)
-
-    def hears(self, channel: Coordinator, kind: str) -> dict[str, Any]:
-        """The first news of a kind, once it is there."""
-        return until(lambda: [news for news in self.news[channel] if news["type"] == kind])[0]
 
     def receives(self, kind: str) -> Event:
         return until(lambda: [event for event in self.messages if event.kind == kind])[0]
@@ -87,11 +71,19 @@ class Job:
             facts, _ = decode(connection.recv(4096).rstrip(b"\n"))
             yield connection, facts["challenge"]
 
+    @contextmanager
+    def rank_0(self) -> Iterator[socket.socket]:
+        """A connection with the proof of rank 0."""
+        with self.stranger() as (connection, challenge):
+            connection.sendall(hello(challenge))
+            yield connection
+
     def close(self) -> None:
-        self.pause()
+        self._is_over.set()
+        self._thread.join()
         self.server.close()
         self.selector.close()
-        self._pool.shutdown()
+        self.pool.shutdown()
 
 
 until = partial(eventually, poll_s=0.005)
@@ -125,12 +117,12 @@ def test_a_script_reports_besides_its_rank_and_there_is_one(job):
         job.connect(1, SCRIPT)
     eventually(lambda: len([*Path("/proc/self/fd").iterdir()]) <= num_files)
     job.server.send(1, encode("stop"), to_script=True)
-    assert job.hears(script, "stop")
+    until(lambda: [news["type"] for news in job.news[script]] == ["stop"])
 
 
 def test_scripts_do_not_wait_for_a_rank_that_has_ended_before_they_connected(job):
     """A script connects with its first process group or function of mpiddp, and the rank's may have none."""
-    first, *others = job.all()
+    first, *others = map(job.connect, range(RANKS))
     first.send("done")
     job.receives("done")
     scripts = [job.connect(other.world.rank, SCRIPT) for other in others]
@@ -165,28 +157,31 @@ def test_the_key_of_a_script_speaks_for_nobody_else(job, kind, rank, facts):
 # --- strangers ---
 
 
+def hello(
+    challenge: str,
+    *,
+    kind: str = "hello",
+    key: str = KEY,
+    proven: tuple[str, int] = (RANK, 0),
+    **facts: object,
+) -> bytes:
+    """An introduction as rank 0, with the proof of this role and rank."""
+    proof = mac(member_key(key, *proven), f"member {challenge}")
+    return encode(kind, b"", rank=0, challenge="", proof=proof, **facts)
+
+
 INTRODUCTIONS = {
     "no proof": lambda challenge: encode("hello", rank=0, challenge="", proof=""),
-    "other rank": lambda challenge: hello(0, member_proof(KEY, challenge, RANK, 1)),
-    "another key": lambda challenge: hello(0, member_proof("x", challenge, RANK, 0)),
-    "other role": lambda challenge: hello(0, member_proof(KEY, challenge, SCRIPT, 0)),
-    "the server's proof": lambda challenge: hello(
-        0, member_proof(KEY, challenge, "server", 0), role="server"
-    ),
-    "a script without its rank": lambda challenge: hello(
-        0, member_proof(KEY, challenge, SCRIPT, 0), role=SCRIPT
-    ),
+    "other rank": partial(hello, proven=(RANK, 1)),
+    "another key": partial(hello, key="x"),
+    "other role": partial(hello, proven=(SCRIPT, 0)),
+    "the server's proof": partial(hello, proven=("server", 0), role="server"),
+    "a script without its rank": partial(hello, proven=(SCRIPT, 0), role=SCRIPT),
     "garbage": lambda challenge: b"\xff\xfe\x00GET / HTTP/1.1\n\n",
     "deep": lambda challenge: b"[" * 1000 + b"\n",
     "long": lambda challenge: b"x" * (LINE_LIMIT + 70_000),
-    "output": lambda challenge: hello(
-        0, member_proof(KEY, challenge, RANK, 0), "output", stream=3, host="a"
-    ),
+    "output": partial(hello, kind="output", stream=3, host="a"),
 }
-
-
-def hello(rank: int, proof: str, kind: str = "hello", **facts: object) -> bytes:
-    return encode(kind, b"", rank=rank, challenge="", proof=proof, **facts)
 
 
 @pytest.mark.parametrize("kind", INTRODUCTIONS)
@@ -201,7 +196,7 @@ def test_a_connection_without_a_valid_hello_is_dropped(job, kind):
 
 def test_a_proof_counts_on_its_own_connection_alone(job):
     with job.stranger() as (_, challenge), job.stranger() as (peer, _):
-        peer.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
+        peer.sendall(hello(challenge))
         assert is_dropped(peer)
 
 
@@ -222,9 +217,7 @@ def test_a_proof_counts_on_its_own_connection_alone(job):
     ],
 )
 def test_a_rank_that_violates_the_protocol_is_dropped(job, line):
-    with job.stranger() as (connection, challenge):
-        proof = member_proof(KEY, challenge, RANK, 0)
-        connection.sendall(hello(0, proof))
+    with job.rank_0() as connection:
         assert b"received" in connection.recv(4096)
         with suppress(OSError):
             connection.sendall(line + b"\n")
@@ -234,8 +227,7 @@ def test_a_rank_that_violates_the_protocol_is_dropped(job, line):
 
 def test_a_second_connection_cannot_replace_a_connected_rank(job):
     job.connect(0)
-    with job.stranger() as (connection, challenge):
-        connection.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
+    with job.rank_0() as connection:
         assert is_dropped(connection)
     assert job.server.connected == {0}
     assert not job.messages
@@ -265,14 +257,12 @@ def test_a_server_of_another_job_is_not_believed():
 def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch):
     monkeypatch.setattr(ChannelServer, "value_limit", 4 << 20)
     others = [job.connect(1), job.connect(2)]
-    with job.stranger() as (connection, challenge):
-        connection.sendall(hello(0, member_proof(KEY, challenge, RANK, 0)))
+    with job.rank_0() as connection:
         for number in range(5):
-            line = encode("gather", b"1", key=str(number), timeout_s=60)
-            connection.sendall(line)
+            connection.sendall(encode("gather", b"1", key=str(number), timeout_s=60))
             large = "x" * 3_000_000
             calls = [
-                job.call(member.all_gather_json, large, key=str(number), timeout_s=60)
+                job.pool.submit(member.all_gather_json, large, key=str(number), timeout_s=60)
                 for member in others
             ]
             assert all(call.result(PATIENCE_S)[1:] == [large] * 2 for call in calls)
@@ -281,18 +271,14 @@ def test_a_member_that_never_reads_delays_nobody_and_is_dropped(job, monkeypatch
         assert job.receives("lost").rank == 0
 
 
-ENV = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-
-
 def test_a_rank_that_cannot_reach_rank_0_names_the_address(monkeypatch):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = str(silent.getsockname()[1])
-        rank_1 = ENV | {"RANK": "1", "LOCAL_RANK": "1"}
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(JobFailed) as refused:
-            connect_by_address(Coordinator(World.from_env(rank_1)), 0.3)
+            connect_by_address(Coordinator(World(1, 2, 1, 2)), 0.3)
     values = (f"rank 1 on {socket.gethostname()} ", f" at 127.0.0.1:{port} ", "refused")
     assert re.fullmatch(error("reach rank 0's channel", *values), str(refused.value))
 
@@ -301,10 +287,10 @@ def test_a_rank_that_cannot_reach_rank_0_names_the_address(monkeypatch):
 def test_an_error_in_the_thread_that_receives_ends_every_wait(job):
     """Nobody else would receive the answer."""
     other = job.connect(1)
-    first = connect(Server(f"127.0.0.1:{job.port}", KEY), World(0, RANKS, 0, RANKS))
+    first = job.join(0)
     first.listen(lambda news: 1 / 0)
-    wait = job.call(first.leave, waits=True)
-    gather = job.call(first.all_gather_json, 0, key="key", timeout_s=600)
+    wait = job.pool.submit(first.leave, waits=True)
+    gather = job.pool.submit(first.all_gather_json, 0, key="key", timeout_s=600)
     until(lambda: job.selector.next_at < float("inf"))
     other.give("called", 1)
     assert wait.exception(PATIENCE_S) is None
@@ -313,7 +299,7 @@ def test_an_error_in_the_thread_that_receives_ends_every_wait(job):
 
 def test_news_that_ends_a_program_loses_no_later_news(job):
     """The agent of a rank raises at the first, and has to hear the second."""
-    channel = connect(Server(f"127.0.0.1:{job.port}", KEY), World(1, RANKS, 1, RANKS))
+    channel = job.join(1)
     heard = []
 
     def end(facts: dict[str, Any]) -> None:

@@ -66,13 +66,6 @@ dist.destroy_process_group()
 """
 
 
-def test_a_process_of_a_script_may_be_the_one_that_forms_the_group(tmp_path):
-    """torch's store listens in the script that imports torch, or in the process that it starts before."""
-    done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, STARTS_ANOTHER)])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["2"] * 2
-
-
 CALLS_FROM_THREADS = """
 import threading
 from mpiddp.runtime.job.session import script_session
@@ -88,11 +81,6 @@ print(connected)
 """
 
 
-def test_the_first_calls_of_several_threads_wait_for_one_connection(tmp_path):
-    done = run_command([*LAUNCH, "-H", "localhost:1", script(tmp_path, CALLS_FROM_THREADS)])
-    assert done.stdout == f"{[True] * 8}\n", done.stderr
-
-
 CLOSES_FILES = """
 import os, mpiddp
 from mpiddp.runtime.job.session import current
@@ -102,10 +90,23 @@ print(current().coordinator.ask("claim", key="is answered")[0]["rank"])
 """
 
 
-def test_a_script_that_has_closed_all_files_connects(tmp_path):
-    """Its connection to the launcher does not get the number of the closed one to its agent."""
-    done = run_command([*LAUNCH, "-H", "localhost:1", script(tmp_path, CLOSES_FILES)])
-    assert done.stdout == "0\n", done.stderr
+# What each prints, on how many ranks.
+CONNECTS = {
+    # torch's store listens in the script that imports torch, or in the process that it starts before.
+    "a process of the script": (STARTS_ANOTHER, 2, ["2"] * 2),
+    # They wait for one connection.
+    "several threads at once": (CALLS_FROM_THREADS, 1, [str([True] * 8)]),
+    # Its connection to the launcher does not get the number of the closed one to its agent.
+    "after it has closed all files": (CLOSES_FILES, 1, ["0"]),
+}
+
+
+@pytest.mark.parametrize("who", CONNECTS)
+def test_what_connects(tmp_path, who):
+    text, ranks, lines = CONNECTS[who]
+    done = run_command([*LAUNCH, "-H", f"localhost:{ranks}", script(tmp_path, text)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == lines
 
 
 FOLDS_AND_A_GAN = """
@@ -209,3 +210,21 @@ def test_an_end_is_what_wait_says(tmp_path, code):
     done = run_command([*LAUNCH, "-H", "localhost:2", script(tmp_path, TEXT), code])
     assert f"rank 1 on {gethostname()} {ENDS[code]}" in done.stderr, done.stderr
     assert (done.returncode, "Exception ignored" in done.stderr) == (1, False), done.stderr
+
+
+WORKERS = """
+import os, sys
+from torch.utils.data import DataLoader
+import mpiddp
+if __name__ == "__main__":
+    loader = DataLoader(range(9), num_workers=2, multiprocessing_context="forkserver",
+        persistent_workers=True, worker_init_fn=mpiddp.init_worker)
+    next(iter(loader))
+    os._exit(2)
+"""
+
+
+def test_no_worker_of_a_forkserver_outlives_its_rank(tmp_path):
+    """`mpiddp.init_worker`: they hold the rank's stdout, so its end is the end of them all."""
+    done = run_command([sys.executable, script(tmp_path, WORKERS)])
+    assert (done.returncode, done.stdout) == (2, "")

@@ -17,7 +17,14 @@ SHELL = ("script", "--quiet", "--return", "--command", "bash", "/dev/null")  # o
 
 
 def main() -> int:
-    options = parser().parse_args()
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--slurm", action="store_true", help="with srun, sbatch and salloc")
+    parser.add_argument("--user", help="not root")
+    parser.add_argument("--cwd", help="not the user's home")
+    parser.add_argument("count", help="the number of hosts")
+    parser.add_argument("command", nargs="*", help="instead of a shell")
+    options = parser.parse_args()
     if options.count == "packages":
         print(*needs.PACKAGES, *needs.SLURM_PACKAGES, *needs.GRID_ENGINE_PACKAGES)
         return 0
@@ -30,17 +37,6 @@ def main() -> int:
         env = {"TERM": os.environ.get("TERM", "dumb")}
         where = {"user": options.user, "cwd": options.cwd, "env": env}
         return subprocess.call(hosts["node0"].enter(options.command or SHELL, **where))
-
-
-def parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--slurm", action="store_true", help="with srun, sbatch and salloc")
-    parser.add_argument("--user", help="not root")
-    parser.add_argument("--cwd", help="not the user's home")
-    parser.add_argument("count", help="the number of hosts")
-    parser.add_argument("command", nargs="*", help="instead of a shell")
-    return parser
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ with faults.no_sshd(cluster["node1"]):
     ...  # ssh node1: connection refused
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 from tests.support.cluster import ssh
 from tests.support.cluster.host import USER, Arg, Host
@@ -13,82 +14,72 @@ from tests.support.cluster.start import Cluster
 
 
 @contextmanager
-def no_sshd(host: Host) -> Iterator[None]:
-    """No sshd listens: "Connection refused"."""
-    ssh.stop_sshd(host)
+def between(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+    """Call the one, and at the end of the block the other."""
+    begin()
     try:
         yield
     finally:
-        ssh.start_sshd([host])
+        end()
+
+
+def shelled(host: Host, begin: str, end: str) -> AbstractContextManager[None]:
+    """Run a shell command on the host, and another one at the end of the block."""
+    begun, ended = (partial(host.run, ["sh", "-ec", script], check=True) for script in (begin, end))
+    return between(begun, ended)
+
+
+def no_sshd(host: Host) -> AbstractContextManager[None]:
+    """No sshd listens: "Connection refused"."""
+    return between(partial(ssh.stop_sshd, host), partial(ssh.start_sshd, [host]))
 
 
 @contextmanager
 def sshd_with(host: Host, settings: str) -> Iterator[None]:
     """The host's sshd has these settings as well. They count, because the first of a kind does."""
-    with no_sshd(host), begins_with(host, "/etc/ssh/sshd_config", settings):
-        ssh.start_sshd([host])
-        try:
-            yield
-        finally:
-            ssh.stop_sshd(host)
+    with (
+        no_sshd(host),
+        begins_with(host, "/etc/ssh/sshd_config", settings),
+        between(partial(ssh.start_sshd, [host]), partial(ssh.stop_sshd, host)),
+    ):
+        yield
 
 
-@contextmanager
-def unknown_key(cluster: Cluster, host: Host) -> Iterator[None]:
+def unknown_key(cluster: Cluster, host: Host) -> AbstractContextManager[None]:
     """No host knows the key of this host: "Host key verification failed."."""
-    with ExitStack() as stack:
-        for peer in cluster.hosts:
-            for user in ("root", USER):
-                path = f"{peer.home(user)}/.ssh/known_hosts"
-                stack.enter_context(without_lines(peer, path, f"{host.name},"))
-        yield
+    return _changed_keys(cluster.hosts, "known_hosts", _without(f"{host.name},"))
 
 
-@contextmanager
-def key_refused(host: Host) -> Iterator[None]:
+def key_refused(host: Host) -> AbstractContextManager[None]:
     """The host accepts no user's key: "Permission denied (publickey)."."""
-    with ExitStack() as stack:
-        for user in ("root", USER):
-            path = f"{host.home(user)}/.ssh/authorized_keys"
-            stack.enter_context(changed(host, path, lambda _: ""))
-        yield
+    return _changed_keys([host], "authorized_keys", lambda _: "")
 
 
 @contextmanager
 def another_port(cluster: Cluster, host: Host, port: int) -> Iterator[None]:
     """The host's sshd listens on this port alone. The other hosts know its key there."""
-    with ExitStack() as stack:
-        for peer in cluster.hosts:
-            for user in ("root", USER):
-                path = f"{peer.home(user)}/.ssh/known_hosts"
-                keys = peer.path(path).read_text().splitlines()
-                (key,) = (line for line in keys if line.startswith(f"{host.name},"))
-                there = f"[{host.name}]:{port},[{host.address}]:{port} {key.partition(' ')[2]}\n"
-                stack.enter_context(changed(peer, path, lambda keys, there=there: keys + there))
-        stack.enter_context(sshd_with(host, f"Port {port}\n"))
+
+    def with_port(keys: str) -> str:
+        (key,) = (line for line in keys.splitlines() if line.startswith(f"{host.name},"))
+        return f"{keys}[{host.name}]:{port},[{host.address}]:{port} {key.partition(' ')[2]}\n"
+
+    changes = _changed_keys(cluster.hosts, "known_hosts", with_port)
+    with changes, sshd_with(host, f"Port {port}\n"):
         yield
 
 
 @contextmanager
 def another_user(host: Host) -> Iterator[None]:
     """root of any host logs in to this host as `USER`, and not as root."""
-    keys = {user: f"{host.home(user)}/.ssh/authorized_keys" for user in ("root", USER)}
-    texts = {user: host.path(path).read_text() for user, path in keys.items()}
-    with (
-        changed(host, keys["root"], lambda _: ""),
-        changed(host, keys[USER], lambda keys: keys + texts["root"]),
-    ):
+    of_root, of_user = (f"{host.home(user)}/.ssh/authorized_keys" for user in ("root", USER))
+    more = host.path(of_root).read_text()
+    with changed(host, of_root, lambda _: ""), changed(host, of_user, lambda keys: keys + more):
         yield
 
 
-@contextmanager
-def unreachable(host: Host) -> Iterator[None]:
+def unreachable(host: Host) -> AbstractContextManager[None]:
     """The host's link is down, so connections to it time out."""
-    host.link("down")
-    try:
-        yield
-    finally:
-        host.link("up")
+    return between(partial(host.link, "down"), partial(host.link, "up"))
 
 
 def firewall(host: Host, verdict: str) -> AbstractContextManager[None]:
@@ -101,32 +92,19 @@ def dropped_port(host: Host, port: str) -> AbstractContextManager[None]:
     return _rule(host, f"tcp sport {port} drop")
 
 
-@contextmanager
-def _rule(host: Host, rule: str) -> Iterator[None]:
-    rules = [
-        "table inet test {",
-        "chain in {",
-        "type filter hook input priority 0; policy accept;",
-        "iif lo accept",
-        rule,
-        *("}", "}"),
-    ]
-    host.run(["nft", "-f", "-"], stdin="\n".join([*rules, ""]), check=True)
-    try:
-        yield
-    finally:
-        host.run(["nft", "delete", "table", "inet", "test"], check=True)
+def _rule(host: Host, rule: str) -> AbstractContextManager[None]:
+    chain = f"type filter hook input priority 0; policy accept; iif lo accept; {rule};"
+    table = f"nft 'table inet test {{ chain in {{ {chain} }}; }}'"
+    return shelled(host, table, "nft delete table inet test")
 
 
-@contextmanager
-def mounted(host: Host, path: Arg, *options: str, what: Arg = "tmpfs") -> Iterator[None]:
+def mounted(
+    host: Host, path: Arg, *options: str, what: Arg = "tmpfs"
+) -> AbstractContextManager[None]:
     """A folder of the host is a file system in memory with these options, or a file or folder another one."""
     kind = ("-t", "tmpfs") if what == "tmpfs" else ("--bind",)
-    host.run(["mount", *kind, *options, what, path], check=True)
-    try:
-        yield
-    finally:
-        host.run(["umount", path], check=True)
+    mount = partial(host.run, ["mount", *kind, *options, what, path], check=True)
+    return between(mount, partial(host.run, ["umount", path], check=True))
 
 
 @contextmanager
@@ -141,6 +119,16 @@ def changed(host: Host, path: str, change: Callable[[str], str]) -> Iterator[Non
         file.unlink() if before is None else file.write_text(before)
 
 
+@contextmanager
+def _changed_keys(hosts: Sequence[Host], name: str, change: Callable[[str], str]) -> Iterator[None]:
+    """This file in ~/.ssh has another text, on each of these hosts and for both users."""
+    with ExitStack() as stack:
+        for host in hosts:
+            for user in ("root", USER):
+                stack.enter_context(changed(host, f"{host.home(user)}/.ssh/{name}", change))
+        yield
+
+
 def begins_with(host: Host, path: str, text: str) -> AbstractContextManager[None]:
     """A file of the host has this text before its own."""
     return changed(host, path, lambda before: text + before)
@@ -148,8 +136,11 @@ def begins_with(host: Host, path: str, text: str) -> AbstractContextManager[None
 
 def without_lines(host: Host, path: str, words: str) -> AbstractContextManager[None]:
     """A file of the host lacks the lines that have these words."""
+    return changed(host, path, _without(words))
 
+
+def _without(words: str) -> Callable[[str], str]:
     def others(text: str) -> str:
         return "".join(line for line in text.splitlines(keepends=True) if words not in line)
 
-    return changed(host, path, others)
+    return others

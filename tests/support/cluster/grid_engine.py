@@ -41,12 +41,7 @@ class GridEngine:
     env: Mapping[str, str]
 
     def qsub(
-        self,
-        script: str,
-        *options: str,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        cwd: Arg | None = None,
+        self, script: str, *options: str, env: Mapping[str, str], cwd: Arg, user: str | None = None
     ) -> CompletedProcess[str]:
         """Submit a job script from the first host, and wait for its end.
 
@@ -62,9 +57,9 @@ class GridEngine:
         for file in (output, code):
             file.touch()
             file.chmod(0o666)
-        variables = [option for pair in (env or {}).items() for option in ("-v", "=".join(pair))]
+        variables = [option for pair in env.items() for option in ("-v", "=".join(pair))]
         command = ["qsub", "-terse", "-j", "y", "-o", str(output), "-S", "/bin/sh", *variables]
-        command += ["-wd", str(cwd or login.home(user or "root")), *options]
+        command += ["-wd", str(cwd), *options]
         # `qsub -sync y` sometimes misses the end of a job, and then exits with 0.
         text = f"sh {job}; echo $? > {code}\n"
         number = login.run(command, env=self.env, user=user, stdin=text, check=True).stdout.strip()
@@ -141,38 +136,35 @@ def _spool(master: Host, root: Path, env: Mapping[str, str]) -> None:
 
 def _configure(cluster: Cluster, env: Mapping[str, str]) -> None:
     master = cluster.hosts[0]
-    folder = cluster.shared / "gridengine/qconf"
-    folder.mkdir()
+
+    def qconf(*arguments: str) -> str:
+        done = master.run(["qconf", *arguments], env=env)
+        if done.returncode != 0:
+            raise RuntimeError(f"qconf {' '.join(arguments)}: {done.stdout}{done.stderr}")
+        return done.stdout.replace("\\\n", " ")  # it breaks long lines
 
     def add(option: str, text: str) -> None:
-        file = folder / f"{len(list(folder.iterdir()))}"
-        file.write_text(text)
-        _qconf(master, env, option, str(file))
+        file = f"{_LOCAL}/{option}"
+        master.path(file).write_text(text)
+        qconf(option, file)
 
     for host in cluster.hosts:
-        _qconf(master, env, "-ah", host.name)
-        _qconf(master, env, "-as", host.name)
+        qconf("-ah", host.name)
+        qconf("-as", host.name)
         add("-Ae", _EXECUTION_HOST.format(host=host))
     for name, rule, control_slaves in _ENVIRONMENTS:
-        add(
-            "-Ap", _PARALLEL_ENVIRONMENT.format(name=name, rule=rule, control_slaves=control_slaves)
-        )
+        facts = {"name": name, "rule": rule, "control_slaves": control_slaves}
+        add("-Ap", _PARALLEL_ENVIRONMENT.format(**facts))
     queue = {
+        "qname": "all.q",
         "hostlist": " ".join(host.name for host in cluster.hosts),
         "pe_list": " ".join(name for name, *_ in _ENVIRONMENTS),
         "slots": "4",
         "shell": "/bin/sh",
         "load_thresholds": "NONE",  # the hosts share the processors of this machine
     }
-    add("-Aq", _changed(_qconf(master, env, "-sq"), {"qname": "all.q", **queue}))
-    add("-Msconf", _changed(_qconf(master, env, "-ssconf"), _SCHEDULER))
-
-
-def _qconf(master: Host, env: Mapping[str, str], *arguments: str) -> str:
-    done = master.run(["qconf", *arguments], env=env)
-    if done.returncode != 0:
-        raise RuntimeError(f"qconf {' '.join(arguments)}: {done.stdout}{done.stderr}")
-    return done.stdout.replace("\\\n", " ")  # it breaks long lines
+    add("-Aq", _changed(qconf("-sq"), queue))
+    add("-Msconf", _changed(qconf("-ssconf"), _SCHEDULER))
 
 
 def _loads_are_known(master: Host, env: Mapping[str, str], count: int) -> bool:

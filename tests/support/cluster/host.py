@@ -1,10 +1,8 @@
 """A host of a running test cluster: run programs on it, list its processes, cut its network link."""
 
 import os
-import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -38,7 +36,7 @@ class Host:
     """A running host.
 
     `pid` is its pid 1 and `hub_pid` the process of the cluster's switch, both in the pid namespace of this
-    machine. `port` is the switch's end of the host's link.
+    machine.
     """
 
     name: str
@@ -46,7 +44,11 @@ class Host:
     interface: str
     pid: int
     hub_pid: int
-    port: str
+
+    @property
+    def port(self) -> str:
+        """The switch's end of the host's link."""
+        return f"{self.name}-{self.interface}"
 
     def run(
         self,
@@ -149,21 +151,6 @@ class Host:
                 name, parent = head.partition("(")[2], int(tail.split()[1])
                 processes.append(Process(int(entry.name), text, name, parent))
         return sorted(processes)
-
-    def pid_here(self, pid: int) -> int:
-        """The pid on this machine of a process of this host.
-
-        Raises:
-            LookupError: it has ended.
-        """
-        namespace = Path(f"/proc/{self.pid}/ns/pid").readlink()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has just ended
-                if Path(entry, "ns/pid").readlink() == namespace:
-                    numbers = re.search(r"^NSpid:\t(.*)$", (entry / "status").read_text(), re.M)
-                    if numbers and int(numbers[1].split()[-1]) == pid:
-                        return int(entry.name)
-        raise LookupError(f"{self.name} has no process {pid}")
 
     def kill_processes(self) -> list[Process]:
         """Kill the processes that `processes` lists, wait until they have ended, and return them."""

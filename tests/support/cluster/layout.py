@@ -5,6 +5,7 @@ confuses launchers.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Every cluster has its own unconnected namespaces, so all of them can use the same networks.
 NETWORK = "10.77.0"
@@ -35,8 +36,7 @@ class Layout:
 PLAIN = Layout()
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """An interface of a host. A link that is not `live` is not connected to the switch."""
 
     interface: str
@@ -54,9 +54,8 @@ def host_address(index: int) -> str:
 
 def host_links(layout: Layout, index: int) -> list[Link]:
     """The interfaces of host number `index`. The first one is connected."""
-    links = [
-        Link(layout.interfaces[index % len(layout.interfaces)], f"{host_address(index)}/24", True)
-    ]
+    first = layout.interfaces[index % len(layout.interfaces)]
+    links = [Link(first, f"{host_address(index)}/24", True)]
     if layout.dead_network:
         links.append(Link("eth1", f"{DEAD_NETWORK}.{index + 1}/24", False))
     links += [Link(name, DECOY_ADDRESSES[name], False) for name in layout.decoys]

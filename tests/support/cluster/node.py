@@ -37,9 +37,7 @@ def _mount(*arguments: str | Path) -> None:
 def _own_run_and_tmp(shared: Path) -> None:
     """Mount a private /run (for the daemons' pid files and sockets), /run/tmp and /dev/shm."""
     run, shm = Path("/run"), Path("/dev/shm")
-    _mount(
-        "-t", "tmpfs", "-o", "mode=755", "tmpfs", shm
-    )  # the new /run; the old one is still needed
+    _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", shm)  # the new /run; the old one is needed
     shared_in_new = shm / shared.relative_to(run)
     shared_in_new.mkdir(parents=True)
     _mount("--bind", shared, shared_in_new)
@@ -55,9 +53,8 @@ def _own_etc() -> None:
     upper, work = Path("/run/etc/upper"), Path("/run/etc/work")
     upper.mkdir(parents=True)
     work.mkdir()
-    _mount(
-        "-t", "overlay", "-o", f"lowerdir=/etc,upperdir={upper},workdir={work}", "overlay", "/etc"
-    )
+    folders = f"lowerdir=/etc,upperdir={upper},workdir={work}"
+    _mount("-t", "overlay", "-o", folders, "overlay", "/etc")
 
 
 def _own_sys() -> None:

@@ -9,13 +9,14 @@ with cluster.up(2) as c:
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.cluster import needs
-from tests.support.cluster.host import ETC, Arg, Host
+from tests.support.cluster.host import ETC, Host
 from tests.support.cluster.start import Cluster
 from tests.support.patience import PATIENCE_S, eventually
 
@@ -44,25 +45,17 @@ class Slurm:
 
     cluster: Cluster
 
-    def sbatch(
-        self,
-        script: str,
-        *options: str,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        cwd: Arg | None = None,
-    ) -> subprocess.CompletedProcess[str]:
-        """Submit a batch script from the first host, and wait for its end.
+    def sbatch(self, script: str, *options: str, **login: Any) -> subprocess.CompletedProcess[str]:
+        """Submit a batch script from the first host, and wait for its end; `login` as of `Host.run`.
 
         Returns its exit code (-N after signal N), and its whole output as stdout.
 
         Raises:
             subprocess.CalledProcessError: sbatch refuses the script.
         """
-        login = self.cluster.hosts[0]
         output = self.cluster.shared / f"job-{os.urandom(4).hex()}.out"
         command = ["sbatch", "--parsable", f"--output={output}", *options]
-        submitted = login.run(command, env=env, user=user, cwd=cwd, stdin=script, check=True)
+        submitted = self.cluster.hosts[0].run(command, stdin=script, check=True, **login)
         code = self.wait(submitted.stdout.strip(), output)
         return subprocess.CompletedProcess(command, code, output.read_text(), "")
 
@@ -128,8 +121,7 @@ def _exit_code(host: Host, job: str) -> tuple[int, ...]:
     """A job's exit code, or none until the job has ended."""
     stdout = host.run(["scontrol", "--oneliner", "show", "job", job], check=True).stdout
     match = re.search(r"JobState=(\w+) .*ExitCode=(\d+):(\d+)", stdout)
-    if not match:
-        raise RuntimeError(f"scontrol prints no state of job {job}: {stdout}")
+    assert match, stdout
     state, code, signal = match.groups()
     if state in _UNFINISHED:
         return ()

@@ -30,28 +30,22 @@ def make_keys(count: int) -> list[Key]:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, str(index)) for index in range(count)]
         command = [needs.tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "mpiddp-test"]
-        for process in [subprocess.Popen([*command, "-f", os.fspath(file)]) for file in files]:
-            if process.wait(timeout=PATIENCE_S) != 0:
-                raise RuntimeError("ssh-keygen failed")
-        return [
-            Key(file.read_text(), Path(f"{file}.pub").read_text(encoding="utf-8")) for file in files
-        ]
+        for file in files:
+            subprocess.run([*command, "-f", file], check=True, timeout=PATIENCE_S)
+        return [Key(file.read_text(), file.with_suffix(".pub").read_text()) for file in files]
 
 
 def configure_ssh(hosts: Sequence[Host]) -> None:
     """Let root and `USER` of every host log in to every host with `ssh NAME`."""
     host_keys = make_keys(len(hosts))
     user_keys = make_keys(2)
-    known_hosts = "".join(
-        f"{host.name},{host.address} {key.public}"
-        for host, key in zip(hosts, host_keys, strict=True)
-    )
-    for host, host_key in zip(hosts, host_keys, strict=True):
+    pairs = [*zip(hosts, host_keys, strict=True)]
+    known_hosts = "".join(f"{host.name},{host.address} {key.public}" for host, key in pairs)
+    for host, host_key in pairs:
         _add_user(host)
         _write(host, "/etc/ssh/ssh_config", "")  # OpenSSH's defaults instead of this machine's
-        _write(
-            host, "/etc/ssh/sshd_config", _SSHD_CONFIG.format(address=host.address, tmpdir=TMPDIR)
-        )
+        config = _SSHD_CONFIG.format(address=host.address, tmpdir=TMPDIR)
+        _write(host, "/etc/ssh/sshd_config", config)
         _write(host, "/etc/ssh/ssh_host_key", host_key.private)
         for (user, uid), key in zip((("root", 0), (USER, USER_ID)), user_keys, strict=True):
             folder = f"{host.home(user)}/.ssh"

@@ -68,7 +68,8 @@ def up(count: int = 3, *, layout: Layout = PLAIN) -> Iterator[Cluster]:
         ]
         hub, *nodes = started
         hosts = tuple(
-            _host(index, layout, _pid_1(node), hub.pid) for index, node in enumerate(nodes)
+            Host(host_name(n), host_address(n), host_links(layout, n)[0].interface, pid, hub.pid)
+            for n, pid in enumerate(map(_pid_1, nodes))
         )
         _connect(hosts, layout)
         for index, host in enumerate(hosts):
@@ -146,22 +147,12 @@ def _keep(folder: Path, home: Path, needed: set[Path]) -> list[str]:
 def _pid_1(node: subprocess.Popen[bytes]) -> int:
     """Wait until a host is ready, and return the pid of its pid 1. Raises RuntimeError if it ends."""
     assert node.stdout is not None
-    printed = b""
-    while not printed.endswith(b"ready\n"):
-        line = node.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a test host did not start: {printed.decode()}")
-        printed += line
-    pid = program.first_child(node.pid)
-    if pid is None:
-        raise RuntimeError("a test host ended as soon as it was ready")
-    return pid
-
-
-def _host(index: int, layout: Layout, pid: int, hub: int) -> Host:
-    link = host_links(layout, index)[0]
-    name = host_name(index)
-    return Host(name, host_address(index), link.interface, pid, hub, f"{name}-{link.interface}")
+    printed = []
+    for line in node.stdout:
+        if line == b"ready\n" and (pid := program.first_child(node.pid)):
+            return pid
+        printed.append(line.decode())
+    raise RuntimeError(f"a test host did not start: {''.join(printed)}")
 
 
 def _connect(hosts: Sequence[Host], layout: Layout) -> None:

@@ -14,40 +14,52 @@ from tests.support.allocations import FLUX, PBS, SLURM, enter_folder
 from tests.support.machine import tool
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def in_folder(tmp_path, monkeypatch):
     return enter_folder(tmp_path, monkeypatch)
 
 
-def found(env):
-    """The source, hosts and slots of the allocation in `env`."""
-    allocation = find_allocation({"PATH": "/usr/bin:/bin"} | env)
-    hosts = allocation.hosts
-    names, slots = [host.name for host in hosts], [host.slots for host in hosts]
-    return allocation.source, names, slots
+ONCE = PBS | {"PBS_NODEFILE": "once"}
+SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.7\n", "SKYPILOT_NUM_NODES": "2"}
+SIX_GPUS = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS": "6"}
+OUTER = {"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "batch1 1 n1 42 n2 42"}
 
 
-CLUSTER_NAMES = ["n1.cluster", "n2.cluster"]
-
-
-def test_a_pbs_job_that_lists_each_host_once_takes_its_gpus(in_folder):
-    (in_folder / "node_file").write_text("n1\nn2\n")
-    assert found(PBS)[1:] == (["n1", "n2"], [None, None])
+@pytest.mark.parametrize(
+    ("env", "source", "slots"),
+    [
+        # Hosts that are listed once have a slot for each of their GPUs.
+        (ONCE, "PBS job 1234.head", [None, None]),
+        (SIX_GPUS | {"SLURM_GPUS_ON_NODE": "3"}, "Slurm job 7", [3, 3]),
+        (SIX_GPUS | {"SLURM_GPUS_PER_NODE": "3"}, "Slurm job 7", [3, 3]),
+        # The first of two allocations counts.
+        (SLURM | PBS, "Slurm job 7", [1, 1]),
+        (SLURM | {"PBS_JOBID": "12"}, "Slurm job 7", [1, 1]),
+        # As in `bsub … jsrun … flux start`: LSF also lists the host of the batch script.
+        (OUTER | FLUX, "the Flux instance", [None, None]),
+    ],
+)
+def test_the_hosts_of_an_allocation(in_folder, env, source, slots):
+    """tests/data/command_lines.txt has plainer ones."""
+    (in_folder / "once").write_text("n1\nn2\n")
+    allocation = find_allocation({"PATH": f"{in_folder}:/usr/bin:/bin"} | env)
+    hosts = [(host.name, host.slots) for host in allocation.hosts]
+    assert (allocation.source, hosts) == (source, [*zip(("n1", "n2"), slots, strict=True)])
 
 
 def test_node_0_of_a_skypilot_task_starts_the_ranks_of_all_nodes():
-    env = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.7\n", "SKYPILOT_NUM_NODES": "2"}
-    names = ["10.0.0.4", "10.0.0.7"]
-    assert found(env | {"SKYPILOT_NODE_RANK": "0"}) == ("the SkyPilot task", names, [None, None])
+    task = find_allocation(SKYPILOT | {"SKYPILOT_NODE_RANK": "0"})
+    hosts = [(host.name, host.slots) for host in task.hosts]
+    assert (task.source, hosts) == ("the SkyPilot task", [("10.0.0.4", None), ("10.0.0.7", None)])
     alone = {"SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NUM_NODES": "1"}
     assert find_allocation(alone | {"SKYPILOT_NODE_RANK": "0"}) is None
 
 
 @pytest.mark.parametrize(
     ("file", "names", "slots"),
-    [("node_file", CLUSTER_NAMES, [2, 2]), ("pe_hostfile", ["n1", "n2"], [3, 1])],
+    [("node_file", ["n1.cluster", "n2.cluster"], [2, 2]), ("pe_hostfile", ["n1", "n2"], [3, 1])],
 )
-def test_the_hostfile_option_reads_the_files_of_schedulers(in_folder, file, names, slots):
+def test_the_hostfile_option_reads_the_files_of_schedulers(file, names, slots):
     hosts = read_hostfile(file).hosts
     assert ([host.name for host in hosts], [host.slots for host in hosts]) == (names, slots)
 
@@ -66,25 +78,6 @@ def test_the_hostfile_option_reads_the_files_of_schedulers(in_folder, file, name
 )
 def test_no_allocation(env):
     assert find_allocation(env) is None
-
-
-@pytest.mark.parametrize("stale", [PBS | {"PBS_NODEFILE": "others"}, {"PBS_JOBID": "12"}])
-def test_the_first_of_two_allocations_counts(in_folder, stale):
-    (in_folder / "others").write_text("x1\nx1\nx2\nx2\n")
-    assert found(SLURM | stale) == ("Slurm job 7", ["n1", "n2"], [1, 1])
-
-
-def test_the_inner_of_two_allocations_counts(in_folder):
-    """`bsub … jsrun … flux start`: LSF also lists the host of the batch script."""
-    env = FLUX | {"PATH": f"{in_folder}:/usr/bin:/bin"}
-    outer = {"LSB_JOBID": "5", "LSB_MCPU_HOSTS": "batch1 1 n1 42 n2 42"}
-    assert found(outer | env)[0] == "the Flux instance"
-
-
-@pytest.mark.parametrize("name", ["SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"])
-def test_gpus_that_slurm_has_divided_evenly(name):
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS": "6"}
-    assert found({**job, name: "3"}) == ("Slurm job 7", ["n1", "n2"], [3, 3])
 
 
 @pytest.mark.parametrize(

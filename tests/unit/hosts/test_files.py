@@ -2,7 +2,6 @@
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from mpiddp.hosts import facts, gpu_health, gpus, interfaces, processes, program
 from mpiddp.hosts.program_files import files_of, import_folders
 from mpiddp.hosts.ssh import CHECK_PYTHON, program_that_prints
 from mpiddp.launch.plan.preflight import TRAVELLING
-from tests.support.patience import PATIENCE_S
+from tests.support.ranks import run_command, script
 
 TRAIN = """\
 import os, random, helper, wandb, models as zoo
@@ -121,14 +120,7 @@ SENT = (interfaces, gpus, gpu_health, program_files, facts, reachability, there,
 
 def run_bare(program, folder):
     """Run a program without site-packages, user folders and environment, in another folder."""
-    return subprocess.run(
-        [sys.executable, "-I", "-S"],
-        input=program,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    return run_command([sys.executable, "-I", "-S", script(folder, program)], folder)
 
 
 def test_the_program_needs_only_the_standard_library(tmp_path):

@@ -8,7 +8,7 @@ import os
 import re
 import resource
 import subprocess
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 
@@ -26,15 +26,14 @@ echo '{"card0": {"Temperature (Sensor edge) (C)": "N/A", "Temperature (Sensor ju
 echo ' "GPU use (%)": "97", "VRAM Total Memory (B)": "68702699520", "VRAM Total Used Memory (B)": "10960896",'
 echo ' "Card Series": "AMD Instinct MI210", "PCI Bus": "0000:C1:00.0"}, "system": {"Driver version": "6.7"}}'
 """
+ECC = "ecc.errors.uncorrected.volatile.total"
+CLOCKS = "clocks_event_reasons.active"
 H100 = "NVIDIA H100 80GB HBM3"
 
 
 def test_what_a_gpu_tells_of_itself(tmp_path):
-    hot = {"clocks_event_reasons.active": "0x0000000000000068", "utilization.gpu": "97"}
-    silent = {
-        "ecc.errors.uncorrected.volatile.total": "[N/A]",
-        "temperature.gpu": "[Unknown Error]",
-    }
+    hot = {CLOCKS: "0x0000000000000068", "utilization.gpu": "97"}
+    silent = {ECC: "[N/A]", "temperature.gpu": "[Unknown Error]"}
     known, unknown = read_gpus(tool(tmp_path, "nvidia-smi", nvidia_smi(hot, silent)))
     assert known == Gpu(
         name=H100,
@@ -57,36 +56,30 @@ def test_what_a_gpu_tells_of_itself(tmp_path):
 
 
 NO_ACTION = {"gpu_recovery_action": None}
-DRIVERS = {  # what their nvidia-smi has in place of the newest fields
-    "550": {**NO_ACTION, "reset_status.reset_required": "No"},
-    "530": {
-        **NO_ACTION,
-        "reset_status.reset_required": "No",
-        "clocks_event_reasons.active": None,
-        "clocks_throttle_reasons.active": "0x0000000000000008",
-    },
-    "450": {
-        **NO_ACTION,
-        "clocks_event_reasons.active": None,
-        "ecc.errors.uncorrected.volatile.total": None,
-    },
+RESET_STATUS = {**NO_ACTION, "reset_status.reset_required": "No"}
+# What their nvidia-smi has in place of the newest fields, how many queries it refuses, and what it tells.
+DRIVERS = {
+    "550": (RESET_STATUS, 1, ("", 0, "No")),
+    "530": (
+        {**RESET_STATUS, CLOCKS: None, "clocks_throttle_reasons.active": "0x0000000000000008"},
+        2,
+        ("HW slowdown", 0, "No"),
+    ),
+    "450": ({**NO_ACTION, CLOCKS: None, ECC: None}, 5, ("", None, "")),
 }
 
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_an_older_driver_tells_all_that_it_knows(tmp_path, driver):
     """One unknown field fails a query of nvidia-smi. It is asked again by the older name, or without it."""
-    fields = DRIVERS[driver]
+    fields, refused, told = DRIVERS[driver]
     asked = tmp_path / "asked"
     path = tool(tmp_path, "nvidia-smi", f"echo >>{asked}\n{nvidia_smi(fields)}")
     for _ in range(2):
         (gpu,) = read_gpus(path)
     assert (gpu.name, gpu.memory_total, gpu.uuid) == (H100, 81559 << 20, GPU_ROW["uuid"])
-    assert gpu.slowed == ("HW slowdown" if driver == "530" else "")
-    assert gpu.errors == (None if driver == "450" else 0)
-    assert gpu.recovery == fields.get("reset_status.reset_required", "")
-    refused = {"550": 1, "530": 2, "450": 5}
-    assert len(asked.read_text()) == refused[driver] + 2  # what it does not know is asked once
+    assert (gpu.slowed, gpu.errors, gpu.recovery) == told
+    assert len(asked.read_text()) == refused + 2  # what it does not know is asked once
 
 
 def test_a_container_without_nvidia_smi_counts_what_the_driver_lists(tmp_path, monkeypatch):
@@ -131,7 +124,6 @@ def test_a_tool_is_read_with_more_than_1024_open_files(tmp_path):
 
 
 FIRST, SECOND = GPU_ROW["uuid"], SECOND_GPU["uuid"]
-ECC = "ecc.errors.uncorrected.volatile.total"
 LOST = """echo 'Unable to determine the device handle for {}: Unknown Error' >&2; exit 255"""
 # As NVIDIA's driver and util-linux' dmesg write it, some seconds ago.
 DMESG = """up=$(cut -d. -f1 /proc/uptime)
@@ -166,7 +158,7 @@ def test_gpus_that_are_in_order(host):
 
 
 LOADED = 'echo "[$up.000002] NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.65.06"'
-USABLE = [({}, "", True), ({**NO_ACTION, "reset_status.reset_required": "No"}, "", True)]
+USABLE = [({}, "", True), (RESET_STATUS, "", True)]
 USABLE += [({"gpu_recovery_action": "Reset"}, "", False), (NO_ACTION, "", False)]
 USABLE += [({**NO_ACTION, "reset_status.reset_required": "Yes"}, "", False)]
 USABLE += [(NO_ACTION, LOADED, True)]  # an old driver, after a restart of it
@@ -189,21 +181,16 @@ def test_a_gpu_that_the_driver_does_not_reach(tmp_path, named):
     assert sentence.startswith("a: its driver does not reach the GPU at 0000:44:00.0. ")
 
 
-@contextmanager
-def sleeping(**env):
-    with subprocess.Popen(["sleep", "6000"], env={**os.environ, **env}) as process:
-        yield process.pid
-        process.kill()
-
-
 def test_who_holds_memory(host):
-    with sleeping() as pid:
+    with subprocess.Popen(["sleep", "6000"]) as process:
+        pid = process.pid
         _, (note,) = host(users=f"{SECOND}, {pid}, 1014\n{FIRST}, {pid}, 30")
         assert re.fullmatch(
             rf"a: GPU 1 is in use: pid {pid} of \w+ \(sleep 6000\) holds 1\.1 GB\.", note
         )
         _, (note,) = host(users=f"{SECOND}, {pid}, [N/A]")
         assert note.endswith("holds some memory.")
+        process.kill()
     _, (note,) = host({"memory.used": "40000"}, users=f"{FIRST}, 999999, 40000")
     assert note == (
         "a: GPU 0 is in use: processes that are not listed (a desktop's, another container's) hold 41.9 GB."

@@ -9,12 +9,6 @@ from mpiddp.hosts.hostfile import Host, Hosts, parse_host_list, parse_hostfile
 from tests.support.cluster import needs
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def parse(text):
     return parse_hostfile(text.encode(), "hosts.txt")
 

@@ -22,24 +22,21 @@ def python3(monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
-def run_here(program, python=sys.executable):
-    return ask_hosts([HERE], program, python=python, work_s=PATIENCE_S)[HERE]
+def run_here(program, python=sys.executable, logins=None):
+    return ask_hosts([HERE], program, python=python, work_s=PATIENCE_S, logins=logins)[HERE]
 
 
 def test_a_login_that_stays_open_takes_one_program_after_the_other():
     """Until one fails, or it is closed."""
 
-    def ask(program):
-        limits = {"work_s": PATIENCE_S, "logins": logins}
-        answer = ask_hosts([HERE], program, python=sys.executable, **limits)[HERE]
-        return answer.why or answer.value
-
+    says_its_pid = "import os; print(os.getpid())"
     with contextlib.closing(Logins()) as logins:
-        first, second = (ask("import os; print(os.getpid())") for _ in range(2))
+        first, second = (run_here(says_its_pid, logins=logins).value for _ in range(2))
         assert first == second
-        assert "does not run there: no such thing" in ask("import sys; sys.exit('no such thing')")
+        failed = run_here("import sys; sys.exit('no such thing')", logins=logins)
+        assert "does not run there: no such thing" in failed.why
         assert not logins
-        third = ask("import os; print(os.getpid())")
+        third = run_here(says_its_pid, logins=logins).value
         assert third != first
     assert not Path(f"/proc/{third}").exists()
 

@@ -4,35 +4,31 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from mpiddp.hosts.processes import OomKills, cores_of_group, group_of, kill_marked, kills_in
-from tests.support.patience import PATIENCE_S
-from tests.support.ranks import ROOT
+from tests.support.patience import PATIENCE_S, eventually
+from tests.support.ranks import run_command
 
 
 @pytest.fixture
 def start():
     """Starts a process of a job that only its end stops."""
-    started: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack:
 
-    def start(job):
-        env = {**os.environ, "MPIDDP_JOB": job}
-        process = subprocess.Popen(["sleep", "6000"], env=env)
-        started.append(process)
-        deadline = time.monotonic() + PATIENCE_S
-        # Popen may return a moment before the kernel shows the variables.
-        while f"MPIDDP_JOB={job}".encode() not in Path(f"/proc/{process.pid}/environ").read_bytes():
-            assert time.monotonic() < deadline
-        return process
+        def start(job):
+            env = {**os.environ, "MPIDDP_JOB": job}
+            process = stack.enter_context(subprocess.Popen(["sleep", "6000"], env=env))
+            stack.callback(process.kill)
+            # Popen may return a moment before the kernel shows the variables.
+            variables = Path(f"/proc/{process.pid}/environ")
+            eventually(lambda: f"MPIDDP_JOB={job}".encode() in variables.read_bytes())
+            return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(timeout=PATIENCE_S)
+        yield start
 
 
 @pytest.fixture(params=["pidfd", "no pidfd", "no pidfd in this kernel"])
@@ -82,7 +78,7 @@ with opened(first.pid) as send:
 
 def test_a_stranger_with_the_same_pid_is_not_killed():
     command = ["unshare", "-rpf", "--mount-proc", "--kill-child", sys.executable, "-c", REUSED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = run_command(command)
     if "unshare" in done.stderr or "ns_last_pid" in done.stderr:
         pytest.skip(f"no namespace for pids here: {done.stderr}")
     assert (done.stdout.split(), done.stderr) == (["True", "refused", "None"], "")

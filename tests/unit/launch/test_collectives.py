@@ -7,7 +7,7 @@ import pytest
 
 from mpiddp.launch.judge.calls import find_wait
 from mpiddp.launch.judge.events import Record
-from mpiddp.launch.judge.hangs import find_hang, next_look_at
+from mpiddp.launch.judge.hangs import next_look_at
 from mpiddp.launch.judge.stragglers import find_stragglers, straggler_sentence
 from mpiddp.protocol.server import Event
 from tests.support.channels import calls, progress
@@ -26,32 +26,25 @@ class Job:
     def tells(self, at: float, *of_ranks: Sequence[tuple[int, str, float, bool]]) -> None:
         """Each rank tells its calls of the group of all: number, kind, when, and whether it has ended."""
         for rank, made in enumerate(of_ranks):
-            facts = calls({"0:gloo": (None, made)}, at, skew_s=self.skew_s[rank])
-            self.record.add(Event("calls", rank, facts, at, from_script=True))
+            self.tell(rank, at, {"0:gloo": (None, made)})
 
-    def looks(
-        self, at: float, texts: Sequence[str], *of_ranks: Sequence[tuple[int, str, float, bool]]
-    ) -> str:
-        """What is to be said after a look, without the stacks."""
-        self.record.add(Event("asked", facts={"ranks": [*range(len(of_ranks))]}, at=at))
-        self.tells(at, *of_ranks)
-        for rank, text in enumerate(texts):
-            self.record.add(Event("stacks", rank, {"text": text}, at, from_script=True))
-        hang = find_hang(self.record)
-        return "" if hang is None else hang.sentence.partition("\n")[0]
+    def tell(self, rank: int, at: float, groups: Any) -> None:
+        """A rank tells its calls of each group."""
+        facts = calls(groups, at, skew_s=self.skew_s[rank])
+        self.record.add(Event("calls", rank, facts, at, from_script=True))
 
 
+REDUCE_31 = "all_reduce no. 31 (float32, 1,048,576)"
 ENTERED, LEFT = [(30, REDUCE, 9.0, True), (31, REDUCE, 10.0, False)], [(30, REDUCE, 9.0, True)]
 
 
 def test_a_call_that_all_ranks_have_entered_is_no_wait():
     """Its transfer is slow, or a GPU: nobody is missing. Two groups at once are no different calls."""
-    record = Record(["a"] * 4, at=0.0)
+    job = Job(4)
     for rank in range(4):
         members = [0, 1] if rank < 2 else [2, 3]
-        made = {f"{members[0]}:nccl": (members, [(1, REDUCE, 5.0, False)])}
-        record.add(Event("calls", rank, calls(made, 20.0), 20.0))
-    assert record.wait is None
+        job.tell(rank, 20.0, {f"{members[0]}:nccl": (members, [(1, REDUCE, 5.0, False)])})
+    assert job.record.wait is None
 
 
 @pytest.mark.parametrize(
@@ -71,32 +64,24 @@ def test_the_sizes_of_some_calls_may_differ(first, second, is_same):
 
 def test_the_first_of_several_waits_is_named():
     """Rank 0 waits for rank 1 in a group of two, and all others for both."""
-    record = Record(["a"] * 3, at=0.0)
-    for rank, made in enumerate(
-        [
-            {"0:gloo": (None, LEFT), "1:gloo": ([0, 1], [(8, "barrier", 12.0, False)])},
-            {"0:gloo": (None, LEFT), "1:gloo": ([0, 1], [(7, "barrier", 5.0, True)])},
-            {"0:gloo": (None, ENTERED)},
-        ]
-    ):
-        record.add(Event("calls", rank, calls(made, 20.0), 20.0))
-    wait = find_wait(record.calls, 3, [0, 1, 2])
-    assert (wait.call, wait.waiting, wait.missing) == (
-        "all_reduce no. 31 (float32, 1,048,576)",
-        [2],
-        [0, 1],
-    )
-    assert find_wait(record.calls, 3, []) is None  # these may have moved on meanwhile
+    job = Job(3)
+    entered, left = (([0, 1], [(8, "barrier", 12.0, False)]), ([0, 1], [(7, "barrier", 5.0, True)]))
+    job.tell(0, 20.0, {"0:gloo": (None, LEFT), "1:gloo": entered})
+    job.tell(1, 20.0, {"0:gloo": (None, LEFT), "1:gloo": left})
+    job.tell(2, 20.0, {"0:gloo": (None, ENTERED)})
+    wait = find_wait(job.record.calls, 3, [0, 1, 2])
+    assert (wait.call, wait.waiting, wait.missing) == (REDUCE_31, [2], [0, 1])
+    assert find_wait(job.record.calls, 3, []) is None  # these may have moved on meanwhile
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups():
     """As in a collective of another group under `if rank == 0`."""
-    record = Record(["a"] * 2, at=0.0)
+    job = Job(2)
     mistake = (None, [(1, "barrier", 9.5, False)])
-    record.add(Event("calls", 0, calls({"0:gloo": (None, LEFT), "1:gloo": mistake}, 20.0), 20.0))
-    record.add(Event("calls", 1, calls({"0:gloo": (None, ENTERED)}, 20.0), 20.0))
-    wait = find_wait(record.calls, 2, [0, 1])
-    assert wait.calls == {"barrier no. 1": [0], "all_reduce no. 31 (float32, 1,048,576)": [1]}
+    job.tell(0, 20.0, {"0:gloo": (None, LEFT), "1:gloo": mistake})
+    job.tell(1, 20.0, {"0:gloo": (None, ENTERED)})
+    wait = find_wait(job.record.calls, 2, [0, 1])
+    assert wait.calls == {"barrier no. 1": [0], REDUCE_31: [1]}
 
 
 def test_a_thread_that_waits_while_the_training_goes_on_is_no_wait():
@@ -106,8 +91,7 @@ def test_a_thread_that_waits_while_the_training_goes_on_is_no_wait():
     for at in (20.0, 60.0, 85.0):
         trains = [(number, REDUCE, number * 1.0, True) for number in range(1, int(at))]
         for rank in range(2):
-            facts = calls({**saves[rank], "0:gloo": (None, trains)}, at)
-            job.record.add(Event("calls", rank, facts, at, from_script=True))
+            job.tell(rank, at, {**saves[rank], "0:gloo": (None, trains)})
         assert next_look_at(job.record) == at - 1 + 60.0
     assert next_look_at(job.record) == 144.0  # 60 s after the last call of the training: it hangs
 
@@ -127,13 +111,11 @@ def found_in(record: Record, since: float, now: float) -> dict[str, Any] | None:
     return find_stragglers(record.calls, record.world_size, since, now)
 
 
-def windows(
-    own_s: Sequence[float], *, buckets: int = 1, count: int = 4, step_s: float = 0.0
-) -> list[str]:
-    """What is said of ranks that work so long in each step, and wait for each other in its collectives."""
+def windows(own_s: Sequence[float], *, buckets: int = 1, step_s: float = 0.0) -> list[str]:
+    """What is said in four windows of ranks that work so long in each step, and then wait for each other."""
     job, sentences, now = Job(len(own_s)), [], 0.0
     since, made, number = 0.0, [list[tuple[int, str, float, bool]]() for _ in own_s], 0
-    while len(sentences) < count:
+    while len(sentences) < 4:
         for bucket in range(buckets):
             number += 1
             for rank, work_s in enumerate(own_s):
@@ -215,6 +197,5 @@ def test_a_group_that_no_rank_tells_any_more_is_forgotten():
     job = Job(2)
     for at in range(100):
         for rank in (0, 1):
-            made = {f"{at}:gloo": (None, [(1, "barrier", float(at), True)])}
-            job.record.add(Event("calls", rank, calls(made, float(at)), float(at)))
+            job.tell(rank, at, {f"{at}:gloo": (None, [(1, "barrier", at, True)])})
     assert [len(groups) for groups in job.record.calls.values()] == [1, 1]

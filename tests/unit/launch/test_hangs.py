@@ -47,27 +47,21 @@ class Job:
         self.record = Record(hosts, at=self.now, hang_timeout_s=timeout_s)
         self.printed_at = self.now
         self.stacks: dict[int, Frames] = {}
-        self.waits_since: dict[
-            int, float
-        ] = {}  # ranks in a collective that others have not entered
+        # Ranks in a collective that others have not entered.
+        self.waits_since: dict[int, float] = {}
         self.looks = 0
         self.printed: set[str] = set()
 
     def note(self, rank: int, kind: str, **facts: object) -> None:
         self.record.add(Event(kind, rank, facts, self.now, kind == "stacks"))
 
-    def steps(self, count: int, every_s: float) -> None:
-        """All ranks make steps, at most two of which are reported in a second."""
-        first = self.record.newest_step
-        unreported_s = 0.0
-        for step in range(first + 1, first + count + 1):
-            unreported_s += every_s
-            if unreported_s >= 0.5:
-                assert self.after(unreported_s) == ""
-                unreported_s = 0.0
-                for rank in range(self.record.world_size):
-                    self.note(rank, "progress", **progress(step))
-        assert self.after(unreported_s) == ""
+    def steps(self, count: int) -> None:
+        """All ranks make steps, two in a second."""
+        first = self.record.newest_step + 1
+        for step in range(first, first + count):
+            assert self.after(0.5) == ""
+            for rank in range(self.record.world_size):
+                self.note(rank, "progress", **progress(step))
 
     def tell_calls(self) -> None:
         for rank in range(self.record.world_size) if self.waits_since else ():
@@ -117,7 +111,7 @@ def test_a_script_that_counts_its_steps_anew_does_not_hang():
 def test_a_job_that_works_between_its_steps_does_not_hang(cause, timeout_s):
     """One rank evaluates or saves for four minutes, and the others wait for it outside of collectives."""
     job = Job(2, timeout_s)
-    job.steps(50, every_s=0.5)
+    job.steps(50)
     job.stacks = {0: EVALUATES, 1: ALL_REDUCE}
     if cause == "saves":
         job.note(0, "saving", active=True)
@@ -127,7 +121,7 @@ def test_a_job_that_works_between_its_steps_does_not_hang(cause, timeout_s):
         assert job.after(240) == ""
     if "saves" in cause:
         job.note(0, "saving", active=False)
-    job.steps(50, every_s=0.5)
+    job.steps(50)
     assert job.looks == 0
 
 
@@ -155,14 +149,14 @@ def test_a_job_that_moves_while_its_stacks_are_on_their_way_goes_on():
 
 def test_a_job_without_steps_for_5_minutes_is_told_with_all_places_and_no_judgement():
     job = Job(16)
-    job.steps(50, every_s=0.2)
+    job.steps(50)
     job.stacks = dict.fromkeys(range(16), ALL_REDUCE) | {11: OPENS}
     assert job.after(299) == ""
     assert job.after(3600) == (
         "no rank has made a step for 300 s: 15 ranks are in step (train.py:88): dist.all_reduce(loss); "
         "rank 11 on l is in load (data.py:40): with open(path) as file."
     )
-    job.steps(1, every_s=1)
+    job.steps(1)
     assert "rank 11 on l is in load" in job.after(400)
 
 
@@ -180,7 +174,7 @@ def test_before_the_first_step_what_the_job_prints_counts():
 
 def test_who_has_not_entered_a_collective_is_named_once_per_place():
     job = Job(3)
-    job.steps(50, every_s=0.5)
+    job.steps(50)
     job.stacks = dict.fromkeys(range(3), ALL_REDUCE) | {1: EVALUATES}
     for part in ("rank 1 on b has not entered barrier no. 7, ", ""):  # a second evaluation
         job.waits_since = dict.fromkeys((0, 2), job.now)
@@ -188,7 +182,7 @@ def test_who_has_not_entered_a_collective_is_named_once_per_place():
         assert job.after(150).startswith(part)
         job.waits_since = {}
         job.record.calls.clear()
-        job.steps(50, every_s=0.5)
+        job.steps(50)
     job.stacks[1], job.waits_since = OPENS, dict.fromkeys((0, 2), job.now)
     sentence, stack_of_1 = job.after(200).split("\nThe Python stack of rank ")
     assert sentence == (

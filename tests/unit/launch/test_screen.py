@@ -19,9 +19,7 @@ def test_a_sentence_reaches_a_pipe_that_another_program_has_made_non_blocking():
     os.write(writer, b"." * fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1 << 16))
     thread = threading.Thread(target=log.write_all, args=(writer, b"rank 3 failed first\n"))
     thread.start()
-    text = b""
-    while not text.endswith(b"first\n"):
-        text += os.read(reader, 1 << 20)
+    read_until(reader, b"first\n")
     thread.join(60)
     for file in (reader, writer):
         os.close(file)
@@ -44,6 +42,11 @@ class Terminal:
         self._reader, self._writer = os.openpty()
         self.screen = Screen(self._writer, "stdout", is_shared=is_shared)
 
+    def after(self, source: Source, text: bytes) -> str:
+        """What it shows once the source has written this."""
+        self.screen.show(source, text)
+        return self.shown()
+
     def shown(self) -> str:
         """What it shows after the last call, without the codes that cut a line at the margin."""
         os.write(self._writer, b"\0")  # what was written before comes first
@@ -58,16 +61,12 @@ STATUS = ["step 7", "2 ranks"]
 def test_on_a_terminal_open_lines_stay_below_the_others(monkeypatch):
     terminal = Terminal(monkeypatch, is_shared=True)
     first, second = Source(0, b"[0] "), Source(1, b"[1] ")
-    terminal.screen.show(first, b"\r10 %")
-    assert terminal.shown() == "[0] 10 %"
-    terminal.screen.show(second, b"a line\nopen")
-    assert terminal.shown() == f"{ERASED}[1] a line\n[0] 10 %"
+    assert terminal.after(first, b"\r10 %") == "[0] 10 %"
+    assert terminal.after(second, b"a line\nopen") == f"{ERASED}[1] a line\n[0] 10 %"
     terminal.screen.show_lines(b"a sentence\n")
     assert terminal.shown() == f"{ERASED}a sentence\n[0] 10 %"
-    terminal.screen.show(first, b"\r20 %")
-    assert terminal.shown() == f"{ERASED}[0] 20 %"
-    terminal.screen.show(first, b"\rdone\n")
-    assert terminal.shown() == f"{ERASED}[0] done\n[1] open"
+    assert terminal.after(first, b"\r20 %") == f"{ERASED}[0] 20 %"
+    assert terminal.after(first, b"\rdone\n") == f"{ERASED}[0] done\n[1] open"
     terminal.screen.end(second)
     assert terminal.shown() == f"{ERASED}[1] open\n"
 
@@ -84,8 +83,7 @@ def test_a_line_that_grows_costs_its_length_and_shows_its_end(monkeypatch):
             assert shown == "0"  # the rest is there
     assert shown == f"{ERASED}[0] " + ("0123456789" * 4)[-35:]
     assert drawn < 1000 * 45
-    terminal.screen.show(source, b"\n")
-    assert terminal.shown() == f"{ERASED}[0] {'0123456789' * 100}\n"
+    assert terminal.after(source, b"\n") == f"{ERASED}[0] {'0123456789' * 100}\n"
 
 
 def test_a_pipe_takes_large_pieces_and_stays_blocking_for_the_shell():
@@ -104,18 +102,14 @@ def test_bars_of_several_lines_leave_the_lines_of_others_alone(monkeypatch):
     """Those of tqdm and rich: they go up to their other lines, and erase the whole line that they are in."""
     terminal = Terminal(monkeypatch, is_shared=True)
     source = Source(0, b"[0] ")
-    terminal.screen.show(source, b"\router 0\n\rinner 1\x1b[A")
-    assert terminal.shown() == "[0] outer 0\n[0] inner 1"
-    terminal.screen.show(source, b"\n\rinner 2\x1b[A")
-    assert terminal.shown() == f"{ERASED}[0] inner 2"
-    terminal.screen.show(source, b"\r\x1b[2Krich")
-    assert terminal.shown() == f"{ERASED}[0] \x1b[Krich"
-    terminal.screen.show(source, b"\r\x1b[1A\x1b[1Aone\ntwo\nthree")
-    assert terminal.shown() == f"{ERASED}[0] \x1b[1A\x1b[1Aone\n[0] two\n[0] three"
-    terminal.screen.show(Source(1, b"[1] "), b"an error\n")
-    assert terminal.shown() == f"{ERASED}[1] an error\n[0] three"
-    terminal.screen.show(source, b"\r\x1b[1A\x1b[1Aone\ntwo\nthree")
-    assert terminal.shown() == f"{ERASED}[0] one\n[0] two\n[0] three"
+    assert terminal.after(source, b"\router 0\n\rinner 1\x1b[A") == "[0] outer 0\n[0] inner 1"
+    assert terminal.after(source, b"\n\rinner 2\x1b[A") == f"{ERASED}[0] inner 2"
+    assert terminal.after(source, b"\r\x1b[2Krich") == f"{ERASED}[0] \x1b[Krich"
+    lines = b"\r\x1b[1A\x1b[1Aone\ntwo\nthree"
+    shown = f"{ERASED}[0] \x1b[1A\x1b[1Aone\n[0] two\n[0] three"
+    assert terminal.after(source, lines) == shown
+    assert terminal.after(Source(1, b"[1] "), b"an error\n") == f"{ERASED}[1] an error\n[0] three"
+    assert terminal.after(source, lines) == f"{ERASED}[0] one\n[0] two\n[0] three"
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -134,14 +128,12 @@ def test_the_status_stays_below_whole_lines(monkeypatch):
     source, below = Source(0), "step 7\n2 ranks"
     terminal.screen.show_status(STATUS)
     assert terminal.shown() == below
-    terminal.screen.show(source, b"a\nb")  # a line that is open has the place for itself
-    assert terminal.shown() == f"{UP}{ERASED}a\nb"
+    # A line that is open has the place for itself.
+    assert terminal.after(source, b"a\nb") == f"{UP}{ERASED}a\nb"
     terminal.screen.show_status(STATUS)
-    terminal.screen.show(source, b"c\n")
-    assert terminal.shown() == f"c\n{below}"
+    assert terminal.after(source, b"c\n") == f"c\n{below}"
     terminal.screen.show_lines(b"a sentence\n")
     assert terminal.shown() == f"{UP}{ERASED}a sentence\n{below}"
     terminal.screen.show_status([])
     assert terminal.shown() == f"{UP}{ERASED}"
-    terminal.screen.show(source, b"d\n")
-    assert terminal.shown() == "d\n"
+    assert terminal.after(source, b"d\n") == "d\n"

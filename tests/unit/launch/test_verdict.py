@@ -35,16 +35,11 @@ def started(*ranks: int) -> list[Event]:
     return [event(rank, "started", host=HOSTS[rank], pid=rank + 1) for rank in ranks]
 
 
-def noted(*events: Event, hosts: tuple[str, ...] = HOSTS) -> Record:
-    record = Record(hosts, at=0.0)
-    for event in events:
-        record.add(event)
-    return record
-
-
 def judged(*events: Event, why: str = "", printed: dict[int, list[str]] | None = None) -> Outcome:
     """The verdict of an Open MPI's job. `why` the launcher has ended it, if it has."""
-    record = noted(*events)
+    record = Record(HOSTS, at=0.0)
+    for event_ in events:
+        record.add(event_)
     if why:
         record.add(Event("end", facts={"failed": False, "why": why}))
     for rank, lines in (printed or {}).items():
