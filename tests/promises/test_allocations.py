@@ -43,11 +43,8 @@ def placed(done: Done) -> list[tuple[str, int, int]]:
 def one_line(done: Done, word: str) -> str:
     """The line of a refused launch, which may stand among others of a job's output."""
     assert done.code == 2, done.stdout + done.stderr
-    of_a_job = done.stdout == done.stderr  # whose output is one file
-    text = done.stdout if of_a_job else done.stdout + done.stderr
-    lines = [line for line in text.splitlines() if word in line]
-    assert len(lines) == 1, lines
-    return lines[0]
+    (line,) = (line for line in done.said if word in line)
+    return line
 
 
 # --- Slurm ---
@@ -166,15 +163,10 @@ def engine(without_sshd: GridEngine, request: pytest.FixtureRequest) -> Iterator
 def qsub(without_sshd: GridEngine, engine: Hosts) -> Callable[..., Done]:
     """Run `mpiddp launch` in a job script with a parallel environment and a number of slots."""
 
-    def submit(
-        *options: str,
-        pe: str = "spread",
-        slots: str = "3",
-        user: str | None = None,
-        first: str = "",
-    ) -> Done:
-        text = f"#!/bin/bash\n{first}\nexec {shlex.join([*LAUNCH, *options])}\n"
-        done = without_sshd.qsub(text, "-pe", pe, slots, cwd=engine.folder, env=ENV, user=user)
+    def submit(*job: str, pe: str = "spread 3", user: str = "root", first: str = "") -> Done:
+        text = f"#!/bin/bash\n{first}\nexec {shlex.join([*LAUNCH, *job])}\n"
+        how = {"cwd": engine.folder, "env": ENV, "user": user}
+        done = without_sshd.qsub(text, "-pe", *pe.split(), **how)
         return Done(done.returncode, done.stdout, done.stdout)
 
     return submit
@@ -184,22 +176,17 @@ def left(engine: Hosts) -> list[str]:
     return [each.command for each in engine.processes() if "sge_shepherd" not in each.command]
 
 
-@two_mpis
-def test_a_grid_engine_job(qsub, mpi):
-    """In a job of Grid Engine, mpirun starts the ranks on the job's slots, without ssh."""
-    done = qsub("--mpirun", mpirun_of(mpi), program("identity.py"), pe="fill", slots="6")
+@pytest.mark.parametrize(("mpi", "user"), [("openmpi5", USER), ("mpich", "root")])
+def test_a_grid_engine_job(engine, qsub, mpi, user):
+    """In a job of Grid Engine, mpirun starts the ranks on the job's slots, without ssh, for any user."""
+    engine.folder.chmod(0o777)
+    done = qsub("--mpirun", mpirun_of(mpi), program("identity.py"), pe="fill 6", user=user)
     expected = [("node0", rank, 0) for rank in range(4)] + [("node1", rank, 1) for rank in range(2)]
     first, *rest = placed(done)
     other = {"node0": "node1", "node1": "node0"}  # the job may begin on either host
     assert [first, *rest] in (expected, [(other[host], *place) for host, *place in expected])
     assert done.said[0].startswith("no hosts given: using Grid Engine job ")
-
-
-def test_a_user_of_grid_engine(engine, qsub):
-    """In a job of Grid Engine, a user without root gets the same."""
-    engine.folder.chmod(0o777)
-    done = qsub(program("identity.py"), user=USER)
-    assert [rank["user"] for rank in done.assert_ok().records] == [USER] * 3
+    assert {rank["user"] for rank in done.records} == {user}
 
 
 def test_tasks_of_a_grid_engine_job(engine, qsub):
@@ -213,28 +200,24 @@ def test_tasks_of_a_grid_engine_job(engine, qsub):
     assert lines.count("began") == lines.count("ended 0") > 0, lines
 
 
-# mpirun and its qrsh die at once, and nothing tells the ranks.
+# mpirun and its qrsh die at once, and nothing tells the ranks. The script's parent is its agent.
 KILLS_MPIRUN = """
 import os, signal, time
 if os.environ["RANK"] == "0":
-    os.kill(os.getppid(), signal.SIGKILL)
-time.sleep(6000)
-"""
-FAILS = """
-import os, time
-if os.environ["RANK"] == "2":
-    raise RuntimeError("a bug")
+    agent = open(f"/proc/{os.getppid()}/stat").read()
+    os.kill(int(agent.rpartition(")")[2].split()[1]), signal.SIGKILL)
 time.sleep(6000)
 """
 
 
-@pytest.mark.parametrize("end", [FAILS, KILLS_MPIRUN], ids=["a rank fails", "mpirun is killed"])
+@pytest.mark.parametrize("end", ["a rank fails", "mpirun is killed"])
 def test_a_grid_engine_job_that_fails(engine, qsub, end):
     """In a job of Grid Engine, a rank that fails or an mpirun that is killed ends the ranks on all hosts."""
-    done = qsub(engine.script(end))
+    fails = (program("alone.py"), "raise")
+    done = qsub(*fails) if end == "a rank fails" else qsub(engine.script(KILLS_MPIRUN))
     assert done.code == 1, done.stdout
     assert "cannot be reached" not in done.stdout
-    assert ("RuntimeError: a bug" in done.said[-1]) == (end == FAILS), done.stdout
+    assert ("RuntimeError: a bug" in done.said[-1]) == (end == "a rank fails"), done.stdout
     assert left(engine) == []
 
 
@@ -253,7 +236,7 @@ def test_qdel(engine, without_sshd):
 
 def test_an_environment_that_starts_nothing_elsewhere(qsub):
     """If a parallel environment cannot start programs on other hosts, the error shows the way over ssh."""
-    line = one_line(qsub(program("identity.py"), pe="loose"), "failed")
+    line = one_line(qsub(program("identity.py"), pe="loose 3"), "failed")
     assert re.fullmatch(error("Where ssh", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
 
 
@@ -280,52 +263,41 @@ with open(os.path.join(folder, "output"), "a") as output:
 """
 
 
-@pytest.fixture(scope="module")
-def without_ssh() -> Iterator[Cluster]:
-    """Two hosts that share bin/blaunch, bin/pbs_tmrsh and a bin/ssh that refuses."""
-    with test_cluster.up_or_skip(2) as up:
-        for name, text in (("blaunch", BLAUNCH), ("pbs_tmrsh", PBS_TMRSH), ("ssh", NO_SSH)):
-            executable(up.shared / "bin" / name, text)
-        yield up
-
-
 @two_mpis
-def test_an_lsf_job(without_ssh, mpi, request):
+def test_an_lsf_job(hosts, mpi):
     """In a job of LSF, mpirun starts the ranks with blaunch, without ssh."""
-    bin_ = without_ssh.shared / "bin"
+    bin_ = hosts.folder / "bin"
+    for name, text in (("blaunch", BLAUNCH), ("ssh", NO_SSH)):
+        executable(bin_ / name, text)
     env = {"PATH": f"{bin_}:/usr/bin:/bin", "LSF_BINDIR": str(bin_), "LSB_JOBID": "105"}
     env |= {"LSB_MCPU_HOSTS": "node0 1 node1 2"}
-    (bin_ / "calls").write_text("")
-    with Hosts.on(without_ssh, request.node.name) as hosts:
-        done = hosts.run("launch", program("identity.py"), env=env, mpi=mpi)
-        assert placed(done) == [("node0", 0, 0), ("node1", 0, 1), ("node1", 1, 1)]
-        assert done.said[0] == "no hosts given: using LSF job 105, slots=3"
-        assert set((bin_ / "calls").read_text().split()) == {"node1"}
-        del env["LSB_JOBID"]
-        line = one_line(hosts.run("launch", program("identity.py"), env=env), "blaunch")
-        values = ("blaunch node1 ", "not within a job", "--hostfile $LSB_DJOB_HOSTFILE")
-        assert re.fullmatch(error("Where ssh", *values), line)
+    done = hosts.run("launch", program("identity.py"), env=env, mpi=mpi)
+    assert placed(done) == [("node0", 0, 0), ("node1", 0, 1), ("node1", 1, 1)]
+    assert done.said[0] == "no hosts given: using LSF job 105, slots=3"
+    assert set((bin_ / "calls").read_text().split()) == {"node1"}
+    del env["LSB_JOBID"]
+    line = one_line(hosts.run("launch", program("identity.py"), env=env), "blaunch")
+    values = ("blaunch node1 ", "not within a job", "--hostfile $LSB_DJOB_HOSTFILE")
+    assert re.fullmatch(error("Where ssh", *values), line)
 
 
-def test_a_pbs_job_without_ssh(without_ssh):
+def test_a_pbs_job_without_ssh(hosts):
     """In a PBS job without ssh, mpirun starts `mpiddp run` over pbs_tmrsh. The error of launch says so."""
-    bin_ = without_ssh.shared / "bin"
-    mpirun = Path(mpirun_of("intelmpi"))
-    nodes = without_ssh.shared / "nodes"
+    bin_, nodes = hosts.folder / "bin", hosts.folder / "nodes"
+    for name, text in (("pbs_tmrsh", PBS_TMRSH), ("ssh", NO_SSH)):
+        executable(bin_ / name, text)
     nodes.write_text("node0\nnode1\n")
+    mpirun = Path(mpirun_of("intelmpi"))
     env = {"PBS_JOBID": "1234.head", "PBS_NODEFILE": str(nodes), "FI_PROVIDER": "tcp"}
     env |= {"PATH": f"{mpirun.parent}:{bin_}:/usr/bin:/bin", **library_of("intelmpi")}
     tmrsh = ("-bootstrap", "rsh", "-bootstrap-exec", bin_ / "pbs_tmrsh")
     where = ("-hosts", "node0,node1", "-ppn", "1", "-n", "2")
-    with Hosts.on(without_ssh, "pbs") as hosts:
-        done = hosts.run(mpirun, *tmrsh, *where, *RUN, program("identity.py"), env=env)
-        assert placed(done) == [("node0", 0, 0), ("node1", 0, 1)], (bin_ / "output").read_text()
-        refused = hosts.run("launch", program("identity.py"), env=env)
-        line = one_line(refused, "ssh node1")
-        assert re.fullmatch(
-            error("another command", "ssh node1: ", "ssh is not allowed here"), line
-        ), line
-        assert refused.stderr.endswith("start the ranks: mpirun python -m mpiddp run …\n")
+    done = hosts.run(mpirun, *tmrsh, *where, *RUN, program("identity.py"), env=env)
+    assert placed(done) == [("node0", 0, 0), ("node1", 0, 1)], (bin_ / "output").read_text()
+    done = hosts.run("launch", program("identity.py"), env=env)
+    values = ("ssh node1: ", "ssh is not allowed here")
+    assert re.fullmatch(error("another command", *values), one_line(done, "ssh node1"))
+    assert done.stderr.endswith("start the ranks: mpirun python -m mpiddp run …\n")
 
 
 # --- Kubernetes ---
@@ -440,16 +412,12 @@ def test_local_ranks_that_nobody_sets(here, kind):
     mpi = "openmpi5" if kind == "jsrun" else "mpich"
     options = ("--allow-run-as-root", "--oversubscribe") if mpi == "openmpi5" else ()
     shell = f'unset OMP_NUM_THREADS; {VARIABLES[kind]} "$@"'
-    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    job = ("-n", "3", "sh", "-c", shell, "sh", *RUN, program("variables.py"), *names)
+    job = ("-n", "3", "sh", "-c", shell, "sh", *RUN, program("reduces.py"))
     done = here.run(mpirun_of(mpi), *options, *job, env=library_of(mpi)).assert_ok()
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
-    found = sorted(tuple(rank["found"].values()) for rank in done.records)
-    assert found == [(str(rank), "3", str(threads)) for rank in range(3)]
-    if kind == "jsrun":  # torch was loaded before the local ranks were counted
-        job = ("-n", "3", "sh", "-c", shell, "sh", *RUN, program("reduces.py"))
-        done = here.run(mpirun_of(mpi), *options, *job, env=library_of(mpi)).assert_ok()
-        assert [(rank["sum"], rank["threads"]) for rank in done.records] == [(6, threads)] * 3
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "threads", "sum")
+    found = sorted(tuple(rank[name] for name in names) for rank in done.records)
+    assert found == [(rank, 3, threads, 6) for rank in range(3)]
 
 
 # --- documented variables ---
@@ -459,9 +427,8 @@ def test_local_ranks_that_nobody_sets(here, kind):
 def test_never_silently_alone(here, name):
     """A job never starts on one host in silence. If a scheduler does not list its hosts, launch refuses."""
     # tests/refusals has the sentence of each scheduler.
-    done = here.run("launch", program("identity.py"), env={name: "2"})
-    assert f"{name}=2" in one_line(done, name)
-    assert done.records == []
+    (sentence,) = here.run("launch", program("identity.py"), env={name: "2"}).refusals
+    assert f"{name}=2" in sentence
 
 
 def test_a_pbs_job_that_has_no_ssh(here):
