@@ -193,19 +193,6 @@ def test_every_variable_in_use_is_on_the_page():
 # ---- options, defaults, exit codes, names
 
 
-def rows(page: str, header: str) -> list[list[str]]:
-    """The cells of the table below `header`, without the marks of code."""
-    table = (ROOT / page).read_text().partition(f"{header}\n")[2].partition("\n\n")[0]
-    assert table, header
-    cells = [re.split(r"(?<!\\)\|", line.strip().strip("|")) for line in table.splitlines()[1:]]
-    return [[cell.strip() for cell in row] for row in cells]
-
-
-def defaults(parser: argparse.ArgumentParser) -> dict[str, object]:
-    listed = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    return {flag: action.default for action in listed for flag in action.option_strings}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_python_of_the_pages_is_python_and_its_names_exist(page):
     code = [block.text for block in blocks(page) if block.kind == "python"]
@@ -306,10 +293,10 @@ def wrong_options(words: list[str]) -> list[str]:
         return unknown(own, known)
     if verb not in ("launch", "run", "drill"):
         return unknown(rest, help_of(verb))
-    of_launch = frozenset(defaults(option_parser()))
-    actual = help_of(verb) | (of_launch if verb != "run" else frozenset())
-    without = (action for action in option_parser()._actions if action.nargs == 0)
-    takes_none = {flag for action in without for flag in action.option_strings}
+    options = [option for option in option_parser()._actions if option.help != argparse.SUPPRESS]
+    of_launch = {flag for option in options for flag in option.option_strings}
+    takes_none = {flag for option in options if option.nargs == 0 for flag in option.option_strings}
+    actual = help_of(verb) | (of_launch if verb != "run" else set())
     own: list[str] = []
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--"):
         flag, is_whole, _ = rest.pop(0).partition("=")

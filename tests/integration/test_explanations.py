@@ -229,7 +229,7 @@ def test_a_launchers_prefix_does_no_harm(prefix):
 
 
 @given(st.lists(st.binary(max_size=200), max_size=20))
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 def test_any_bytes_are_searched(pieces):
     noise = b"".join(piece.replace(b"\n", b"") for piece in pieces)
     log = noise + b"\n" + noise + b"\nHost key verification failed.\n" + noise
