@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.support import cluster as test_cluster
-from tests.support.allocations import PBS
+from tests.support.allocations import MPIJOB
 from tests.support.cluster import USER, Cluster, Layout, faults, grid_engine, needs
 from tests.support.cluster.grid_engine import GridEngine
 from tests.support.cluster.slurm import Slurm
@@ -173,7 +173,8 @@ def qsub(without_sshd: GridEngine, engine: Hosts) -> Callable[..., Done]:
 
 
 def left(engine: Hosts) -> list[str]:
-    return [each.command for each in engine.processes() if "sge_shepherd" not in each.command]
+    commands = [process.command for process in engine.processes()]
+    return [command for command in commands if "sge_shepherd" not in command]
 
 
 @pytest.mark.parametrize(("mpi", "user"), [("openmpi5", USER), ("mpich", "root")])
@@ -254,7 +255,7 @@ exec /usr/bin/ssh "$@"
 PBS_TMRSH = f"""\
 #!{sys.executable}
 import os, shlex, subprocess, sys
-host, *program = [each for each in sys.argv[1:] if each != "-n"]
+host, *program = [word for word in sys.argv[1:] if word != "-n"]
 assert os.environ["PBS_JOBID"]
 folder = os.path.dirname(sys.argv[0])
 with open(os.path.join(folder, "output"), "a") as output:
@@ -307,14 +308,8 @@ ENTRY = str(KUBERNETES / "entrypoint.sh")
 WORKERS = ("train-worker-0.train.default.svc", "train-worker-1.train.default.svc")
 # ompiEnvVars and launcherEnvVars of the MPI operator's mpi_job_controller.go (0.8.2), and what it unsets
 # for a launcher without GPUs.
-POD = {
-    "K_MPI_JOB_ROLE": "launcher",
-    "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
-    "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
-    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
-    "NVIDIA_VISIBLE_DEVICES": "",
-    "NVIDIA_DRIVER_CAPABILITIES": "",
-}
+POD = MPIJOB | {"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}
+POD |= {"NVIDIA_VISIBLE_DEVICES": "", "NVIDIA_DRIVER_CAPABILITIES": ""}
 
 
 @pytest.fixture(scope="module")
@@ -338,11 +333,11 @@ def pods() -> Iterator[Cluster]:
         hostfile = "".join(f"{name} slots=1\n" for name in WORKERS)
         up["node0"].path("/etc/mpi/hostfile").write_text(hostfile)
         sshd = [worker.popen([ENTRY, "worker"]) for worker, _ in workers]
-        for each in sshd:
-            next(line for line in each.stderr if "Server listening" in line)
+        for server in sshd:
+            next(line for line in server.stderr if "Server listening" in line)
         yield up
-        for each in sshd:
-            each.end()
+        for server in sshd:
+            server.end()
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
@@ -429,12 +424,3 @@ def test_never_silently_alone(here, name):
     # tests/refusals has the sentence of each scheduler.
     (sentence,) = here.run("launch", program("identity.py"), env={name: "2"}).refusals
     assert f"{name}=2" in sentence
-
-
-def test_a_pbs_job_that_has_no_ssh(here):
-    """In a PBS job without any ssh, the error has the command that installs it, and the way without."""
-    (here.folder / "nodes").write_text("n1.cluster\nn2.cluster\n")
-    variables = PBS | {"PBS_NODEFILE": str(here.folder / "nodes"), "PATH": "/nowhere"}
-    line = one_line(here.run("launch", here.script(""), env=variables), "ssh")
-    values = ("apt-get install openssh-client", "PBS", "mpirun python -m mpiddp run …")
-    assert re.fullmatch(error("not installed", *values), line)
