@@ -21,6 +21,7 @@ import pytest
 from mpiddp.checkpoints import folder as directory
 from tests.support import cluster as test_cluster
 from tests.support.cluster import Cluster, Layout, faults, links
+from tests.support.doctor_faults import shelled
 from tests.support.machine import executable
 from tests.support.place import Hosts, Job, eventually
 from tests.support.ranks import ROOT, find_mpirun
@@ -86,21 +87,21 @@ def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def strangers() -> Iterator[Hosts]:
+def strangers(hosts: Hosts) -> Iterator[Hosts]:
     """node0 has no key and knows no host. The others accept the password of root."""
-    with ExitStack() as stack:
-        up = stack.enter_context(test_cluster.up_or_skip(3, layout=Layout(apart=True)))
-        shutil.rmtree(up["node0"].path("/root/.ssh"))
-        for host in up.hosts[1:]:
-            host.run(["chpasswd", "-c", "SHA512"], stdin=f"root:{PASSWORD}\n", check=True)
-            settings = "PermitRootLogin yes\nPasswordAuthentication yes\n"
-            stack.enter_context(faults.sshd_with(host, settings))
-        yield stack.enter_context(Hosts.on(up, "strangers"))
+    settings = "PermitRootLogin yes\nPasswordAuthentication yes\n"
+    away = shelled(hosts["node0"], "mv ~/.ssh ~/.away", "rm -r ~/.ssh; mv ~/.away ~/.ssh")
+    with away, ExitStack() as stack:
+        for name in ("node1", "node2"):
+            password = f"root:{PASSWORD}\n"
+            hosts[name].run(["chpasswd", "-c", "SHA512"], stdin=password, check=True)
+            stack.enter_context(faults.sshd_with(hosts[name], settings))
+        yield hosts
 
 
-def test_keys(strangers):
+def test_keys(strangers, file):
     """`mpiddp hosts keys` asks once for each host. Afterwards, ssh reaches all hosts without a question."""
-    node0, file = strangers["node0"], strangers.where(3)[1]
+    node0 = strangers["node0"]
     assert strangers.run("hosts", "run", file, "--", "true").code == 1
     keys = [sys.executable, "-m", "mpiddp", "hosts", "keys", file]
     command = node0.enter([sys.executable, "-c", TERMINAL, *keys], cwd=ROOT)

@@ -16,15 +16,7 @@ from tests.programs.prints_lines import LAST_WORDS, PARTS
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
 from tests.support.machine import executable
-from tests.support.place import (
-    Done,
-    Here,
-    Hosts,
-    eventually,
-    here_and_on_hosts,
-    program,
-    two_mpis,
-)
+from tests.support.place import Done, Here, Hosts, eventually, here_and_on_hosts, program
 from tests.support.ranks import LAUNCH, find_mpirun
 from tests.support.terminal import in_a_terminal
 
@@ -185,26 +177,6 @@ def test_a_slow_reader(here):
     assert rest == [str(line).encode() for line in range(1, 300_000)]
 
 
-@pytest.mark.slow
-def test_many_lines_of_many_ranks(here):
-    """The launcher loses none of 800,000 lines of eight ranks, and needs less than 100 MB of memory."""
-    count, seen = 100_000, here.folder / "seen"
-    wait = "while [ ! -e seen ]; do sleep 0.1; done"
-    command = ("--", "sh", "-c", f"seq -f $RANK:%.0f {count}; {wait}")
-    with piped(here, *here.where(8), *command) as job:
-        lines = [0] * 8
-        for line in (job.stdout.readline() for _ in range(8 * count)):
-            rank, number = map(int, line.split(b":"))
-            lines[rank] += 1
-            assert number == lines[rank], line
-        status = Path(f"/proc/{job.pid}/status").read_text(encoding="utf-8")
-        seen.touch()
-        assert job.stdout.read() == b""
-    assert (job.returncode, lines) == (0, [count] * 8)
-    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert int(peak[1]) < 100_000
-
-
 @pytest.mark.parametrize("how", ["| head -2", ">&-"])
 def test_a_reader_that_goes_away(here, how):
     """A reader that goes away, as in `| head`, or a closed stdout does not end the job."""
@@ -328,14 +300,6 @@ def test_a_start_that_fails(here):
     assert "".join(done.said).count("mpirun ended with exit code ") == 1, done.stderr
 
 
-@two_mpis
-def test_an_mpi_whose_settings_are_wrong(here, mpi):
-    """The ranks join without MPI, so settings of MPI that are wrong end no job."""
-    env = {"OMPI_MCA_pml": "nonsense", "FI_PROVIDER": "nonsense"}
-    done = here.run("launch", *here.where(2), program("identity.py"), env=env, mpi=mpi).assert_ok()
-    assert len(done.records) == 2
-
-
 FRAMES = """\
 [rank1]: RuntimeError: the sizes differ
 Exception raised from checkTimeout at /pytorch/ProcessGroupNCCL.cpp:607 (most recent call first):
@@ -441,7 +405,7 @@ def test_stdin_that_is_left_to_the_shell(here):
 
 @pytest.mark.parametrize(
     ("value", "ranks", "is_there"),
-    [("auto", 1, False), ("auto", 2, True), ("always", 1, True), ("never", 2, False)],
+    [("auto", 1, False), ("always", 1, True), ("never", 2, False)],
 )
 def test_the_prefix(here, value, ranks, is_there):
     """MPIDDP_PREFIX writes the rank in front of each line: always, never, or if there are several ranks."""
@@ -455,8 +419,8 @@ def test_timestamps(here):
     script = here.script("import os\nos.write(1, b'one\\ntwo\\n')")
     for env, prefix in ((None, ""), (SHOWN, rf"\[rank 0 {HOST}\] ")):
         done = here.run("launch", "-H", "localhost:2", "--timestamps", script, env=env).assert_ok()
-        line = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {prefix}(one|two)"
-        assert all(re.fullmatch(line, each) for each in done.lines), done.stdout
+        pattern = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {prefix}(one|two)"
+        assert all(re.fullmatch(pattern, line) for line in done.lines), done.stdout
         assert len(done.lines) == (2 if env else 4)
 
 
