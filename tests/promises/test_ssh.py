@@ -3,21 +3,20 @@
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from subprocess import PIPE
 from typing import NamedTuple
 
 import pytest
 
-from mpiddp.checkpoints import folder as directory
-from tests.support.cluster import Cluster, Host, faults
+from tests.support.cluster import Cluster, faults
 from tests.support.cluster.faults import begins_with, sshd_with
-from tests.support.cluster.host import TMPDIR, configure
+from tests.support.cluster.host import TMPDIR
 from tests.support.cluster.needs import need, tool
 from tests.support.doctor_faults import shelled
 from tests.support.machine import executable
-from tests.support.place import Hosts, eventually, program
+from tests.support.place import Hosts, eventually, every_mpi, program
 
 CONFIG, BASHRC, KEY = "/root/.ssh/config", "/root/.bashrc", "/root/.ssh/id_ed25519"
 SIX = "fd77::{}"
@@ -47,13 +46,6 @@ def test_the_settings_of_a_user(hosts, setting):
 # --- login shells, and their start-up files ---
 
 
-def login_shell(host: Host, shell: str) -> AbstractContextManager[None]:
-    need(shell)
-    return faults.changed(
-        host, "/etc/passwd", partial(re.sub, "(?m)^(root:.*:).*$", rf"\1{tool(shell)}")
-    )
-
-
 @pytest.mark.parametrize(
     ("mpi", "shell"),
     [("openmpi5", "fish"), ("openmpi4", "tcsh"), ("intelmpi", "fish"), ("mpich", "tcsh")],
@@ -61,7 +53,9 @@ def login_shell(host: Host, shell: str) -> AbstractContextManager[None]:
 )
 def test_a_login_shell_of_another_kind(hosts, mpi, shell):
     """A host's login shell may be of any kind, under every MPI."""
-    with login_shell(hosts["node1"], shell):
+    need(shell)
+    changed = partial(re.sub, "(?m)^(root:.*:).*$", rf"\1{tool(shell)}")
+    with faults.changed(hosts["node1"], "/etc/passwd", changed):
         job = ("launch", "-H", "node0:1,node1:1", hosts.script("print()"))
         hosts.run(*job, mpi=mpi).assert_ok()
 
@@ -128,7 +122,7 @@ def logins(hosts: Hosts, name: str) -> int:
     return len(re.findall(rf"Accepted publickey for root from {hosts['node0'].address} ", log))
 
 
-@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)
+@every_mpi
 def test_hosts_behind_a_jump_host(hosts, mpi):
     """Any number of hosts behind one jump host start: it gets one login, which ends with the job."""
     with begins_with(hosts["node0"], CONFIG, JUMP), sshd_with(hosts["node2"], ONE_LOGIN):
@@ -298,40 +292,6 @@ def test_a_file_that_is_gone(hosts):
     assert there.exists()
 
 
-def test_a_resume_with_push_keeps_shards(hosts):
-    """A resume with --push keeps the shards that only other hosts have, on disks of their own."""
-    folder = "/run/tmp/sharded"
-    for host in hosts.cluster.hosts:
-        host.path(folder).mkdir()
-    train = ["-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=4"]
-    train += ["--parallel=fsdp", "--backend=gloo", "--epochs=1", "--steps-per-epoch=2", "--out=out"]
-    launch = ("launch", "-H", "node[0-2]:1")
-    hosts.run(*launch, *train, cwd=folder).assert_ok()
-    kept = "out/checkpoints/step_00000002"
-    shards = [f"shard_{rank:05d}.safetensors" for rank in range(3)]
-    there = {
-        host.name: [name for name in shards if host.path(f"{folder}/{kept}/{name}").exists()]
-        for host in hosts.cluster.hosts
-    }
-    assert there["node0"] != shards  # a host has those of two
-    done = hosts.run(*launch, "--push", *train, "--resume=auto", cwd=folder)
-    assert "missing" not in done.assert_ok().stdout + done.stderr
-    for host in hosts.cluster.hosts:
-        for name in there[host.name]:
-            assert host.path(f"{folder}/{kept}/{name}").exists()
-        directory.verify(host.path(f"{folder}/{kept}"))
-
-
-def test_sets_of_names(hosts):
-    """-H, a hostfile and --exclude take sets of names, as node[0-2]."""
-    file = hosts.folder / "file"
-    file.write_text("node[0-2] slots=2\n")
-    job = ("--exclude", "node[1,2-2]", program("identity.py"))
-    for where in (("-H", "node[0-2]:2"), ("--hostfile", file)):
-        done = hosts.run("launch", *where, *job).assert_ok()
-        assert [rank["host"] for rank in done.records] == ["node0"] * 2
-
-
 # --- IPv6 ---
 
 
@@ -347,16 +307,14 @@ def ipv6(cluster: Cluster, *, numbers: tuple[int, ...] = (0, 1, 2), alone: bool)
     with ExitStack() as stack:
         for number in numbers:
             host = cluster[f"node{number}"]
-            address, link = f"{SIX.format(number + 1)}/64", f"dev {host.interface}"
-            configure(host.pid, [f"addr add {address} {link} nodad"])
-            stack.callback(configure, host.pid, [f"addr del {address} {link}"])
+            link = f"dev {host.interface}"
+            six, four = f"{SIX.format(number + 1)}/64 {link}", f"{host.address}/24 {link}"
+            stack.enter_context(shelled(host, f"ip addr add {six} nodad", f"ip addr del {six}"))
             stack.enter_context(sshd_with(host, f"ListenAddress {SIX.format(number + 1)}\n"))
             stack.enter_context(begins_with(host, "/etc/hosts", etc))
             stack.enter_context(begins_with(host, "/root/.ssh/known_hosts", known))
             if alone:
-                own = f"addr {{}} {host.address}/24 {link}"
-                configure(host.pid, [own.format("del")])
-                stack.callback(configure, host.pid, [own.format("add")])
+                stack.enter_context(shelled(host, f"ip addr del {four}", f"ip addr add {four}"))
         yield
 
 
@@ -401,12 +359,11 @@ def test_hosts_that_share_ipv6_alone(hosts):
         stack.enter_context(ipv6(hosts.cluster, alone=False))
         for host in (node0, node1):
             stack.enter_context(begins_with(host, "/etc/hosts", names))
-        other, link = "10.78.0.2/24", f"dev {node1.interface}"
-        configure(node1.pid, [f"addr del {node1.address}/24 {link}", f"addr add {other} {link}"])
-        back = [f"addr del {other} {link}", f"addr add {node1.address}/24 {link}"]
-        stack.callback(configure, node1.pid, back)
-        configure(node0.pid, [f"route add 10.78.0.0/24 dev {node0.interface}"])
-        stack.callback(configure, node0.pid, ["route del 10.78.0.0/24"])
+        own, other = (f"{address}/24 dev eth0" for address in (node1.address, "10.78.0.2"))
+        move = "ip addr del {}; ip addr add {}"
+        stack.enter_context(shelled(node1, move.format(own, other), move.format(other, own)))
+        route = "10.78.0.0/24 dev eth0"
+        stack.enter_context(shelled(node0, f"ip route add {route}", f"ip route del {route}"))
         done = hosts.run("launch", "-H", "six0:1,six1:1", program("identity.py")).assert_ok()
         assert {rank["master"] for rank in done.records} == {"fd77::1"}
         assert [rank["host"] for rank in done.records] == ["node0", "node1"]
@@ -430,7 +387,7 @@ def test_an_interface_of_ipv6(hosts, requested):
     assert [(rank["host"], rank["sum"]) for rank in done.records] == [("node0", 3), ("node1", 3)]
 
 
-@pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4", "intelmpi", "mpich"], indirect=True)
+@every_mpi
 def test_every_mpi_over_ipv6(hosts, mpi):
     """Every MPI runs over IPv6 alone, also with --interface, but for MPICH, which is refused."""
     with ipv6(hosts.cluster, alone=True):
