@@ -188,13 +188,14 @@ def test_a_reader_that_goes_away(here, how):
     assert "its reader went away" in done.stderr or how == ">&-"
 
 
-def test_open_lines(here):
-    """With one rank, an unfinished line appears at once, so that questions and progress bars work."""
-    with piped(here, "-H", "localhost:1", here.script("print(input('Go on? '))")) as job:
+def test_open_lines_and_progress_bars(here):
+    """With one rank, an unfinished line appears at once, and progress bars work."""
+    script = here.script("print(input('Go on? '), end='\\r1 of 2\\r2 of 2\\n')")
+    with piped(here, "-H", "localhost:1", script) as job:
         assert job.stdout.read(len("Go on? ")) == b"Go on? "
         job.stdin.write(b"yes\n")
         job.stdin.close()
-        assert job.stdout.read() == b"yes\n"
+        assert job.stdout.read() == b"yes\r1 of 2\r2 of 2\n"
 
 
 GROWS = """
