@@ -99,8 +99,7 @@ def test_a_verb_names_the_extra_that_it_lacks(bare, tmp_path):
     done = run(bare / "mpiddp", "train", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     values = ("mpiddp train ", "numpy", "-m pip install '", "[train]' ")
-    lacks = error("have. Run", *values)
-    assert re.fullmatch(f"{lacks}\n", done.stderr), done.stderr
+    assert re.fullmatch(error("have. Run", *values) + "\n", done.stderr), done.stderr
 
 
 def test_a_name_of_the_package_names_the_extra_that_it_lacks(bare):
