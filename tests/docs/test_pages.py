@@ -175,9 +175,7 @@ def test_the_pages_say_how_large_an_installation_is():
 
 
 def test_the_example_of_a_test_is_one():
-    (example,) = [
-        block.text for block in blocks(ROOT / "CONTRIBUTING.md") if block.kind == "python"
-    ]
+    (example,) = [each.text for each in blocks(ROOT / "CONTRIBUTING.md") if each.kind == "python"]
     assert example in (ROOT / "tests/promises/test_output.py").read_text()
 
 

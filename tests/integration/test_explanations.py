@@ -169,7 +169,7 @@ def test_the_measure_of_the_table_is_true():
     first = {name: rows[0].failure.id if rows else "-" for name, rows in found.items()}
     assert first == {name: id for name, _, _, id, _ in HELD_OUT}
     judged = Counter(judgement for *_, judgement in HELD_OUT)
-    counts = [len(HELD_OUT), *(judged[word] for word in ("named", "wrong", "not named"))]
+    counts = [len(HELD_OUT), *(judged[each] for each in ("named", "wrong", "not named"))]
     page = (ROOT / "docs/evidence/proved.md").read_text(encoding="utf-8")
     assert f"| all | {' | '.join(map(str, counts))} |" in page
 

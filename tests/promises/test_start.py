@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from tests.support import cluster as test_cluster
 from tests.support import containers, installs
@@ -309,18 +309,18 @@ def launcher(request: pytest.FixtureRequest, hosts: Hosts) -> Run:
 
 
 @pytest.fixture(scope="module")
-def expected(cluster: Cluster) -> dict[str, Any]:
-    """The last checkpoint of forks on one host, which train as the pods of a PyTorchJob do."""
+def weights(cluster: Cluster) -> dict[str, torch.Tensor]:
+    """The weights that forks on one host have trained, as the pods of a PyTorchJob do."""
     with Hosts.on(cluster, "reference") as hosts:
         done = hosts.fork("node0:2", *TRAIN, "run", env=ENV).assert_ok()
         assert "2 ranks on 1 host over gloo" in done.stdout
-        return contents(hosts.folder / "run", 3)
+        return contents(hosts.folder / "run", 3)["model"]
 
 
-def test_every_launcher_trains_the_same_bits(launcher, hosts, expected):
+def test_every_launcher_trains_the_same_bits(launcher, hosts, weights):
     """A training ends with the same weights, bit for bit, under eleven launchers."""
     assert "2 ranks on 2 hosts over gloo" in launcher(*TRAIN, "run")
-    assert unequal(contents(hosts.folder / "run", 3), expected) == []
+    assert unequal(contents(hosts.folder / "run", 3)["model"], weights) == []
 
 
 @pytest.mark.parametrize(
