@@ -65,7 +65,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    return [Block(*each) for each in BLOCK.findall(page.read_text(encoding="utf-8"))]
+    return [Block(*groups) for groups in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 def prose(page: Path) -> str:
@@ -85,13 +85,13 @@ def test_links_out_of_the_site_lead_to_a_file(page):
 def test_files_name_only_pages_that_exist():
     """In docstrings, error sentences and comments."""
     grep = ["git", "grep", "-IohE", r"docs/[a-z/-]+\.(md|svg|png)"]
-    found = set(subprocess.check_output(grep, cwd=ROOT, text=True).split())
-    assert "docs/troubleshooting.md" in found
-    assert [each for each in sorted(found) if not (ROOT / each).exists()] == []
+    paths = set(subprocess.check_output(grep, cwd=ROOT, text=True).split())
+    assert "docs/troubleshooting.md" in paths
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize(
-    "page", [each for each in PAGES if each.parent.name != "evidence"], ids=named
+    "page", [page for page in PAGES if page.parent.name != "evidence"], ids=named
 )
 def test_pages_name_only_files_that_exist(page):
     """Except evidence, which names files of its commits."""
@@ -102,7 +102,7 @@ def test_pages_name_only_files_that_exist(page):
 @pytest.mark.parametrize(
     "module",
     [command_line, guarantees, python_names, reference, troubleshooting],
-    ids=lambda each: each.__name__,
+    ids=lambda module: module.__name__,
 )
 def test_a_page_that_is_written_by_a_program_is_current(module):
     assert module.PAGE.read_text() == module.text(), f"run: python -m {module.__name__}"
@@ -165,13 +165,13 @@ def test_the_pages_say_how_large_an_installation_is():
         name = re.match(r"[\w.-]+", wanted.pop())[0].lower().replace("_", "-")
         if name not in known:
             with contextlib.suppress(metadata.PackageNotFoundError):
-                wanted += [each for each in metadata.requires(name) or [] if "extra ==" not in each]
+                wanted += [line for line in metadata.requires(name) or [] if "extra ==" not in line]
                 known.add(name)
     files = [file for name in known for file in metadata.files(name) or []]
     gigabytes = sum(path.stat().st_size for file in files if (path := file.locate()).exists()) / 1e9
     for page in ("README.md", "docs/get-started.md", "docs/evidence/versions.md"):
-        (said,) = {float(each) for each in re.findall(r"(\d\.\d) GB", (ROOT / page).read_text())}
-        assert abs(said - gigabytes) < 0.15, page
+        (size,) = {float(text) for text in re.findall(r"(\d\.\d) GB", (ROOT / page).read_text())}
+        assert abs(size - gigabytes) < 0.15, page
 
 
 def test_the_example_of_a_test_is_one():
@@ -191,19 +191,6 @@ def test_every_variable_in_use_is_on_the_page():
 
 
 # ---- options, defaults, exit codes, names
-
-
-def rows(page: str, header: str) -> list[list[str]]:
-    """The cells of the table below `header`, without the marks of code."""
-    table = (ROOT / page).read_text().partition(f"{header}\n")[2].partition("\n\n")[0]
-    assert table, header
-    cells = [re.split(r"(?<!\\)\|", line.strip().strip("|")) for line in table.splitlines()[1:]]
-    return [[cell.strip() for cell in row] for row in cells]
-
-
-def defaults(parser: argparse.ArgumentParser) -> dict[str, object]:
-    listed = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    return {flag: action.default for action in listed for flag in action.option_strings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -242,12 +229,10 @@ def commands(page: Path) -> Iterator[list[str]]:
     lines += [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if " -" in code]
     for line in lines:
         if found := re.search(rf"(?:^|\s)mpiddp ((?:{'|'.join(VERBS)}) .*)", line):
-            try:
+            with contextlib.suppress(ValueError):  # a quotation mark of prose
                 words = shell_words(found[1])
-            except ValueError:  # a quotation mark of prose
-                continue
-            ends = [words.index(mark) for mark in ("|", ";", "&&", ">", "2>&1") if mark in words]
-            yield words[: min(ends, default=len(words))]
+                ends = [words.index(end) for end in ("|", ";", "&&", ">", "2>&1") if end in words]
+                yield words[: min(ends, default=len(words))]
 
 
 def shell_words(line: str) -> list[str]:
@@ -306,10 +291,10 @@ def wrong_options(words: list[str]) -> list[str]:
         return unknown(own, known)
     if verb not in ("launch", "run", "drill"):
         return unknown(rest, help_of(verb))
-    of_launch = frozenset(defaults(option_parser()))
-    actual = help_of(verb) | (of_launch if verb != "run" else frozenset())
-    without = (action for action in option_parser()._actions if action.nargs == 0)
-    takes_none = {flag for action in without for flag in action.option_strings}
+    options = [option for option in option_parser()._actions if option.help != argparse.SUPPRESS]
+    of_launch = {flag for option in options for flag in option.option_strings}
+    takes_none = {flag for option in options if option.nargs == 0 for flag in option.option_strings}
+    actual = help_of(verb) | (of_launch if verb != "run" else set())
     own: list[str] = []
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--"):
         flag, is_whole, _ = rest.pop(0).partition("=")
@@ -356,12 +341,11 @@ def test_the_example_adds_fewer_than_ten_lines():
 
 def test_the_page_shows_the_lines_of_the_example():
     page = (ROOT / "docs/your-own-script.md").read_text()
-    example_lines = {line.strip() for line in EXAMPLE.read_text().splitlines()}
     for step in ("## 1. ", "## 3. "):
         block = page.partition(step)[2].partition("```python\n")[2].partition("```")[0]
-        lines = {line.strip() for line in block.splitlines()} - {"", "..."}
+        lines = stripped(block) - {"..."}
         assert lines, step
-        assert lines <= example_lines, step
+        assert lines <= stripped(EXAMPLE.read_text()), step
 
 
 def test_the_page_shows_lines_that_each_step_adds():

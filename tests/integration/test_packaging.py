@@ -17,9 +17,8 @@ import pytest
 import yaml
 
 import mpiddp
-from tests.support import ranks
 from tests.support.errors import error
-from tests.support.ranks import ROOT, run_command
+from tests.support.ranks import ROOT, find_mpirun, run_command
 
 SOURCES = ("mpiddp", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
@@ -35,13 +34,10 @@ def run(*command: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel that is built from an sdist, which must have all files that it needs."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, folder / "source")
-    made = run(sys.executable, "setup.py", "-q", "sdist", "-d", folder, cwd=folder / "source")
+    source = folder / "source"
+    source.mkdir()
+    subprocess.run(["cp", "-r", *SOURCES, source], cwd=ROOT, check=True)
+    made = run(sys.executable, "setup.py", "-q", "sdist", "-d", folder, cwd=source)
     assert made.returncode == 0, made.stderr
     built = run(*PIP, *BUILD, folder, next(folder.glob("*.tar.gz")))
     assert built.returncode == 0, built.stderr
@@ -94,8 +90,7 @@ def test_the_launcher_works_in_a_bare_environment(bare, tmp_path):
     twice = error("one slots=", f"{tmp_path / 'hosts'}:2: node1 ", "line 1")
     assert re.fullmatch(f"{twice}\n", checked.stderr), checked.stderr
     (tmp_path / "script.py").write_text("print('runs')\n")
-    mpirun = ranks.find_mpirun()
-    options = ("--mpirun", mpirun, "-H", "localhost:1")
+    options = ("--mpirun", find_mpirun(), "-H", "localhost:1")
     done = run(bare / "mpiddp", "launch", *options, "script.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "runs\n"), done.stderr
 
@@ -104,8 +99,7 @@ def test_a_verb_names_the_extra_that_it_lacks(bare, tmp_path):
     done = run(bare / "mpiddp", "train", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     values = ("mpiddp train ", "numpy", "-m pip install '", "[train]' ")
-    lacks = error("have. Run", *values)
-    assert re.fullmatch(f"{lacks}\n", done.stderr), done.stderr
+    assert re.fullmatch(error("have. Run", *values) + "\n", done.stderr), done.stderr
 
 
 def test_a_name_of_the_package_names_the_extra_that_it_lacks(bare):

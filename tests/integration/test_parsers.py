@@ -8,7 +8,6 @@ python -m pytest tests/integration/test_parsers.py --hypothesis-profile=long    
 
 import io
 import json
-import os
 import resource
 import tempfile
 import time
@@ -20,9 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.strategies import SearchStrategy
 
 from mpiddp.checkpoints import folder as checkpoint_folder
@@ -33,21 +31,9 @@ from mpiddp.hosts.allocations import SCHEDULERS, expand_counts, find_allocation
 from mpiddp.hosts.hostfile import parse_host_list, parse_hostfile
 from mpiddp.hosts.names import expand_nodelist
 from mpiddp.launch.plan.environment import parse_env_file
-from mpiddp.launch.plan.starters import STARTERS
 from mpiddp.protocol.channel import MESSAGES, is_valid
 from mpiddp.world import RANK_SOURCES, World, likely_ranks
 
-# Its default is .hypothesis in the checkout.
-set_hypothesis_home_dir(Path(tempfile.gettempdir(), f"mpiddp-hypothesis-{os.getuid()}"))
-# The same inputs in every run; no database of failures.
-IN_THE_SUITE = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-IS_LONG = settings.get_current_profile_name() == "long"
 LONG = 20_000  # repeats: a parser whose time grows with the square of the length takes minutes
 MAX_S, MAX_BYTES = 5.0, 256 << 20  # of processor time and of memory, for one input
 
@@ -118,9 +104,12 @@ def _changed(sample: object) -> SearchStrategy[object]:
 
 def damaged(content: bytes) -> SearchStrategy[bytes]:
     """`content` with a few bytes changed, cut or inserted."""
-    change = st.tuples(st.integers(0, len(content)), st.integers(0, 3), st.binary(max_size=3))
-    return st.tuples(st.just(content), change).map(
-        lambda both: both[0][: both[1][0]] + both[1][2] + both[0][both[1][0] + both[1][1] :]
+
+    def changed(at: int, cut: int, new: bytes) -> bytes:
+        return content[:at] + new + content[at + cut :]
+
+    return st.builds(
+        changed, st.integers(0, len(content)), st.integers(0, 3), st.binary(max_size=3)
     )
 
 
@@ -179,12 +168,6 @@ def in_a_file(read: Callable[[Path], object]) -> Callable[[bytes], object]:
     return parse
 
 
-def use_version(answer: str) -> None:
-    for kind in STARTERS:
-        if match := kind.version.search(answer):
-            assert match[1][0].isdigit()
-
-
 def use_world(env: dict[str, str]) -> None:
     assert min(likely_ranks(env)) >= 0
     world = World.from_env(env)
@@ -226,9 +209,6 @@ PARSERS: dict[str, Parser] = {
     "counts": Parser(expand_counts, text_of("2", "(x", ")", ",", "2(x3)"), (ValueError,)),
     "allocation": Parser(find_allocation, variables(SCHEDULED, *GRANTED), (UserError,)),
     "launcher's variables": Parser(use_world, variables(LAUNCHED, "0", "2(x3)"), (UserError,)),
-    "--version of an MPI": Parser(
-        use_version, text_of("(Open MPI) ", "HYDRA build details: Version: ", "slurm ", "5", ".")
-    ),
     "message to the launcher": Parser(use_message, json_like(MESSAGE), NO_MESSAGE),
     "manifest.json": Parser(verify, json_like({"a.pt": A_FILE}), (BrokenCheckpoint,)),
     "shards.json": Parser(list_shards, json_like(SHARDS), (BrokenCheckpoint,)),
@@ -239,7 +219,6 @@ PARSERS: dict[str, Parser] = {
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_any_text_gives_a_value_or_the_documented_error(name):
-    @(settings() if IS_LONG else IN_THE_SUITE)
     @given(PARSERS[name].inputs)
     def check(text: object) -> None:
         PARSERS[name].check(text)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.support import cluster as test_cluster
-from tests.support.allocations import PBS
+from tests.support.allocations import MPIJOB
 from tests.support.cluster import USER, Cluster, Layout, faults, grid_engine, needs
 from tests.support.cluster.grid_engine import GridEngine
 from tests.support.cluster.slurm import Slurm
@@ -43,11 +43,8 @@ def placed(done: Done) -> list[tuple[str, int, int]]:
 def one_line(done: Done, word: str) -> str:
     """The line of a refused launch, which may stand among others of a job's output."""
     assert done.code == 2, done.stdout + done.stderr
-    of_a_job = done.stdout == done.stderr  # whose output is one file
-    text = done.stdout if of_a_job else done.stdout + done.stderr
-    lines = [line for line in text.splitlines() if word in line]
-    assert len(lines) == 1, lines
-    return lines[0]
+    (line,) = (line for line in done.said if word in line)
+    return line
 
 
 # --- Slurm ---
@@ -166,40 +163,31 @@ def engine(without_sshd: GridEngine, request: pytest.FixtureRequest) -> Iterator
 def qsub(without_sshd: GridEngine, engine: Hosts) -> Callable[..., Done]:
     """Run `mpiddp launch` in a job script with a parallel environment and a number of slots."""
 
-    def submit(
-        *options: str,
-        pe: str = "spread",
-        slots: str = "3",
-        user: str | None = None,
-        first: str = "",
-    ) -> Done:
-        text = f"#!/bin/bash\n{first}\nexec {shlex.join([*LAUNCH, *options])}\n"
-        done = without_sshd.qsub(text, "-pe", pe, slots, cwd=engine.folder, env=ENV, user=user)
+    def submit(*job: str, pe: str = "spread 3", user: str = "root", first: str = "") -> Done:
+        text = f"#!/bin/bash\n{first}\nexec {shlex.join([*LAUNCH, *job])}\n"
+        how = {"cwd": engine.folder, "env": ENV, "user": user}
+        done = without_sshd.qsub(text, "-pe", *pe.split(), **how)
         return Done(done.returncode, done.stdout, done.stdout)
 
     return submit
 
 
 def left(engine: Hosts) -> list[str]:
-    return [each.command for each in engine.processes() if "sge_shepherd" not in each.command]
+    commands = [process.command for process in engine.processes()]
+    return [command for command in commands if "sge_shepherd" not in command]
 
 
-@two_mpis
-def test_a_grid_engine_job(qsub, mpi):
-    """In a job of Grid Engine, mpirun starts the ranks on the job's slots, without ssh."""
-    done = qsub("--mpirun", mpirun_of(mpi), program("identity.py"), pe="fill", slots="6")
+@pytest.mark.parametrize(("mpi", "user"), [("openmpi5", USER), ("mpich", "root")])
+def test_a_grid_engine_job(engine, qsub, mpi, user):
+    """In a job of Grid Engine, mpirun starts the ranks on the job's slots, without ssh, for any user."""
+    engine.folder.chmod(0o777)
+    done = qsub("--mpirun", mpirun_of(mpi), program("identity.py"), pe="fill 6", user=user)
     expected = [("node0", rank, 0) for rank in range(4)] + [("node1", rank, 1) for rank in range(2)]
     first, *rest = placed(done)
     other = {"node0": "node1", "node1": "node0"}  # the job may begin on either host
     assert [first, *rest] in (expected, [(other[host], *place) for host, *place in expected])
     assert done.said[0].startswith("no hosts given: using Grid Engine job ")
-
-
-def test_a_user_of_grid_engine(engine, qsub):
-    """In a job of Grid Engine, a user without root gets the same."""
-    engine.folder.chmod(0o777)
-    done = qsub(program("identity.py"), user=USER)
-    assert [rank["user"] for rank in done.assert_ok().records] == [USER] * 3
+    assert {rank["user"] for rank in done.records} == {user}
 
 
 def test_tasks_of_a_grid_engine_job(engine, qsub):
@@ -213,28 +201,26 @@ def test_tasks_of_a_grid_engine_job(engine, qsub):
     assert lines.count("began") == lines.count("ended 0") > 0, lines
 
 
-# mpirun and its qrsh die at once, and nothing tells the ranks.
+# mpirun and its qrsh die at once, and nothing tells the ranks. The script's parent is its agent.
 KILLS_MPIRUN = """
 import os, signal, time
 if os.environ["RANK"] == "0":
-    os.kill(os.getppid(), signal.SIGKILL)
-time.sleep(6000)
-"""
-FAILS = """
-import os, time
-if os.environ["RANK"] == "2":
-    raise RuntimeError("a bug")
+    agent = open(f"/proc/{os.getppid()}/stat").read()
+    os.kill(int(agent.rpartition(")")[2].split()[1]), signal.SIGKILL)
 time.sleep(6000)
 """
 
 
-@pytest.mark.parametrize("end", [FAILS, KILLS_MPIRUN], ids=["a rank fails", "mpirun is killed"])
-def test_a_grid_engine_job_that_fails(engine, qsub, end):
+@pytest.mark.parametrize(
+    "why", ["failed first: RuntimeError: a bug", "mpirun was killed by SIGKILL"]
+)
+def test_a_grid_engine_job_that_fails(engine, qsub, why):
     """In a job of Grid Engine, a rank that fails or an mpirun that is killed ends the ranks on all hosts."""
-    done = qsub(engine.script(end))
+    kills = (engine.script(KILLS_MPIRUN),)
+    done = qsub(*(kills if "killed" in why else (program("alone.py"), "raise")))
     assert done.code == 1, done.stdout
     assert "cannot be reached" not in done.stdout
-    assert ("RuntimeError: a bug" in done.said[-1]) == (end == FAILS), done.stdout
+    assert why in done.said[-1], done.stdout
     assert left(engine) == []
 
 
@@ -253,7 +239,7 @@ def test_qdel(engine, without_sshd):
 
 def test_an_environment_that_starts_nothing_elsewhere(qsub):
     """If a parallel environment cannot start programs on other hosts, the error shows the way over ssh."""
-    line = one_line(qsub(program("identity.py"), pe="loose"), "failed")
+    line = one_line(qsub(program("identity.py"), pe="loose 3"), "failed")
     assert re.fullmatch(error("Where ssh", "qrsh -inherit node", "--hostfile $PE_HOSTFILE"), line)
 
 
@@ -271,7 +257,7 @@ exec /usr/bin/ssh "$@"
 PBS_TMRSH = f"""\
 #!{sys.executable}
 import os, shlex, subprocess, sys
-host, *program = [each for each in sys.argv[1:] if each != "-n"]
+host, *program = [word for word in sys.argv[1:] if word != "-n"]
 assert os.environ["PBS_JOBID"]
 folder = os.path.dirname(sys.argv[0])
 with open(os.path.join(folder, "output"), "a") as output:
@@ -280,52 +266,41 @@ with open(os.path.join(folder, "output"), "a") as output:
 """
 
 
-@pytest.fixture(scope="module")
-def without_ssh() -> Iterator[Cluster]:
-    """Two hosts that share bin/blaunch, bin/pbs_tmrsh and a bin/ssh that refuses."""
-    with test_cluster.up_or_skip(2) as up:
-        for name, text in (("blaunch", BLAUNCH), ("pbs_tmrsh", PBS_TMRSH), ("ssh", NO_SSH)):
-            executable(up.shared / "bin" / name, text)
-        yield up
-
-
 @two_mpis
-def test_an_lsf_job(without_ssh, mpi, request):
+def test_an_lsf_job(hosts, mpi):
     """In a job of LSF, mpirun starts the ranks with blaunch, without ssh."""
-    bin_ = without_ssh.shared / "bin"
+    bin_ = hosts.folder / "bin"
+    for name, text in (("blaunch", BLAUNCH), ("ssh", NO_SSH)):
+        executable(bin_ / name, text)
     env = {"PATH": f"{bin_}:/usr/bin:/bin", "LSF_BINDIR": str(bin_), "LSB_JOBID": "105"}
     env |= {"LSB_MCPU_HOSTS": "node0 1 node1 2"}
-    (bin_ / "calls").write_text("")
-    with Hosts.on(without_ssh, request.node.name) as hosts:
-        done = hosts.run("launch", program("identity.py"), env=env, mpi=mpi)
-        assert placed(done) == [("node0", 0, 0), ("node1", 0, 1), ("node1", 1, 1)]
-        assert done.said[0] == "no hosts given: using LSF job 105, slots=3"
-        assert set((bin_ / "calls").read_text().split()) == {"node1"}
-        del env["LSB_JOBID"]
-        line = one_line(hosts.run("launch", program("identity.py"), env=env), "blaunch")
-        values = ("blaunch node1 ", "not within a job", "--hostfile $LSB_DJOB_HOSTFILE")
-        assert re.fullmatch(error("Where ssh", *values), line)
+    done = hosts.run("launch", program("identity.py"), env=env, mpi=mpi)
+    assert placed(done) == [("node0", 0, 0), ("node1", 0, 1), ("node1", 1, 1)]
+    assert done.said[0] == "no hosts given: using LSF job 105, slots=3"
+    assert set((bin_ / "calls").read_text().split()) == {"node1"}
+    del env["LSB_JOBID"]
+    line = one_line(hosts.run("launch", program("identity.py"), env=env), "blaunch")
+    values = ("blaunch node1 ", "not within a job", "--hostfile $LSB_DJOB_HOSTFILE")
+    assert re.fullmatch(error("Where ssh", *values), line)
 
 
-def test_a_pbs_job_without_ssh(without_ssh):
+def test_a_pbs_job_without_ssh(hosts):
     """In a PBS job without ssh, mpirun starts `mpiddp run` over pbs_tmrsh. The error of launch says so."""
-    bin_ = without_ssh.shared / "bin"
-    mpirun = Path(mpirun_of("intelmpi"))
-    nodes = without_ssh.shared / "nodes"
+    bin_, nodes = hosts.folder / "bin", hosts.folder / "nodes"
+    for name, text in (("pbs_tmrsh", PBS_TMRSH), ("ssh", NO_SSH)):
+        executable(bin_ / name, text)
     nodes.write_text("node0\nnode1\n")
+    mpirun = Path(mpirun_of("intelmpi"))
     env = {"PBS_JOBID": "1234.head", "PBS_NODEFILE": str(nodes), "FI_PROVIDER": "tcp"}
     env |= {"PATH": f"{mpirun.parent}:{bin_}:/usr/bin:/bin", **library_of("intelmpi")}
     tmrsh = ("-bootstrap", "rsh", "-bootstrap-exec", bin_ / "pbs_tmrsh")
     where = ("-hosts", "node0,node1", "-ppn", "1", "-n", "2")
-    with Hosts.on(without_ssh, "pbs") as hosts:
-        done = hosts.run(mpirun, *tmrsh, *where, *RUN, program("identity.py"), env=env)
-        assert placed(done) == [("node0", 0, 0), ("node1", 0, 1)], (bin_ / "output").read_text()
-        refused = hosts.run("launch", program("identity.py"), env=env)
-        line = one_line(refused, "ssh node1")
-        assert re.fullmatch(
-            error("another command", "ssh node1: ", "ssh is not allowed here"), line
-        ), line
-        assert refused.stderr.endswith("start the ranks: mpirun python -m mpiddp run …\n")
+    done = hosts.run(mpirun, *tmrsh, *where, *RUN, program("identity.py"), env=env)
+    assert placed(done) == [("node0", 0, 0), ("node1", 0, 1)], (bin_ / "output").read_text()
+    done = hosts.run("launch", program("identity.py"), env=env)
+    values = ("ssh node1: ", "ssh is not allowed here")
+    assert re.fullmatch(error("another command", *values), one_line(done, "ssh node1"))
+    assert done.stderr.endswith("start the ranks: mpirun python -m mpiddp run …\n")
 
 
 # --- Kubernetes ---
@@ -335,14 +310,8 @@ ENTRY = str(KUBERNETES / "entrypoint.sh")
 WORKERS = ("train-worker-0.train.default.svc", "train-worker-1.train.default.svc")
 # ompiEnvVars and launcherEnvVars of the MPI operator's mpi_job_controller.go (0.8.2), and what it unsets
 # for a launcher without GPUs.
-POD = {
-    "K_MPI_JOB_ROLE": "launcher",
-    "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
-    "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
-    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
-    "NVIDIA_VISIBLE_DEVICES": "",
-    "NVIDIA_DRIVER_CAPABILITIES": "",
-}
+POD = MPIJOB | {"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}
+POD |= {"NVIDIA_VISIBLE_DEVICES": "", "NVIDIA_DRIVER_CAPABILITIES": ""}
 
 
 @pytest.fixture(scope="module")
@@ -366,11 +335,11 @@ def pods() -> Iterator[Cluster]:
         hostfile = "".join(f"{name} slots=1\n" for name in WORKERS)
         up["node0"].path("/etc/mpi/hostfile").write_text(hostfile)
         sshd = [worker.popen([ENTRY, "worker"]) for worker, _ in workers]
-        for each in sshd:
-            next(line for line in each.stderr if "Server listening" in line)
+        for server in sshd:
+            next(line for line in server.stderr if "Server listening" in line)
         yield up
-        for each in sshd:
-            each.end()
+        for server in sshd:
+            server.end()
 
 
 @pytest.mark.parametrize("mpi", ["openmpi5", "openmpi4"], indirect=True)
@@ -440,16 +409,12 @@ def test_local_ranks_that_nobody_sets(here, kind):
     mpi = "openmpi5" if kind == "jsrun" else "mpich"
     options = ("--allow-run-as-root", "--oversubscribe") if mpi == "openmpi5" else ()
     shell = f'unset OMP_NUM_THREADS; {VARIABLES[kind]} "$@"'
-    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
-    job = ("-n", "3", "sh", "-c", shell, "sh", *RUN, program("variables.py"), *names)
+    job = ("-n", "3", "sh", "-c", shell, "sh", *RUN, program("reduces.py"))
     done = here.run(mpirun_of(mpi), *options, *job, env=library_of(mpi)).assert_ok()
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
-    found = sorted(tuple(rank["found"].values()) for rank in done.records)
-    assert found == [(str(rank), "3", str(threads)) for rank in range(3)]
-    if kind == "jsrun":  # torch was loaded before the local ranks were counted
-        job = ("-n", "3", "sh", "-c", shell, "sh", *RUN, program("reduces.py"))
-        done = here.run(mpirun_of(mpi), *options, *job, env=library_of(mpi)).assert_ok()
-        assert [(rank["sum"], rank["threads"]) for rank in done.records] == [(6, threads)] * 3
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "threads", "sum")
+    found = sorted(tuple(rank[name] for name in names) for rank in done.records)
+    assert found == [(rank, 3, threads, 6) for rank in range(3)]
 
 
 # --- documented variables ---
@@ -459,15 +424,5 @@ def test_local_ranks_that_nobody_sets(here, kind):
 def test_never_silently_alone(here, name):
     """A job never starts on one host in silence. If a scheduler does not list its hosts, launch refuses."""
     # tests/refusals has the sentence of each scheduler.
-    done = here.run("launch", program("identity.py"), env={name: "2"})
-    assert f"{name}=2" in one_line(done, name)
-    assert done.records == []
-
-
-def test_a_pbs_job_that_has_no_ssh(here):
-    """In a PBS job without any ssh, the error has the command that installs it, and the way without."""
-    (here.folder / "nodes").write_text("n1.cluster\nn2.cluster\n")
-    variables = PBS | {"PBS_NODEFILE": str(here.folder / "nodes"), "PATH": "/nowhere"}
-    line = one_line(here.run("launch", here.script(""), env=variables), "ssh")
-    values = ("apt-get install openssh-client", "PBS", "mpirun python -m mpiddp run …")
-    assert re.fullmatch(error("not installed", *values), line)
+    (sentence,) = here.run("launch", program("identity.py"), env={name: "2"}).refusals
+    assert f"{name}=2" in sentence

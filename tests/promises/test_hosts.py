@@ -15,16 +15,17 @@ import venv
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from subprocess import PIPE, STDOUT
 
 import pytest
 
 from mpiddp.checkpoints import folder as directory
 from tests.support import cluster as test_cluster
-from tests.support.cluster import Cluster, Host, Layout, faults, links
+from tests.support.cluster import Cluster, Layout, faults, links
+from tests.support.doctor_faults import shelled
 from tests.support.machine import executable
 from tests.support.place import Hosts, Job, eventually
 from tests.support.ranks import ROOT, find_mpirun
+from tests.support.terminal import in_a_terminal
 
 PASSWORD = "a password"
 # Names that mean something to a shell or to rsync, or that no encoding has.
@@ -86,50 +87,34 @@ def checkpoint(run: Path, step: int, files: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def strangers() -> Iterator[Cluster]:
+def strangers(hosts: Hosts) -> Iterator[Hosts]:
     """node0 has no key and knows no host. The others accept the password of root."""
-    with ExitStack() as stack:
-        up = stack.enter_context(test_cluster.up_or_skip(3, layout=Layout(apart=True)))
-        shutil.rmtree(up["node0"].path("/root/.ssh"))
-        for host in up.hosts[1:]:
-            host.run(["chpasswd", "-c", "SHA512"], stdin=f"root:{PASSWORD}\n", check=True)
-            settings = "PermitRootLogin yes\nPasswordAuthentication yes\n"
-            stack.enter_context(faults.sshd_with(host, settings))
-        yield up
+    settings = "PermitRootLogin yes\nPasswordAuthentication yes\n"
+    away = shelled(hosts["node0"], "mv ~/.ssh ~/.away", "rm -r ~/.ssh; mv ~/.away ~/.ssh")
+    with away, ExitStack() as stack:
+        for name in ("node1", "node2"):
+            password = f"root:{PASSWORD}\n"
+            hosts[name].run(["chpasswd", "-c", "SHA512"], stdin=password, check=True)
+            stack.enter_context(faults.sshd_with(hosts[name], settings))
+        yield hosts
 
 
-def at_a_terminal(host: Host, command: list[str]) -> tuple[int, str]:
-    """The exit code, and all that is shown to a user who says yes and types the password when asked."""
-    shown = ""
-    command = [sys.executable, "-c", TERMINAL, *command]
-    with host.popen(command, cwd=ROOT, stdin=PIPE, stderr=STDOUT) as running:
-        asked = 0
-        while character := running.stdout.read(1):
-            shown += character
-            question = re.search(r"\(yes/no[^)]*\)\??|password: ?$", shown[asked:])
-            if question:
-                asked = len(shown)
-                running.stdin.write("yes\n" if "yes/no" in question[0] else f"{PASSWORD}\n")
-                running.stdin.flush()
-    return running.returncode, shown
-
-
-def test_keys(strangers):
+def test_keys(strangers, file):
     """`mpiddp hosts keys` asks once for each host. Afterwards, ssh reaches all hosts without a question."""
     node0 = strangers["node0"]
-    file = strangers.shared / "hosts"
-    file.write_text("node0\nnode1\nnode2\n")
-    verb = [sys.executable, "-m", "mpiddp", "hosts"]
-    before = node0.run([*verb, "run", str(file), "--", "true"], cwd=ROOT)
-    assert before.returncode == 1
-    code, shown = at_a_terminal(node0, [*verb, "keys", str(file)])
-    assert code == 0, shown
-    after = node0.run([*verb, "run", str(file), "--", "echo", "here"], cwd=ROOT)
-    assert (after.returncode, after.stdout) == (0, "node[0-2]: here\n")
+    assert strangers.run("hosts", "run", file, "--", "true").code == 1
+    keys = [sys.executable, "-m", "mpiddp", "hosts", "keys", file]
+    command = node0.enter([sys.executable, "-c", TERMINAL, *keys], cwd=ROOT)
+    with in_a_terminal("/usr/bin/env", *command, cwd=ROOT) as job:
+        for name in ("node1", "node2"):
+            job.until(rf"authenticity of host '{name} [^?]*\(yes/no").types("yes\n")
+            job.until(f"root@{name}'s password: ").types(f"{PASSWORD}\n")
+        assert job.wait() == 0, job.shown
+    after = strangers.run("hosts", "run", file, "--", "echo", "here").assert_ok()
+    assert after.stdout == "node[0-2]: here\n"
     key = node0.path("/root/.ssh/id_ed25519").stat()
     assert key.st_mode & 0o077 == 0
-    again = node0.run([*verb, "keys", str(file)], cwd=ROOT)  # there is nothing to ask
-    assert again.returncode == 0, again.stderr
+    strangers.run("hosts", "keys", file).assert_ok()  # there is nothing to ask
     authorized = strangers["node1"].path("/root/.ssh/authorized_keys").read_text()
     assert authorized.count(node0.path("/root/.ssh/id_ed25519.pub").read_text().split()[1]) == 1
 
@@ -154,10 +139,9 @@ def test_run_names_the_hosts_that_fail(hosts, file):
     assert (done.code, done.stdout) == (1, "node[0-1]: here\n")
     assert "node2: ssh node2: connection refused" in done.stderr
     done = hosts.run("hosts", "run", file, "--", "uname -n | tail -1")
+    first, *_ = done.stderr.splitlines()
     missing = "node[0-2]: uname -n | tail -1: No such file or directory"
-    assert done.stderr.startswith(
-        f"{missing}. For what a shell reads: sh -c 'uname -n | tail -1'\n"
-    )
+    assert first == f"{missing}. For what a shell reads: sh -c 'uname -n | tail -1'"
 
 
 def test_run_shows_lines_as_they_come(hosts, file):
@@ -166,12 +150,10 @@ def test_run_shows_lines_as_they_come(hosts, file):
     job = hosts.start("hosts", "run", file, "--", "sh", "-c", code.format("y" * 9999))
     job.until(": begun\n").until(": why\n")
     eventually(lambda: job.out.stat().st_size > 20_000_000)
-    (used,) = re.findall(
-        r"VmHWM:\s+(\d+) kB", Path("/proc", str(job.pid), "status").read_text("utf-8")
-    )
+    used = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{job.pid}/status").read_text("utf-8"))
     job.signal(signal.SIGINT)
     assert job.wait().code == 130
-    assert int(used) < 64_000
+    assert int(used[1]) < 64_000
     eventually(lambda: not hosts.processes("yyyy"))
 
 
@@ -219,26 +201,23 @@ def test_push_makes_a_folder_the_same(hosts, file, project):
 
 def test_push_removes_what_it_has_sent(hosts, file, project):
     """A push removes what an earlier push has sent and is gone here, under any name, and nothing else."""
-    gone = ["src/old.py", *(f"src/{name}" for name in ODD), "pkg/a.py", "pkg/sub/b.py"]
-    write(project, {"pkg/a.py": "a", "pkg/sub/b.py": "b", "whole/c.py": "c", "left/d.py": "d"})
-    write(project, {"src/gone/e.py": "e", "src/new\\[x]": "odd", "src/newx": "x"})
-    gone += ["whole/c.py", "left/d.py", "src/gone/e.py", "src/new\\[x]"]
+    new = ["pkg/a.py", "pkg/sub/b.py", "whole/c.py", "left/d.py", "src/gone/e.py", "src/new\\[x]"]
+    gone = ["src/old.py", *(f"src/{name}" for name in ODD), *new]
+    write(project, {**dict.fromkeys(new, "new"), "src/newx": "x"})
     hosts.run("hosts", "push", file, project).assert_ok()
     there = [hosts[name].path(project) for name in ("node1", "node2")]
-    theirs = {"src/own.py": "theirs", "pkg/sub/theirs.pt": "theirs", "srcs": "theirs"}
+    theirs = dict.fromkeys(("src/own.py", "pkg/sub/theirs.pt", "srcs"), "theirs")
+    caches = [f"{folder}/__pycache__/e.pyc" for folder in ("src", "src/gone", "whole")]
     for path in there:
-        for folder in ("src", "src/gone", "whole"):
-            write(path, {**theirs, f"{folder}/__pycache__/e.pyc": "theirs"})
+        write(path, {**theirs, **dict.fromkeys(caches, "theirs")})
     sent = {name: contents(project).get(name) for name in gone}
-    for name in gone:
+    for name in (*gone, "src/link"):
         (project / name).unlink()
-    (project / "src/link").unlink()
     for folder in ("src/gone", "pkg/sub", "pkg", "whole"):
         (project / folder).rmdir()
     (project / "whole").write_text("now a file\n")
     hosts.run("hosts", "push", "--leave-out", "left", file, project).assert_ok()
-    for path in there:
-        assert (path / "left/d.py").exists()
+    assert all((path / "left/d.py").exists() for path in there)
     hosts.run("hosts", "push", file, project).assert_ok()
     for path in there:
         assert not (path / "src/gone").exists()
@@ -327,7 +306,7 @@ def test_push_names_the_host_that_cannot_take_it(hosts, file, project):
     assert contents(hosts["node2"].path(project)) == contents(project)
 
 
-def test_a_launch_names_another_python(hosts):
+def test_a_launch_names_another_python(hosts, file):
     """A launch names the hosts on which the environment's Python is another, or has no interpreter."""
     env, base = hosts.folder / "env", hosts.folder / "base"
     venv.create(env)
@@ -337,16 +316,14 @@ def test_a_launch_names_another_python(hosts):
         (env / "bin" / name).symlink_to(base)
     other = "exec python3 -c \"import sys; sys.version = '3.99.1 (main)'; $2\""
     executable(hosts["node1"].path(base), other)
-    python = [str(env / "bin/python"), "-m", "mpiddp"]
-    file = hosts.folder / "three"
-    file.write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
-    node0, left = hosts["node0"], hosts["node1"].path(env)
+    mpiddp = (env / "bin/python", "-m", "mpiddp")
+    left = hosts["node1"].path(env)
     write(left, {"lib/gone/__pycache__/a.pyc": "theirs", "bin/__pycache__/a.pyc": "theirs"})
-    assert node0.run([*python, "hosts", "push", str(file), str(env)], cwd=ROOT).returncode == 0
+    hosts.run(*mpiddp, "hosts", "push", file, env, cwd=ROOT).assert_ok()
     assert not (left / "lib/gone").exists()
     assert (left / "bin/__pycache__/a.pyc").exists()
-    launch = ["launch", "--hostfile", str(file), "--mpirun", find_mpirun(), "--", "true"]
-    done = node0.run([*python, *launch], cwd=ROOT)
+    launch = ("launch", "--hostfile", file, "--mpirun", find_mpirun(), "--", "true")
+    done = hosts.run(*mpiddp, *launch, cwd=ROOT)
     here = "{}.{}".format(*sys.version_info[:2])
     assert f"node1: {env}/bin/python is Python 3.99 there, {here} here." in done.stderr
     assert f"node2: {env}/bin/python is missing. Install it, and Python in " in done.stderr
@@ -433,10 +410,8 @@ def test_pull_joins_shards(hosts, file):
     """A pull joins the shards of all hosts' disks into one verified checkpoint."""
     run = hosts.folder / "run"
     names = [f"shard_{rank:05d}.pt" for rank in range(3)]
-    facts = {
-        name: {"bytes": len(name), "sha256": hashlib.sha256(name.encode()).hexdigest()}
-        for name in names
-    }
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
+    facts = {name: {"bytes": len(name), "sha256": digests[name]} for name in names}
     index = json.dumps({"files": facts})
     for number, name in enumerate(names):
         own = {"shards.json": index, "state.json": "{}", name: name}
@@ -446,13 +421,3 @@ def test_pull_joins_shards(hosts, file):
     hosts.run("hosts", "pull", file, run).assert_ok()
     directory.verify(folder)
     assert directory.list_files(folder).lacking == []
-
-
-def test_check(hosts, file):
-    """`mpiddp hosts check` reads a hostfile, in Open MPI's and in MPICH's syntax."""
-    other = hosts.folder / "other"
-    other.write_text("node0:1\nnode1:1 # MPICH's syntax\nnode2:1\n")
-    for path in (file, other):
-        done = hosts.run("hosts", "check", path).assert_ok()
-        table = [line.split()[:2] for line in done.lines[1:4]]
-        assert table == [[f"node{number}", "1"] for number in range(3)]

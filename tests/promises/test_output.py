@@ -16,15 +16,7 @@ from tests.programs.prints_lines import LAST_WORDS, PARTS
 from tests.support.errors import error
 from tests.support.installs import mpirun_of
 from tests.support.machine import executable
-from tests.support.place import (
-    Done,
-    Here,
-    Hosts,
-    eventually,
-    here_and_on_hosts,
-    program,
-    two_mpis,
-)
+from tests.support.place import Done, Here, Hosts, eventually, here_and_on_hosts, program
 from tests.support.ranks import LAUNCH, find_mpirun
 from tests.support.terminal import in_a_terminal
 
@@ -34,11 +26,6 @@ SHOWN = {"MPIDDP_LOG_RANKS": "", "MPIDDP_PREFIX": ""}
 TRAIN = "-m mpiddp train --use-syn --backend gloo --arch resnet20 --batch-size 4 --epochs 1"
 
 
-def lines_of(text: str, rank: int, host: str) -> list[str]:
-    prefix = f"[rank {rank} {host}] "
-    return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
-
-
 def assert_whole(done: Done, hosts: list[str]) -> None:
     """All lines of prints_lines.py are there, whole and in order, with these hosts of its ranks."""
     for parity, text in enumerate((done.stdout, done.stderr)):
@@ -46,7 +33,8 @@ def assert_whole(done: Done, hosts: list[str]) -> None:
             expected = [f"<{rank} {n} {rank} {n}>" for n in range(parity, PARTS, 2)]
             if rank == len(hosts) - 1:
                 expected += [f"last words {n}" for n in range(parity, LAST_WORDS, 2)]
-            assert lines_of(text, rank, host) == expected, text
+            lines = re.findall(rf"^\[rank {rank} {host}\] (.*)$", text, re.MULTILINE)
+            assert lines == expected, text
         assert text.count("<") == len(hosts) * PARTS // 2
 
 
@@ -78,17 +66,6 @@ def test_lines_are_whole(place, mpi):
         (copy,) = here.glob(f"launch_*/rank_{rank:05d}.err")  # beside the launcher
         assert copy.read_bytes() == (folder / f"rank_{rank:05d}.err").read_bytes()
     eventually(lambda: not place.processes())
-
-
-def test_lines_are_whole_under_srun(hosts, batch):
-    """In a Slurm job, too, lines arrive whole, and a killed rank loses no line."""
-    done_folder, errors = hosts.folder / "done", hosts.folder / "errors"
-    done_folder.mkdir()
-    job = ("--log-ranks", "all", program("prints_lines.py"), str(done_folder))
-    text = f"#!/bin/sh\n{shlex.join([*LAUNCH, *job])} 2> {errors}\n"
-    options = ("-N2", "--ntasks-per-node=1")
-    ended = batch.sbatch(text, *options, cwd=hosts.folder, env=SHOWN)
-    assert_whole(Done(ended.returncode, ended.stdout, errors.read_text()), ["node0", "node1"])
 
 
 TALKS = """
@@ -163,12 +140,9 @@ def test_a_log_folder_that_cannot_be_written(hosts):
 
 
 BYTES = """
-import os, sys
-data = bytes(range(256)) * 4000
-for stream in (1, 2):
-    rest = data
-    while rest:
-        rest = rest[os.write(stream, rest):]
+import sys
+for stream in (sys.stdout, sys.stderr):
+    stream.buffer.write(bytes(range(256)) * 4000)
 """
 LONG_LINES = "[print(rank * 1_000_000, flush=True) for rank in '345']"
 
@@ -203,62 +177,25 @@ def test_a_slow_reader(here):
     assert rest == [str(line).encode() for line in range(1, 300_000)]
 
 
-@pytest.mark.slow
-def test_many_lines_of_many_ranks(here):
-    """The launcher loses none of 800,000 lines of eight ranks, and needs less than 100 MB of memory."""
-    count, seen = 100_000, here.folder / "seen"
-    wait = "while [ ! -e seen ]; do sleep 0.1; done"
-    command = ("--", "sh", "-c", f"seq -f $RANK:%.0f {count}; {wait}")
-    with piped(here, *here.where(8), *command) as job:
-        lines = [0] * 8
-        for line in (job.stdout.readline() for _ in range(8 * count)):
-            rank, number = map(int, line.split(b":"))
-            lines[rank] += 1
-            assert number == lines[rank], line
-        status = Path(f"/proc/{job.pid}/status").read_text(encoding="utf-8")
-        seen.touch()
-        assert job.stdout.read() == b""
-    assert (job.returncode, lines) == (0, [count] * 8)
-    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert int(peak[1]) < 100_000
-
-
-MANY = "for line in range(20_000): print('line', line, flush=True)"
-
-
 @pytest.mark.parametrize("how", ["| head -2", ">&-"])
 def test_a_reader_that_goes_away(here, how):
     """A reader that goes away, as in `| head`, or a closed stdout does not end the job."""
-    job = shlex.join([*LAUNCH, "-H", "localhost:1", here.script(MANY)])
+    script = here.script("for line in range(20_000): print('line', line, flush=True)")
+    job = shlex.join([*LAUNCH, "-H", "localhost:1", script])
     done = here.run("bash", "-c", f"{job} {how}; exit ${{PIPESTATUS[0]}}").assert_ok()
     assert done.lines == (["line 0", "line 1"] if "head" in how else [])
     assert "Traceback" not in done.stderr
     assert "its reader went away" in done.stderr or how == ">&-"
 
 
-PROGRESS = """
-import os, time
-from pathlib import Path
-os.write(1, b"a question: ")
-while not Path("go").exists():
-    time.sleep(0.01)
-os.write(1, b"answered\\n")
-for number in range(4):
-    os.write(1, b"\\r%d of 3" % number)
-    time.sleep(0.3)
-os.write(1, b"\\n")
-"""
-
-
 def test_open_lines_and_progress_bars(here):
     """With one rank, an unfinished line appears at once, and progress bars work."""
-    with piped(here, "-H", "localhost:1", here.script(PROGRESS)) as job:
-        text = b""
-        while not text.endswith(b": "):
-            text += os.read(job.stdout.fileno(), 1)
-        assert text == b"a question: "
-        (here.folder / "go").touch()
-        assert job.stdout.read() == b"answered\n\r0 of 3\r1 of 3\r2 of 3\r3 of 3\n"
+    script = here.script("print(input('Go on? '), end='\\r1 of 2\\r2 of 2\\n')")
+    with piped(here, "-H", "localhost:1", script) as job:
+        assert job.stdout.read(len("Go on? ")) == b"Go on? "
+        job.stdin.write(b"yes\n")
+        job.stdin.close()
+        assert job.stdout.read() == b"yes\r1 of 2\r2 of 2\n"
 
 
 GROWS = """
@@ -361,16 +298,7 @@ def test_a_start_that_fails(here):
     done = here.run("launch", *job)
     assert (done.code, done.stdout) == (1, ""), done.stderr
     assert "no-such-option" in done.stderr
-    named = [line for line in done.said if "mpirun ended with exit code " in line]
-    assert len(named) == 1, done.stderr
-
-
-@two_mpis
-def test_an_mpi_whose_settings_are_wrong(here, mpi):
-    """The ranks join without MPI, so settings of MPI that are wrong end no job."""
-    env = {"OMPI_MCA_pml": "nonsense", "FI_PROVIDER": "nonsense"}
-    done = here.run("launch", *here.where(2), program("identity.py"), env=env, mpi=mpi).assert_ok()
-    assert len(done.records) == 2
+    assert "".join(done.said).count("mpirun ended with exit code ") == 1, done.stderr
 
 
 FRAMES = """\
@@ -390,14 +318,15 @@ frame #3: clone + 0x44 (0x7f2b64d94253 in /lib/libc.so.6)
 
 def test_the_frames_of_an_error_of_torch(here):
     """Of an error of torch, the lines of C++ are counted and not shown. The log files keep them."""
-    writes = f"import os\nif os.environ['RANK'] == '1': os.write(2, {FRAMES.encode()!r})"
-    done = here.run("launch", *here.where(2), "--log-dir", "logs", here.script(writes)).assert_ok()
+    script = here.script(
+        f"import os\nos.environ['RANK'] == '1' and os.write(2, {FRAMES.encode()!r})"
+    )
+    done = here.run("launch", *here.where(2), "--log-dir", "logs", script).assert_ok()
     lines = FRAMES.splitlines()
+    *shown, last = done.stderr.splitlines()
     # Frames are only directly below the line that announces them.
-    shown = [*lines[0:2], *lines[4:7], lines[10]]
-    sentence = "mpiddp: 5 lines of C++ were not shown."
-    *rest, last = done.stderr.splitlines()
-    assert (rest, last.startswith(sentence)) == (shown, True), done.stderr
+    assert shown == [*lines[0:2], *lines[4:7], lines[10]]
+    assert last.startswith("mpiddp: 5 lines of C++ were not shown.")
     assert (here.folder / "logs/rank_00001.err").read_text() == FRAMES
 
 
@@ -477,7 +406,7 @@ def test_stdin_that_is_left_to_the_shell(here):
 
 @pytest.mark.parametrize(
     ("value", "ranks", "is_there"),
-    [("auto", 1, False), ("auto", 2, True), ("always", 1, True), ("never", 2, False)],
+    [("auto", 1, False), ("always", 1, True), ("never", 2, False)],
 )
 def test_the_prefix(here, value, ranks, is_there):
     """MPIDDP_PREFIX writes the rank in front of each line: always, never, or if there are several ranks."""
@@ -491,8 +420,8 @@ def test_timestamps(here):
     script = here.script("import os\nos.write(1, b'one\\ntwo\\n')")
     for env, prefix in ((None, ""), (SHOWN, rf"\[rank 0 {HOST}\] ")):
         done = here.run("launch", "-H", "localhost:2", "--timestamps", script, env=env).assert_ok()
-        line = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {prefix}(one|two)"
-        assert all(re.fullmatch(line, each) for each in done.lines), done.stdout
+        pattern = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {prefix}(one|two)"
+        assert all(re.fullmatch(pattern, line) for line in done.lines), done.stdout
         assert len(done.lines) == (2 if env else 4)
 
 

@@ -46,27 +46,20 @@ def run(line: str, folder: Path) -> str:
     words = shlex.split(line)
     count = next((i for i, word in enumerate(words) if "=" not in word), 0)
     env = environment(folder) | dict(word.split("=", 1) for word in words[:count])
-    is_mpiddp = words[count] == "mpiddp"
     with tempfile.TemporaryFile() as output:
-        if is_mpiddp:
-            file = output.fileno()
-            command = ("-m", *words[count:])
-            code = in_children(command, [Rank(env)], folder, file, file)
+        file = output.fileno()
+        if words[count] == "mpiddp":
+            usual = 2
+            code = in_children(("-m", *words[count:]), [Rank(env)], folder, file, file)
         else:
-            code = subprocess.run(
-                ["sh", "-c", line],
-                cwd=folder,
-                env=env,
-                stdout=output,
-                stderr=output,
-                timeout=LIMIT_S,
-            ).returncode
+            usual = 0
+            how = {"cwd": folder, "env": env, "stdout": file, "stderr": file}
+            code = subprocess.call(["sh", "-c", line], timeout=LIMIT_S, **how)
         output.seek(0)
-        text = output.read().decode()
-    lines = [each for each in generic(text, folder).splitlines() if each.strip()]
-    if code != (2 if is_mpiddp else 0):
-        lines.append(f"(exit code {code})")
-    return "".join(f"{each}\n" for each in lines)
+        text = generic(output.read().decode(), folder)
+    lines = [printed for printed in text.splitlines() if printed.strip()]
+    lines += [f"(exit code {code})"] if code != usual else []
+    return "".join(f"{printed}\n" for printed in lines)
 
 
 def generic(text: str, folder: Path) -> str:

@@ -85,6 +85,13 @@ class Done:
         # The last line of an mpirun may lack its newline.
         return re.findall(r"mpiddp: (.*)", self.stderr)
 
+    @property
+    def refusals(self) -> list[str]:
+        """The sentences of a command that has refused bad input, and printed nothing else."""
+        assert (self.code, self.stdout) == (2, ""), self.stderr
+        assert all(line.startswith("mpiddp: ") for line in self.stderr.splitlines()), self.stderr
+        return [sentence.lstrip() for sentence in self.said]
+
     def assert_ok(self) -> Done:
         return self.assert_code(0)
 

@@ -1,13 +1,12 @@
 """The parts of `mpiddp.spawn` that need no ranks: its options, pickles, refusals and connections."""
 
-import functools
 import os
 import pickle
 import sys
 import threading
 from base64 import b64encode
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +20,8 @@ from mpiddp.protocol.group import TimedSelector
 from mpiddp.protocol.variables import ADDRESS, SECRET
 from mpiddp.runtime.function import received_call
 from mpiddp.runtime.job.connection import Server
-from mpiddp.runtime.job.coordinator import Coordinator
 from mpiddp.runtime.shipped import packed
-from mpiddp.spawning.spawn import _refuse_within_a_job, pickled_call
+from mpiddp.spawning.spawn import pickled_call
 from mpiddp.world import World
 from tests.support.channels import connect, cut
 from tests.support.errors import error
@@ -40,21 +38,19 @@ def as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "id", "values"),
+    ("env", "words"),
     [
-        ({"MPIDDP_JOB": "ab"}, "mpiddp. Call", ["mpiddp.spawn "]),
-        ({"MPIDDP_RUN_ID": "1", "TORCHELASTIC_RUN_ID": "1"}, "mpiddp. Call", ["mpiddp.spawn "]),
-        (
-            {f"OMPI_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
-            | {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")},
-            "script once",
-            ["mpiddp.spawn ", "rank 1 of 2 (openmpi)", "python"],
-        ),
+        ({"MPIDDP_JOB": "ab"}, "of mpiddp. Call it once"),
+        ({"MPIDDP_RUN_ID": "1", "TORCHELASTIC_RUN_ID": "1"}, "of mpiddp. Call it once"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "rank 1 of 2 (hydra)"),
     ],
 )
-def test_a_rank_may_not_spawn(env, id, values):
-    with pytest.raises(UserError, match=error(id, *values)):
-        _refuse_within_a_job(env)
+def test_a_rank_may_not_spawn(env, words, monkeypatch):
+    as_a_user(monkeypatch)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=error(words)):
+        mpiddp.spawn(len, "ab")
 
 
 def test_what_cannot_be_pickled_is_named():
@@ -62,11 +58,11 @@ def test_what_cannot_be_pickled_is_named():
     for function, args, name in (
         (lambda: lock, (), "<lambda>, "),
         (print, (1, lock), " print, "),
-        (functools.partial(print, lock), (), " print, "),
+        (partial(print, lock), (), " print, "),
     ):
         sentence = error("Create it", name, ": TypeError: ", "object. ")
         with pytest.raises(UserError, match=f"^{sentence}$"):
-            pickled_call(functools.partial(function, *args))
+            pickled_call(partial(function, *args))
 
 
 def test_a_launcher_that_cannot_start_is_one_sentence(monkeypatch):
@@ -104,54 +100,44 @@ FACTS = {"name": "work", "source": {}, "path": [], "modules": packed({})}
 FUNCTION = b64encode(pickle.dumps((FACTS, pickle.dumps(partial(len, ARGUMENT)))))
 
 
-@contextmanager
-def script_of(exchange: Exchange) -> Iterator[Coordinator]:
-    """The channel of a rank's script, whose launcher a thread runs."""
-    pytest.importorskip("cloudpickle")
-    with TimedSelector() as selector:
-        server = ControlServer(listen("127.0.0.1"), 2, selector)
-        is_over = threading.Event()
-
-        def serve() -> None:
-            while not is_over.is_set():
-                for key, _ in selector.select(0.02):
-                    for message in server.receive(key.data):
-                        if message.kind in ("function", "answer"):
-                            exchange.take(message, server)
-
-        exchange.begin(server)
-        thread = threading.Thread(target=serve)
-        thread.start()
-        where = Server(*(server.settings[name] for name in (ADDRESS, SECRET)))
-        try:
-            rank = connect(where, WORLD)
-            address = Server(where.address, member_key(where.key, SCRIPT, WORLD.rank), is_own=True)
-            yield connect(address, WORLD, SCRIPT)
-            cut(rank)
-        finally:
-            is_over.set()
-            thread.join()
-            server.close()
+def is_robbed(where: Server) -> None:
+    """The script of a rank, whose connection to the launcher somebody without the secret takes over."""
+    rank = connect(where, WORLD)
+    own = Server(where.address, member_key(where.key, SCRIPT, WORLD.rank), is_own=True)
+    channel = connect(own, WORLD, SCRIPT)
+    channel.server = Server("", "another", is_own=True)
+    with pytest.raises(JobFailed, match=error("connection to", "rank 1 ")):
+        received_call(channel)
+    body = b64encode(b"a pickle")
+    channel.send("answer", body, is_result=True, mac=mac("x", "answer", body))
+    channel.server = own
+    assert received_call(channel)  # and so the launcher has read what was sent before
+    cut(rank)
 
 
 def test_what_a_stranger_has_written_is_not_unpickled():
     """Whoever has taken over a connection does not have the secret."""
+    pytest.importorskip("cloudpickle")
     exchange = Exchange(FUNCTION)
-    with script_of(exchange) as channel:
-        before, channel.server = channel.server, Server("", "another", is_own=True)
-        with pytest.raises(JobFailed, match=error("connection to", "rank 1 ")):
-            received_call(channel)
-        body = b64encode(b"a pickle")
-        channel.send("answer", body, is_result=True, mac=mac("x", "answer", body))
-        channel.server = before
-        assert received_call(channel)  # and so the launcher has read what was sent before
-        assert exchange.results == {}
+    with (
+        TimedSelector() as selector,
+        closing(ControlServer(listen("127.0.0.1"), 2, selector)) as server,
+        ThreadPoolExecutor() as pool,
+    ):
+        exchange.begin(server)
+        where = Server(*(server.settings[name] for name in (ADDRESS, SECRET)))
+        script = pool.submit(is_robbed, where)
+        while not script.done():
+            for key, _ in selector.select(0.02):
+                for message in server.receive(key.data):
+                    if message.kind in ("function", "answer"):
+                        exchange.take(message, server)
+        script.result()
+    assert exchange.results == {}
 
 
 RETURNS_ITS_OWN_CLASS = """
-import subprocess, sys
-import cloudpickle
-from mpiddp.spawning.spawn import unpickled
+import mpiddp
 
 BASE = 1
 
@@ -162,14 +148,8 @@ class Config:
 def work():
     return Config()
 
-rank = '''
-import sys, cloudpickle
-sys.stdout.buffer.write(cloudpickle.dumps(cloudpickle.load(sys.stdin.buffer)()))
-'''
-command = [sys.executable, "-c", rank]
-body = subprocess.run(command, input=cloudpickle.dumps(work), capture_output=True, check=True).stdout
 earlier, method = Config(), Config.lr
-found = unpickled(body, "work", 0)
+(found,) = mpiddp.spawn(work, hosts="localhost:1")
 BASE = 10
 print(type(found) is Config, Config.lr is method, earlier.lr(), found.lr())
 """
