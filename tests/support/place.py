@@ -86,7 +86,17 @@ class Done:
         return re.findall(r"mpiddp: (.*)", self.stderr)
 
     def assert_ok(self) -> Done:
-        assert self.code == 0, f"exit code {self.code}\n{self.stdout}\n{self.stderr}"
+        return self.assert_code(0)
+
+    def assert_code(self, code: int) -> Done:
+        assert self.code == code, f"exit code {self.code}\n{self.stdout}\n{self.stderr}"
+        return self
+
+    def assert_refused(self, pattern: str) -> Done:
+        """The command has refused bad input: exit code 2, no traceback, and this pattern once on stderr."""
+        self.assert_code(2)
+        assert len(re.findall(pattern, self.stderr)) == 1, self.stderr
+        assert "Traceback" not in self.stderr
         return self
 
 
@@ -135,8 +145,9 @@ class Job:
         eventually(appears)
         return self
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int) -> Job:
         self.process.send_signal(number)
+        return self
 
     def wait(self) -> Done:
         code = self.process.wait()
