@@ -1,6 +1,6 @@
 """The ranks of tests/gpu: `ranks.py WHAT [ARGS]`. Two ranks share GPU 0.
 
-    mpirun -np 2 python tests/gpu/ranks.py sum
+    mpirun -np 2 python tests/gpu/ranks.py group
     mpirun -np 2 python tests/gpu/ranks.py train --use-syn …       # any verb of mpiddp
 
 test_gpu.py forks its trainings from one process that has imported torch, and has not touched a GPU.
@@ -41,7 +41,7 @@ def share_gpu(world: World) -> None:
 
 
 def form_twice() -> None:
-    """Form the process group, use it and leave it, twice."""
+    """Form the process group, sum and average over it, and leave it, twice."""
     found = []
     for _ in range(2):
         with mpiddp.process_group() as world:
@@ -52,20 +52,12 @@ def form_twice() -> None:
             facts = {"world_size": world.world_size, "backend": world.backend, "ranks": everyone}
             facts |= {"device": str(world.device), "sum": one.item()}
             facts |= {"bound": str(getattr(dist.group.WORLD, "bound_device_id", None))}
+            model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False).to(world.device))
+            model(torch.full((1, 4), float(world.rank), device=world.device)).sum().backward()
+            facts |= {"gradient": model.module.weight.grad[0, 0].item()}
             found.append(facts)
     if world.rank == 0:
         emit({"groups": found, "is_destroyed": not dist.is_initialized()})
-
-
-def sum_and_gradient() -> None:
-    with mpiddp.process_group(timeout_s=60) as world:
-        values = torch.full((4,), float(world.rank + 1), device=world.device)
-        dist.all_reduce(values)
-        model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False).to(world.device))
-        model(torch.full((1, 4), float(world.rank), device=world.device)).sum().backward()
-        (gradient,) = (parameter.grad for parameter in model.parameters())
-        if world.rank == 0:
-            emit({"sum": values[0].item(), "gradient": gradient[0, 0].item()})
 
 
 def disturb(how: str) -> None:
@@ -117,7 +109,7 @@ def capture() -> None:
         emit({"sum": numbers[0].item(), "reads": len(read), "groups": max(read)})
 
 
-WHAT = {"group": form_twice, "sum": sum_and_gradient, "disturb": disturb, "capture": capture}
+WHAT = {"group": form_twice, "disturb": disturb, "capture": capture}
 
 
 def main(what: str, *arguments: str) -> int:

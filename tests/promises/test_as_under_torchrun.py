@@ -235,11 +235,16 @@ def test_streams(here, folders, redirected, isatty):
 
 
 ASKS = """
-import getpass, os, sys
+import getpass, os, signal, time
 import torch.distributed as dist
+resized = []
+signal.signal(signal.SIGWINCH, lambda *_: resized.append(os.get_terminal_size(1)))
 dist.init_process_group("gloo")
 if dist.get_rank() == 0:
     print("got", input("name? ").upper(), getpass.getpass("secret? ")[::-1], flush=True)
+    while not resized:
+        time.sleep(0.01)
+    print("resized", *resized[-1], flush=True)
 for step in range(2):
     dist.breakpoint()
     if dist.get_rank() == 0:
@@ -249,35 +254,19 @@ dist.destroy_process_group()
 
 
 def test_questions_at_a_terminal(here):
-    """input(), getpass() without an echo, and torch.distributed.breakpoint() work at a terminal."""
+    """input(), getpass() without an echo, and torch.distributed.breakpoint() work at a terminal. The script's
+    terminal follows the size of the launcher's, and the script gets SIGWINCH.
+    """
     command = [*WAYS["mpiddp"], here.script(ASKS)]
     with in_a_terminal(*command, cwd=here.folder, TEST_PLACE=here.mark) as job:
         job.until(r"name\? ").types("ada\n")
         job.until(r"secret\? ").types("olleh\n")
-        job.until(r"got ADA hello").until(r"\(Pdb\) ").types("p 6 * 7\n")
+        job.until(r"got ADA hello").resize(20, 90)
+        job.until("resized 90 20").until(r"\(Pdb\) ").types("p 6 * 7\n")
         job.until(r"\b42\b").types("c\n")
         job.until(r"step 0(.|\n|\r)*\(Pdb\) ").types("c\n")
         assert job.wait() == 0, job.shown
         assert b"olleh" not in job.shown
-
-
-RESIZED = """
-import os, signal, sys
-signal.signal(signal.SIGWINCH, lambda *_: None)
-print("ready", flush=True)
-while os.get_terminal_size(1).columns != 90:
-    signal.pause()
-print("resized", os.get_terminal_size(1).lines, flush=True)
-"""
-
-
-def test_a_terminal_that_is_resized(here):
-    """The script's terminal follows the size of the launcher's, and the script gets SIGWINCH."""
-    command = [*WAYS["mpiddp"][:-1], "localhost:1", here.script(RESIZED)]
-    with in_a_terminal(*command, cwd=here.folder, TEST_PLACE=here.mark) as job:
-        job.until("ready").resize(20, 90)
-        job.until("resized 20")
-        assert job.wait() == 0, job.shown
 
 
 BAR = """
@@ -303,8 +292,8 @@ def test_a_bar_through_a_pipe(here):
 
 # --- processes and memory ---
 
-WORKERS = """
-import os, signal, subprocess
+CHILDREN = """
+import signal, subprocess
 from saying import says
 from torch.utils.data import DataLoader, Dataset
 
@@ -322,31 +311,23 @@ if __name__ == "__main__":
         for found in DataLoader(Numbers(), 4, num_workers=1, multiprocessing_context=context):
             codes, blocked, is_default = (each.tolist() for each in found)
             says(codes=codes, blocked=blocked, is_default=is_default)
-"""
-
-
-def test_workers(here, folders):
-    """In a DataLoader's workers, and for their children, SIGTERM is as under python."""
-    for facts in same(here, folders, WORKERS):
-        assert (facts["codes"], facts["blocked"]) == ([-signal.SIGTERM] * 4, [0] * 4)
-
-
-TRAPS = """
-import signal, subprocess
-from saying import says
-
-program = "trap 'echo trapped; exit 7' USR1; echo ready; while :; do sleep 0.05; done"
-for options in ({}, {"preexec_fn": lambda: None}):
-    shell = subprocess.Popen(["bash", "-c", program], stdout=subprocess.PIPE, text=True, **options)
-    assert shell.stdout.readline() == "ready\\n"
-    shell.send_signal(signal.SIGUSR1)
-    says(line=shell.stdout.readline(), code=shell.wait())
+    program = "trap 'echo trapped; exit 7' USR1; echo ready; while :; do sleep 0.05; done"
+    for options in ({}, {"preexec_fn": lambda: None}):
+        shell = subprocess.Popen(["bash", "-c", program], stdout=subprocess.PIPE, text=True, **options)
+        assert shell.stdout.readline() == "ready\\n"
+        shell.send_signal(signal.SIGUSR1)
+        says(line=shell.stdout.readline(), code=shell.wait())
 """
 
 
 def test_signals_of_children(here, folders):
-    """What a script starts, or becomes, ignores no signal."""
-    assert same(here, folders, TRAPS) == [{"line": "trapped\n", "code": 7}] * 2
+    """In a DataLoader's workers, and for their children, SIGTERM is as under python. What a script starts, or
+    becomes, ignores no signal.
+    """
+    *workers, first, second = same(here, folders, CHILDREN)
+    for facts in workers:
+        assert (facts["codes"], facts["blocked"]) == ([-signal.SIGTERM] * 4, [0] * 4)
+    assert first == second == {"line": "trapped\n", "code": 7}
 
 
 # --- the patches that remain ---

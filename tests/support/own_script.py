@@ -14,14 +14,13 @@ DIES = """
 ENDS_OF_A_STEP = "        optimizer.step()\n"
 
 
-def example(folder: Path, *, every: int = 5, each_step: str = "", run: str = "runs/ddp") -> Path:
+def example(folder: Path, *, every: int = 5, each_step: str = "") -> Path:
     """The example with fewer steps and more saves, in a working folder of its own."""
     text = EXAMPLE.read_text()
     changes = {
         "STEPS = 2000": f"STEPS = {STEPS}",
         'every="10m"': f"every={every}",
         ENDS_OF_A_STEP: ENDS_OF_A_STEP + each_step.removeprefix("\n"),
-        "runs/ddp": run,
     }
     for old, new in changes.items():
         assert text.count(old) == 1, old

@@ -99,6 +99,13 @@ class Done:
         assert self.code == code, f"exit code {self.code}\n{self.stdout}\n{self.stderr}"
         return self
 
+    def assert_refused(self, pattern: str) -> Done:
+        """The command has refused bad input: exit code 2, no traceback, and this pattern once on stderr."""
+        self.assert_code(2)
+        assert len(re.findall(pattern, self.stderr)) == 1, self.stderr
+        assert "Traceback" not in self.stderr
+        return self
+
 
 @dataclass(frozen=True)
 class Process:

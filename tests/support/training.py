@@ -70,10 +70,20 @@ def contents(run: Path, step: int) -> dict[str, Any]:
     }
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits and shape, and batches of images the same memory format."""
+    is_image = a.dim() == 4 and a.layout == torch.strided
+    if a.dtype != b.dtype or a.shape != b.shape or (is_image and a.stride() != b.stride()):
+        return False
+    if a.element_size() == 1 and a.is_floating_point():
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    return torch.equal(a, b)
+
+
 def unequal(a: Any, b: Any, where: str = "") -> list[str]:
     """The paths at which two nested structures of tensors differ in any bit; [] if they are equal."""
     if isinstance(a, torch.Tensor):
-        return [] if torch.equal(a, b) else [where]
+        return [] if same_bits(a, b) else [where]
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
         return [path for key in a for path in unequal(a[key], b[key], f"{where}/{key}")]

@@ -10,16 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pytest
 import torch
 
 import mpiddp
 from mpiddp.checkpoints import folder as directory
-from mpiddp.checkpoints.boxes import Box, Copies
 from mpiddp.checkpoints.folder import About, BrokenCheckpoint
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
 from mpiddp.checkpoints.schedule import SaveSchedule
@@ -54,21 +53,10 @@ def test_a_state_that_grows_leaves_no_copies_behind(tmp_path):
         assert num_large_tensors() - before <= 4
 
 
-@pytest.mark.parametrize(("size", "count"), [(3, 1), (3, 2), (20_000, 1), (20_000, 2)])
-def test_a_step_after_the_copy_does_not_change_it(size, count):
-    tensors = [torch.zeros(size) for _ in range(count)]
-    copies = Copies.of([(Box(("a",), "file", tensor.shape), tensor) for tensor in tensors])
-    for each in tensors:
-        each.fill_(1)
-    assert [each.values.sum() for each in copies.blocks["file"]] in ([0], [0, 0])
-
-
 OWNS = """
 import sys
 from pathlib import Path
 from mpiddp.checkpoints.run_folder import RunDir, RunLock
-from mpiddp.checkpoints.schedule import SaveSchedule
-from mpiddp.files import is_locked
 owner = RunLock(RunDir(Path(sys.argv[1])))
 print("owns", flush=True)
 sys.stdin.read()
@@ -76,27 +64,16 @@ owner.release()
 """
 
 
-def owning(run: RunDir) -> subprocess.Popen[str]:
-    """A process that owns the run until its stdin ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNS, str(run)],
-        env=clean_env(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "owns\n"
-    return process
-
-
 def test_a_run_that_ends_while_the_next_one_opens_its_lock(tmp_path, monkeypatch):
     """It removes the file that the next one has opened already. A lock on that file excludes nobody."""
-    run = RunDir(tmp_path)
-    owner, lock = owning(run), fcntl.fcntl
+    run, lock, pipe = RunDir(tmp_path), fcntl.fcntl, subprocess.PIPE
+    command = [sys.executable, "-c", OWNS, str(tmp_path)]
+    owner = subprocess.Popen(command, env=clean_env(), stdin=pipe, stdout=pipe)
+    assert owner.stdout.readline() == b"owns\n"
 
     def lock_late(file: BinaryIO, operation: int, argument: bytes) -> None:
         if owner.poll() is None:
-            owner.communicate("", timeout=PATIENCE_S)
+            owner.communicate(timeout=PATIENCE_S)
         lock(file, operation, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", lock_late)
@@ -176,59 +153,38 @@ def test_a_read_always_ends(tmp_path):
             read_limited(path, limit)
 
 
-Open = Callable[..., mpiddp.Checkpoints]
+def test_a_step_before_the_resumed_one_is_refused(tmp_path):
+    with mpiddp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, {})
+    with mpiddp.Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.resume() is not None
+        with pytest.raises(ValueError, match=r"step 1 .*step 7"):
+            checkpoints.save(1, {})
+        checkpoints.save(7, {})  # is saved already
+        with pytest.raises(RuntimeError, match="once"):
+            checkpoints.resume()
 
 
-@pytest.fixture
-def create(tmp_path: Path) -> Iterator[Open]:
-    """Creates `Checkpoints` of one folder; closes them at the end of the test."""
-    created = []
-
-    def create(**options: Any) -> mpiddp.Checkpoints:
-        created.append(mpiddp.Checkpoints(tmp_path / "run", **options))
-        return created[-1]
-
-    yield create
-    for checkpoints in created:
-        checkpoints.close()
-    current().runs.clear()
-
-
-def test_a_step_before_the_resumed_one_is_refused(create):
-    first = create()
-    first.save(7, {})
-    first.close()
-    second = create()
-    assert second.resume() is not None
-    with pytest.raises(ValueError, match=r"step 1 .*step 7"):
-        second.save(1, {})
-    second.save(7, {})  # is saved already
-    with pytest.raises(RuntimeError, match="once"):
-        second.resume()
-
-
-def test_any_key_is_a_file_of_its_own(create, tmp_path):
+def test_any_key_is_a_file_of_its_own(tmp_path):
     keys = ("model", "a/b", "..", "é x", "%")
     state = {key: torch.tensor(number) for number, key in enumerate(keys)}
-    first = create()
-    first.save(1, state)
-    first.close()
-    folder = tmp_path / "run/checkpoints/step_00000001"
-    saved = create().resume()
-    assert saved.state == state
-    assert [path.parent for path in (tmp_path / "run").rglob("*.safetensors")] == [folder] * 5
+    with mpiddp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    assert mpiddp.load(tmp_path).state == state
+    folder = tmp_path / "checkpoints/step_00000001"
+    assert [path.parent for path in tmp_path.rglob("*.safetensors")] == [folder] * 5
 
 
 @pytest.mark.parametrize("key", ["shard_00000", "", "x" * 300])
-def test_a_key_that_cannot_be_a_file(create, key):
+def test_a_key_that_cannot_be_a_file(tmp_path, key):
     with pytest.raises(ValueError, match="file"):
-        create().save(1, {key: 1})
+        mpiddp.Checkpoints(tmp_path).save(1, {key: 1})
 
 
-def test_records_need_a_run(create):
+def test_records_need_a_run(tmp_path):
     with pytest.raises(mpiddp.UserError, match="Checkpoints"):
         mpiddp.run_dir()
-    checkpoints = create()
+    checkpoints = mpiddp.Checkpoints(tmp_path)
     with pytest.raises(mpiddp.UserError, match="resume"):
         mpiddp.log_metrics(1, loss=2)
     checkpoints.resume()
