@@ -681,6 +681,26 @@ def test_lost_host_of_a_stage(apart):
     apart.fork("node0:1", program("states.py"), "resume", PRIVATE, "pipeline", "values").assert_ok()
 
 
+def test_script_on_hosts_apart(apart, undisturbed):
+    """A script on hosts without a shared disk survives a kill, and the loss of a host with its disk."""
+    job = example(apart.folder / "job", each_step=DIES)
+    job.write_text(job.read_text().replace("runs/ddp", str(PRIVATE)))
+    where = ("-H", "node0:1,node1:1", "--max-restarts", "1")
+    done = apart.run("launch", *where, job, env=ENV).assert_ok()
+    assert resumed_step(done) == 15
+    nodes = [host.path(PRIVATE) for host in apart.cluster.hosts]
+    assert steps_kept(nodes[0]) == steps_kept(nodes[1]) == [35, 40]
+    assert unequal(weights(apart.folder), weights(undisturbed)) == []
+
+    shutil.rmtree(nodes[0])
+    shutil.rmtree(step_folder(nodes[1], 40))
+    (apart.folder / "model.pt").unlink()
+    done = apart.run("launch", "-H", "node2:1,node1:1", job, env=ENV).assert_ok()
+    assert resumed_step(done) == 35
+    assert steps_kept(nodes[2]) == steps_kept(nodes[1]) == [35, 40]
+    assert unequal(weights(apart.folder), weights(undisturbed)) == []
+
+
 STATISTICS = """
 import sys, torch, mpiddp
 with mpiddp.process_group(backend="gloo") as world:

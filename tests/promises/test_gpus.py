@@ -14,6 +14,7 @@ import pytest
 from tests.support.machine import GPU_ROW, SECOND_GPU, nvidia_smi, tool
 from tests.support.patience import eventually, within
 from tests.support.place import Hosts, program
+from tests.support.ranks import ROOT
 
 ONE_EACH = ("launch", "-H", "node0:1,node1:1")
 JOB = program("identity.py")
@@ -140,6 +141,28 @@ def test_top_shows_what_the_gpus_do(hosts):
     queries = {line for line in starts.read_text().splitlines() if "query-gpu" in line}
     # The preflight and one agent have asked on each host.
     assert sorted(line.split()[0] for line in queries) == ["node0"] * 2 + ["node1"] * 2
+
+
+OUT_OF_MEMORY = (ROOT / "tests/data/failures/cuda-out-of-memory.txt").read_text().strip()
+FILLS = f"""
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+raise MemoryError({OUT_OF_MEMORY!r})
+"""
+
+
+def test_a_gpu_whose_memory_is_full(here):
+    """A full GPU is told once, in a short line: what was asked for, what is free, who holds the rest."""
+    done = here.run("launch", "-n", "2", here.script(FILLS))
+    assert done.code == 1
+    line, cause = (sentence for sentence in done.said if "out of memory" in sentence)
+    said = (
+        "Tried to allocate 22.00 MiB: GPU 0 has 11.06 MiB of 23.65 GiB free; this process holds 23.60 GiB. "
+        "The other ranks were stopped."
+    )
+    assert line.endswith(said)
+    assert cause.startswith('"CUDA out of memory. Tried to allocate" has a known cause. CUDA: ')
 
 
 WAITS = """

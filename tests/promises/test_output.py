@@ -68,6 +68,17 @@ def test_lines_are_whole(place, mpi):
     eventually(lambda: not place.processes())
 
 
+def test_lines_are_whole_under_srun(hosts, batch):
+    """In a Slurm job, too, lines arrive whole, and a killed rank loses no line."""
+    done_folder, errors = hosts.folder / "done", hosts.folder / "errors"
+    done_folder.mkdir()
+    job = ("--log-ranks", "all", program("prints_lines.py"), str(done_folder))
+    text = f"#!/bin/sh\n{shlex.join([*LAUNCH, *job])} 2> {errors}\n"
+    options = ("-N2", "--ntasks-per-node=1")
+    ended = batch.sbatch(text, *options, cwd=hosts.folder, env=SHOWN)
+    assert_whole(Done(ended.returncode, ended.stdout, errors.read_text()), ["node0", "node1"])
+
+
 TALKS = """
 import os, sys
 os.write(1, f"out {os.environ['RANK']}\\n".encode())

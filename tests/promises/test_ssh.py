@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from mpiddp.checkpoints import folder as directory
 from tests.support.cluster import Cluster, faults
 from tests.support.cluster.faults import begins_with, sshd_with
 from tests.support.cluster.host import TMPDIR
@@ -290,6 +291,30 @@ def test_a_file_that_is_gone(hosts):
     done = hosts.run(*launch, cwd=folder)
     assert (done.code, is_there in done.stderr) == (2, True)
     assert there.exists()
+
+
+def test_a_resume_with_push_keeps_shards(hosts):
+    """A resume with --push keeps the shards that only other hosts have, on disks of their own."""
+    folder = "/run/tmp/sharded"
+    for host in hosts.cluster.hosts:
+        host.path(folder).mkdir()
+    train = ["-m", "mpiddp", "train", "--use-syn", "--arch=resnet20", "--batch-size=4"]
+    train += ["--parallel=fsdp", "--backend=gloo", "--epochs=1", "--steps-per-epoch=2", "--out=out"]
+    launch = ("launch", "-H", "node[0-2]:1")
+    hosts.run(*launch, *train, cwd=folder).assert_ok()
+    kept = "out/checkpoints/step_00000002"
+    shards = [f"shard_{rank:05d}.safetensors" for rank in range(3)]
+    there = {
+        host.name: [name for name in shards if host.path(f"{folder}/{kept}/{name}").exists()]
+        for host in hosts.cluster.hosts
+    }
+    assert there["node0"] != shards  # a host has those of two
+    done = hosts.run(*launch, "--push", *train, "--resume=auto", cwd=folder)
+    assert "missing" not in done.assert_ok().stdout + done.stderr
+    for host in hosts.cluster.hosts:
+        for name in there[host.name]:
+            assert host.path(f"{folder}/{kept}/{name}").exists()
+        directory.verify(host.path(f"{folder}/{kept}"))
 
 
 # --- IPv6 ---
