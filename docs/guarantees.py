@@ -17,11 +17,11 @@ _HEAD = """\
 
 <!-- Written by `python -m docs.guarantees` from the docstrings of the tests. Change them there. -->
 
-Each sentence of this table is the docstring of a test, which keeps it with real processes, and with real ssh
-where the sentence speaks of hosts. `start: test_by_hand`, for example, is run by
+Each sentence of this table is the docstring of a test, which checks it with real processes, and with real ssh
+where the sentence speaks of hosts. For example, to run `start: test_message_passing`:
 
 ```sh
-./run.sh test all -n 0 tests/promises/test_start.py -k test_by_hand
+./run.sh test all -n 0 tests/promises/test_start.py -k test_message_passing
 ```
 
 | you can rely on this | test |
@@ -43,7 +43,7 @@ _LIMITS = """
 - **Nothing is encrypted, and torch's own ports have no password.** Use mpiddp in a
   [network that you trust](security.md).
 - **Some schedulers were tested only by their variables:**
-  [PBS, LSF, Flux and Kubeflow](clusters.md#what-is-supported).
+  [PBS, LSF, Flux, Kubeflow and SkyPilot](clusters.md#what-is-supported).
 - **mpiddp has no queue.** Two jobs on the same machines take each other's GPUs.
 - **It is alpha.** Options and names may still change, and each change is in the CHANGELOG.
 """

@@ -85,7 +85,7 @@ def flip_a_bit(file: Path, at: float = 0.5) -> None:
     ],
 )  # fmt: skip
 def test_training_resumes_bit_for_bit(here, ranks, options):
-    """A training that is stopped and resumed ends with the same bits as one that never stopped."""
+    """`mpiddp train`, stopped and resumed, ends with the same bits as one that never stopped."""
     train = (*two_epochs(here), *options.split(), *SAVE_ALL)
     whole = here.folder / "whole"
     here.train(*train, f"--out={whole}", ranks=ranks).assert_ok()
@@ -614,7 +614,7 @@ def apart(hosts: Hosts) -> Hosts:
 
 
 def test_lost_host_of_rank_0(apart):
-    """Hosts without a shared disk each keep every checkpoint. The loss or damage of one loses nothing."""
+    """Hosts without a shared disk keep each whole checkpoint. The loss or damage of one loses nothing."""
     train = ("train", *MODEL, "--use-syn", "--batch-size=8", "--epochs=1", "--steps-per-epoch=8")
     train += ("--amp=off", "--save-every=2", f"--out={PRIVATE}")
     apart.fork("node0:1,node1:1", *train, "--stop-at-step=3").assert_code(75)

@@ -71,7 +71,7 @@ def failing(place: Place, script: str, how: str, *, mpi: str | None = None) -> D
     indirect=["mpi"],
 )
 def test_who_failed_first(here, how, script, mpi):
-    """The rank that failed first is named, with its host and how it ended. Its victims are not."""
+    """The rank that failed first is named, with its host and how it ended. The others are not."""
     done = failing(here, script, how, mpi=mpi)
     # The stack of an exception, and that of a crash in native code.
     function = {"raise": "in fail", "crash": "in crash"}.get(how, "")

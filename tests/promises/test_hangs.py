@@ -46,7 +46,7 @@ for step in range(10) if pipe else count():
 
 
 def test_a_hang_of_any_script(here):
-    """If any script hangs, a line says which rank has not entered which collective, above its stack."""
+    """If any script hangs in gloo, a line says which rank has not entered which collective, and where."""
     pipe = here.folder / "pipe"
     os.mkfifo(pipe)
     job = here.start("launch", *here.where(3), here.script(UNMODIFIED, "unmodified.py"), str(pipe))

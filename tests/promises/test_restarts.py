@@ -335,7 +335,7 @@ class Elastic:
 
 
 def test_a_lost_host(hosts):
-    """A lost host is left out of a restart and taken back at the next one. The global batch stays."""
+    """With `--min-hosts`, a restart leaves out a lost host. The next has it back. The global batch stays."""
     options = ("--max-restarts", "3", "--min-hosts", "2", "--wait-for-hosts", "10m")
     run = Elastic(hosts, hosts.hosts, 3, *options)
     with faults.unreachable(hosts["node1"]):

@@ -125,7 +125,7 @@ while time.monotonic() < until:
 
 
 def test_strangers(hosts):
-    """A stranger who connects to the ports of a job cannot stop it or end it.
+    """Stray connections to a job's ports, as of a port scanner, do not stop or end it.
 
     The job listens on its network's addresses and the loopback only, except mpirun and its daemons.
     """

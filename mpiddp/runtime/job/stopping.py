@@ -138,7 +138,7 @@ def stop_on(stop: StopRequest, *numbers: signal.Signals, only_first: bool = Fals
 
 @contextlib.contextmanager
 def interrupts_end(on_interrupt: Callable[[int, None], object]) -> Iterator[None]:
-    """Call `on_interrupt` at each SIGINT of the body, and raise KeyboardInterrupt if the body has ended."""
+    """Call `on_interrupt` at each SIGINT during the body, and raise KeyboardInterrupt after it."""
     interrupts = list[int]()
 
     def handler(number: int, frame: object) -> None:
