@@ -214,6 +214,7 @@ export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
 
 case ${1:-} in
   setup)
+    echo "run.sh: the environment is ready: source $venv/bin/activate"
     exit 0
     ;;
   test)

@@ -21,7 +21,7 @@ Facts = Mapping[str, Mapping[str, Any]]
 
 LEAST_FILES = 1024  # a rank has sockets to all others, and pipes to its data loaders
 LEAST_SHM = 512e6  # Docker's 64 MB do not hold the batches of a few workers
-_PUSH = "copy it again: mpiddp hosts push"
+_PUSH = "copy it again: mpiddp hosts push HOSTFILE"
 _OF_PREFLIGHT = ("torch", "mpi4py")  # the preflight of the launch has compared their versions
 
 
@@ -69,7 +69,7 @@ def stacks(stacks: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
             yield FAIL, fact, f"install {part} {how}"
         values = {name: value for name, value in values.items() if name not in broken}
         if part not in _OF_PREFLIGHT and (fact := differences(part, values)):
-            fix = "install the same version on every host, or copy it: mpiddp hosts push"
+            fix = "install the same version on every host, or copy it: mpiddp hosts push HOSTFILE"
             yield WARN if part.startswith("lib") else FAIL, fact, fix
         elif {*values.values()} == {"missing"}:
             yield WARN, f"{part} is missing on every host", ""

@@ -76,7 +76,7 @@ SSH_ERRORS = (
     SshError(
         "^Host key verification failed",
         "ssh {name}: its host key is unknown.",
-        "To compare and accept it: mpiddp hosts keys",
+        "To compare and accept it: mpiddp hosts keys HOSTFILE",
         "ssh-host-key-unknown",
         ("Host key verification failed",),
     ),
@@ -198,7 +198,7 @@ class Answer:
             fix = "Install it there."
             if is_ours:
                 fix = f"Install it, and Python in {sys.base_prefix}, at the same path on every host"
-                fix += ", or copy them there: mpiddp hosts push"
+                fix += ", or copy them there: mpiddp hosts push HOSTFILE"
             return f"{host.name}: {python} is missing. {fix}"
         if self.has_begun and self.exit_code is None:
             hint = f"The host is silent, or a file server does not answer. Try: {ssh_line(host)} df"

@@ -191,7 +191,8 @@ def test_a_set_up_is_continued_and_a_second_one_changes_nothing(ready, tmp_path)
     assert (ready / ".venv" / "kept").exists()
     before = {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()}
     done = run_sh(ready, "setup", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    is_ready = f"run.sh: the environment is ready: source {ready}/.venv/bin/activate\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, is_ready, "")
     assert {path: path.stat().st_mtime_ns for path in (ready / ".venv").iterdir()} == before
 
 

@@ -212,7 +212,7 @@ def check_alike(infos: Infos, programs: Sequence[Files], env: Mapping[str, str])
             digest, other = (files.get(name, "")[:8] or "none" for files in (ours, theirs))
             raise UserError(
                 f"{name} differs on {there} (sha256 {other} instead of {digest} on {here}). Copy it again: "
-                "mpiddp hosts push"
+                "mpiddp hosts push HOSTFILE"
             )
     if placement := env.get(variables.PLACEMENT):
         names = expected_hosts(placement)
