@@ -19,8 +19,8 @@ _HEAD = """\
 
 <!-- Written by `python -m docs.troubleshooting` from mpiddp/explain/failures. Change it there. -->
 
-`mpiddp explain LOGFILE` names the root cause and the fix, from the log of mpiddp, mpirun, torchrun or Slurm
-(`-`: stdin):
+`mpiddp explain LOGFILE` finds the first error, a known cause and its fix, in the log of mpiddp, mpirun,
+torchrun or Slurm (`-`: stdin):
 
 ```console
 $ echo 'node2: Permission denied (publickey,password).' > train.log

@@ -10,6 +10,7 @@ import pytest
 
 from mpiddp.checkpoints import agreement, save
 from mpiddp.launch.plan.options import LaunchOptions
+from mpiddp.launch.run import control
 from mpiddp.protocol import variables as names
 from mpiddp.runtime import child, rank_attempt
 from tests.support.ranks import ROOT
@@ -22,6 +23,9 @@ FIGURES = [
     ("python-names", "it has up to {:.0f} minutes", names.SAVE_GRACE_S / 60),
     ("checkpoints", "tensors of up to {:,} integers", agreement._SMALL),
     ("checkpoints", "and every {}, compare", {10: "tenth"}[save.COMPARED_SAVES]),
+    ("restarts", "A host is lost after {:.0f} s of silence", LaunchOptions.lost_s),
+    ("failures", "a second Ctrl-C ({:.1f} s later or more)", control._REPEAT_OF_CTRL_C_S),
+    ("failures", "another signal twice ({:.0f} s)", control._REPEAT_S),
     ("slurm", "{:.0f} minutes before the limit", int(SIGNAL_S[1]) / 60),
 ]
 

@@ -63,8 +63,8 @@ def test_the_same_step(here, mpi):
     "number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
 )
 def test_every_signal(here, number):
-    """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop. The last line is the
-    command that resumes the job, as it was typed.
+    """Ctrl-C, a closed terminal, SIGTERM, SIGUSR1 and SIGUSR2 are requests to stop. If the script heeds
+    them, the last line is the command that resumes the job, as it was typed.
     """
     options = (*LONG_GRACE, "--max-restarts", "2")
     done = ready(here, STOPS, options=options).signal(number).wait().assert_code(75)

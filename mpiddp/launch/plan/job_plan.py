@@ -95,7 +95,7 @@ def make_plan(
     if (needing or options.grow_s) and (starter.has_scheduler or not options.check):
         raise UserError(
             "--spares, --min-hosts, --wait-for-hosts and --grow need the preflight, which finds the hosts "
-            "that answer. Inside Slurm, start the ranks over ssh: --mpirun PATH. Elsewhere, leave out --no-check."
+            "that answer. In a Slurm job, start over ssh: --mpirun PATH. Elsewhere, leave out --no-check."
         )
     _, least = _wanted_hosts(past, options.spares, options.min_hosts)
     if options.push and is_first and not options.dry_run:
