@@ -215,6 +215,7 @@ def values(trains: bool) -> dict[str, Any]:
             torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
             torch.quantize_per_channel(weight, torch.ones(3) / 9, torch.zeros(3), 0, torch.qint8),
         ],
+        "zeros": torch.tensor([0.0, -0.0]),
         "others": [bits > 3, bits.to(torch.uint16), torch.tensor(3), torch.empty(0, 3)],
         "views": [weight.T, weight[:, 1:], weight[0].expand(5, 4), weight[0, 0].expand(5, 4)],
         "channels_last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),

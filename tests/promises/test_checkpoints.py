@@ -718,6 +718,8 @@ def test_hosts_apart_save_the_same_statistics(apart):
     apart.fork(*job).assert_ok()
     first, second = (step_folder(apart[name].path(PRIVATE), 1) for name in ("node0", "node1"))
     assert (first / "manifest.json").read_text() == (second / "manifest.json").read_text()
+    mean = contents(apart["node0"].path(PRIVATE), 1)["model"]["module.running_mean"]
+    assert mean.tolist() == pytest.approx([0.1, 0.1])  # that of rank 0
     done = apart.fork(*job).assert_ok()
     assert (resumed_step(done), "sending" in done.stdout) == (1, False)
 

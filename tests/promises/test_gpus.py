@@ -48,7 +48,8 @@ def test_a_host_with_a_broken_gpu(hosts):
 BREAKS = """
 echo "$WORLD_SIZE ranks"
 if [ $WORLD_SIZE = 2 ]; then
-    [ $RANK = 0 ] && exec sleep 6000
+    [ $RANK = 0 ] && { touch begun; exec sleep 6000; }
+    until [ -e begun ]; do sleep 0.02; done
     touch broken
     exit 3
 fi

@@ -119,6 +119,16 @@ def test_keys(strangers, file):
     assert authorized.count(node0.path("/root/.ssh/id_ed25519.pub").read_text().split()[1]) == 1
 
 
+def test_check(hosts, file):
+    """`mpiddp hosts check` reads a hostfile, in Open MPI's and in MPICH's syntax."""
+    other = hosts.folder / "other"
+    other.write_text("node0:1\nnode1:1 # MPICH's syntax\nnode2:1\n")
+    for path in (file, other):
+        done = hosts.run("hosts", "check", path).assert_ok()
+        table = [line.split()[:2] for line in done.lines[1:4]]
+        assert table == [[f"node{number}", "1"] for number in range(3)]
+
+
 def test_run_prints_equal_outputs_once(hosts, file):
     """`mpiddp hosts run` runs a command on every host, and prints equal outputs once."""
     done = hosts.run("hosts", "run", file, "--", "sh", "-c", "echo same; uname -n; echo why >&2")

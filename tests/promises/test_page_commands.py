@@ -82,6 +82,12 @@ def pattern(expected: str) -> str:
     return "".join(parts)
 
 
+def test_another_line_would_be_found():
+    """The comparison of a page with its commands allows for other numbers, but not for another line."""
+    assert re.fullmatch(pattern("a 1\n…\nb … 2.5\n"), alike("a 7\nx\ny\nb is 3\n"))
+    assert not re.fullmatch(pattern("a 1\n…\nb … 2.5\n"), alike("a 7\nx\ny\nc is 3\n"))
+
+
 # As for users, who set neither variable.
 AS_USERS = dict.fromkeys(ALL_OUTPUT, "")
 

@@ -490,21 +490,36 @@ def test_all_hosts_run_the_same_code(hosts, how):
         assert f"{changed} differs: " in line
 
 
+def test_packages_of_pythonpath(hosts):
+    """Packages that only PYTHONPATH names count as installed on every host, for the doctor as well."""
+    packages = Path(importlib.metadata.distribution("torch").locate_file(""))
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    env = {"PYTHONPATH": f"{ROOT}:{packages}", "PATH": path}
+    own = (sys._base_executable, "-m", "mpiddp")  # without torch, outside of a virtual environment
+    hosts.run(*own, "launch", *hosts.where(2), hosts.script("import torch"), env=env).assert_ok()
+    doctor = hosts.run(*own, "doctor", *hosts.where(2), env=env)
+    assert " the same on every host: mpi4py " in doctor.stdout
+
+
 @pytest.mark.parametrize(
-    "fault", ["script", "port", "address", "library", "library of another MPI", "launcher"]
+    "fault", ["script", "port", "address", "library", "MPICH", "Intel MPI", "launcher"]
 )
 def test_a_refusal_is_printed_once(here, fault):
     """All ranks refuse bad input together, also under a plain mpirun: exit code 2, and one error line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        # Its mpirun would start three jobs of one rank. Without an MPICH, this fault alone is skipped.
-        other = library_of("mpich") if fault == "library of another MPI" else {}
+        # With the library of another MPI, mpirun would start three jobs of one rank. Without that MPI,
+        # this fault alone is skipped.
+        names = {"MPICH": "mpich", "Intel MPI": "intelmpi"}
+        other = library_of(names[fault]) if fault in names else {}
+        of_another = (other, f"{fault} (libmpi.so.12). Set MPI4PY_LIBMPI")
         env, words = {
             "script": ({}, "nowhere.py not found"),
             "port": ({"MASTER_PORT": port}, f"MASTER_PORT={port} "),
             "address": ({"MASTER_ADDR": "192.0.2.7"}, "192.0.2.7 "),
             "library": ({"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}, "cannot load MPI library"),
-            "library of another MPI": (other, "MPICH (libmpi.so.12)"),
+            "MPICH": of_another,
+            "Intel MPI": of_another,
             "launcher": ({"TORCHELASTIC_RUN_ID": "stale"}, "torchrun's "),
         }[fault]
         job = (*RUN, "nowhere.py" if fault == "script" else program("identity.py"))

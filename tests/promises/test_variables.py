@@ -166,13 +166,14 @@ STALE |= {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM
         (mpirun_command(1)[:-1], {}),
         ((), STALE),
         ((), {"LOCAL_RANK": "9"}),
+        ((), {"RANK": "9", "LOCAL_RANK": "9"}),
         ((), {"WORLD_SIZE": "9", "MASTER_PORT": "9"}),
     ],
-    ids=["in torchrun", "in mpirun", "left over", "one left over", "two left over"],
+    ids=["torchrun", "mpirun", "left over", "one left over", "a rank left over", "two left over"],
 )
 def test_a_launcher_within_another(here, outer, env):
     """A job gets none of the variables of another launcher, whose rank has started it, or of its shell."""
-    launch = (sys.executable, "-m", "mpiddp", "launch", *here.where(2), "--", "env")
+    launch = (sys.executable, "-m", "mpiddp", "launch", "-n", "2", "--", "env")
     lines = here.run(*outer, *launch, env=env).assert_ok().lines
     ranks = [line for line in lines if re.match("(LOCAL_)?RANK=", line)]
     assert sorted(ranks) == ["LOCAL_RANK=0", "LOCAL_RANK=1", "RANK=0", "RANK=1"]

@@ -75,9 +75,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     is_image = a.dim() == 4 and a.layout == torch.strided
     if a.dtype != b.dtype or a.shape != b.shape or (is_image and a.stride() != b.stride()):
         return False
-    if a.element_size() == 1 and a.is_floating_point():
-        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    if a.layout == torch.strided and not a.is_quantized:
+        a, b = (as_bytes(tensor) for tensor in (a, b))  # for torch.equal, -0.0 is 0.0
     return torch.equal(a, b)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    resolved = tensor.detach().resolve_conj().resolve_neg()
+    return resolved.contiguous().reshape(-1).view(torch.uint8)
 
 
 def unequal(a: Any, b: Any, where: str = "") -> list[str]:

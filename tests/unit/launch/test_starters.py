@@ -11,7 +11,7 @@ from mpiddp.launch.plan.placement import Past, choose
 from mpiddp.launch.plan.preflight import Checked
 from mpiddp.launch.plan.starters import STARTERS
 
-OPEN_MPI_4, OPEN_MPI_5, *_ = STARTERS
+OPEN_MPI_4, OPEN_MPI_5, _, MPICH, SRUN = STARTERS
 REQUEST = Request(Hosts("hosts.txt", (Host("node1", ranks=2), Host("node0", ranks=1))), ("x",), "/")
 CHOSEN = REQUEST._replace(mpi_args=("--mca", "orte_tmpdir_base", "/big"))
 
@@ -29,6 +29,17 @@ CHOSEN = REQUEST._replace(mpi_args=("--mca", "orte_tmpdir_base", "/big"))
 def test_each_mpirun_of_open_mpi_5_has_a_folder_of_its_own(starter, request_, scratch, folder):
     command = starter.compose(request_, scratch=scratch)
     assert command.settings.get("PRTE_MCA_prte_local_tmpdir_base") == folder
+
+
+def test_a_launcher_of_the_user_is_kept():
+    command = MPICH.compose(REQUEST._replace(env={"HYDRA_LAUNCHER_EXEC": "myssh"}))
+    assert not {"-launcher-exec", "mpiddp-ssh"} & {*command.argv, *command.files}
+
+
+@pytest.mark.parametrize(("cpus", "flags"), [("7", ["--cpus-per-task=3"]), ("1", []), ("", [])])
+def test_ranks_beyond_the_one_task_of_a_host_share_its_cores(cpus, flags):
+    command = SRUN.compose(REQUEST._replace(env={"SLURM_CPUS_PER_TASK": cpus}))
+    assert [argument for argument in command.argv if "cpus-per-task" in argument] == flags
 
 
 def test_the_only_host_of_a_job_is_not_to_be_excluded(capfd):

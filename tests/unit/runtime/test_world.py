@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from mpiddp.errors import UserError
-from mpiddp.protocol.variables import RUN_ID
+from mpiddp.protocol.variables import LAUNCHER, RUN_ID
 from mpiddp.runtime.program import command_environment
 from mpiddp.runtime.reports import announce
 from mpiddp.world import RANK_SOURCES, World, is_rank, likely_ranks
@@ -161,7 +161,11 @@ def test_which_rank_prints_that_its_variables_are_refused(env, ranks):
 def test_no_variable_of_an_mpi_reaches_the_command(launcher):
     kept = {**TORCH, "PATH": "/bin", "TORCHELASTIC_RUN_ID": "a"}
     of_mpi = dict.fromkeys((*launcher.variables, *launcher.proof), "0")
-    assert command_environment(of_mpi | kept) == {**kept, RUN_ID: "a"}
+    env = command_environment(of_mpi | kept)
+    assert env == {**kept, RUN_ID: "a"}
+    world = World.from_env(env)  # its GPU may be the only one that it sees
+    assert (world.rank, world.local_rank, world.launcher.hides_gpus) == (5, 1, True)
+    assert World.from_env(env | {LAUNCHER: launcher.name}).launcher.name == launcher.name
 
 
 @pytest.mark.parametrize("arguments", [["x" * 100_000] * 6, "--resume last", ["a\0"]])
