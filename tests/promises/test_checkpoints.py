@@ -521,7 +521,8 @@ def test_silent_rank_in_a_save(here):
 def test_kill_at_any_moment(here, ranks, kills):
     """A kill at any moment leaves a verified checkpoint, and costs at most the save in progress."""
     last = torn = 0
-    for _ in range(kills):
+    while kills > 0 or torn < 4:  # of which at least four fall into a write
+        kills -= 1
         done = here.fork(program("killed_saves.py"), "run", ranks=ranks)
         assert done.code in (-signal.SIGALRM, -signal.SIGKILL), done.stderr
         first, *_, newest = [int(line) for line in done.lines if line.isdigit()]
@@ -529,7 +530,6 @@ def test_kill_at_any_moment(here, ranks, kills):
         last = newest
         names = [path.name for path in (here.folder / "run/checkpoints").iterdir()]
         torn += any(not name.startswith("step_") for name in names)
-    assert torn > kills / 5, "too few kills during a write"
 
 
 def test_any_flipped_bit_or_cut_is_found(tmp_path, sharded, capsys):
