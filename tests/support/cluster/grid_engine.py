@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from tests.support.cluster.host import ETC, Arg, Host
+from tests.support.cluster.host import ETC, TMPDIR, Arg, Host
 from tests.support.cluster.start import Cluster
 from tests.support.patience import eventually
 
@@ -160,6 +160,7 @@ def _configure(cluster: Cluster, env: Mapping[str, str]) -> None:
         "hostlist": " ".join(host.name for host in cluster.hosts),
         "pe_list": " ".join(name for name, *_ in _ENVIRONMENTS),
         "slots": "4",
+        "tmpdir": TMPDIR,  # the hosts share /tmp, and each removes the job's folder when its task ends
         "shell": "/bin/sh",
         "load_thresholds": "NONE",  # the hosts share the processors of this machine
     }
