@@ -1,8 +1,9 @@
 """Why a job failed, from its log.
 
-The launcher's own sentence decides. Without one, the last traceback of a rank decides, or else a known text.
-A failure is only "also seen" if the job has made steps after it, and forgotten if the job has restarted. One
-regular expression finds the lines with a known text, because a log may have millions of lines.
+The launcher's own sentence decides, and without one the known text that is nearest to a cause. What a restart
+has survived is forgotten, and what later steps of training have survived is only "also seen". Tracebacks are
+not followed: the last line of one is a line like any other. One regular expression finds the lines with a
+known text, because a log may have millions of lines.
 """
 
 from __future__ import annotations
@@ -13,41 +14,40 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from mpiddp.explain.failures import FAILURES, Failure, Weight
 from mpiddp.text import escaped
 
 _LONGEST_LINE = 1 << 13  # bytes; the rest is searched as a line of its own
 _SHOWN = 160  # characters of a line that are printed
-_LONGEST_MESSAGE = 12  # lines of an exception's message in which a known text is looked for
-_MOST_TRACEBACKS = 200
+_MOST_ERRORS = 200  # exceptions of scripts that are kept, to find the one that the launcher names
 _SURVIVED_STEPS = 2  # a job that makes so many steps after a failure has survived it
+_COMPARED = 80  # characters by which an error of a script is compared with the launcher's sentence
 _END_LINES = 50  # in the last lines of a log, a job may say that it has ended well
 
-# Launchers put these before a line of a rank: "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
-_PREFIX = re.compile(r"(\[[^][]{1,60}\](<std\w+>)?:? ?|\d+: |<std\w+>: ?)+")
-_RANK = re.compile(r"rank ?(\d+)|\[\d+,(\d+)\]|\[(\d+)\]|(\d+): ")
+# In front of a line of a rank: the time of --timestamps, journald or kubectl logs --timestamps, and then the
+# launcher's "[rank1]: ", "[1,0]<stderr>:", "[3] ", "3: ".
+_PREFIX = re.compile(
+    r"(?:\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S* |[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ \S+\[\d+\]: )?"
+    r"(?:\[[^][]{1,60}\](?:<std\w+>)?:? ?|\d+: |<std\w+>: ?)*"
+)
 _COLOURS = re.compile(rb"\x1b\[[0-9;?]*[a-zA-Z]")
 _QUOTED = re.compile(r"\"[^\"]*\"|`[^`]*`|(?<!\w)'[^']*'(?!\w)")  # a tip may quote another error
 _QUOTE = re.compile("[\"'`]")
 
-_TRACEBACK = "Traceback (most recent call last):"
-_CHAINED = ("During handling of", "The above exception was", "Original Traceb")
-_FRAME = re.compile(r"\s+File \".*, in (\S+)")
-# A child of spawn or forkserver runs the script again in one of these functions.
-_RERUNS = ("_fixup_main_from_path", "_fixup_main_from_name")
-# The traceback of an uncaught exception begins in one of these functions.
-_ENTRIES = ("<module>", "_run_module_as_main", "_bootstrap", "_bootstrap_inner", *_RERUNS)
-_RAISED = re.compile(r"([A-Za-z_]\w*\.)*[A-Za-z_]\w*(: .*|:?)")
 OURS = "mpiddp: "
 _STOPPED = (f"{OURS}stopped on request", f"{OURS}interrupted")
 _RESUME = f"{OURS}to resume: "
-VERDICT = re.compile(
-    r"mpiddp: (?:.* Then )?(?:(?:rank (?P<rank>\d+) on \S+ )?"
-    r"(?:failed first: (?P<error>.*?)|ended first, (?:with exit code \d+(?:: (?P<words>.*?))?|without.*)"
-    r"|was killed by .*)|the job (?:failed|hung).*|(?:no rank|rank \d+ on \S+) has made .*|lost \S+ \(.*)"
+# The sentences with which the launcher ends a job that has failed (`mpiddp.launch.judge.verdict`).
+# test_no_verdict_is_overruled has one of each kind.
+_VERDICT = re.compile(
+    r"mpiddp: (?:.* Then )?"
+    r"(?:rank \d+ on \S+ (?:failed first|ended first, with exit code \d+): (?P<error>.*?)"
     r"(?: \(its traceback: [^)]*\))?\.?(?: The other ranks were stopped\.)?"
+    r"|(?:rank \d+ on \S+ (?:ended first|was killed by|ended before)|the job (?:failed|hung)|lost \S+ \("
+    r"|mpirun could not start|the ranks on .* ended at the same moment|only \d+ of \d+ ranks).*"
+    r"|.* The other ranks were stopped\.)"
 )
 # A line that a job prints while it trains.
 _STEP = re.compile(rb"(?i)\b(?:step|epoch|iter|iteration|loss)\b\W{0,3}\d|\dit/s")
@@ -65,7 +65,8 @@ _OWN_ERROR = Failure(
     says=("Error: ", "Exception:"),
     cause="",
     fix="",
-    pattern=r"^([a-zA-Z_]\w*\.)*[A-Z]\w*(Error|Exception): ",
+    # NCCL says below a DistBackendError what has failed.
+    pattern=r"^(?!.*DistBackendError)([a-zA-Z_]\w*\.)*[A-Z]\w*(Error|Exception): ",
     weight=Weight.EXCEPTION,
 )
 _RANK_ENDED = Failure(
@@ -78,20 +79,20 @@ _RANK_ENDED = Failure(
         "called MPI_Abort",
         "Exited with exit code",
         "CANCELLED AT",
-        "The other ranks were stopped",
     ),
     cause="",
     fix="",
     pattern=r"exited with non|BAD TERM|ChildF|MPI_A|srun: error: .*Exited|"
-    r"\*\*\* (JOB|STEP).*CANCEL|^mpiddp: ",
+    r"\*\*\* (JOB|STEP).*CANCEL",
     weight=Weight.CONSEQUENCE,
 )
 _ROWS = (*FAILURES, _OWN_ERROR, _RANK_ENDED)
-_RERUN, _HANG = _BY_ID["python-start-method"], _BY_ID["python-hang"]
+_HANG, _INTERRUPT = _BY_ID["python-hang"], _BY_ID["python-interrupted"]
 # Texts with the same first character share a branch, because that is faster than one alternative for each
 # text.
-_SAYS = [*_CHAINED, *_RERUNS, _TRACEBACK, OURS, *(text for row in _ROWS for text in row.says)]
-_BRANCHES = groupby(sorted(_SAYS), key=lambda text: text[0])
+_BRANCHES = groupby(
+    sorted([OURS, *(text for row in _ROWS for text in row.says)]), key=lambda text: text[0]
+)
 _TEXTS = re.compile(
     "|".join(
         f"{re.escape(first)}(?:{'|'.join(re.escape(text[1:]) for text in texts)})"
@@ -99,9 +100,10 @@ _TEXTS = re.compile(
     ).encode()
 )
 
-# Explanations are sorted by these numbers, so a decisive one comes first, and a caught exception comes last.
-_DECIDES, _CAUGHT = 0, 4
-_PLACE = {Weight.CAUSE: 1, Weight.SYMPTOM: 2, Weight.EXCEPTION: 2, Weight.CONSEQUENCE: 3}
+# Explanations are sorted by these numbers. What steps of training have survived comes before or after the
+# consequences.
+_PLACE = {Weight.CAUSE: 1, Weight.SYMPTOM: 3, Weight.EXCEPTION: 3, Weight.CONSEQUENCE: 5}
+_PLACE_OF_VERDICT = {**_PLACE, Weight.CAUSE: 0, Weight.SYMPTOM: 2, Weight.EXCEPTION: 0}
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,6 @@ class Explanation:
     failure: Failure
     number: int  # the number of the line, from 1
     line: str  # the line or its part around the match, safe to print on a terminal
-
-    @property
-    def place(self) -> int:
-        """Its place in the order, if the launcher's sentence or a traceback shows it."""
-        weight = self.failure.weight
-        return _DECIDES if weight in (Weight.CAUSE, Weight.EXCEPTION) else _PLACE[weight]
-
-
-class _Traceback(NamedTuple):
-    rank: str  # "" if the line names none
-    entry: str  # the function of its first frame
-    explanation: Explanation  # explains its exception, or an earlier exception that led to it
 
 
 def explain(lines: Iterable[str]) -> Explanation | None:
@@ -149,102 +139,93 @@ class Log:
     def __init__(self) -> None:
         self.last_sentence = ""  # the last line of mpiddp
         self._begin_attempt()
-        self._steps_after = 0  # steps of training since the last line that shows a failure
-        self._end = deque[bytes](maxlen=_END_LINES)  # the last lines since that line
 
     def _begin_attempt(self) -> None:
         self.stop: tuple[int, str] | None = None  # the line about a stop on request
         self.resume = ""  # the command that resumes a stopped job
-        self._rows: dict[str, Explanation] = {}  # by id, the first line outside of tracebacks
-        # By rank, the first function of the traceback that is being read; "" if it has not come yet.
-        self._open: dict[str, str] = {}
-        self._chained: set[str] = set()  # ranks whose next exception follows from the last one
-        self._last = deque[_Traceback](maxlen=_MOST_TRACEBACKS)
-        # The job has caught these exceptions, because it has made steps before its next traceback.
-        self._caught = deque[_Traceback](maxlen=_MOST_TRACEBACKS)
-        self._has_stepped = False  # since the last traceback
-        self._verdict: re.Match[str] | None = None
-        self._verdict_at = 0
+        self._rows: dict[
+            str, Explanation
+        ] = {}  # by id, the first line since the job has made steps
+        self._survived: dict[str, Explanation] = {}  # those before these steps
+        self._errors = deque[Explanation](maxlen=_MOST_ERRORS)  # exceptions that no row explains
+        self._verdict: Explanation | None = None
+        self._steps = 0  # of training, since the last line that shows a failure
+        self._end = deque[bytes](maxlen=_END_LINES)  # the last lines since that line
 
     def read(self, number: int, line: bytes) -> None:
-        """Look at a line with a known text, and at every line while a traceback is open."""
-        if (self._open or _TEXTS.search(line)) and self._look_at(number, line):
-            self._has_stepped |= self._steps_after > 0
-            self._steps_after = 0
+        """Look at a line with a known text, and count the steps of training between such lines."""
+        if _TEXTS.search(line) and self._take(number, *_split(line)):
+            self._steps = 0
             self._end.clear()
             return
         self._end.append(line)
-        if self._steps_after < _SURVIVED_STEPS and not self._open:
-            self._steps_after += bool(_STEP.search(line))
+        self._steps += self._steps < _SURVIVED_STEPS and bool(_STEP.search(line))
 
-    def _look_at(self, number: int, line: bytes) -> bool:
-        """Keep what a line shows. Returns whether it shows a failure."""
-        rank, text = _split(line)
-        if text.startswith(OURS):
+    def _take(self, number: int, prefix: str, text: str) -> bool:
+        """Keep what a line shows. Returns whether it shows a failure, or the end of the job."""
+        is_ours = text.startswith(OURS)
+        verdict = _VERDICT.fullmatch(text) if is_ours else None
+        rows = _shown_by(text)
+        if is_ours:
             self.last_sentence = text
             if text.startswith(f"{OURS}restarting on "):  # the job has survived all before it
                 self._begin_attempt()
-            elif text.startswith(_STOPPED) and self._verdict is None:  # else the job hung before
-                self.stop = number, escaped(text)
-            elif text.startswith(_RESUME):
-                self.resume = text.removeprefix(_RESUME)
-            elif verdict := VERDICT.fullmatch(text):
-                self._verdict, self._verdict_at, self.stop = verdict, number, None
-            elif self._verdict is not None:
-                if _HANG in _shown_by(text):  # the sentence that says where the rank hangs
-                    self._rows.setdefault(_HANG.id, _explained(_HANG, number, text))
-                return True
-        if text.startswith(_CHAINED):
-            self._chained.add(rank)
-        frame = _FRAME.match(text)
-        is_rerun = frame is not None and frame[1] in _RERUNS
-        # The beginning of a rerun's traceback may be missing in the log.
-        if _TRACEBACK in text or (is_rerun and rank not in self._open):
-            self._open[rank] = frame[1] if frame else ""
+                return False
+        if self._steps >= _SURVIVED_STEPS and (rows or verdict or text.startswith(_STOPPED)):
+            self._survived = {**self._rows, **self._survived}
+            self._rows, self._verdict, self.stop = {}, None, None
+        if text.startswith(_RESUME):
+            self.resume = text.removeprefix(_RESUME)
+        elif text.startswith(_STOPPED) and self._verdict is None:  # else the job hung before
+            self.stop = number, escaped(text)
+        elif is_ours and (verdict or self._verdict):
+            self._take_verdict(number, text, verdict)
             return True
-        if rank in self._open:
-            return self._continue(rank, number, text)
-        rows = _shown_by(text)
         for row in rows:
-            self._rows.setdefault(row.id, _explained(row, number, text))
+            explanation = _explained(row, number, text)
+            self._rows.setdefault(row.id, explanation)
+            if row is _OWN_ERROR:
+                self._errors.append(explanation)
+                if not prefix:  # of one process, the last exception has ended it
+                    self._rows[row.id] = explanation
+            elif row is _HANG:
+                self._verdict, self.stop = explanation, None
         return bool(rows)
 
-    def _continue(self, rank: str, number: int, text: str) -> bool:
-        """Take a line of a rank whose traceback is being read. It may also come from the rank's stdout."""
-        entry = self._open[rank]
-        if (frame := _FRAME.match(text)) and (not entry or frame[1] in _RERUNS):
-            entry = self._open[rank] = frame[1]
-        if not entry or not _RAISED.fullmatch(text):
-            return text[:1].isspace()
-        del self._open[rank]
-        error = _explained([*_shown_by(text, Weight.EXCEPTION), _OWN_ERROR][0], number, text)
-        has_row = _RERUN.id in self._rows  # for example, because another child has printed its text
-        if entry in _RERUNS and (has_row or not re.fullmatch(r"[\w.]+:", text)):
-            error = self._rows.setdefault(_RERUN.id, _explained(_RERUN, number, text))
-        before = [traceback for traceback in self._last if traceback.rank == rank]
-        if rank in self._chained and before:
-            _, first_entry, cause = before[-1]
-            self._last.remove(before[-1])
-            entry = first_entry if first_entry in _ENTRIES else entry
-            if cause.failure is not _OWN_ERROR and error.failure.weight > cause.failure.weight:
-                error = cause  # the table explains the earlier exception better
-        self._chained.discard(rank)
-        if self._has_stepped:
-            self._caught.extend(self._last)
-            self._last.clear()
-            self._has_stepped = False
-        self._last.append(_Traceback(rank, entry, error))
-        return True
+    def _take_verdict(self, number: int, text: str, verdict: re.Match[str] | None) -> None:
+        """Take a verdict of the launcher, or a sentence below it, such as one with a known cause."""
+        if verdict is None:
+            says_cause = (row for row in FAILURES if row.cause in text or f" {row.id}" in text)
+            row = next(says_cause, _HANG if _HANG in _shown_by(text) else None)
+        else:
+            error = verdict["error"]
+            rows = _shown_by(error or text, Weight.EXCEPTION) or [_OWN_ERROR] * bool(error)
+            row = next((row for row in rows if row.weight != Weight.CONSEQUENCE), _RANK_ENDED)
+            is_own = row.weight in (Weight.CAUSE, Weight.EXCEPTION) and row is not _INTERRUPT
+            if self._is_hang and not is_own:
+                return  # Ctrl-C, or the end of a rank, has only ended the hang
+        if row is None or (self._verdict and self._verdict.failure is row):
+            return
+        self._verdict = self._rows.get(row.id) or _explained(row, number, text)
+        self.stop = None
+        if row is _OWN_ERROR:
+            same = (
+                line for line in self._errors if verdict and _is_same(line.line, verdict["error"])
+            )
+            self._verdict = next(same, _explained(row, number, text))
+
+    @property
+    def _is_hang(self) -> bool:
+        return self._verdict is not None and self._verdict.failure is _HANG
 
     @property
     def explanations(self) -> list[Explanation]:
-        """Each row once: the decisive explanation, then causes, symptoms, consequences, caught exceptions."""
-        decisive = self._by_verdict() or self._by_traceback()
+        """Each row once: the launcher's verdict, causes, symptoms, what the job survived, consequences."""
         places = [(_PLACE[line.failure.weight], line) for line in self._rows.values()]
-        places += [(_CAUGHT, error.explanation) for error in (*self._caught, *self._last)]
-        if decisive is not None:
-            places = [(place, line) for place, line in places if line.number != self._verdict_at]
-            places.append((decisive.place, decisive))
+        survived = _PLACE[Weight.CONSEQUENCE] + (1 if self._verdict else -1)
+        places += [(survived + row.failure.weight / 10, row) for row in self._survived.values()]
+        if self._verdict:
+            places.append((_PLACE_OF_VERDICT[self._verdict.failure.weight], self._verdict))
         first: dict[str, Explanation] = {}
         for _, line in sorted(places, key=lambda place: (place[0], place[1].number)):
             first.setdefault(line.failure.id, line)
@@ -253,56 +234,19 @@ class Log:
     @property
     def survived(self) -> str:
         """Why the job must have survived every failure in the log, "" if it has not."""
-        if self._steps_after >= _SURVIVED_STEPS:
+        if self._steps >= _SURVIVED_STEPS:
             return "the job goes on to train after it"
         if any(map(_WELL.search, self._end)):
             return "the log ends well"
-        weights = {line.failure.weight for line in self._rows.values()}
-        if self._verdict or weights - {Weight.EXCEPTION}:
-            return ""
-        if self.last_sentence:
+        are_exceptions = all(re.match(_OWN_ERROR.pattern, row.line) for row in self._rows.values())
+        if are_exceptions and self.last_sentence and not self._verdict:
             return "no sentence of mpiddp says that a rank failed"
-        has_ended = any(error.entry in _ENTRIES for error in (*self._caught, *self._last))
-        return "" if has_ended else "the job has caught it, and printed it itself"
+        return ""
 
-    def _by_verdict(self) -> Explanation | None:
-        """The explanation of the launcher's last sentence about a failure; None if it names no cause."""
-        if (verdict := self._verdict) is None:
-            return None
-        errors = [error.explanation for error in self._last if error.rank == verdict["rank"]]
-        if verdict["error"] is not None and errors:
-            return errors[-1]
-        message = verdict["error"] or verdict["words"]
-        rows = _shown_by(message or verdict[0], Weight.EXCEPTION)
-        if message and not rows:
-            rows = [_OWN_ERROR]
-        for row in rows:
-            if row.weight != Weight.CONSEQUENCE:
-                return self._rows.get(row.id) or _explained(row, self._verdict_at, verdict[0])
-        return None
 
-    def _by_traceback(self) -> Explanation | None:
-        """The explanation of a last traceback of a rank, of several the one nearest to a cause."""
-        weights = {line.failure.weight for line in self._rows.values()}
-        if self._has_stepped and weights & {Weight.CAUSE, Weight.SYMPTOM}:
-            return None  # the job has survived its tracebacks, and failed later
-        last = [*self._last]
-        if not any(error.rank for error in last):  # one rank may have printed all of them
-            last.reverse()
-        for group in (last, [*self._caught][::-1]):
-            errors = [self._with_message(error.explanation) for error in group]
-            first = min(errors, key=lambda error: error.place, default=None)
-            if first is not None and first.failure.weight != Weight.CONSEQUENCE:
-                return first
-        return self._with_message(last[0].explanation) if last else None
-
-    def _with_message(self, error: Explanation) -> Explanation:
-        """The explanation by a later line of the message, if no row explains the exception's first line."""
-        for line in self._rows.values() if error.failure is _OWN_ERROR else ():
-            is_near = 0 < line.number - error.number <= _LONGEST_MESSAGE
-            if is_near and line.failure.weight in (Weight.CAUSE, Weight.CONSEQUENCE):
-                return line
-        return error
+def _is_same(line: str, error: str) -> bool:
+    """Whether a line, of which only a part is shown, is the error of a verdict, which has no last period."""
+    return line.strip("….")[:_COMPARED] == escaped(error).strip("….")[:_COMPARED]
 
 
 def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
@@ -323,13 +267,10 @@ def _shown_by(line: str, but: Weight | None = None) -> list[Failure]:
 
 
 def _split(line: bytes) -> tuple[str, str]:
-    """The rank in a launcher's prefix ("" if there is none), and the text of the line."""
+    """A launcher's prefix, "" if there is none, and the text of the line."""
     text = line.decode("utf-8", "replace").strip("\0").rstrip()
     prefix = _PREFIX.match(text)
-    if prefix is None:
-        return "", text
-    rank = _RANK.search(prefix[0])
-    return next(filter(None, rank.groups()), "") if rank else "", text[prefix.end() :]
+    return (prefix[0], text[prefix.end() :]) if prefix else ("", text)
 
 
 def _explained(row: Failure, number: int, line: str) -> Explanation:

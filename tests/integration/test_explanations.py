@@ -71,6 +71,13 @@ CHAINED = [
     '[rank1]:   File "a.py", line 5, in <module>',
     "[rank1]: ValueError: bad",
 ]
+CAUSE = f'mpiddp: "No space left on device" has a known cause. The system: {BY_ID["system-disk-full"].cause}'
+HUNG = "mpiddp: rank 0 on n1 has not entered broadcast no. 5, for which rank 1 has waited 60 s."
+INTERRUPTED = "mpiddp: rank 0 on n1 failed first: KeyboardInterrupt. The other ranks were stopped."
+GONE = (
+    "mpiddp: rank 0 on n1 ended early, with exit code 0. Then rank 1 on n1 failed first: RuntimeError: "
+    "[gloo] Connection closed by peer [::1]:40000. The other ranks were stopped."
+)
 RESTARTED = "mpiddp: restarting on n1 and n2 (restart 1 of 3)."
 ENDED = "mpiddp: rank 0 on n1 ended first, with exit code 3. The other ranks were stopped."
 DF = ["Filesystem      Size  Used Avail Use% Mounted on", *["/dev/sda1  9G  4G  5G  45% /"] * 20]
@@ -80,9 +87,6 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
 @pytest.mark.parametrize(
     ("log", "found"),
     [
-        # The traceback of an uncaught exception begins in the script, not in the function that catches it.
-        ([CAUGHT.format(function="load")], []),
-        ([CAUGHT.format(function="<module>")], [("own-error", 5)]),
         # A job survives a warning after which it goes on.
         ([*STEPS, REFUSED], [("ssh-refused", 50_001)]),
         ([*STEPS, REFUSED, *STEPS], []),
@@ -100,21 +104,46 @@ STEPS = [f"step {number} loss 0.5" for number in range(50_000)]
         # That of a DataLoader whose worker has ended names no file.
         (
             ["FileNotFoundError: [Errno 2] No such file or directory", VERDICT],
-            [("own-error", 1)],
+            [("own-error", 2)],
         ),
-        # The cause of the exception that the launcher names.
-        ([*CHAINED, VERDICT], [("system-disk-full", 3)]),
+        # The launcher's sentence below its verdict names the cause of the exception.
+        ([*CHAINED, VERDICT, CAUSE], [("system-disk-full", 3), ("own-error", 7)]),
+        # The job has survived this line, so it is no cause of what the launcher names.
+        ([REFUSED, *STEPS, KILLED], [("system-killed", 50_002), ("ssh-refused", 1)]),
+        ([REFUSED, *STEPS, "Killed"], [("system-killed", 50_002), ("ssh-refused", 1)]),
+        # A Ctrl-C only ends a hang, and so do the errors of the ranks that it interrupts.
+        ([HUNG, "KeyboardInterrupt", INTERRUPTED], [("python-hang", 1), ("python-interrupted", 2)]),
+        ([HUNG, "interrupted", GONE], [("python-hang", 1)]),
+        ([HUNG, VERDICT], [("own-error", 2), ("python-hang", 1)]),
         # What a restart has survived is no cause of the end.
         (["ValueError: bad", VERDICT, RESTARTED, KILLED], [("system-killed", 4)]),
         (["ValueError: bad", VERDICT, RESTARTED, ENDED], [("rank-ended", 4)]),
-        # An exception alone is no failed job.
-        (["ValueError: bad image, skipped"], []),
-        (["ValueError: bad image", "Process name: [1,0]"], []),
+        # Of one process, the last exception has ended it.
+        (["ValueError: bad image, skipped", "ValueError: bad"], [("own-error", 2)]),
     ],
 )
 def test_what_a_log_shows(log, found):
     lines = [line for text in log for line in text.split("\n")]
     assert [(row.failure.id, row.number) for row in found_in(lines)] == found
+
+
+RECORDS = sorted((ROOT / "tests/data/records").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_no_verdict_is_overruled(path):
+    """The launcher's verdict on a failed job decides, whatever the job has survived before."""
+    *said, code = path.read_text().splitlines()
+    if code != "exit code: 1":
+        assert code in {"exit code: 0", "exit code: 2", "exit code: 75", "exit code: 130"}
+        return
+    survived = [REFUSED, *STEPS[:3]]
+    lines = [
+        line if line.startswith((" ", "thread", "The Python")) else f"mpiddp: {line}"
+        for line in said
+    ]
+    first, *_ = found_in([*survived, *lines])
+    assert first.number > len(survived)
 
 
 def test_the_table_is_complete():
@@ -177,7 +206,20 @@ def test_the_measure_of_the_table_is_true():
 
 @pytest.mark.parametrize(
     "prefix",
-    ["", "[rank3]: ", "[1,0]<stderr>:", "[rank 3 node2] ", "3: ", "\x1b[31m", "100%|███| 9/9\r"],
+    [
+        *(
+            "",
+            "[rank3]: ",
+            "[1,0]<stderr>:",
+            "[rank 3 node2] ",
+            "3: ",
+            "\x1b[31m",
+            "100%|███| 9/9\r",
+        ),
+        "2026-11-29 23:59:01 [rank 3 node2] ",  # as of --timestamps
+        "Nov 29 23:59:01 node2 mpiddp[4711]: ",  # of journald
+        "2026-11-29T23:59:01.123456789Z 3: ",  # of kubectl logs --timestamps
+    ],
 )
 def test_a_launchers_prefix_does_no_harm(prefix):
     log = [f"{prefix}ValueError: 3 channels\n", f"{prefix}Killed\n"]
