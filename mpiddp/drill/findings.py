@@ -13,14 +13,13 @@ from mpiddp.drill.faults import Fault
 from mpiddp.drill.history import RATE
 from mpiddp.drill.rehearse import Ended, Rehearsal
 from mpiddp.errors import DONE
-from mpiddp.explain.explain import VERDICT
 
 _PHRASE_LENGTH = 160
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. `passed` is None if the fault did not occur.
+    """One row of the table. `passed` is None if the fault did not occur, or if nothing could be compared.
 
     weights_equal: whether the bits of parameters, optimizer and buffers are equal at the end; None if they
     are not compared. steps_lost: None if it is unknown.
@@ -48,9 +47,12 @@ def judge(undisturbed: Rehearsal, fault: Fault, disturbed: Rehearsal) -> Result:
     cause = _cause(fault, disturbed, difference)
     lost = None if resume is None else len(first) - 1 - resume
     equal = not difference if is_compared else None
-    passed = not cause
-    if passed and differs_from is not None:
-        cause = f"nothing is compared: two runs without a fault differ from step {differs_from}"
+    passed = None if differs_from is not None and not cause else not cause
+    if passed is None:
+        cause = (
+            f"not compared: two runs without a fault differ from step {differs_from}. "
+            "Call torch.manual_seed(0) before the model"
+        )
     return Result(fault.name, passed, cause, disturbed.codes, lost, equal)
 
 
@@ -112,11 +114,6 @@ def _shared_file(undisturbed: Rehearsal) -> str:
 
 
 def last_error(end: Ended) -> str:
-    """The error of the rank that has failed first, as the launcher has printed it, or else the last line."""
-    lines = [line for line in end.stderr.splitlines() if line.strip()]
-    verdict = next(filter(None, map(VERDICT.fullmatch, lines)), None)
-    text = lines[-1] if lines else "it printed no error"
-    if verdict is not None:
-        text = verdict["error"] or verdict[0]
-    text = text.removeprefix("mpiddp: ").strip().rstrip(".")
+    """The beginning of the error with which the launcher has ended."""
+    text = end.error.strip().rstrip(".")
     return text if len(text) <= _PHRASE_LENGTH else f"{text[:_PHRASE_LENGTH]}…"

@@ -40,18 +40,21 @@ class LaunchCommand:
     def names_folder(self) -> bool:
         return any(OUT in argument for argument in self.job)
 
-    def arguments(self, out: Path, *, fewer: int = 0) -> list[str]:
-        """The arguments of `mpiddp` for a run in `out`, with so many ranks less."""
+    def has_ranks_for(self, fault: Fault) -> bool:
+        return self.ranks > fault.fewer
+
+    def arguments(self, out: Path, report: Path, *, fewer: int = 0) -> list[str]:
+        """The arguments of `mpiddp` for a run in `out`, with a report and so many ranks less."""
         size = ["-n", str(self.ranks - fewer)] if fewer else []
         job = [argument.replace(OUT, str(out)) for argument in self.job]
-        return ["launch", *self.options, *size, *job]
+        return ["launch", *self.options, *size, "--report", str(report), *job]
 
 
 class Ended(NamedTuple):
-    """A command that has ended: its code, None if it took too long, and its stderr."""
+    """A command that has ended: its code, None if it took too long, and its error."""
 
     code: int | None
-    stderr: str
+    error: str
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,12 @@ class Drill:
         records, out = folder / "records", folder / "out"
         path = filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
         variables = {OBSERVER: "mpiddp.drill.observer", DRILL: str(records)}
-        errors, printed = (folder / f"{label}.{end}" for end in ("err", "out"))
+        errors, printed, report = (folder / f"{label}.{end}" for end in ("err", "out", "json"))
         with (
             printed.open("w", encoding="utf-8") as stdout,
             errors.open("w", encoding="utf-8") as stderr,
             subprocess.Popen(
-                [sys.executable, "-m", "mpiddp", *self.command.arguments(out, fewer=fewer)],
+                [sys.executable, "-m", "mpiddp", *self.command.arguments(out, report, fewer=fewer)],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -160,7 +163,21 @@ class Drill:
                     _end_leftover(records, wait_s=0.0)
                     launcher.kill()
                 _end_leftover(records, _END_S)
-        return Ended(code, errors.read_text("utf-8", errors="replace"))
+        return Ended(code, _error(report) or _last_line(errors))
+
+
+def _error(report: Path) -> str:
+    """The launcher's verdict on the job; "" if the job was refused before it started."""
+    try:
+        facts = json.loads(report.read_bytes())
+    except FileNotFoundError:
+        return ""
+    return facts["error"] or ""
+
+
+def _last_line(errors: Path) -> str:
+    lines = filter(str.strip, errors.read_text("utf-8", errors="replace").splitlines())
+    return [*lines, "it printed no error"][-2:][0].removeprefix("mpiddp: ")
 
 
 def _end_leftover(records: Path, wait_s: float) -> None:

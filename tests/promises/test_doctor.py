@@ -174,13 +174,14 @@ FAILS = (
     [
         ("flip", "", "flip: the damaged checkpoint was taken: "),
         ("none", "all ranks", "none: ranks 0, 1 write one file, newest.tmp.\n"),
-        ("kill", "fails", "the undisturbed run ended with code 1: KeyError: 'its own'."),
+        ("kill", "fails", "failed first: KeyError: 'its own'"),
+        ("kill", "random", "kill: not compared: two runs without a fault differ from step "),
     ],
-    ids=["a damaged checkpoint", "one file of two ranks", "an error of its own"],
+    ids=["a damaged checkpoint", "one file of two ranks", "an error of its own", "a random start"],
 )
 def test_drill_tells_what_is_wrong(here, only, defect, sentence):
     """`mpiddp drill` tells that a script takes a checkpoint in which one bit has changed, that ranks write
-    one file, and the error of a script that fails by itself.
+    one file, the error of a script that fails by itself, and that nothing can be compared.
     """
     script = here.script(FAILS) if defect == "fails" else DRILLED
     options = (*here.where(2), "--only", only, "--seed", "3")
