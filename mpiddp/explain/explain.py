@@ -102,7 +102,12 @@ _TEXTS = re.compile(
 
 # Explanations are sorted by these numbers. What steps of training have survived comes before or after the
 # consequences.
-_PLACE = {Weight.CAUSE: 1, Weight.SYMPTOM: 3, Weight.EXCEPTION: 3, Weight.CONSEQUENCE: 5}
+_PLACE: dict[Weight, float] = {
+    Weight.CAUSE: 1,
+    Weight.SYMPTOM: 3,
+    Weight.EXCEPTION: 3,
+    Weight.CONSEQUENCE: 5,
+}
 _PLACE_OF_VERDICT = {**_PLACE, Weight.CAUSE: 0, Weight.SYMPTOM: 2, Weight.EXCEPTION: 0}
 
 
