@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mpiddp.launch.judge.calls import Wait, find_wait
 from mpiddp.launch.judge.events import Record
-from mpiddp.launch.judge.stacks import frames_of, place_of, shown_stack
+from mpiddp.launch.judge.stacks import frames_of, place_of, stacks_of_script
 
 WAIT_S = 60.0  # in a collective, until the ranks that have not entered it are named
 QUIET_S = 300.0  # without a step, until the places of the ranks are printed
@@ -145,10 +145,13 @@ def places_sentence(record: Record, ranks: Sequence[int] | None = None) -> str:
 
 
 def _stacks_of(record: Record, ranks: Sequence[int]) -> str:
-    """The Python stack of one rank of each place, the rarest places first."""
+    """The Python stack of one rank of each place, the rarest places first.
+
+    Threads of libraries, as of a progress bar, would fill the screen and hide the sentence.
+    """
     firsts = [members[0] for _, members in _groups(record, ranks)]
     shown = [rank for rank in reversed(firsts) if rank in record.stacks][:_NAMED]
-    texts = [(rank, shown_stack(record.stacks[rank]["text"])) for rank in shown]
+    texts = [(rank, stacks_of_script(record.stacks[rank]["text"])) for rank in shown]
     return "".join(f"\nThe Python stack of rank {rank}:\n{text}" for rank, text in texts)
 
 

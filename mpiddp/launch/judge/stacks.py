@@ -34,16 +34,24 @@ def shown_stack(text: str) -> str:
     return _ABOVE_SCRIPT.sub("", text).rstrip()
 
 
+def stacks_of_script(text: str) -> str:
+    """The stack of the main thread, and of each other thread that executes a line of the script."""
+    main, *others = shown_stack(text).split("\nthread ")
+    threads = (other for other in others if any(map(_is_of_script, _frames(other))))
+    return "\nthread ".join([main, *threads]).rstrip()
+
+
 def frames_of(text: str) -> Sequence[Frame]:
     """The frames of the script's main thread, or of the thread that it joins; the outermost first."""
-    main, *others = (
-        [Frame(*frame) for frame in _FRAME.findall(thread)]
-        for thread in shown_stack(text).split("\nthread ")
-    )
+    main, *others = map(_frames, shown_stack(text).split("\nthread "))
     if main and _JOINS.search(main[-1].file):
         scripts = (frames for frames in others if any(_is_of_script(frame) for frame in frames))
         return next(scripts, main)
     return main
+
+
+def _frames(thread: str) -> list[Frame]:
+    return [Frame(*frame) for frame in _FRAME.findall(thread)]
 
 
 def place_of(text: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 import mpiddp
 from mpiddp.launch.judge.events import Record
 from mpiddp.launch.judge.hangs import find_hang, next_look_at
-from mpiddp.launch.judge.stacks import place_of, shown_stack
+from mpiddp.launch.judge.stacks import place_of, stacks_of_script
 from mpiddp.protocol.server import Event
 from tests.support.channels import calls, progress
 
@@ -189,9 +189,24 @@ def test_who_has_not_entered_a_collective_is_named_once_per_place():
         "rank 1 on b has not entered barrier no. 7, for which ranks 0, 2 have waited 60 s; "
         "it is in load (data.py:40): with open(path) as file."
     )
-    assert stack_of_1 == f"1:\n{shown_stack(stack(OPENS))}"
+    assert stack_of_1 == f"1:\n{stacks_of_script(stack(OPENS))}"
     assert "have waited 300 s; it is in load" in job.after(200)
     assert job.after(3600) == ""
+
+
+def test_threads_of_libraries_do_not_hide_the_sentence():
+    """A progress bar's thread and a queue's are left out; a thread that executes the script's lines stays."""
+
+    def thread(name: str, *frames: tuple[str, int, str, str]) -> str:
+        return stack([*frames]).partition("\n\n")[0].replace("MainThread", name)
+
+    monitor = thread(
+        "tqdm_monitor", (f"{SITE}/tqdm/_monitor.py", 69, "run", "self.was_killed.wait()")
+    )
+    feeder = thread("QueueFeederThread", ("/usr/lib/python3.11/queue.py", 9, "_feed", "wait()"))
+    main, loader = thread("MainThread", *ALL_REDUCE), thread("loader", *OPENS)
+    text = "\n\n".join([main, monitor, loader, feeder])
+    assert stacks_of_script(text) == f"{main}\n\n{loader}"
 
 
 def test_ranks_that_answer_late_are_asked_again():
