@@ -5,6 +5,7 @@ numbers and the name of the host may differ, `…` alone stands for any lines, a
 """
 
 import html
+import os
 import re
 import shlex
 import shutil
@@ -12,11 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from tests.docs.test_pages import USER_PAGES, blocks, named
+from tests.docs.test_pages import USER_PAGES, blocks, named, prose
+from tests.support.machine import nvidia_smi, tool
 from tests.support.own_script import EXAMPLE
 from tests.support.patience import PATIENCE_S
 from tests.support.place import Done, Here, Hosts
@@ -37,18 +40,52 @@ def test_what_a_page_shows_is_what_its_commands_print(page, tmp_path):
         compare(text, tmp_path)
 
 
+def test_the_first_jobs_on_any_machine(tmp_path):
+    """The first jobs of docs/get-started.md run on a machine with one GPU and one core, too."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    tools = tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}))
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        for text in (text for text in consoles(ROOT / "docs/get-started.md") if "ddp.py" in text):
+            compare(text, tmp_path, tools)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_a_logged_job_ends_with_the_exit_code_of_the_job(tmp_path):
+    """The commands of the pages that write a log by `tee` end with the exit code of the job."""
+    path = tool(tmp_path / "tools", "mpiddp", "echo the job has said; exit 75")
+    texts = [
+        "\n".join([*map(attrgetter("text"), blocks(page)), prose(page)]) for page in USER_PAGES
+    ]
+    logged = [
+        line for text in texts for line in re.findall(r"mpiddp launch[^\n`#]*\| tee[^\n`#]*", text)
+    ]
+    assert len(logged) >= 2
+    for text in texts:
+        assert not re.search(r"\| tee", text) or "set -o pipefail" in text
+    for line in logged:
+        script = f"set -o pipefail\n{line}"
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env={"PATH": path}, check=False)
+        assert done.returncode == 75, line
+        assert (tmp_path / "train.log").read_text() == "the job has said\n"
+    bare = subprocess.run(["bash", "-c", logged[0]], cwd=tmp_path, env={"PATH": path}, check=False)
+    assert bare.returncode == 0  # so the page has to say it
+
+
 MARK = "next command"
 
 
-def compare(text: str, folder: Path) -> None:
-    """Run the commands of a block in one shell, and compare what each prints."""
+def compare(text: str, folder: Path, tools: str = "") -> None:
+    """Run the commands of a block in one shell, and compare what each prints. `tools` comes first on PATH."""
     shown = re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]
     pairs = [first_command(text) for text in shown]
     script = "".join(
         f"echo {shlex.quote(MARK)}\n(exit $code)\n{command}\ncode=$?\n" for command, _ in pairs
     )
     env = {name: value for name, value in clean_env().items() if name not in ALL_OUTPUT}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env["PATH"] = f"{Path(sys.executable).parent}:{tools or env['PATH']}"
     done = subprocess.run(
         ["bash", "-c", f"code=0\n{script}"],
         cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -178,7 +178,12 @@ def place(
         within = f" with --npernode {npernode}" if npernode else ""
         by_host = listed([f"{host.name}={slots}" for host, slots in room.items()])
         is_unnamed = not (options.names_hosts or hosts.scheduler or npernode)
-        more = f" To start more: -H localhost:{n}" * is_unnamed
+        # More ranks than GPUs would share them, which NCCL refuses.
+        of_job = {host: of_host(host, env, options.variables) for host in room}
+        seen = [_visible_gpus(host, gpus.get(host) or (), of_job[host]) for host in room]
+        on_cpus = any(seen) and options.backend != "gloo"
+        flags = "-x CUDA_VISIBLE_DEVICES= " * on_cpus
+        more = f" To start more{', on CPUs' * on_cpus}: {flags}-H localhost:{n}" * is_unnamed
         if hosts.starter == "srun" and not npernode:
             more = f" To start more: #SBATCH --ntasks={n}"
         raise UserError(
