@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from mpiddp.arguments import whole
 from mpiddp.errors import DONE, UserError
-from mpiddp.hosts.processes import opened
+from mpiddp.hosts.processes import catches, opened
 from mpiddp.protocol.channel import VIEW_STACKS
 from mpiddp.text import counted, escaped
 from mpiddp.watch.running_jobs import HasEnded, find_job, job_parser
@@ -59,8 +59,9 @@ def stop(argv: list[str]) -> int:
         raise UserError(f"job {job.title} runs in another container. Stop it there.")
     with suppress(ProcessLookupError), opened(job.pid) as send:
         job.connected().close()  # raises if the job has ended, because its pid may be another's then
-        send(signal.SIGCONT)  # a suspended launcher (Ctrl-Z) would not handle SIGTERM
-        send(signal.SIGTERM)
+        send(signal.SIGCONT)  # a suspended launcher (Ctrl-Z) would not handle a signal
+        # In the background of a shell, a launcher and its ranks ignore Ctrl-C.
+        send(signal.SIGINT if catches(job.pid, signal.SIGINT) else signal.SIGTERM)
         print(f"job {job.title} is requested to stop.")
         return DONE
     raise job.ended_meanwhile

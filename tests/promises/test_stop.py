@@ -186,6 +186,83 @@ def test_sigusr1_without_should_stop(here, forms_a_group):
     ready(here, here.script(text)).signal(signal.SIGUSR1).wait().assert_code(130)
 
 
+NOT_ASKED = (
+    "interrupted: the job was stopped. Its script had not called mpiddp.should_stop(), "
+    "so it was not asked to save."
+)
+HANGS = """
+import signal, threading
+signal.signal(signal.SIGINT, lambda *_: None)
+print("ready\\n", end="", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_ctrl_c_on_a_script_that_hangs(here):
+    """Ctrl-C says at once how long a script that does not react has, and what kills it."""
+    job = ready(here, here.script(HANGS), options=("--grace", "600"))
+    asked = (
+        "SIGINT: the ranks have 600 s to end (--grace); the same signal again kills them at once."
+    )
+    job.signal(signal.SIGINT).until(f"mpiddp: {asked}\n")
+    time.sleep(CTRL_C_AGAIN_S)  # sooner, it would count as the same
+    job.signal(signal.SIGINT).wait().assert_code(130)
+
+
+def test_ctrl_c_while_a_job_starts(here):
+    """A job that is stopped before all its ranks have started says so."""
+    job = here.start("launch", *here.where(2), STOPS, env={"PYTHONPATH": never_starts(here)})
+    done = job.until("waits").signal(signal.SIGINT).wait()
+    end = "interrupted: the job was stopped before all its ranks had started."
+    assert (done.code, done.said[-1]) == (130, end), done.stderr
+
+
+def never_starts(here: Here) -> str:
+    """A folder for PYTHONPATH, with which an agent of rank 1 waits before it begins."""
+    (here.folder / "slow").mkdir()
+    text = """
+import os, sys, time
+if os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+    sys.stderr.write("waits\\n")
+    time.sleep(6000)
+"""
+    (here.folder / "slow/sitecustomize.py").write_text(text)
+    return f"{here.folder}/slow:{ROOT}"
+
+
+FINALLY = """
+import time
+try:
+    print("ready\\n", end="", flush=True)
+    time.sleep(6000)
+finally:
+    print("finally\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize("request_by", ["mpiddp stop", "--stop-after", "in the background"])
+def test_other_requests_act_as_ctrl_c(here, request_by):
+    """`mpiddp stop` and --stop-after act as Ctrl-C: the `finally` of a script without should_stop() runs.
+
+    In the background of a shell, where a Ctrl-C is ignored, `mpiddp stop` ends the job all the same.
+    """
+    script = here.script(FINALLY)
+    if request_by == "--stop-after":
+        for seconds in (4, 8, 16, 32, 64):  # until the time is enough for the ranks to start
+            options = ("--stop-after", str(seconds), *here.where(2))
+            done = here.run("launch", *options, script)
+            if done.lines.count("ready") == 2:
+                break
+    else:
+        ignores = "trap '' INT;" if request_by == "in the background" else ""
+        launch = shlex.join([*LAUNCH, *LONG_GRACE, *here.where(2), script])
+        job = here.start("sh", "-c", f"{ignores} exec {launch}").until("ready", times=2)
+        here.run("stop", str(job.pid)).assert_ok()
+        done = job.wait()
+    runs_finally = request_by != "in the background"
+    assert (done.code, done.lines.count("finally")) == (130, 2 * runs_finally), done.stderr
+
+
 @pytest.mark.parametrize(("grace", "save_s", "saved"), [("120", "1", 2), ("1", "600", 0)])
 def test_a_script_without_should_stop(here, grace, save_s, saved):
     """A script without should_stop() gets the signal, and is killed after --grace seconds. Code: 130."""
@@ -195,7 +272,8 @@ def test_a_script_without_should_stop(here, grace, save_s, saved):
     assert (done.code, done.lines.count("saved")) == (130, saved)
     if saved:
         assert sorted(done.lines) == ["SIGTERM"] * 2 + ["ready"] * 2 + ["saved"] * 2
-        assert done.said == ["interrupted: the job was stopped."]
+        asked = "SIGTERM: the ranks have 120 s to end (--grace); the same signal again kills them at once."
+        assert done.said == [asked, NOT_ASKED]
     eventually(lambda: not here.processes())
 
 
@@ -292,7 +370,7 @@ def test_a_scheduler_that_signals_a_rank_first(here):
     (record,) = (here.folder / "logs").glob("*/attempt_1.jsonl")
     eventually(lambda: '"kind": "end"' in record.read_text())
     done = job.signal(signal.SIGTERM).wait()
-    assert (done.code, done.said) == (130, ["interrupted: the job was stopped."])
+    assert (done.code, done.said[-1]) == (130, NOT_ASKED)
 
 
 def test_ctrl_c_after_a_failure(here):

@@ -31,6 +31,7 @@ _LOST_DAEMON = re.compile(
 )
 _MOST_SEARCHED = 64  # ranks whose last lines are searched for a known cause: more take seconds
 HUNG_UP = "the terminal has hung up (SIGHUP)"
+_WAS_NOT_ASKED = ". Its script had not called mpiddp.should_stop(), so it was not asked to save"
 _LEFT_EARLY = "ended early, with exit code 0"
 
 # Rows of `mpiddp explain` whose cause is the host of the rank that failed first, whatever its script does.
@@ -113,6 +114,10 @@ def _judge(record: Record, mpirun: MpirunEnd, first: Event | None) -> Outcome:
         if record.fact("stop", "reason") == HUNG_UP:
             nohup = "With nohup before its command, a job outlives its terminal"
             what = f"{HUNG_UP}, and {what}. {nohup}"
+        elif not clause and not record.latest["supports_stop"]:
+            what += _WAS_NOT_ASKED
+            if len(record.latest["started"]) < record.world_size:
+                what = "the job was stopped before all its ranks had started"
         return Outcome(INTERRUPTED, f"interrupted: {what}.")
     if all_done:
         return Outcome(DONE)  # whatever mpirun's exit code is

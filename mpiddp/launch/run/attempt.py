@@ -21,6 +21,7 @@ from mpiddp.launch.judge.verdict import HUNG_UP, verdict
 from mpiddp.launch.plan.job_plan import Plan
 from mpiddp.launch.run.agents import STOP_AFTER, Agents
 from mpiddp.launch.run.output import OUTPUT_S
+from mpiddp.protocol.channel import STOP_SIGNALS
 from mpiddp.protocol.server import LAUNCHER, Event
 from mpiddp.protocol.variables import SAVE_GRACE_S
 
@@ -35,6 +36,8 @@ ORPHANS_S = 2.0  # for mpirun's orphans to end by themselves
 SILENCE_S = 1.0  # for a host to acknowledge a message
 AT_ONCE_S = 0.5  # for the last lines after a second signal
 LOOK_S = 1.0  # between two looks of the watchers
+
+_KILL_IF_REPEATED = {*STOP_SIGNALS} - {signal.SIGHUP}  # a closing terminal may send two
 
 
 class Watcher:
@@ -160,36 +163,39 @@ class Attempt:
         Schedulers send several kinds while the ranks save: LSF's bkill SIGINT and then SIGTERM, Slurm SIGTERM
         after the signal of --signal.
         """
-        is_hung_up = number == signal.SIGHUP  # a closing terminal may send two
         if self.agents.launcher.signals.counts[number] == 1:
+            is_hung_up = number == signal.SIGHUP
             self.request_stop(HUNG_UP if is_hung_up else signal.Signals(number).name, number)
-        elif not is_hung_up:
+        elif number in _KILL_IF_REPEATED:
             self.note("kill")
             self._begin_end()
             self.mpirun.kill_all()
 
-    def request_stop(self, reason: str = "", number: int = signal.SIGTERM) -> None:
+    def request_stop(self, reason: str = "", number: int | None = None) -> None:
         """Let all ranks stop within the time limits, unless the user has requested this before.
 
-        Without a reason, the time of --stop-after or of the scheduler is over. If the script cannot save, it
-        runs up to the scheduler's own limit.
+        Without a reason, the time of --stop-after or of the scheduler is over, which acts as Ctrl-C. If the
+        script cannot save, it runs up to the scheduler's own limit.
         """
         record, why_stop = self.record, self.agents.launcher.why_stop
         is_pointless = why_stop != STOP_AFTER and not record.latest["supports_stop"]
         if record.stop >= Stop.BY_USER or (not reason and is_pointless):
             return
+        sent = number or self.agents.launcher.signals.of_ctrl_c
         reason = reason or why_stop
-        self.note("stop", by=Stop.BY_USER.name, reason=reason, signal=number)
+        self.note("stop", by=Stop.BY_USER.name, reason=reason, signal=sent)
         if record.phase >= Phase.ENDING:
             return
         if not self.server.connected:
             self.end_mpirun()
             return
-        self.server.ask(self.server.connected, "stop", signal=number)
+        self.server.ask(self.server.connected, "stop", signal=sent)
         self.note("grace")
-        if record.latest["supports_stop"]:
-            again = "the same signal again kills them at once."
-            self.output.log(f"{reason}: the ranks are saving and stopping; {again}")
+        grace_s = self.plan.options.grace_s
+        is_heeded = bool(record.latest["supports_stop"])
+        what = "are saving and stopping" if is_heeded else f"have {grace_s:g} s to end (--grace)"
+        again = "; the same signal again kills them at once" * (number in _KILL_IF_REPEATED)
+        self.output.log(f"{reason}: the ranks {what}{again}.")
 
     # --- ending the ranks, and then mpirun ---
 

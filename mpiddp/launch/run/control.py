@@ -49,6 +49,8 @@ class SignalQueue:
         self.has_resized = False  # whether the terminal has a new size, which the owner then clears
         # A signal that was ignored when this process started stays ignored, as SIGHUP under `nohup`.
         numbers = [n for n in STOP_SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
+        # What a Ctrl-C sends. The ranks ignore it as well if a shell has started all this in the background.
+        self.of_ctrl_c = signal.SIGINT if signal.SIGINT in numbers else signal.SIGTERM
         self._wakeup = signal.set_wakeup_fd(self.sender, warn_on_full_buffer=False)
         numbers += (signal.SIGCHLD, signal.SIGWINCH)
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
