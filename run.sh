@@ -16,8 +16,9 @@ Set everything up once (in .venv, without root), then train over a hostfile or r
 
   MPIDDP_PYTHON=/path/to/python         use this Python, with its torch and numpy as they are
   MPIDDP_MPIRUN=/path/to/mpirun         use this MPI instead of installing Open MPI
-  PIP_EXTRA_INDEX_URL=https://…         take the torch of this index, as pip does. Without it, a machine
-                                        without an NVIDIA GPU gets torch's build for CPUs, if
+  PIP_EXTRA_INDEX_URL=https://…         take the torch of this index, as pip does; pip's configuration
+                                        may name one as well. Without any, a machine without an
+                                        NVIDIA GPU gets torch's build for CPUs, if
                                         download.pytorch.org answers
 
 .venv remembers the first two. To start afresh: rm -r .venv
@@ -169,7 +170,8 @@ urllib.request.urlopen(sys.argv[1], timeout=10)' "$CPU_INDEX/torch/" >>"$log" 2>
 # Say which build of torch comes, and how large .venv will be. `index` gets pip's options for it.
 choose_torch() {
   index=()
-  if [[ -n ${PIP_EXTRA_INDEX_URL:-} ]]; then
+  # pip's configuration is that of its files, and of PIP_EXTRA_INDEX_URL.
+  if [[ $("$venv/bin/python" -m pip config list) =~ extra-index-url=\'[^\'] ]]; then
     say "torch comes from the indexes that are set: .venv takes 1.0 GB with a build for CPUs, and about 4.8 GB for CUDA"
   elif has_nvidia; then
     say "torch comes with CUDA, for the NVIDIA GPU of this machine: .venv takes about 4.8 GB"

@@ -174,6 +174,7 @@ def indexes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ("gpu", "torch comes with CUDA, .*: .venv takes about 4.8 GB", ""),
         ("silent", "torch comes as .* does not answer: with CUDA, .venv takes about 4.8 GB", ""),
         ("chosen", "torch comes from the indexes that are set: .*", "+mine"),
+        ("configured", "torch comes from the indexes that are set: .*", "+mine"),
     ],
 )
 def test_a_machine_without_a_gpu_gets_the_torch_for_cpus(tmp_path, indexes, kind, size, build):
@@ -189,6 +190,10 @@ def test_a_machine_without_a_gpu_gets_the_torch_for_cpus(tmp_path, indexes, kind
     env |= {"PIP_INDEX_URL": f"{indexes}/pypi", "PIP_EXTRA_INDEX_URL": "", "PATH": os.defpath}
     if kind == "chosen":
         env["PIP_EXTRA_INDEX_URL"] = f"{indexes}/mine"
+    if kind == "configured":
+        env["PIP_CONFIG_FILE"] = str(tmp_path / "pip.conf")
+        (tmp_path / "pip.conf").write_text(f"[global]\nextra-index-url = {indexes}/mine\n")
+        del env["PIP_EXTRA_INDEX_URL"]
     if kind == "gpu":
         env["PATH"] = tool(tmp_path / "tools", "nvidia-smi", nvidia_smi({}))
     done = run_sh(root, "setup", env=env)
